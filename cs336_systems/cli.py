@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from cs336_systems import __version__
+from cs336_systems.analysis.kernels import NsysError
 from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError, guard_outputs, print_last
 from cs336_systems.files import FileError, error_in_words
 from cs336_systems.interrupt import LINE
-from cs336_systems.sweep.nsys import NsysError
 from cs336_systems.sweep.store import LockedError, SweepError
 from cs336_systems.text import print_aside
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cs336_systems.analysis.compare import interleave
+from cs336_systems.analysis.kernels import NsysError, find_nsys
 from cs336_systems.commands import flags
 from cs336_systems.commands.outcome import (
     FAILED,
@@ -36,7 +37,7 @@ from cs336_systems.record import RunRecord
 from cs336_systems.report.progress import IMPORTING, StatusLine
 from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
 from cs336_systems.studies.ceilings_files import ceilings_beside
-from cs336_systems.sweep.nsys import NsysError, find_nsys, is_under_nsys
+from cs336_systems.sweep.nsys import is_under_nsys
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path
 from cs336_systems.text import counted, print_aside, print_line
 

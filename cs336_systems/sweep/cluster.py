@@ -36,6 +36,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cs336_systems
+from cs336_systems.analysis.kernels import has_nsys
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import error_in_words, write_atomically
 from cs336_systems.measure.environment import identity
@@ -44,7 +45,6 @@ from cs336_systems.record import Failure, Identity, RunRecord, Status
 from cs336_systems.sweep import store
 from cs336_systems.sweep.isolation import Interrupts, fork_server, preload_to_explain, spare_children
 from cs336_systems.sweep.keep import Keeper, Listener, resume
-from cs336_systems.sweep.nsys import has_nsys
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
 from cs336_systems.text import counted

@@ -5,7 +5,6 @@ Ranks are processes that this process forks. All are in one report, in which a r
 
 import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from cs336_systems.analysis.kernels import NsysError, find_nsys
 from cs336_systems.config import RunConfig
 from cs336_systems.ranges import Range
 from cs336_systems.sweep.process import child_environment, die_with_forker
@@ -29,26 +29,6 @@ CAPTURE = (
 )
 FORKED = "--trace-fork-before-exec=true"
 """Without this, nsys records nothing of processes that are forked and execute no other program, such as ranks."""
-HOW_TO_INSTALL = (
-    "nsys (NVIDIA Nsight Systems) is not on the PATH: install it (package nsight-systems-cli of NVIDIA's CUDA "
-    "repository, or developer.nvidia.com/nsight-systems), or use --profile, which needs nothing but PyTorch"
-)
-
-
-class NsysError(RuntimeError):
-    """nsys is missing or failed; the message says what to do."""
-
-
-def has_nsys() -> bool:
-    """Whether nsys is installed."""
-    return shutil.which("nsys") is not None
-
-
-def find_nsys() -> str:
-    """Path of nsys; raise NsysError if it is not installed."""
-    if (nsys := shutil.which("nsys")) is None:
-        raise NsysError(HOW_TO_INSTALL)
-    return nsys
 
 
 def is_under_nsys() -> bool:

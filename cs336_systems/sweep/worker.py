@@ -10,12 +10,13 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
+from cs336_systems.analysis.kernels import NsysError
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.failure import describe
 from cs336_systems.measure.run import measure
 from cs336_systems.record import RunRecord, Status, read_record, time_now, write_record
-from cs336_systems.sweep.nsys import NsysError, is_under_nsys, run_under_nsys
+from cs336_systems.sweep.nsys import is_under_nsys, run_under_nsys
 from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with, forget_safe_path
 from cs336_systems.sweep.ranks import measure_on_ranks
 from cs336_systems.sweep.store import fresh_profile_path

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cs336_systems.analysis.columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
+from cs336_systems.analysis.kernels import NsysError, find_nsys
 from cs336_systems.analysis.kernels.trace import (
     ApiCalls,
     DeviceWork,
@@ -28,7 +29,6 @@ from cs336_systems.analysis.kernels.trace import (
     of_names,
     with_copies_apart,
 )
-from cs336_systems.sweep.nsys import NsysError, find_nsys
 
 
 def export(report: Path, directory: Path) -> Path:
