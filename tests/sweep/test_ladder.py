@@ -296,9 +296,7 @@ def expected():
     return losses
 
 
-CAST_ONCE = {
-    "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True,
-}  # fmt: skip
+CAST_ONCE = {"precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True}
 
 
 @pytest.mark.parametrize("changes", [{"optimizer": OptimizerKind.ADAMW}, CAST_ONCE], ids=["AdamW", "cast once"])
