@@ -921,8 +921,8 @@ class RunConfig:
 
     def with_defaults(self, *names: str) -> "RunConfig":
         """The same run with these settings at their defaults."""
-        values: dict[str, Any] = {each.name: each.default for each, _ in declared(self) if each.name in names}
-        return replace(self, **values)
+        values: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in names}
+        return self if all(getattr(self, name) == value for name, value in values.items()) else replace(self, **values)
 
     @property
     def unprofiled(self) -> "RunConfig":

@@ -54,16 +54,9 @@ def encode_json(value: object, indent: int = 2) -> bytes:
 
 
 def read_json(
-    path: Path,
-    kind: type[T],
-    what: str,
-    *,
-    version: int,
-    error: type[FileError],
-    max_bytes: int = MAX_BYTES,
-    if_older: str | None = None,
-    data: bytes | None = None,
-) -> T:
+    path: Path, kind: type[T], what: str, *, version: int, error: type[FileError], max_bytes: int = MAX_BYTES,
+    if_older: str | None = None, data: bytes | None = None,
+) -> T:  # fmt: skip
     """Decode a file with a `format_version` as `kind`; raise `error`, which names the first thing wrong in it.
 
     `what` names the expected content in that message, with an article. Files of earlier versions are read, unless

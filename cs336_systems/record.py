@@ -8,6 +8,7 @@ import statistics
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from cs336_systems.files import RECORD, FileError, encode_json, read_json, write
 FORMAT_VERSION = 1
 MAX_TIME_S = 1e9
 """Longest time that a record may hold (thirty years), so that sums of times stay finite."""
+_stdev = lru_cache(maxsize=4096)(statistics.stdev)  # slow, and several tables ask for the same times
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count of at most 64 bits; JSON itself would allow any number of digits."""
@@ -120,7 +122,7 @@ class Measurement:
     @property
     def stdev_s(self) -> float | None:
         """Sample standard deviation, or None for a single time."""
-        return statistics.stdev(self.times_s) if len(self.times_s) > 1 else None
+        return _stdev(self.times_s) if len(self.times_s) > 1 else None
 
     @property
     def median_s(self) -> float:

@@ -95,13 +95,13 @@ def outliers(values: Sequence[float], alpha: float) -> list[int]:
     rest, removed, num_found = list(enumerate(values)), list[int](), 0
     while len(removed) < (len(values) - 1) // 2:
         n, left = len(rest), [value for _, value in rest]
-        if min(left) == max(left):
+        if (least := min(left)) == (most := max(left)):
             break
         from scipy.special import stdtrit  # slow to import, and two values need none
 
         mean = statistics.fmean(left)
-        stdev = math.sqrt(math.fsum((value - mean) ** 2 for value in left) / (n - 1))  # `statistics.stdev` is slow
-        farthest = max(range(n), key=lambda i: abs(left[i] - mean))
+        stdev = math.dist(left, [mean] * n) / math.sqrt(n - 1)  # `statistics.stdev` is slow
+        farthest = left.index(least if mean - least > most - mean else most)
         t = float(stdtrit(n - 2, 1 - alpha / (2 * n)))
         removed.append(rest.pop(farthest)[0])
         if abs(left[farthest] - mean) / stdev > (n - 1) * t / math.sqrt(n * (n - 2 + t * t)):

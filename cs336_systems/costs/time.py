@@ -267,6 +267,7 @@ def without_own_products(config: RunConfig, curves: Curves) -> Curves:
     return curves.without(config.precision, rows)
 
 
+@lru_cache(maxsize=256)
 def _products(config: RunConfig) -> Counter[Operation]:
     every = chain.from_iterable(operations(config).values())
     return Counter(each for each in every if each.kind in (Kind.MATMUL, Kind.ATTENTION))

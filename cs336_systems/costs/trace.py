@@ -89,15 +89,9 @@ def _rms_norm(call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor
 
 
 def _attention(
-    _: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **more: Any,
-) -> Any:
+    _: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, **more: Any,
+) -> Any:  # fmt: skip
     """Flash or cuDNN in half precision, else the efficient kernel, else math (cuda/sdp_utils.cpp).
 
     cuDNN saves what flash does. The efficient kernel takes no grouped queries (check_batch_size_and_num_heads_dense).
@@ -116,14 +110,9 @@ def _attention(
 
 
 def _cross_entropy(
-    call: Callable[..., Tensor],
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Any:
+    call: Callable[..., Tensor], x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+    ignore_index: int = -100, label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
     """Under autocast the log-softmax has the logits' type, and the likelihood is taken in fp32 (LossNLL.cpp)."""
     if not torch.is_autocast_enabled("cuda") or label_smoothing or target.is_floating_point():
         return call(x, target, weight, reduction, ignore_index, label_smoothing)
@@ -627,6 +616,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
+        self._forms: dict[Any, list[Any]] = {}
+        """Of the new tensors that an operation makes, by what it is given."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # tensors are meta here
@@ -645,7 +636,7 @@ class _Recorder(TorchDispatchMode):
             if _is_in_place(function) and next(_tensors(args), None) is not None:
                 out = args[0] if function._schema.returns else None
             else:
-                out = function(*args, **(kwargs or {}))
+                out = self._result(function, args, kwargs or {})
         except RuntimeError as error:
             if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
                 raise  # it fails with values too
@@ -655,6 +646,27 @@ class _Recorder(TorchDispatchMode):
             ) from error
         self._trace.record(function, args, kwargs or {}, out)
         return out
+
+    def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation makes: most come again in each layer, and PyTorch takes far longer to find its form."""
+        key = function, _form_of((args, *kwargs.items()))
+        if forms := self._forms.get(key):
+            made = [torch.empty_strided(size, strides, dtype=dtype, device="meta") for size, strides, dtype, _ in forms]
+            return made[0] if len(made) == 1 else tuple(made)
+        out = function(*args, **kwargs)
+        outs, ins = out if isinstance(out, tuple) else (out,), [*_tensors((args, *kwargs.values()))]
+        if all(isinstance(each, Tensor) and each.is_meta and not each.is_conj() for each in outs):
+            new = {each.untyped_storage()._cdata for each in outs if each.nbytes == each.untyped_storage().nbytes()}
+            is_new = len(new.difference(each.untyped_storage()._cdata for each in ins)) == len(outs)
+            self._forms[key] = [*map(_form_of, outs)] if is_new else []
+        return out
+
+
+def _form_of(value: Any) -> Any:
+    """All of an argument that decides what an operation on meta tensors makes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return (*map(_form_of, value),) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 @contextmanager

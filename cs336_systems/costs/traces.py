@@ -119,7 +119,7 @@ def _decoded(kept: bytes) -> Tape:
 def encoded(tape: Tape) -> bytes:
     """A tape as it is kept."""
     text = json.dumps(tape.to_json(), separators=(",", ":")).encode()
-    return lzma.compress(text, preset=9)
+    return lzma.compress(text)
 
 
 _traced: dict[str, bytes] = {}

@@ -97,8 +97,9 @@ def to_frame(records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS) -> 
             baseline = first.get((key, row["device_name"])) or first.get((key, None))
             row |= _speed_up(name, row, None if is_one else baseline)
     index = pd.Index(configs, dtype="object", name="config")
-    frame = pd.DataFrame(rows, columns=[*RESULTS, *BESIDE], index=index, dtype="object")
-    return frame.astype(dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(SHAPE, "Int64"))
+    kinds = dict.fromkeys(NUMBERS, "float64") | dict.fromkeys(SHAPE, "Int64")
+    cells = {name: [row.get(name, math.nan) for row in rows] for name in (*RESULTS, *BESIDE)}
+    return pd.DataFrame({name: pd.Series(each, index, kinds.get(name, "object")) for name, each in cells.items()})
 
 
 def _has_first_value(config: RunConfig, setting: str) -> bool:
@@ -141,9 +142,10 @@ def codes_of(row: Mapping[str, Any]) -> list[str]:
 
 def rows_of(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows as dicts, with None for unknown values; with all settings, the `config` and its `identity`."""
+    names, columns = [*map(str, frame)], [column.tolist() for _, column in frame.items()]
     rows = [
-        {str(name): None if pd.isna(value) else value for name, value in row.items()}
-        for row in frame.to_dict("records")
+        {name: None if pd.isna(value) else value for name, value in zip(names, values, strict=True)}
+        for values in zip(*columns, strict=True)
     ]
     found = identities((config, row["device_name"]) for config, row in zip(frame.index, rows, strict=True))
     return [

@@ -262,7 +262,7 @@ def test_losses_that_are_not_finite_fail():
 
 # The gate on real training
 
-SHAPE = ModelConfig(vocab_size=503, context_length=64, d_model=64, d_ff=192, num_layers=3, num_heads=2)
+SHAPE = ModelConfig(vocab_size=503, context_length=64, d_model=64, d_ff=192, num_layers=2, num_heads=2)
 SMALL = RunConfig(
     size="custom", model=SHAPE, batch_size=8, optimizer=OptimizerKind.FOREACH,
     learning_rate=gate_learning_rate(SHAPE.d_model),
@@ -296,9 +296,7 @@ def expected():
     return losses
 
 
-CAST_ONCE = {
-    "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True,
-}  # fmt: skip
+CAST_ONCE = {"precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True}
 
 
 @pytest.mark.parametrize("changes", [{"optimizer": OptimizerKind.ADAMW}, CAST_ONCE], ids=["AdamW", "cast once"])

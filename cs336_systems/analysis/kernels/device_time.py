@@ -407,15 +407,16 @@ def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
     known = gaps.cause != UNKNOWN_CAUSE
     weighted = frame_of(gaps).assign(duration_ns=length / num_devices[gaps.step])[known]
     each = pd.DataFrame({"phase": gaps.phase, "cause": gaps.cause, "length": length})[known]
-    spread = each.groupby(["phase", "cause"])["length"].agg(["median", "max"])
+    spread = each.groupby(["phase", "cause"])["length"]
+    medians, longest = spread.median().to_dict(), spread.max().to_dict()
     return tuple(
         IdleTimes(
             phase=PHASES[row.phase],
             cause=CAUSES[row.cause],
             count=row.count,
             total_s=row.total_ns / 1e9,
-            median_s=float(spread["median"][row.phase, row.cause]) / 1e9,
-            longest_s=float(spread["max"][row.phase, row.cause]) / 1e9,
+            median_s=float(medians[row.phase, row.cause]) / 1e9,
+            longest_s=float(longest[row.phase, row.cause]) / 1e9,
         )
         for row in totals(weighted, "phase", "cause")
     )

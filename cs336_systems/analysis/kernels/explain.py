@@ -215,9 +215,9 @@ def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.
     own = kernels[kernels["step"] == step]
     own = own.assign(end_ns=own["start_ns"] + own["duration_ns"])
     part = ((own["start_ns"] - start) * NUM_PARTS // max(wall, 1)).rename("part")
-    pieces = own.groupby(["stream", part, "kind"]).agg(
-        start=("start_ns", "min"), end=("end_ns", "max"), busy=("duration_ns", "sum")
-    )
+    groups = own.groupby(["stream", part, "kind"])
+    bounds = {"start": groups["start_ns"].min(), "end": groups["end_ns"].max()}
+    pieces = pd.DataFrame({**bounds, "busy": groups["duration_ns"].sum()})
     return step_profile.PicturedStep(
         step=step,
         wall_s=wall / 1e9,

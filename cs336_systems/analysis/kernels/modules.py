@@ -137,7 +137,8 @@ def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelT
 
 
 def _kernel_times(kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPhase | None) -> Iterator[KernelTimes]:
-    found = kernels.groupby("name")["duration_ns"].agg(["count", "sum", "median", "min", "max", "std"])
+    groups = kernels.groupby("name")["duration_ns"]
+    found = pd.DataFrame({each: getattr(groups, each)() for each in ("count", "sum", "median", "min", "max", "std")})
     rows: Iterable[Any] = found.sort_values("sum", ascending=False, kind="stable").itertuples(name=None)
     for index, count, total_ns, *times_ns, stdev_ns in rows:
         median_s, min_s, max_s = (time / 1e9 for time in times_ns)

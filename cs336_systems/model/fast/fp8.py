@@ -99,15 +99,9 @@ def update_scales(kept: Sequence[KeptScale]) -> None:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        largest: Tensor | None,
-        weight_scale: Tensor | None,
-        reads_tag: bool,
-        is_grad_enabled: bool,  # at the call; inside this method it never is
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, largest: Tensor | None, weight_scale: Tensor | None,
+        reads_tag: bool, is_grad_enabled: bool,  # at the call; inside this method it never is
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x_scale = scale_of(_largest_of_rows(x) if largest is None else largest)
         weight_scale = scale_of(_largest_of_rows(weight)) if weight_scale is None else weight_scale
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
@@ -131,14 +125,9 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _matmul(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None,
     use_fast_accum: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """a b, of factors in fp8, times both scales, plus a bias, in `dtype`.
 
     On a CPU the same factors are multiplied in fp32, because PyTorch's own fp8 matmul overflows to NaN on some

@@ -166,12 +166,9 @@ def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, numb
 
 
 def _run_again(
-    blocks: Sequence[nn.Module],
-    x: Tensor | Deferred,
-    rotations: Rotations | None,
-    mask: Mask | None,
+    blocks: Sequence[nn.Module], x: Tensor | Deferred, rotations: Rotations | None, mask: Mask | None,
     backend: SdpaBackend,
-) -> Tensor | Deferred:
+) -> Tensor | Deferred:  # fmt: skip
     """Run the blocks of a checkpoint, in forward and again in backward.
 
     In backward, the range named forward marks recomputation, and attention's backend has to be chosen again, because

@@ -10,6 +10,7 @@ import pickle
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ class Allocator:
         del self.truth[: -num_events - 1]
 
     def _now(self) -> Truth:
-        in_use = frozenset((b.address, b.size, b.requested) for b in self.blocks.values())
-        return Truth(**self._counts, in_use=in_use)
+        places = map(attrgetter("address", "size", "requested"), self.blocks.values())
+        return Truth(**self._counts, in_use=frozenset(places))
 
     def _event(
         self, action: str, address: int, size: int, stream: int, frames: list[Any] | None, **changes: int
