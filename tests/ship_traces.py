@@ -16,7 +16,7 @@ from tests.committed import DATA
 
 
 def shipped() -> Iterator[RunConfig]:
-    """Steps whose tapes come with the program: measured ones, alone and shared; and those of the smallest presets."""
+    """Steps whose tapes come with the program: measured ones, alone and shared; the smallest presets; README's."""
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
         yield config
@@ -28,6 +28,9 @@ def shipped() -> Iterator[RunConfig]:
             size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
             device=Device.CUDA,
         )  # fmt: skip
+    for batch_size, context_length in ((1, 512), (4, 1)):
+        model = replace(SIZES["xl"], context_length=context_length)
+        yield RunConfig(size="xl", model=model, batch_size=batch_size, precision=Precision.BF16, device=Device.CUDA)
     ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
     alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
     for size, ways in alone.items():

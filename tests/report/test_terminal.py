@@ -58,7 +58,7 @@ def kinds():
     precisions = (Precision.FP32, Precision.BF16)
     configs = [make_config(size, length, precision=p) for size in sizes for length in (128, 512) for p in precisions]
     records = [make_record(config, (0.9, 1.0012, 1.13), codes=CODES) for config in configs]
-    records.append(make_failure(make_config("10B")))
+    records.append(make_failure(make_config("xl")))
     warmups = [make_record(make_config(warmup_steps=n), (0.9, 1.0012, 1.13)) for n in (0, 1, 5)]
     ladder = make_ladder()
     rungs = ladder_rows(ladder, make_records(ladder), [make_entry(ladder[1])])
@@ -68,7 +68,7 @@ def kinds():
     entries = [Explained(profile=make_profile(), plain=r, profiled=r) for r in profiled]
     memory = [MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name) for r in profiled]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
-    step = AccountArguments(size="xl", context_length=512).config()
+    step = AccountArguments(size="small", context_length=512).config()
     compared = compare_sides(Sides(a="a", b="b"), (records[:6], records[:6]))
     account = Account(config=step, device=find_device(H200), memory_bytes=40e9)
     found = {
