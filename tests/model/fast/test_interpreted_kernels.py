@@ -1,7 +1,4 @@
-"""Triton's kernels without a GPU, by its interpreter, and whole models compiled, without the shape checks of conftest.
-
-Each in a process of its own.
-"""
+"""Triton's kernels without a GPU, by its interpreter, and whole models compiled: each in a process of its own."""
 
 import json
 import math
@@ -169,7 +166,6 @@ found["unknown targets"] = [float(losses.isnan().all()), float(beside[:, 37:].su
 print(json.dumps(found))
 """
 
-
 PACKED = """
 from cs336_systems.model.fast import fused_blocks_kernel, packed, packed_kernel as kernel
 from cs336_systems.model.transformer import rope_rotations
@@ -257,7 +253,6 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
 print(json.dumps(found))
 """
 
-
 CASTS = """
 from cs336_systems.model.fast import fp8, fused_blocks_kernel as kernel
 
@@ -275,7 +270,6 @@ for rows, columns in ((16, 16), tile, (tile[0] + 16, 2 * tile[1] + 48)):
             found.append(torch.equal(here.float(), cast) and torch.equal(transpose.float(), wanted))
 print(json.dumps(found))
 """
-
 
 WHOLE = """
 import json, torch
@@ -300,7 +294,6 @@ for num_layers, fp8 in ((1, False), (2, True)):
 print(json.dumps(found))
 """
 
-
 COMPILED = """
 import json, torch
 from dataclasses import replace
@@ -321,9 +314,8 @@ print(json.dumps({
 }))
 """
 
-
 FORKS = """
-import gc, json, os, sys, traceback, torch._dynamo
+import gc, json, os, sys, traceback, torch._dynamo.backends.common
 
 gc.freeze()
 for line in sys.stdin:
