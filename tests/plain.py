@@ -2,12 +2,8 @@
 
 import functools
 import importlib.util
-import json
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 from cs336_systems.model import transformer
@@ -29,14 +25,6 @@ def plain_blocks() -> ModuleType:
         found = _loaded(blocks)
     sys.modules[found.__name__] = found  # where the compiler looks for a function's globals
     return found
-
-
-def in_fresh_process(script: str) -> Any:
-    """What the script prints as JSON, in a process without the shape checks."""
-    words = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def _loaded(module: ModuleType) -> ModuleType:

@@ -10,7 +10,6 @@ from torch import Tensor
 from cs336_systems.model.fast import fused_blocks, packed
 from cs336_systems.model.fast.fp8 import scale_of
 from tests.operators import check_operator
-from tests.plain import in_fresh_process
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTHS = [37, 768, 8200]
@@ -189,33 +188,3 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
     for found, expected in zip(fused_blocks._add_norm_backward(*given), fused_blocks._add_norm_backward(*dense),
                                strict=True):  # fmt: skip
         torch.testing.assert_close(found, expected)
-
-
-WHOLE = """
-import json, torch
-from dataclasses import replace
-from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
-
-found, BACKEND = [], "aot_eager_default_partitioner"  # whatever it saves for backward
-for fp8 in (False, True):
-    step = drawn_step(replace(COPIED, model=replace(MODEL, arch="gpt2", num_layers=2), fused_blocks=True, fp8=fp8))
-    losses = step.trainable.loss, torch.compile(step.trainable.loss, backend=BACKEND, fullgraph=True)
-    both = []
-    for loss_of in losses:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(*step.batches())
-        step.model.zero_grad()
-        loss.backward()
-        both.append({"loss": loss.detach(), **gradients(step)})
-    eager, compiled = both
-    found.append(max((compiled[name] - each).norm() / each.norm() for name, each in eager.items()
-                     if not name.endswith("k_proj.bias")).item())
-print(json.dumps(found))
-"""
-
-
-def test_the_whole_model_compiles_without_a_break() -> None:
-    """The compiler takes operations apart and rounds at other places, which may be a place of e4m3 for an element."""
-    in_bf16, in_fp8 = in_fresh_process(WHOLE)
-    assert in_bf16 < 0.02
-    assert in_fp8 < 0.1

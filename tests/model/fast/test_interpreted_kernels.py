@@ -1,6 +1,5 @@
-"""The Triton kernels themselves without a GPU: by Triton's interpreter, where Triton is installed."""
+"""Triton's kernels without a GPU, by its interpreter, and whole models compiled: each in a process of its own."""
 
-import importlib.util
 import json
 import math
 import os
@@ -13,12 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.model.fast.steps import MODEL
 from tests.model.fast.test_weights import assert_rounded_at_random
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)")
-
 COMMON = """
-import json, torch
+import json, torch, triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+# once what each launch and each function of a kernel would do again: make `tl` and `core` what interprets
+interpreter._patch_lang(lambda: (tl, core))
+interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
 
 torch.manual_seed(0)
 torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
@@ -162,12 +166,11 @@ found["unknown targets"] = [float(losses.isnan().all()), float(beside[:, 37:].su
 print(json.dumps(found))
 """
 
-
 PACKED = """
 from cs336_systems.model.fast import fused_blocks_kernel, packed, packed_kernel as kernel
 from cs336_systems.model.transformer import rope_rotations
 
-fused_blocks_kernel.SUM_COLUMNS = 512  # the interpreter takes as long for each program
+fused_blocks_kernel.SUM_ROWS, fused_blocks_kernel.SUM_COLUMNS = 2, 512  # the interpreter takes as long for each program
 # a row shorter than a block, one that fills it, one with a bit left; heads of 64 and 80
 for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), (1, 2, 8, 80)):
     rotations = rope_rotations(seq, d_head, 10_000.0)
@@ -221,7 +224,7 @@ for at in (0, -1):
     compare("largest of programs", 448 * kernel.summed(partial, None, maxima)[2], torch.tensor([2.0 - at]))
 compare("sums apart", apart, partial.sum(1)[:1])
 assert last.dtype is torch.bfloat16 and ((last - partial.sum(1)[1]).abs() <= 2**-7 * partial.sum(1)[1].abs()).all()
-kernel.SUM_COLUMNS = 512  # the interpreter takes as long for each program
+kernel.SUM_ROWS, kernel.SUM_COLUMNS = 2, 512  # the interpreter takes as long for each program
 # fewer rows than programs, as many as go round once and a bit; a row that fills its block, one that does not
 for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
     stream, branch, gradient = torch.randn(3, rows, width).unbind()
@@ -250,7 +253,6 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
 print(json.dumps(found))
 """
 
-
 CASTS = """
 from cs336_systems.model.fast import fp8, fused_blocks_kernel as kernel
 
@@ -269,10 +271,53 @@ for rows, columns in ((16, 16), tile, (tile[0] + 16, 2 * tile[1] + 48)):
 print(json.dumps(found))
 """
 
+WHOLE = """
+import json, torch
+from dataclasses import replace
+from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
+
+found, BACKEND = [], "aot_eager_default_partitioner"  # whatever it saves for backward
+for num_layers, fp8 in ((1, False), (2, True)):
+    model = replace(MODEL, arch="gpt2", num_layers=num_layers)
+    step = drawn_step(replace(COPIED, model=model, fused_blocks=True, fp8=fp8))
+    losses = step.trainable.loss, torch.compile(step.trainable.loss, backend=BACKEND, fullgraph=True)
+    both = []
+    for loss_of in losses:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(*step.batches())
+        step.model.zero_grad()
+        loss.backward()
+        both.append({"loss": loss.detach(), **gradients(step)})
+    eager, compiled = both
+    found.append(max((compiled[name] - each).norm() / each.norm() for name, each in eager.items()
+                     if not name.endswith("k_proj.bias")).item())
+print(json.dumps(found))
+"""
+
+COMPILED = """
+import json, torch
+from dataclasses import replace
+from tests.model.fast.test_selective import BASE, SELECTIVE, backward
+
+selective = replace(SELECTIVE, keep_hidden=1)
+expected, _, plain = backward(BASE)
+compile = torch.nn.Module.compile
+# what Inductor does, but for its kernels, so that each operator is seen
+torch.nn.Module.compile = lambda self, **_: compile(self, backend="aot_eager_decomp_partition", fullgraph=True)
+found, saved, calls = backward(replace(selective, compile="default", compile_blocks=True))
+print(json.dumps({
+    "equal": all(torch.equal(found[name], gradient) for name, gradient in expected.items()),
+    "saved_bytes": [saved, backward(selective)[1]],
+    "attention": [name for name in calls if "attention" in name and "backward" not in name],
+    "matmuls": (calls - plain)["mm"],
+    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+}))
+"""
 
 FORKS = """
-import json, os, sys, traceback, torch._dynamo, triton
+import gc, json, os, sys, traceback, torch._dynamo.backends.common
 
+gc.freeze()
 for line in sys.stdin:
     reader, writer = os.pipe()
     if os.fork() == 0:
@@ -290,8 +335,8 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[[str], Any]]:
-    """What a script prints, in a process of its own, forked off one that has imported PyTorch, its compiler and Triton.
+def in_fresh_process() -> Iterator[Callable[[str], Any]]:
+    """What a script prints, in a process of its own, forked off one that has imported PyTorch and its compiler.
 
     Whether to interpret is decided when a kernel is defined.
     """
@@ -301,13 +346,19 @@ def interpreted() -> Iterator[Callable[[str], Any]]:
     with subprocess.Popen(words, env=environment, cwd=Path(__file__).parents[3], **pipes) as process:  # type: ignore[call-overload]
 
         def run(script: str) -> Any:
-            print(json.dumps(COMMON + script), file=process.stdin, flush=True)
+            print(json.dumps(script), file=process.stdin, flush=True)
             printed = json.loads(process.stdout.readline())
             assert printed.startswith(("{", "[")), printed
             return json.loads(printed)
 
         yield run
         process.stdin.close()
+
+
+@pytest.fixture
+def interpreted(in_fresh_process: Callable[[str], Any]) -> Callable[[str], Any]:
+    pytest.importorskip("triton")
+    return lambda script: in_fresh_process(COMMON + script)
 
 
 def test_adamw_does_what_pytorch_s_does(interpreted: Callable[[str], Any]) -> None:
@@ -364,3 +415,19 @@ def test_casts_to_fp8_are_pytorch_s_and_their_transposes(interpreted: Callable[[
     found = interpreted(CASTS)
     assert len(found) == 12
     assert all(found)
+
+
+def test_the_whole_model_compiles_without_a_break(in_fresh_process: Callable[[str], Any]) -> None:
+    """The compiler takes operations apart and rounds at other places, which may be a place of e4m3 for an element."""
+    in_bf16, in_fp8 = in_fresh_process(WHOLE)
+    assert in_bf16 < 0.02
+    assert in_fp8 < 0.1
+
+
+def test_selective_checkpoints_save_as_much_when_compiled(in_fresh_process: Callable[[str], Any]) -> None:
+    found = in_fresh_process(COMPILED)
+    assert found["equal"]
+    assert found["saved_bytes"][0] == found["saved_bytes"][1]
+    assert found["graphs"] == 2, "blocks of one kind are compiled once"
+    assert found["attention"] == []
+    assert found["matmuls"] == 2 * MODEL.num_layers - 1

@@ -1,6 +1,7 @@
 """The fast model's checkpoints and its padded vocabulary, against the reference whose parameters it has."""
 
 import copy
+import functools
 import sys
 from dataclasses import replace
 
@@ -17,8 +18,6 @@ from tests.model.fast.steps import COPIED, drawn_step, loss_and_gradients
 from tests.operators import Calls
 
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=3, num_heads=2)
-
-
 FUSED = replace(COPIED, fused_blocks=True)
 CHECKPOINTS = {"checkpoint_blocks": 1}
 SHORTCUTS = {
@@ -68,16 +67,19 @@ ALIKE = {
 """Steps, the setting that computes them otherwise, and the relative tolerance of their losses."""
 
 
+@functools.cache
+def losses_of(config: RunConfig) -> list[float]:
+    step = drawn_step(config)
+    return [step(HostClock())[1].item() for _ in range(6)]
+
+
 @pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("arch", Arch)
 def test_a_shortcut_trains_alike(arch: Arch, name: str, device: Device) -> None:
     config, changes, tolerance = ALIKE[name]
-    losses = []
-    for settings in ({}, changes):
-        step = drawn_step(replace(config, model=replace(config.model, arch=arch), device=device, **settings))
-        losses.append([step(HostClock())[1].item() for _ in range(6)])
-    expected, found = losses
+    config = replace(config, model=replace(config.model, arch=arch), device=device)
+    expected, found = losses_of(config), losses_of(replace(config, **changes))
     assert found == pytest.approx(expected, rel=tolerance)
     assert found != expected
     assert found[-1] < found[0]

@@ -12,7 +12,6 @@ from cs336_systems.config import Arch, RunConfig
 from cs336_systems.costs.fast_memory import saved_bytes
 from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
 from tests.operators import Calls
-from tests.plain import in_fresh_process
 
 BASE = replace(COPIED, fused_blocks=True, fused_loss=True)
 SELECTIVE = replace(BASE, checkpoint_blocks=1, selective_checkpoints=True)
@@ -62,33 +61,3 @@ def test_what_is_saved_is_forecast(arch: Arch, changes: dict[str, int]) -> None:
         if config.loss_chunks == 1:  # in fp8 its units are saved too, and biases are not cast
             in_fp8 = replace(config, fp8=True)
             assert saved_bytes(in_fp8) == pytest.approx(backward(in_fp8)[1], rel=0.02)
-
-
-COMPILED = """
-import json, torch
-from dataclasses import replace
-from tests.model.fast.test_selective import BASE, SELECTIVE, backward
-
-selective = replace(SELECTIVE, keep_hidden=1)
-expected, _, plain = backward(BASE)
-compile = torch.nn.Module.compile
-# what Inductor does, but for its kernels, so that each operator is seen
-torch.nn.Module.compile = lambda self, **_: compile(self, backend="aot_eager_decomp_partition", fullgraph=True)
-found, saved, calls = backward(replace(selective, compile="default", compile_blocks=True))
-print(json.dumps({
-    "equal": all(torch.equal(found[name], gradient) for name, gradient in expected.items()),
-    "saved_bytes": [saved, backward(selective)[1]],
-    "attention": [name for name in calls if "attention" in name and "backward" not in name],
-    "matmuls": (calls - plain)["mm"],
-    "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
-}))
-"""
-
-
-def test_so_it_is_when_compiled() -> None:
-    found = in_fresh_process(COMPILED)
-    assert found["equal"]
-    assert found["saved_bytes"][0] == found["saved_bytes"][1]
-    assert found["graphs"] == 2, "blocks of one kind are compiled once"
-    assert found["attention"] == []
-    assert found["matmuls"] == 2 * MODEL.num_layers - 1
