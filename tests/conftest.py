@@ -88,12 +88,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def no_waiting() -> Iterator[None]:
     """Files need not survive a crash of this machine: thousands of them would wait some milliseconds each.
 
-    The fork server serves all tests of this process, so it imports once what any run or study asks for.
+    The fork server serves all tests of this process, so it imports once what any run, study or rank of tests asks for.
     """
-    more = ("measure.memory", "model.fast.model", "parallel.ways", "studies.operator_cell")
-    modules = [*isolation._PRELOAD, *isolation.EXPLAINING, *(f"cs336_systems.{name}" for name in more)]
+    more = ("cs336_systems.model.fast.model", "cs336_systems.studies.operator_cell", "tests.parallel.checks")
+    modules = [*isolation._PRELOAD, *isolation.EXPLAINING, *more, "torch.distributed.fsdp", "scipy.special"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolation, "_PRELOAD", (*modules, "torch.distributed.fsdp", "scipy.special"))
+        patch.setattr(isolation, "_PRELOAD", (*modules,))
         patch.setattr(os, "fsync", lambda _descriptor: None)
         yield
 
