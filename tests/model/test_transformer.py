@@ -324,7 +324,7 @@ def test_compiles_without_a_break(plain, config) -> None:
     """The closer comparison, in fp32, by block, and the casts of bf16 in the whole model."""
     by_block = config.attention is Attention.NAIVE
     autocast = None if by_block else torch.bfloat16
-    config = replace(config, num_layers=2 if by_block else 1)
+    config = replace(config, num_layers=2)
     if config.attention is Attention.SDPA:
         config = replace(config, sdpa_backend=SdpaBackend.MATH)
     torch.manual_seed(0)
