@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.sweep import SweepArguments
 from cs336_systems.measure import nvml
+from tests.committed import ROOT
 from tests.sweep.records import IDENTITY
 
 SMALL = ["--device", "cpu", "--sizes", "tiny", "--context-lengths", "4"]
@@ -44,10 +46,11 @@ def test_what_cannot_be(words, what, capsys):
     assert what in capsys.readouterr().err
 
 
-def test_a_dry_run_on_this_machine_imports_neither_ray_nor_numpy():
+def test_a_dry_run_on_this_machine_imports_neither_ray_nor_numpy(here):
     code = "import sys; sys.modules |= dict(ray=None, numpy=None); from cs336_systems.cli import main; sys.exit(main())"
     words = [sys.executable, "-c", code, "sweep", *SMALL, "--dry-run"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    at = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=at, cwd=here)
     assert done.returncode == 0, done.stderr
 
 
