@@ -153,10 +153,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Each measurement collects garbage; among all that was imported and collected here there is none.
-
-    Between measurements Python looks for garbage less often than it would by itself: a tenth of all time otherwise.
-    """
+    """Each measurement collects garbage; among all that was imported and collected here there is none."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
