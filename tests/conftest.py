@@ -98,6 +98,22 @@ def no_waiting() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def flags_looked_at_once() -> Iterator[None]:
+    """The command line of a user is one; here are hundreds, for each of which tyro would look at all classes again."""
+    from tyro._parsers import ParserSpecification as Looked
+
+    kept, look = {}, Looked.from_callable_or_type
+
+    def look_once(kind, **how):
+        key = (kind, how["description"], how["intern_prefix"]) if not how["parent_classes"] else object()
+        return kept.get(key) or kept.setdefault(key, look(kind, **how))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Looked, "from_callable_or_type", staticmethod(look_once))
+        yield
+
+
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are planned but not drawn, which takes a tenth of a second each; tests of plots draw them."""
