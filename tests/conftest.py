@@ -24,7 +24,7 @@ tests/plain.py. After a change here, delete __pycache__ of the package: it holds
 
 LONG = (
     "test_interrupts", "test_interpreted_kernels", "test_hostile_texts", "test_explaining", "test_disk", "test_imports",
-    "test_data", "test_nsys", "test_runs", "test_installed", "test_profiled_runs", "test_modules",
+    "test_statements", "test_nsys", "test_runs", "test_installed", "test_profiled_runs", "test_modules",
     "test_browser", "test_start_up", "test_worker_faults", "test_fast", "test_ways",
 )  # fmt: skip
 """Files with few tests that take ten seconds and more."""
