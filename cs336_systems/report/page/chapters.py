@@ -251,10 +251,7 @@ def to_html(page: Page) -> str:
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
     has_tables = any(isinstance(block, TableBlock) for block in blocks)
     script = _read("page.js")
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible
-    )
-    return environment.from_string(_read("page.html")).render(
+    return _TEMPLATES.get_template("page.html").render(
         page=page,
         hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(_read("page.css")),
@@ -280,12 +277,14 @@ def _library() -> Mapping[str, Markup]:
     package, file = TABLES
     spec = importlib.util.find_spec(package)
     places = (spec.submodule_search_locations if spec else None) or ()
-    path = next((path for place in places if (path := Path(place) / file).is_file()), None)
-    if path is None:
-        return {}
-    return {"tables": Markup(base64.b64encode(gzip.compress(path.read_bytes(), mtime=0)).decode())}
+    text = next((path.read_bytes() for place in places if (path := Path(place) / file).is_file()), None)
+    return {} if text is None else {"tables": Markup(base64.b64encode(gzip.compress(text, mtime=0)).decode())}
 
 
+_TEMPLATES = jinja2.Environment(
+    autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible,
+    loader=jinja2.FunctionLoader(_read),
+)  # fmt: skip
 PAGE_FILE = "index.html"
 """The page for a browser, beside the tables."""
 MOST_TIMES = 40
