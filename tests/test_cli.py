@@ -258,7 +258,7 @@ def files_in(directory: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize(("profiler", "table"), [(Profiler.MEMORY, "peaks.csv"), (Profiler.KINETO, "phases.csv")])
 def test_a_report_does_not_write_over_tables_of_more_runs(
-    profiler: Profiler, table: str, capsys: pytest.CaptureFixture[str], empty_directory: Path
+    profiler: Profiler, table: str, capsys: pytest.CaptureFixture[str], empty_directory: Path, no_pictures: None
 ) -> None:
     """Three runs that ended well and one that ran out of memory, which need not have left a profile."""
     runs = [record(0.125, seed=seed, profiler=profiler) for seed in range(3)]

@@ -50,7 +50,7 @@ def test_json_is_the_profile_and_is_read_again(
         assert words in said
 
 
-def test_top_is_how_many_allocations_are_listed(snapshot: Path, tmp_path: Path) -> None:
+def test_top_is_how_many_allocations_are_listed(snapshot: Path, tmp_path: Path, no_pictures: None) -> None:
     for top in (2, 5):
         assert memory(snapshot, "--top", top, "--output", tmp_path / str(top)) == 0
         lines = (tmp_path / str(top) / "largest.md").read_text().splitlines()

@@ -1,6 +1,7 @@
 """The pages of results directories, and of all below a directory: what they hold, and how large they are."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,9 @@ def tiny(name="a"):
     return {kind: Directory(path=Path(kind, name), **own) for kind, own in made.items()}
 
 
-def listed(directories):
-    pages = {own.path: (own.subject, page_of(own)) for own in directories.values()}
-    return list_of(Path("data"), pages, {Path("attention/broken"): "attention.json: not a study"})
+@cache
+def pages():
+    return {kind: page_of(directory) for kind, directory in tiny().items()}
 
 
 def climbed():
@@ -86,15 +87,15 @@ FIRST_TABLES = {
 
 @pytest.mark.parametrize(("kind", "table"), FIRST_TABLES.items())
 def test_each_kind_of_results_has_a_page_with_its_answer_and_its_tables(kind, table) -> None:
-    directory = tiny()[kind]
-    made = to_html(page_of(directory))
+    made = to_html(pages()[kind])
     assert f"{table}.0.0" in Parsed(made).cells
     assert (kind == "precision") or '<p class="answer">' in made
-    assert made == to_html(page_of(directory))
+    assert made == to_html(page_of(tiny()[kind]))
 
 
 def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_read() -> None:
-    text = to_html(listed(tiny()))
+    found = {own.path: (own.subject, pages()[kind]) for kind, own in tiny().items()}
+    text = to_html(list_of(Path("data"), found, {Path("attention/broken"): "attention.json: not a study"}))
     pattern = r'<a class="entry" href="(.*?)">\s*<span class="thumbnail".*?>(.*?)</span>\s*<b>'
     links = re.findall(pattern, text, re.DOTALL)
     assert {link for link, _ in links} == {f"{kind}/a/index.html" for kind in FIRST_TABLES}

@@ -165,7 +165,7 @@ def test_a_single_snapshot_has_the_same_tables_without_settings() -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_every_file_of_a_snapshot_is_written_and_read_again(make, tmp_path) -> None:
+def test_every_file_of_a_snapshot_is_written_and_read_again(make, tmp_path, no_pictures) -> None:
     write_memory(make_memory(), tmp_path, 10)
     assert (tmp_path / "blocks.md").exists()
     paths = write_memory(make(), tmp_path, 10)
