@@ -149,6 +149,7 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
     return cells
 
 
+@cache
 def _setting(name: str) -> Setting:
     """How the setting, or the column, of this name is declared."""
     return OTHERS.get(name) or SETTINGS.get(name, Setting())
