@@ -4,6 +4,7 @@ import gzip
 import lzma
 import random
 import statistics
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.analysis.kernels.tracing import (
     Recording,
     Span,
     make_trace,
+    module_path,
     ns,
     profile,
     random_recording,
@@ -75,15 +77,24 @@ def whole(found: StepProfile) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_kernel_is_in_one_place(seed: int) -> None:
+def test_every_kernel_is_in_one_place_and_in_the_module_of_its_path(seed: int) -> None:
     made = random_recording(random.Random(seed))
-    found = profile(made)
+    attribution = attribute(make_trace(made))
+    found = explaining.summarise(attribution, source="test")
     total = len(made.kernels), sum(k.duration_ns for k in made.kernels)
     assert whole(found) == total == (found.num_kernels, ns(found.kernel_s))
     in_steps = sum(sum(times.launches) for times in found.phases)
     for rows in (found.classes, found.modules, [row for row in found.kernels if row.phase is None]):
         assert sum(row.count for row in rows) == in_steps
     assert decode_profile(encode_profile(found)) == found
+    durations: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
+    used = (attribution.jobs.step >= 0) if len(attribution.steps) else (attribution.jobs.step < 0)
+    for i in used.nonzero()[0].tolist():
+        key = module_path(attribution, int(attribution.jobs.module[i])), PHASES[attribution.jobs.phase[i]]
+        durations[key].append(int(attribution.trace.kernels.duration_ns[i]))
+    counted = {key: (len(own), sum(own)) for key, own in durations.items()}
+    assert {(row.path, row.phase): (row.count, ns(row.total_s)) for row in found.modules} == counted
+    assert [row.total_s for row in found.modules] == sorted((row.total_s for row in found.modules), reverse=True)
 
 
 def test_warm_up_is_left_out_unless_there_is_nothing_else() -> None:

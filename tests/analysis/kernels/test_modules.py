@@ -1,28 +1,14 @@
 """Modules and attention: of a model whose kernels are known, and of traces that only resemble it."""
 
-import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.modules import is_matmul_itself
-from cs336_systems.analysis.kernels.phases import PHASES
 from cs336_systems.analysis.kernels.step_profile import StepProfile
 from cs336_systems.config import ModelConfig
 from cs336_systems.costs.accounting import attention_forward_flops
-from tests.analysis.kernels.tracing import (
-    AUTOGRAD,
-    Kernel,
-    Recording,
-    Span,
-    make_trace,
-    module_path,
-    ns,
-    profile,
-    random_recording,
-)
+from tests.analysis.kernels.tracing import AUTOGRAD, Kernel, Recording, Span, ns, profile
 
 OURS = ("attention", "attention.scores", "attention.softmax", "attention.values")
 HANDOUT = ("scaled dot product attention", "computing attention scores", "computing softmax", "final matmul")
@@ -166,20 +152,3 @@ def test_kernels_of_ranges_inside_a_part_are_the_parts() -> None:
 )
 def test_matmuls_by_name(name: str, is_matmul: bool) -> None:
     assert is_matmul_itself(name) is is_matmul
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_modules_are_those_of_each_kernels_own_path(seed: int) -> None:
-    found = attribute(make_trace(random_recording(random.Random(seed))))
-    trace, placed = found.trace, found.jobs
-    used = (placed.step >= 0) if len(found.steps) else (placed.step < 0)
-    expected: Counter[tuple[tuple[str, ...], str]] = Counter()
-    times: Counter[tuple[tuple[str, ...], str]] = Counter()
-    for i in used.nonzero()[0].tolist():
-        key = module_path(found, int(placed.module[i])), PHASES[placed.phase[i]]
-        expected[key] += 1
-        times[key] += int(trace.kernels.duration_ns[i])
-    rows = profile(trace).modules
-    assert {(row.path, row.phase): row.count for row in rows} == dict(expected)
-    assert {(row.path, row.phase): round(row.total_s * 1e9) for row in rows} == dict(times)
-    assert [row.total_s for row in rows] == sorted((row.total_s for row in rows), reverse=True)
