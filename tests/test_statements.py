@@ -1,7 +1,5 @@
-"""Every row of a published table is what the code makes of the published records, to the byte, what the documents say
-in numbers is what records and tables say, and what README shows is printed.
-
-The forecasts of the published runs, which tables and documents have, are made once for both.
+"""Published tables are, to the byte, what the code makes of the records; documents say what both have, README what
+is printed. The forecasts of the published runs are made once for all.
 """
 
 import re
