@@ -168,7 +168,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-def pytest_collection_finish() -> None:
-    """Each measurement collects garbage; among all that was imported and collected here there is none."""
-    gc.collect()
+@pytest.fixture(scope="module", autouse=True)
+def little_to_look_through() -> None:
+    """Each measurement collects garbage; among all that was imported and collected before a file's tests is none."""
     gc.freeze()

@@ -214,7 +214,8 @@ def recorded(settings, folder):
     path = Path(folder) / f"rank{rank}.pickle"
     with pytest.MonkeyPatch.context() as patch:
         make_up_allocator(patch)
-        step = TrainingStep(replace(config_of("cs336"), ranks=dist.get_world_size(), **settings), rank=rank)
+        config = replace(config_of("cs336", num_layers=3), ranks=dist.get_world_size(), **settings)
+        step = TrainingStep(config, rank=rank)
         step(HostClock())
         recorder = MemoryRecorder(step)
         with recorder.watching():

@@ -19,7 +19,7 @@ SETTINGS = {
     "packed attention": ({"packed_attention": True}, (PUSHED_PARTS, SHARDED), (1e-6, 1e-6)),
     "selective checkpoints": (SELECTIVE, (REDUCED, SHARDED), (1e-6, 1e-6)),
     # the head's gradient is rounded after each part
-    "loss in parts": ({"loss_chunks": 3}, (PUSHED, REDUCED, SHARDED), (2e-3, 2e-2)),
+    "loss in parts": ({"loss_chunks": 3}, (PUSHED, REDUCED, SHARDED), (2e-3, 1e-2)),
     # a moment in bf16 is at most a 128th off
     "moments in bf16": ({"bf16_moments": True}, (PUSHED, PUSHED_PARTS, ("ddp-flat", True), SHARDED), (2e-3, 1e-2)),
     # halves are rounded away from zero

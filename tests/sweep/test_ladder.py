@@ -264,7 +264,7 @@ def test_losses_that_are_not_finite_fail():
 
 SHAPE = ModelConfig(vocab_size=503, context_length=64, d_model=64, d_ff=192, num_layers=2, num_heads=2)
 SMALL = RunConfig(
-    size="custom", model=SHAPE, batch_size=8, optimizer=OptimizerKind.FOREACH,
+    size="custom", model=SHAPE, batch_size=4, optimizer=OptimizerKind.FOREACH,
     learning_rate=gate_learning_rate(SHAPE.d_model),
 )  # fmt: skip
 

@@ -315,7 +315,7 @@ print(json.dumps({
 """
 
 FORKS = """
-import gc, json, os, sys, traceback, torch._dynamo.backends.common
+import gc, json, os, sys, traceback, torch._dynamo.backends.common, tests.model.fast.test_selective
 
 gc.freeze()
 for line in sys.stdin:
