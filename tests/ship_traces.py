@@ -11,12 +11,13 @@ from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, 
 from cs336_systems.costs import traces
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.time import is_fast_step
+from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import read_record
 from tests.committed import DATA
 
 
 def shipped() -> Iterator[RunConfig]:
-    """Steps whose tapes come with the program: measured ones, alone and shared; the smallest presets; README's."""
+    """Steps whose tapes come with the program: measured ones, alone and shared; what --fast and --fit ask first."""
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
         yield config
@@ -29,8 +30,14 @@ def shipped() -> Iterator[RunConfig]:
             device=Device.CUDA,
         )  # fmt: skip
     for batch_size, context_length in ((1, 512), (4, 1)):
-        model = replace(SIZES["xl"], context_length=context_length)
-        yield RunConfig(size="xl", model=model, batch_size=batch_size, precision=Precision.BF16, device=Device.CUDA)
+        for size, precision in (("tiny", Precision.FP32), ("small", Precision.FP32), ("xl", Precision.BF16)):
+            model = replace(SIZES[size], context_length=context_length)
+            yield RunConfig(size=size, model=model, batch_size=batch_size, precision=precision, device=Device.CUDA)
+    for size in ("small", "medium", "xl"):
+        config = RunConfig(size=size, model=replace(SIZES[size], context_length=512), device=Device.CUDA)
+        fast = fastest(config, "NVIDIA H100", lambda _: False)
+        yield from (fast, fast.without_shortcuts, replace(fast.without_shortcuts, checkpoint_blocks=1))
+    yield RunConfig(size="10B", model=SIZES["10B"], device=Device.CUDA)
     ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
     alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
     for size, ways in alone.items():
@@ -41,6 +48,10 @@ def shipped() -> Iterator[RunConfig]:
                     precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
                     ranks=2, shard_optimizer=shards,
                 )  # fmt: skip
+    yield RunConfig(
+        size="8B", model=replace(SIZES["8B"], attention=Attention.SDPA), precision=Precision.BF16,
+        device=Device.CUDA, optimizer=OptimizerKind.FUSED,
+    )  # fmt: skip
 
 
 def wanted() -> dict[str, RunConfig]:
