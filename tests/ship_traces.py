@@ -39,19 +39,15 @@ def shipped() -> Iterator[RunConfig]:
         yield from (fast, fast.without_shortcuts, replace(fast.without_shortcuts, checkpoint_blocks=1))
     yield RunConfig(size="10B", model=SIZES["10B"], device=Device.CUDA)
     ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
-    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
+    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,), "8B": (Parallel.NONE,)}
     for size, ways in alone.items():
         for way, shards in itertools.product(ways, (False, True)):
             if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
                 yield RunConfig(
                     size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
                     precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
-                    ranks=2, shard_optimizer=shards,
+                    ranks=1 if way is Parallel.NONE else 2, shard_optimizer=shards,
                 )  # fmt: skip
-    yield RunConfig(
-        size="8B", model=replace(SIZES["8B"], attention=Attention.SDPA), precision=Precision.BF16,
-        device=Device.CUDA, optimizer=OptimizerKind.FUSED,
-    )  # fmt: skip
 
 
 def wanted() -> dict[str, RunConfig]:

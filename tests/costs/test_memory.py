@@ -107,10 +107,9 @@ def test_no_run_fits_in_less_than_its_measured_peak(record) -> None:
     assert not fits(record.config, CUDA_CONTEXT_BYTES + int(0.97 * record.memory.peak_allocated_bytes))
 
 
-@pytest.mark.parametrize("checkpoint_blocks", [0, 1])
-def test_largest_batch_and_context_are_the_last_that_fit(checkpoint_blocks) -> None:
-    model = replace(SIZES["small"], num_layers=2)
-    config = run_config(model, precision=Precision.BF16, checkpoint_blocks=checkpoint_blocks)
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_largest_batch_and_context_are_the_last_that_fit(blocks) -> None:
+    config = run_config(replace(SIZES["small"], num_layers=2), precision=Precision.BF16, checkpoint_blocks=blocks)
     memory_bytes = 4 * 2**30
     batch_size, context_length = largest_batch(config, memory_bytes), largest_context(config, memory_bytes)
     for least, name in ((batch_size, "batch_size"), (context_length, "context_length")):
