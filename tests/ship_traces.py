@@ -4,6 +4,7 @@ import itertools
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch  # noqa: F401  so that this process traces, and not one for each step
 
@@ -16,36 +17,34 @@ from cs336_systems.record import read_record
 from tests.committed import DATA
 
 
+def on_gpu(size: str, attention: Attention = Attention.NAIVE, context_length: int = 512, **settings: Any) -> RunConfig:
+    model = replace(SIZES[size], attention=attention, context_length=context_length)
+    return RunConfig(size=size, model=model, device=Device.CUDA, **settings)
+
+
 def shipped() -> Iterator[RunConfig]:
     """Steps whose tapes come with the program: measured ones, alone and shared; what --fast and --fit ask first."""
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
-        yield config
-        yield config.alone
+        yield from (config, config.alone)
     for size, attention, precision, mode in itertools.product(
         ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
     ):
-        yield RunConfig(
-            size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
-            device=Device.CUDA,
-        )  # fmt: skip
-    for batch_size, context_length in ((1, 512), (4, 1)):
-        for size, precision in (("tiny", Precision.FP32), ("small", Precision.FP32), ("xl", Precision.BF16)):
-            model = replace(SIZES[size], context_length=context_length)
-            yield RunConfig(size=size, model=model, batch_size=batch_size, precision=precision, device=Device.CUDA)
+        yield on_gpu(size, attention, precision=precision, mode=mode)
+    for size, precision in (("tiny", Precision.FP32), ("small", Precision.FP32), ("xl", Precision.BF16)):
+        for batch_size, context_length in ((1, 512), (4, 1)):
+            yield on_gpu(size, context_length=context_length, batch_size=batch_size, precision=precision)
     for size in ("small", "medium", "xl"):
-        config = RunConfig(size=size, model=replace(SIZES[size], context_length=512), device=Device.CUDA)
-        fast = fastest(config, "NVIDIA H100", lambda _: False)
+        fast = fastest(on_gpu(size), "NVIDIA H100", lambda _: False)
         yield from (fast, fast.without_shortcuts, replace(fast.without_shortcuts, checkpoint_blocks=1))
-    yield RunConfig(size="10B", model=SIZES["10B"], device=Device.CUDA)
+    yield on_gpu("10B")
     ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
     alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,), "8B": (Parallel.NONE,)}
     for size, ways in alone.items():
         for way, shards in itertools.product(ways, (False, True)):
             if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
-                yield RunConfig(
-                    size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
-                    precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
+                yield on_gpu(
+                    size, Attention.SDPA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, parallel=way,
                     ranks=1 if way is Parallel.NONE else 2, shard_optimizer=shards,
                 )  # fmt: skip
 
