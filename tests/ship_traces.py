@@ -27,9 +27,8 @@ def shipped() -> Iterator[RunConfig]:
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
         yield from (config, config.alone)
-    for size, attention, precision, mode in itertools.product(
-        ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
-    ):
+    precisions = (Precision.FP32, Precision.BF16)
+    for size, attention, precision, mode in itertools.product(("tiny", "small"), Attention, precisions, Mode):
         yield on_gpu(size, attention, precision=precision, mode=mode)
     for size, precision in (("tiny", Precision.FP32), ("small", Precision.FP32), ("xl", Precision.BF16)):
         for batch_size, context_length in ((1, 512), (4, 1)):
@@ -38,9 +37,8 @@ def shipped() -> Iterator[RunConfig]:
         fast = fastest(on_gpu(size), "NVIDIA H100", lambda _: False)
         yield from (fast, fast.without_shortcuts, replace(fast.without_shortcuts, checkpoint_blocks=1))
     yield on_gpu("10B")
-    ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
-    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,), "8B": (Parallel.NONE,)}
-    for size, ways in alone.items():
+    every = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
+    for size, ways in {"small": every, "xl": every, "2.7B": (Parallel.FSDP,), "8B": (Parallel.NONE,)}.items():
         for way, shards in itertools.product(ways, (False, True)):
             if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
                 yield on_gpu(
@@ -51,9 +49,8 @@ def shipped() -> Iterator[RunConfig]:
 
 def wanted() -> dict[str, RunConfig]:
     """The steps by the names of their tapes."""
-    own = [each for each in shipped() if each.model_factory is None]
-    configs = [each for each in own if is_predictable(each) or is_fast_step(each)]
-    return {traces._name(traces.traced_as(config)[0]): config for config in configs}
+    own = (each for each in shipped() if each.model_factory is None)
+    return {traces._name(traces.traced_as(each)[0]): each for each in own if is_predictable(each) or is_fast_step(each)}
 
 
 def main() -> None:

@@ -120,8 +120,7 @@ def test_largest_batch_and_context_are_the_last_that_fit(blocks) -> None:
                 else replace(config, model=replace(config.model, context_length=value))
             )
             assert fits(changed, memory_bytes) is fit
-    assert largest_batch(config, CUDA_CONTEXT_BYTES + 2**28) == 0
-    assert largest_context(config, CUDA_CONTEXT_BYTES + 2**28) == 0
+    assert [find(config, CUDA_CONTEXT_BYTES + 2**28) for find in (largest_batch, largest_context)] == [0, 0]
 
 
 def test_where_memory_limits_nothing_the_configuration_does() -> None:
