@@ -4,6 +4,7 @@ import itertools
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch  # noqa: F401  so that this process traces, and not one for each step
 
@@ -11,43 +12,45 @@ from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, 
 from cs336_systems.costs import traces
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.time import is_fast_step
+from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import read_record
 from tests.committed import DATA
 
 
+def on_gpu(size: str, attention: Attention = Attention.NAIVE, context_length: int = 512, **settings: Any) -> RunConfig:
+    model = replace(SIZES[size], attention=attention, context_length=context_length)
+    return RunConfig(size=size, model=model, device=Device.CUDA, **settings)
+
+
 def shipped() -> Iterator[RunConfig]:
-    """Steps whose tapes come with the program: measured ones, alone and shared; the smallest presets; README's."""
+    """Steps whose tapes come with the program: measured ones, alone and shared; what --fast and --fit ask first."""
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
-        yield config
-        yield config.alone
-    for size, attention, precision, mode in itertools.product(
-        ("tiny", "small"), Attention, (Precision.FP32, Precision.BF16), Mode
-    ):
-        yield RunConfig(
-            size=size, model=replace(SIZES[size], attention=attention), precision=precision, mode=mode,
-            device=Device.CUDA,
-        )  # fmt: skip
-    for batch_size, context_length in ((1, 512), (4, 1)):
-        model = replace(SIZES["xl"], context_length=context_length)
-        yield RunConfig(size="xl", model=model, batch_size=batch_size, precision=Precision.BF16, device=Device.CUDA)
-    ways = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
-    alone = {"small": ways, "xl": ways, "2.7B": (Parallel.FSDP,)}
-    for size, ways in alone.items():
+        yield from (config, config.alone)
+    precisions = (Precision.FP32, Precision.BF16)
+    for size, attention, precision, mode in itertools.product(("tiny", "small"), Attention, precisions, Mode):
+        yield on_gpu(size, attention, precision=precision, mode=mode)
+    for size, precision in (("tiny", Precision.FP32), ("small", Precision.FP32), ("xl", Precision.BF16)):
+        for batch_size, context_length in ((1, 512), (4, 1)):
+            yield on_gpu(size, context_length=context_length, batch_size=batch_size, precision=precision)
+    for size in ("small", "medium", "xl"):
+        fast = fastest(on_gpu(size), "NVIDIA H100", lambda _: False)
+        yield from (fast, fast.without_shortcuts, replace(fast.without_shortcuts, checkpoint_blocks=1))
+    yield on_gpu("10B")
+    every = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
+    for size, ways in {"small": every, "xl": every, "2.7B": (Parallel.FSDP,), "8B": (Parallel.NONE,)}.items():
         for way, shards in itertools.product(ways, (False, True)):
             if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
-                yield RunConfig(
-                    size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
-                    precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way,
-                    ranks=2, shard_optimizer=shards,
+                yield on_gpu(
+                    size, Attention.SDPA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, parallel=way,
+                    ranks=1 if way is Parallel.NONE else 2, shard_optimizer=shards,
                 )  # fmt: skip
 
 
 def wanted() -> dict[str, RunConfig]:
     """The steps by the names of their tapes."""
-    own = [each for each in shipped() if each.model_factory is None]
-    configs = [each for each in own if is_predictable(each) or is_fast_step(each)]
-    return {traces._name(traces.traced_as(config)[0]): config for config in configs}
+    own = (each for each in shipped() if each.model_factory is None)
+    return {traces._name(traces.traced_as(each)[0]): each for each in own if is_predictable(each) or is_fast_step(each)}
 
 
 def main() -> None:

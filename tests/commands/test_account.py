@@ -33,8 +33,8 @@ def account(*words: str | Path) -> int:
 
 def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
-    for gib in ("8", "80"):
-        assert account("--size", "medium", "--context-length", "256", "--fit", "--memory-gib", gib) == 0
+    for gib in ("3", "80"):
+        assert account("--size", "small", "--context-length", "256", "--fit", "--memory-gib", gib) == 0
         said = capsys.readouterr().out
         assert said.startswith("What fits"), "what was asked comes first"
         answers.append((re.search(r"this configuration\s+(\S.*?)\s*\n", said)[1],
@@ -232,9 +232,9 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
     for module in (command, nvml):
         monkeypatch.setattr(module, "visible_gpus", lambda: tuple(gpus))
     directory = ceilings_of(tmp_path / "h100", "NVIDIA H100 80GB HBM3", tflops=1e-3)
-    assert account("--size", "small", "--mixed-precision", "--fit", "--ceilings", directory) == 0
+    assert account("--size", "tiny", "--mixed-precision", "--fit", "--ceilings", directory) == 0
     said = capsys.readouterr().out
-    assert step_of(said)[0] == pytest.approx(flops_of("--size", "small") / 1e9, rel=0.01)
+    assert step_of(said)[0] == pytest.approx(flops_of("--size", "tiny") / 1e9, rel=0.01)
     assert said.startswith(f"What fits {23 if here == 'NVIDIA H100 80GB HBM3' else 80}.00 GiB")
     assert "the ceilings of H100 80GB HBM3 alone" in " ".join(said.split())
     unknown = ceilings_of(tmp_path / "own", "Own GPU")
@@ -244,8 +244,8 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
 
 def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a large model nothing but the matmuls counts, at the stated share of the peak."""
-    flags = ["--size", "8B", "--batch-size", "8", "--mixed-precision", "--attention", "sdpa"]
-    flags += ["--device-name", "B200", "--mode", "forward-backward"]
+    flags = ["--size", "2.7B", "--batch-size", "32", "--mixed-precision", "--attention", "sdpa"]
+    flags += ["--device-name", "B200", "--mode", "inference"]
     assert account(*flags) == 0
     said = capsys.readouterr().out
     step_s, is_measured = step_of(said)

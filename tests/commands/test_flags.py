@@ -140,7 +140,7 @@ def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("gpu")
 def test_graphs_go_where_memory_is_recorded() -> None:
-    plain, recorded = grid("--fast --sizes small --context-lengths 128 --memory")
+    plain, recorded = grid("--fast --sizes small --context-lengths 512 --memory")
     assert plain.cuda_graph
     assert recorded == replace(plain, cuda_graph=False, profiler=Profiler.MEMORY, measured_steps=2)
 
@@ -346,7 +346,7 @@ def test_fast_is_the_same_step_chosen_by_rule() -> None:
     assert (fast.precision, fast.cast_once, fast.cuda_graph) == (Precision.BF16, True, True)
     assert (fast.model.d_model, fast.batch_size, fast.seed, fast.mode) == (1600, 2, 3, Mode.TRAIN)
     assert one("--fast --memory").profiler is Profiler.MEMORY
-    found = grid("--fast --sizes small xl --context-lengths 128 --precisions bf16 --memory")
+    found = grid("--fast --sizes small xl --context-lengths 512 --precisions bf16 --memory")
     assert [(c.size, c.precision, c.cuda_graph) for c in found] == [
         (size, Precision.BF16, is_plain) for size in ("small", "xl") for is_plain in (True, False)
     ], "a graph's memory cannot be recorded"

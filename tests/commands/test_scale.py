@@ -84,13 +84,13 @@ def test_times_from_ceilings_in_doubt_are_marked(
 ) -> None:
     """The step and what it is made of, of which the note says what the mark means."""
     directory = ceilings_at(tmp_path / "h200", spread)
-    assert scale("--size", "small", "--ranks", "2", "--ceilings", directory) == 0
+    assert scale("--size", "tiny", "--ranks", "2", "--ceilings", directory) == 0
     (row,) = re.findall(r"^ddp +2 .*", capsys.readouterr().out, re.MULTILINE)
     assert row.count("?") == (4 if is_in_doubt else 0), "step, computing, slowed and exposed"
 
 
 def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> None:
-    assert scale("--device-name", "B200") == 0
+    assert scale("--device-name", "B200", "--size", "tiny") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "data sheet" in said
     assert f"{100 * MATMUL_EFFICIENCY:.0f} %" in said
@@ -98,14 +98,14 @@ def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parameters, gradients, two moments: 4 x 4 bytes of 7.96e9 parameters each are 118.6 GiB; an eighth of it fits."""
-    words = ["--size", "8B", "--context-length", "512", "--batch-size", "1"]
-    words += ["--ranks", "8", "--output", str(tmp_path)]
-    assert scale(*words, "--device-name", "H100 80GB HBM3") == 0
+    words = ["--ranks", "8", "--output", str(tmp_path)]
+    large = ["--size", "8B", "--context-length", "512", "--batch-size", "2"]
+    assert scale(*words, *large, "--device-name", "H100 80GB HBM3") == 0
     found = {each["way"]: each for each in written(tmp_path)}
     assert {way: each["fits"] for way, each in found.items()} == {"ddp": "False", "fsdp": "True"}
     assert float(found["ddp"]["peak_gib"]) > 118.6
     assert re.search(r"^ddp on 8 does not fit.* 80 GiB", capsys.readouterr().out, re.MULTILINE)
-    assert scale(*words, "--device-name", "V100-SXM2-32GB", "--precision", "fp32") == 0
+    assert scale(*words, "--size", "tiny", "--device-name", "V100-SXM2-32GB", "--precision", "fp32") == 0
     assert {each["fits"] for each in written(tmp_path)} == {""}, "boards of that row differ in memory"
 
 

@@ -27,7 +27,7 @@ CURVES = data_sheet_curves(H200)
 
 
 def run(size: str = "small", **changes: object) -> RunConfig:
-    model = replace(SIZES[size], context_length=256, attention=Attention.SDPA)
+    model = replace(SIZES[size], context_length=256, attention=Attention.SDPA, num_layers=3, vocab_size=2500)
     config = RunConfig(
         size=size, model=model, batch_size=2, device=Device.CUDA, precision=Precision.BF16,
         optimizer=OptimizerKind.FUSED,
@@ -44,11 +44,11 @@ def step(scheme: Scheme, ranks: int, config: RunConfig | None = None) -> ScaleSt
 @pytest.mark.parametrize("checkpoint_blocks", [0, 1])
 @pytest.mark.parametrize("scheme", PARALLEL)
 def test_the_memory_of_a_rank_is_that_of_the_way_s_own_code(scheme: Scheme, checkpoint_blocks: int) -> None:
-    """Traced and allocated tensor by tensor; the closed form leaves out the gathered embedding, 7 % of this model."""
+    """Traced and allocated tensor by tensor; the closed form leaves out the gathered embedding, 5 % of this model."""
     config, ranks = run(checkpoint_blocks=checkpoint_blocks), 8
     memory = predict_memory(replace(config, parallel=PARALLEL[scheme], ranks=ranks))
     assert memory is not None
-    assert step(scheme, ranks, config).memory_bytes == pytest.approx(memory.peak.allocated_bytes, rel=0.08)
+    assert step(scheme, ranks, config).memory_bytes == pytest.approx(memory.peak.allocated_bytes, rel=0.06)
 
 
 def test_the_rate_is_that_of_the_whole_batch_on_all_ranks() -> None:

@@ -326,12 +326,12 @@ def test_the_predicted_peak_stands_beside_the_measured_one():
 
 
 def test_the_time_of_collectives_is_foretold_from_ceilings_of_as_many_ranks():
-    """One all-reduce of 4 bytes for each parameter: of 491 MiB, a MiB/ms here, on two of these GPUs only."""
+    """One all-reduce of 4 bytes for each parameter: of 11 MiB, a MiB/ms here, on two of these GPUs only."""
     cell = CollectiveCell(num_bytes=2**20, world_size=2, timing=lasting(1e-3))
     ceilings = Ceilings((make_ceilings(reductions=(cell,)),))
-    for ranks, milliseconds in ((2, 4 * 128_625_408 / 2**20), (4, None)):
-        record = make_record(make_config(parallel=Parallel.DDP_FLAT, ranks=ranks), (0.1,))
+    for ranks, milliseconds in ((2, 4 * 3_084_928 / 2**20), (4, None)):
+        record = make_record(make_config("tiny", parallel=Parallel.DDP_FLAT, ranks=ranks), (0.1,))
         (row,) = rows_of(to_frame([record], ceilings))
         assert row["predicted_collectives_ms"] == (milliseconds and pytest.approx(milliseconds))
-    (row,) = rows_of(to_frame([make_record(make_config(parallel=Parallel.FSDP, ranks=2), (0.1,))], ceilings))
+    (row,) = rows_of(to_frame([make_record(make_config("tiny", parallel=Parallel.FSDP, ranks=2), (0.1,))], ceilings))
     assert row["predicted_collectives_ms"] is None, "all-gathers were not measured"

@@ -60,7 +60,7 @@ def kinds():
     records = [make_record(config, (0.9, 1.0012, 1.13), codes=CODES) for config in configs]
     records.append(make_failure(make_config("xl")))
     warmups = [make_record(make_config(warmup_steps=n), (0.9, 1.0012, 1.13)) for n in (0, 1, 5)]
-    ladder = make_ladder()
+    ladder = make_ladder("tiny")
     rungs = ladder_rows(ladder, make_records(ladder), [make_entry(ladder[1])])
     cells = [make_cell(name, 64, length) for name in Implementation for length in (512, 16384)]
     attention = make_study(*(make_result(cell) for cell in cells), implementations=tuple(Implementation))

@@ -21,7 +21,7 @@ FLOPS, COLLECTIVES, INTENSITY = 1, 2, 2
 
 
 def config(size="small", **changes):
-    model = {name: changes.pop(name) for name in ("attention", "context_length") if name in changes}
+    model = {name: changes.pop(name) for name in ("attention", "context_length", "num_layers") if name in changes}
     return RunConfig(size=size, model=replace(SIZES[size], **model), device=Device.CUDA, **changes)
 
 
@@ -41,9 +41,9 @@ def number(cell):
 
 CASES = [
     config("tiny"),
-    config("gpt2", precision=Precision.BF16, attention=Attention.SDPA),
-    config("gpt2", mode=Mode.INFERENCE),
-    config("medium", checkpoint_blocks=5, mode=Mode.FORWARD_BACKWARD, precision=Precision.TF32),
+    config("gpt2", num_layers=2, precision=Precision.BF16, attention=Attention.SDPA),
+    config("gpt2", num_layers=2, mode=Mode.INFERENCE),
+    config("medium", num_layers=3, checkpoint_blocks=2, mode=Mode.FORWARD_BACKWARD, precision=Precision.TF32),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label.replace(" ", "-"))
 
@@ -88,7 +88,7 @@ def test_the_shown_parts_and_the_rest_are_the_peak() -> None:
 
 @pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.FSDP])
 def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
-    shared = config("small", precision=Precision.BF16, parallel=way, ranks=4)
+    shared = config("tiny", precision=Precision.BF16, parallel=way, ranks=4)
     table = tables(shared)[COLLECTIVES]
     rows = [row["calls_sent_mib"] for row in table.values]
     assert rows[-1] == sum(rows[:-1]) == pytest.approx(sent_bytes(shared) / 2**20)
@@ -102,7 +102,7 @@ def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
 
 def test_which_parts_memory_bounds_depends_on_the_device_and_the_shape() -> None:
     """By hand, of an H200's 206 FLOP/byte in bf16: one token uses every weight once, 1 FLOP for each byte."""
-    one_token = config("small", context_length=1, batch_size=1, precision=Precision.BF16)
+    one_token = config("tiny", context_length=1, batch_size=1, precision=Precision.BF16)
     bound = column(tables(one_token, device=H200)[INTENSITY], "bound by")
     assert set(bound.values()) == {"memory"}
     many = config("small", batch_size=16, precision=Precision.BF16)
