@@ -85,17 +85,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_waiting() -> Iterator[None]:
+def no_waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Files need not survive a crash of this machine: thousands of them would wait some milliseconds each.
 
-    The fork server serves all tests of this process, so it imports once what any run, study or rank of tests asks for.
+    The fork server serves all tests of this process, so it imports once what any run, study or rank of tests asks for,
+    and looks for programs first in the folder that this returns, where a test can put one.
     """
+    programs = tmp_path_factory.mktemp("bin")
     more = ("cs336_systems.model.fast.model", "cs336_systems.studies.operator_cell", "tests.parallel.checks")
     modules = [*isolation._PRELOAD, *isolation.EXPLAINING, *more, "torch.distributed.fsdp", "scipy.special"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolation, "_PRELOAD", (*modules,))
         patch.setattr(os, "fsync", lambda _descriptor: None)
-        yield
+        patch.setenv("PATH", str(programs), prepend=":")
+        yield programs
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -119,9 +119,10 @@ def send(processes, number):
 
 
 def random_moment(running, place, chance, most=4):
-    """Wait until a moment before the first run has ended, or after fewer than `most` runs."""
+    """Wait until a moment before another run has ended, or after fewer than `most` more runs."""
     wanted = chance.randrange(-3, most)
     if wanted >= 0:
+        wanted += len([*runs(place).glob("*.json")])
         eventually(lambda: len([*runs(place).glob("*.json")]) >= wanted or running.process.poll() is not None)
     time.sleep(chance.uniform(0, 4 if wanted < 0 else 0.4))
     print(f"the fault comes after {len([*runs(place).glob('*.json')])} runs; so far: {running.stderr}")

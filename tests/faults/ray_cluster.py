@@ -7,8 +7,10 @@ line of JSON with the process of its raylet. The first line says the address and
 import functools
 import json
 import sys
+from pathlib import Path
 
 import psutil
+from ray._private import services
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
@@ -16,6 +18,16 @@ SMALL = {
     "num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False,
     "node_ip_address": "127.0.0.1", "setup_worker_path": __file__.replace("ray_cluster", "setup_worker"),
 }  # fmt: skip
+
+
+def without_agent(words, *rest, start=services.start_ray_process, **options):
+    """Start this program of Ray; a raylet has a process that sleeps for its agent of a dashboard, which is not used."""
+    named = dict(word.partition("=")[::2] for word in words)
+    if "--dashboard_agent_command" in named:
+        words = [*words, "--dashboard_agent_command=sleep infinity"]  # of two the last holds
+        for port in ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"):
+            Path(named["--session_dir"], f"{port}_{named['--node_id']}").write_text("1")
+    return start(words, *rest, **options)
 
 
 def raylet(node):
@@ -37,6 +49,7 @@ def patiently(start, tries=3):
 
 
 if __name__ == "__main__":
+    services.start_ray_process = without_agent
     Node.start_api_server = lambda *_, **__: None  # also without a dashboard it would be a process
     cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True}))
     head = [cluster.head_node.all_processes["gcs_server"][0].process.pid, raylet(cluster.head_node)]

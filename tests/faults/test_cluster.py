@@ -58,67 +58,6 @@ def test_ctrl_c(start, place, ray_cluster):
     assert len(load_records(runs(place))[0]) == 2
 
 
-def test_the_driver_is_killed_and_then_ray_s_process_under_the_same_command(start, place, ray_cluster, chance):
-    ray_cluster.ensure(2)
-    running = start(fault="takes_a_while", contexts=CONTEXTS)
-    random_moment(running, place, chance)
-    running.process.kill()
-    running.wait()
-    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
-    earlier = contents(runs(place)) if runs(place).exists() else {}
-    finished = {name: content for name, content in earlier.items() if name.endswith(".json")}
-    running = start(fault="takes_a_while", contexts=CONTEXTS)
-    assert eventually(lambda: ray_cluster.workers() or running.process.poll() is not None)
-    random_moment(running, place, chance)
-    send(ray_cluster.workers(), signal.SIGKILL)
-    assert running.wait() == 0, running.stderr
-    assert "Traceback" not in running.stderr
-    records, problems = load_records(runs(place))
-    assert problems == []
-    assert sorted(record.config.model.context_length for record in records) == [*CONTEXTS]
-    assert {record.status for record in records} == {Status.OK}
-    after = contents(runs(place))
-    assert after.keys() == {f"{record.key}.json" for record in records}
-    assert after.items() >= finished.items()
-    reported = re.findall(r"custom ctx (\d+) .* ms", running.stderr)  # in a pipe not every run is
-    assert len(reported) == len({*reported}) <= len(CONTEXTS) - len(finished)
-
-
-def kinds(records):
-    """What repeats have in common."""
-    return {
-        (replace(r.config, repeat=0), r.status, r.environment.identity, tuple(m.phase for m in r.measurements))
-        for r in records
-    }
-
-
-def test_a_grid_on_three_nodes_of_which_one_is_killed_and_one_hangs_is_that_of_a_local_sweep(
-    start, place, ray_cluster, chance, monkeypatch
-):
-    ray_cluster.ensure(3)
-    words = {"fault": "takes_a_while", "contexts": CONTEXTS}
-    running = start("--repeats", "2", **words)
-    killed, hanging = chance.sample(ray_cluster.raylets[1:], 2)
-    stopped = chance.choice([family(hanging), [hanging]])
-    faults = [lambda: send(family(killed), signal.SIGKILL), lambda: send(stopped, signal.SIGSTOP)]
-    chance.shuffle(faults)
-    for fault, most in zip(faults, (4, 9), strict=True):
-        random_moment(running, place, chance, most)
-        fault()
-    assert running.wait(300) == 0, running.stderr  # the rest of the runs, one node after the other, on a busy machine
-    send(family(hanging), signal.SIGKILL)
-    assert "Traceback" not in running.stderr
-    assert "ray" not in running.stdout.lower()
-    measured, problems = load_records(runs(place))
-    assert (len(measured), problems) == (2 * len(CONTEXTS), [])
-    local = sweep(place / "local", *(record.config for record in measured if not record.config.repeat))
-    assert kinds(measured) == kinds(local.measured)
-    before = contents(runs(place))
-    monkeypatch.setattr("cs336_systems.commands.sweep.show_results", lambda *_: None)
-    assert cli.sweep([*command(**words)[2:], "--repeats", "2", "--cluster", ray_cluster.address]) == 0
-    assert contents(runs(place)) == before
-
-
 def test_what_fails_on_nodes_and_nodes_with_another_pytorch_of_which_one_joins_late(start, place, ray_cluster, chance):
     ray_cluster.ensure(2)  # most have the same PyTorch
     metadata = place / "fake" / "torch-9.9.dist-info" / "METADATA"
@@ -152,11 +91,62 @@ def test_what_fails_on_nodes_and_nodes_with_another_pytorch_of_which_one_joins_l
     assert len((ray_cluster.directory / "notes").read_text()) == 3
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part):
-    """Last, because of the second nothing can be done with its cluster afterwards."""
+def kinds(records):
+    """What repeats have in common."""
+    return {
+        (replace(r.config, repeat=0), r.status, r.environment.identity, tuple(m.phase for m in r.measurements))
+        for r in records
+    }
+
+
+def test_a_grid_is_that_of_a_local_sweep_although_ray_s_processes_the_driver_and_a_node_are_killed_and_a_node_hangs(
+    start, place, ray_cluster, chance, monkeypatch
+):
     ray_cluster.ensure(2)
-    running = start(fault="pauses_until_released", contexts=(8, *CONTEXTS))  # the run with 8 waits for ever
+    words = {"fault": "takes_a_while", "contexts": CONTEXTS}
+    running = start("--repeats", "2", **words)
+    assert eventually(lambda: ray_cluster.workers() or running.process.poll() is not None)
+    random_moment(running, place, chance, 2)
+    send(ray_cluster.workers(), signal.SIGKILL)
+    random_moment(running, place, chance, 2)
+    assert running.process.poll() is None, running.stderr
+    assert "Traceback" not in running.stderr
+    running.process.kill()
+    running.wait()
+    assert eventually(lambda: not ray_cluster.left(), END_S), ray_cluster.left()
+    earlier = contents(runs(place)) if runs(place).exists() else {}
+    finished = {name: content for name, content in earlier.items() if name.endswith(".json")}
+    ray_cluster.ensure(3)
+    running = start("--repeats", "2", **words)
+    killed, hanging = chance.sample(ray_cluster.raylets[1:], 2)
+    stopped = chance.choice([family(hanging), [hanging]])
+    faults = [lambda: send(family(killed), signal.SIGKILL), lambda: send(stopped, signal.SIGSTOP)]
+    chance.shuffle(faults)
+    assert eventually(lambda: ray_cluster.workers() or running.process.poll() is not None)
+    for fault in faults:
+        random_moment(running, place, chance, 3)
+        fault()
+    assert running.wait(300) == 0, running.stderr  # the rest of the runs, one node after the other, on a busy machine
+    send(family(hanging), signal.SIGKILL)
+    assert "Traceback" not in running.stderr
+    assert "ray" not in running.stdout.lower()
+    measured, problems = load_records(runs(place))
+    assert (len(measured), problems) == (2 * len(CONTEXTS), [])
+    before = contents(runs(place))
+    assert before.keys() == {f"{record.key}.json" for record in measured}
+    assert before.items() >= finished.items()
+    reported = re.findall(r"custom ctx .* ms", running.stderr)  # in a pipe not every run is
+    assert len(reported) == len({*reported}) <= len(measured) - len(finished)
+    local = sweep(place / "local", *(record.config for record in measured if not record.config.repeat))
+    assert kinds(measured) == kinds(local.measured)
+    monkeypatch.setattr("cs336_systems.commands.sweep.show_results", lambda *_: None)
+    assert cli.sweep([*command(**words)[2:], "--repeats", "2", "--cluster", ray_cluster.address]) == 0
+    assert contents(runs(place)) == before
+
+
+@pytest.mark.parametrize("part", [0, 1])  # last, because for Ray a node that has hung may be dead
+def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part):
+    running = start(fault="pauses_until_released", contexts=(*CONTEXTS, 8))  # the run with 8 waits for ever
     assert eventually(lambda: " joins: " in running.stderr)
     random_moment(running, place, chance)
     send([ray_cluster.head[part]], signal.SIGSTOP)
@@ -165,7 +155,4 @@ def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_clust
         assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
         assert "Traceback" not in running.stderr
     finally:
-        if part == 0:
-            send([ray_cluster.head[part]], signal.SIGCONT)
-        else:
-            send([*ray_cluster.head, *ray_cluster.raylets], signal.SIGKILL)
+        send([ray_cluster.head[part]], signal.SIGCONT)

@@ -1,6 +1,5 @@
 """A run under nsys, played by tests/fake_nsys.py: what is kept when nsys does its work, and when it does not."""
 
-import multiprocessing.forkserver
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,17 +23,13 @@ UNDER_NSYS = replace(PLAIN, device=Device.CUDA, profiler=Profiler.NSYS)
 
 
 @pytest.fixture(scope="module")
-def nsys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def nsys(no_waiting: Path) -> Iterator[Path]:
     """A machine with an nsys: the file that says how it will end."""
-    folder = tmp_path_factory.mktemp("bin")
-    fate, script, fake = folder / "fate", folder / "nsys", ROOT / "tests" / "fake_nsys.py"
+    fate, script, fake = no_waiting / "fate", no_waiting / "nsys", ROOT / "tests" / "fake_nsys.py"
     script.write_text(f'#!/bin/sh\nFAKE_NSYS=$(cat {fate}) PYTHONPATH={ROOT} exec {sys.executable} {fake} "$@"\n')
     script.chmod(0o755)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(folder), prepend=":")
-        multiprocessing.forkserver._forkserver._stop()  # its children would look for nsys where it was before
-        yield fate
-    multiprocessing.forkserver._forkserver._stop()
+    yield fate
+    script.unlink()
 
 
 @pytest.fixture
