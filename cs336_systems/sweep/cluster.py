@@ -404,7 +404,7 @@ class _Driver:
     _keys: str = field(default_factory=lambda: f"cs336-{uuid4()}-")
     """How the keys of this sweep begin."""
     _left_out: set[str] = field(default_factory=set)
-    """Ids of the machines that the sweep does not use."""
+    """Ids of the machines that the sweep does not use, or that are lost."""
     _there: dict[str, str] = field(default_factory=dict)
     """Hosts of the machines that the sweep uses, by id."""
     _lost_s: dict[str, float] = field(default_factory=dict)
@@ -507,6 +507,7 @@ class _Driver:
                     self.keeper.listener.noted(f"{host} joins: {counted(slots[name], 'run')} at a time")
         for name in self._there.keys() - alive.keys():
             self._lost_s[name] = monotonic()
+            self._left_out.add(name)  # else a run may wait for what Ray has asked of it, while its connections are open
             self.keeper.listener.noted(f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere")
         return slots
 

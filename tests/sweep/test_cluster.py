@@ -61,7 +61,7 @@ class FakeRay:
     def __init__(self, *machines, answer=good):
         self.machines, self.answer = [*machines], answer
         self.results, self.widths, self.most, self.late = {}, {}, 0, []
-        self.hanging, self.places, self.num_died, self.retries = (), {}, 0, []
+        self.hanging, self.places, self.num_died, self.retries, self.lost = (), {}, 0, [], None
         self.experimental = SimpleNamespace(internal_kv=SimpleNamespace(
             _internal_kv_get=self.places.get, _internal_kv_put=lambda key, place, overwrite: None,
             _internal_kv_del=lambda key, del_by_prefix: None,
@@ -70,8 +70,9 @@ class FakeRay:
     def nodes(self):
         return [
             {
-                "NodeID": name_of(number), "Alive": True, "NodeManagerHostname": f"host-{number}",
-                "NodeManagerAddress": "192.0.2.1", "NodeManagerPort": 1, "Resources": {"GPU": count, "CPU": count},
+                "NodeID": name_of(number), "Alive": number != self.lost or not self.hanging,
+                "NodeManagerHostname": f"host-{number}", "NodeManagerAddress": "192.0.2.1", "NodeManagerPort": 1,
+                "Resources": {"GPU": count, "CPU": count},
             }
             for number, (count, _) in enumerate(self.machines)
         ]  # fmt: skip
@@ -96,6 +97,7 @@ class FakeRay:
         fitting = [n for n, (count, _) in enumerate(self.machines) if name_of(n) not in out and count >= config.ranks]
         number = fitting[reference % len(fitting)]
         node = self.machines[number][1]
+        self.hanging = (*self.hanging, reference) if number == self.lost else self.hanging
         self.places[asked.key] = " ".join([*[name_of(0)] * self.num_died, name_of(number)]).encode()
         self.retries.append(options["max_retries"])
         why = needs.why_left_out(node)
@@ -249,6 +251,16 @@ def test_a_run_that_does_not_end_is_given_to_ray_again(run, monkeypatch):
     fake = FakeRay((1, node()), (1, node()))
     fake.hanging = (2,)  # the first run, after two descriptions
     outcome, witness = run(fake, on_gpus(3), timeout_s=0.2)
+    assert [record.status for record in outcome.records] == [Status.OK] * 3
+    assert len(witness.started_runs) == 4
+
+
+def test_a_run_of_a_machine_that_hangs_and_is_lost_goes_elsewhere_for_good(run, monkeypatch):
+    """Ray would ask the lost machine again, unless it is told to leave it out."""
+    monkeypatch.setattr(cluster, "_RAY_S", 0.5)
+    fake = FakeRay((1, node()), (1, node()))
+    fake.lost = 1
+    outcome, witness = run(fake, on_gpus(3))
     assert [record.status for record in outcome.records] == [Status.OK] * 3
     assert len(witness.started_runs) == 4
 
