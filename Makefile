@@ -6,7 +6,7 @@
 # Where the dependencies are installed already, no make is needed: python benchmark_sweep.py
 
 PYTHON ?= python3
-WORKERS ?= 3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
@@ -22,7 +22,7 @@ sweep: $(RUNTIME)
 	$(BIN)/python benchmark_sweep.py $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)  # three for two cores: some wait, for Ray or a browser
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 bench: $(DEV)
 	$(BIN)/python -m pytest -m speed $(ARGS)

@@ -173,5 +173,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def little_to_look_through() -> None:
-    """Each measurement collects garbage; among all that was imported and collected before a file's tests is none."""
+    """Each measurement collects garbage; among all that is there before a file's tests is none."""
+    gc.collect()
     gc.freeze()
