@@ -135,7 +135,7 @@ def test_a_grid_is_that_of_a_local_sweep_although_ray_s_processes_the_driver_and
     before = contents(runs(place))
     assert before.keys() == {f"{record.key}.json" for record in measured}
     assert before.items() >= finished.items()
-    reported = re.findall(r"custom ctx .* ms", running.stderr)  # in a pipe not every run is
+    reported = re.findall(r"custom ctx (\d+) .* steps 2( #1)? .* ms", running.stderr)  # in a pipe not every run is
     assert len(reported) == len({*reported}) <= len(measured) - len(finished)
     local = sweep(place / "local", *(record.config for record in measured if not record.config.repeat))
     assert kinds(measured) == kinds(local.measured)

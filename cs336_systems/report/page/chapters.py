@@ -277,8 +277,8 @@ def _library() -> Mapping[str, Markup]:
     package, file = TABLES
     spec = importlib.util.find_spec(package)
     places = (spec.submodule_search_locations if spec else None) or ()
-    text = next((path.read_bytes() for place in places if (path := Path(place) / file).is_file()), None)
-    return {} if text is None else {"tables": Markup(base64.b64encode(gzip.compress(text, mtime=0)).decode())}
+    library = next((path.read_bytes() for place in places if (path := Path(place) / file).is_file()), None)
+    return {} if library is None else {"tables": Markup(base64.b64encode(gzip.compress(library, mtime=0)).decode())}
 
 
 _TEMPLATES = jinja2.Environment(
