@@ -21,7 +21,7 @@ SMALL = {
 
 
 def without_agent(words, *rest, start=services.start_ray_process, **options):
-    """Start a program of Ray. A raylet gets a process that sleeps in place of the agent of a dashboard that is not used."""
+    """Start a program of Ray. A raylet gets a process that sleeps in place of the agent of an unused dashboard."""
     named = dict(word.partition("=")[::2] for word in words)
     if "--dashboard_agent_command" in named:
         words = [*words, "--dashboard_agent_command=sleep infinity"]  # of two the last holds
