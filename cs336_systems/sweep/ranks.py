@@ -32,9 +32,9 @@ from cs336_systems.sweep.store import path_of_rank
 
 _GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because their errors may show the cause."""
-_LOOK_S = 2.0
+_LOOK_S = 1.0
 """Time between two looks for stopped ranks: long, because timed steps share the host."""
-_STOPPED_S = 4.0
+_STOPPED_S = 2.0
 """How long a rank may be stopped before it counts as failed; the others wait for it."""
 _COLLECTIVE_S = 7 * 24 * 3600.0
 """How long a collective may take: longer than any run, whose own time limit ends it."""

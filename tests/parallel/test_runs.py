@@ -11,7 +11,7 @@ from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, 
 from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
-from tests.faults.harness import eventually, processes_in
+from tests.faults.harness import eventually, processes_in, time_is_up
 from tests.parallel.models import SLEEP_S
 
 pytestmark = pytest.mark.timeout(280)
@@ -40,9 +40,12 @@ def faulty(name):
 def swept(tmp_path_factory):
     """The records of one sweep by name, and its directory."""
     directory = tmp_path_factory.mktemp("shared")
-    with contextlib.chdir(directory):
+    with (
+        contextlib.chdir(directory),
+        time_is_up(lambda worker: worker.config == faulty("hangs") and Path("hangs").exists()),
+    ):
         (directory / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
-        faults = {name: faulty(name) for name in FAULTS}
+        faults = {name: faulty(name) for name in (*FAULTS, "hangs")}
         slow = replace(SHARED, model_factory="parallel_models:slow")
         profiled = replace(SHARED, profiler=Profiler.KINETO)
         runs = {**RUNS, **faults, "slow": slow, "profiled": profiled}  # the last two after those that fail
@@ -128,12 +131,8 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(swept, name):
     assert read_record(directory / "runs" / f"{record.key}.json") == record
 
 
-def test_ranks_of_which_one_hangs_end_at_the_time_limit(tmp_path):
-    (tmp_path / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
-    with contextlib.chdir(tmp_path):
-        (record,) = run_sweep([faulty("hangs")], tmp_path, Listener(), timeout_s=3.0).records
-        assert eventually(lambda: not processes_in(tmp_path))
-    assert record.status is Status.TIMEOUT
+def test_ranks_of_which_one_hangs_end_at_the_time_limit(swept):
+    assert swept[0]["hangs"].status is Status.TIMEOUT
 
 
 def test_each_rank_has_a_profile(swept):
