@@ -25,8 +25,8 @@ from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, of_all_ranks, sent_by
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
-STEPS, BATCH = 4, 6
-"""A batch that 2 and 3 ranks can share."""
+STEPS, BATCHES, BATCH = 3, 4, 6
+"""The first step learns in which order to send, the third is after one that did; 2 and 3 ranks can share a batch."""
 WAYS = {
     "ddp-naive": NaiveDDP,
     "ddp-flat": FlatDDP,
@@ -68,7 +68,7 @@ def make_model(kind, seed, dtype):
 def batches():
     generator = torch.Generator().manual_seed(7)
     size = (BATCH, SHAPE["context_length"] + 1)
-    return [torch.randint(SHAPE["vocab_size"], size, generator=generator) for _ in range(STEPS)]
+    return [torch.randint(SHAPE["vocab_size"], size, generator=generator) for _ in range(BATCHES)]
 
 
 def device():
@@ -121,7 +121,7 @@ def train(way, kind, optimizer="sgd", dtype=torch.float32, *, shard=False, compi
     make = OPTIMIZERS[optimizer]
     opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
     own = BATCH // ranks
-    for number, tokens in enumerate(batches(), start=1):
+    for number, tokens in enumerate(batches()[: STEPS * backwards], start=1):
         with torch.autocast(device(), *low, enabled=in_bf16):
             loss = loss_of(wrapped, tokens[rank * own : (rank + 1) * own])
         loss.backward()
@@ -146,18 +146,18 @@ def whole_parameters(wrapped):
 
 def traffic_of(way, kind):
     """What one step sends in backward and after it, once the way is in its steady state."""
-    wrapped = WAYS[way](make_model(kind, 0, torch.float32))
-    tokens = batches()[0][:2]
-    for _ in range(4):  # PyTorch's DDP sends how it splits the gradients in its third
-        counters = TrafficCounter(), TrafficCounter(), TrafficCounter()
-        with counters[0]:
-            loss = loss_of(wrapped, tokens)
-        with counters[1]:
-            loss.backward()
-        with counters[2]:
-            wrapped.finish_gradient_synchronization()
+    wrapped, tokens = WAYS[way](make_model(kind, 0, torch.float32)), batches()[0][:2]
+    for _ in range(3 if way == "ddp" else 2):  # PyTorch's DDP sends how it splits the gradients in its third
+        loss_of(wrapped, tokens).backward()
+        wrapped.finish_gradient_synchronization()
         wrapped.zero_grad()
-    return [sent_by(counter.traffic()) for counter in counters]
+    with TrafficCounter() as of_forward:
+        loss = loss_of(wrapped, tokens)
+    with TrafficCounter() as of_backward:
+        loss.backward()
+    with TrafficCounter() as of_rest:
+        wrapped.finish_gradient_synchronization()
+    return [sent_by(counter.traffic()) for counter in (of_forward, of_backward, of_rest)]
 
 
 def shards():

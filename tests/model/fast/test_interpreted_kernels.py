@@ -16,13 +16,15 @@ from tests.model.fast.steps import MODEL
 from tests.model.fast.test_weights import assert_rounded_at_random
 
 COMMON = """
-import json, torch, triton.language as tl
+import functools, json, torch, triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
 # once what each launch and each function of a kernel would do again: make `tl` and `core` what interprets
 interpreter._patch_lang(lambda: (tl, core))
 interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+core.pointer_type.__hash__ = core.dtype.__hash__  # and once for each type what makes a table of all types
+interpreter._get_np_dtype = lambda kind, of=functools.cache(interpreter._get_np_dtype): of(kind.scalar)
 
 torch.manual_seed(0)
 torch.cuda.is_current_stream_capturing = lambda: False  # which PyTorch for CPUs does not know
@@ -56,7 +58,7 @@ for name, types in (("fp32", [wide]), ("bf16", [narrow]), ("of three ranks, tied
     copies = [torch.zeros_like(m, dtype=narrow) for m in masters] if narrow in types else []
     largest = [torch.tensor(1e9) for _ in copies]
     oracle, kernel = torch.optim.AdamW(theirs, **settings), ChunkedAdamW(masters, first, second, copies, largest, types)
-    for step in (1.0, 2.0, 3.0):
+    for step in (1.0, 2.0):
         gradients = [[torch.randn(len(m)).to(dtype) for dtype in types] for m in masters]
         for p, of_tensor in zip(theirs, gradients):
             p.grad = sum(gradient.double() for gradient in of_tensor).float()
@@ -87,7 +89,7 @@ largest = [torch.tensor(1e9) for _ in sizes]
 others = [c.clone() for c in copies]
 plain = ChunkedAdamW(whole, *moments[:2], others, [], types)
 kernel = ChunkedAdamW(remainders, *moments[2:], copies, largest, types)
-for step in (1.0, 2.0, 3.0):
+for step in (1.0, 2.0):
     gradients = [[torch.randn(n).bfloat16()] for n in sizes]
     for each in (plain, kernel):
         each(gradients, torch.tensor(step), **settings)
@@ -143,15 +145,15 @@ LOSS = """
 from cs336_systems.model.fast import cross_entropy_kernel as kernel
 
 block, found = kernel.BLOCK, {"loss": [], "alone": [], "gradient": [], "padding": []}
-# 14 rows are more than there are programs
+# 8 rows are more than there are programs
 for vocab, padded in ((37, 40), (block, block), (block - 1, 2 * block + 5), (5000, 5120), (kernel.LONG_ROW, 17_000)):
-    logits, targets = 5 * torch.randn(14, padded), torch.randint(vocab, (14,))
+    logits, targets = 5 * torch.randn(8, padded), torch.randint(vocab, (8,))
     targets[:4] = torch.tensor([0, 1, vocab - 2, vocab - 1])
     real = logits[:, :vocab].clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(real, targets, reduction="none")
     (3 * expected.mean()).backward()
     alone = kernel.losses(logits, targets, vocab, write_gradients=False)
-    losses = kernel.losses(logits, targets, vocab, 2 * 14, write_gradients=True)  # of one of two parts
+    losses = kernel.losses(logits, targets, vocab, 2 * 8, write_gradients=True)  # of one of two parts
     kernel.scale_rows(logits, torch.tensor(6.0))
     kernel.scale_rows(logits, torch.tensor(1.0))
     errors = {"loss": losses - expected, "alone": alone - expected, "gradient": logits[:, :vocab] - real.grad,
@@ -192,11 +194,8 @@ for batch, seq, width in ((1, 3, 24), (2, 23, 768), (1, 70, 512)):
     for measures, last in ((False, gradient.sum((0, 1))), (True, of_v)):
         of_bias, unit = kernel.packed_bias_backward(of_packed, gradient, torch.float32, measures=measures)
         compare("bias of packed", of_bias, torch.cat((of_q, torch.zeros(width), last)))
-        assert unit.shape == (int(measures),)
+        compare("unit of packed", 448 * unit, of_packed.abs().max().repeat(int(measures)))
     for at in ((0, 0, width), (-1, -1, -1)):
-        of_packed[at] = 9.0
-        unit = kernel.packed_bias_backward(of_packed, gradient, torch.float32, measures=True)[1]
-        compare("unit of packed", 448 * unit, torch.tensor([9.0]))
         of_packed[at] = torch.nan
         assert kernel.packed_bias_backward(of_packed, gradient, torch.float32, measures=True)[1].isinf()
         of_packed[at] = 0.0
@@ -243,7 +242,7 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
     same(fused_blocks._bias_gelu, kernel.bias_gelu, stream, bias, tag, has_maxima=True)
     same(fused_blocks._bias_gelu, kernel.bias_gelu, stream, bias, None)
     same(fused_blocks._bias_gelu_backward, kernel.bias_gelu_backward, stream, bias, gradient, True)
-    for wrong, at in ((float("nan"), 0), (float("nan"), -1), (float("inf"), -1)):
+    for wrong, at in ((float("nan"), 0), (float("nan"), -1), (float("inf"), -1)) if rows in (3, 7) else ():
         spoilt = gradient.clone()
         spoilt[at, at] = wrong
         units = kernel.add_norm_backward(None, spoilt, total, statistics, gain, is_centred, None, True)[4], (
@@ -295,12 +294,13 @@ print(json.dumps(found))
 """
 
 COMPILED = """
-import json, torch
+import json, sys, torch, torch._inductor.decomposition
 from dataclasses import replace
 from tests.model.fast.test_selective import BASE, SELECTIVE, backward
 
 selective = replace(SELECTIVE, keep_hidden=1)
 expected, _, plain = backward(BASE)
+sys.modules["torch._inductor.compile_fx"] = torch._inductor.decomposition
 compile = torch.nn.Module.compile
 # what Inductor does, but for its kernels, so that each operator is seen
 torch.nn.Module.compile = lambda self, **_: compile(self, backend="aot_eager_decomp_partition", fullgraph=True)
