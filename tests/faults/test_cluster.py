@@ -136,12 +136,14 @@ def test_a_grid_is_that_of_a_local_sweep_although_ray_s_processes_the_driver_and
 
 
 @pytest.mark.parametrize("part", [0, 1])  # last, because for Ray a node that has hung may be dead
-def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part):
+def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part, monkeypatch):
+    monkeypatch.setenv("HEAD_S", "1.5")
     running = start(fault="fails_by_context", contexts=(*CONTEXTS, 20))  # the run with 20 waits for ever
     assert eventually(lambda: " joins: " in running.stderr)
     random_moment(running, place, chance)
     send([ray_cluster.head[part]], signal.SIGSTOP)
     try:
+        assert running.process.poll() is None, running.stderr
         assert running.wait(30) == 1, running.stderr
         assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
         assert "Traceback" not in running.stderr
