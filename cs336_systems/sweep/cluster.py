@@ -196,8 +196,8 @@ def connected(address: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):
-                    _within(_HEAD_S, ray.shutdown)
+                with contextlib.suppress(OSError):  # after an error, it often hangs too
+                    _within(_HEAD_S if sys.exc_info()[0] is None else _TICK_S, ray.shutdown)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, store.SweepError):
             raise

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 NEVER_S = 600
-PAUSED, RELEASED, NOTES = Path("paused"), Path("released"), Path("notes")
+PAUSED, NOTES = Path("paused"), Path("notes")
 HANGING = Path("hanging")
 RUNS = Path("runs")
 
@@ -198,14 +198,6 @@ def pauses_once(vocab_size, d_model, context_length):
     return good(vocab_size, d_model)
 
 
-def pauses_until_released(vocab_size, d_model, context_length):
-    if context_length == 8:
-        PAUSED.touch()
-        while not RELEASED.exists():
-            time.sleep(0.02)
-    return good(vocab_size, d_model)
-
-
 def pauses_with_family(vocab_size, d_model, context_length):
     if context_length == 8 and not PAUSED.exists():
         start_family()
@@ -219,10 +211,11 @@ def fails_where_context_is_8(vocab_size, d_model, context_length):
 
 
 def fails_by_context(vocab_size, d_model, context_length):
-    """Where the context is 24, kill the process that a task of Ray runs in, which has started the fork server."""
+    """Where the context is 20, wait; where it is 24, kill the process of Ray's task, which started the fork server."""
     faults = {8: segfault, 12: asks_for_a_pebibyte, 16: lambda: os.kill(os.getpid(), signal.SIGKILL)}
-    while context_length == 20 and not RELEASED.exists():
-        time.sleep(0.02)
+    if context_length == 20:
+        PAUSED.touch()
+        time.sleep(NEVER_S)
     if context_length == 24:
         with NOTES.open("a") as notes:
             notes.write("x")

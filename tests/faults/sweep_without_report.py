@@ -3,6 +3,7 @@
 On a cluster, its patience with processes of Ray that hang is shorter.
 """
 
+import os
 import sys
 from unittest.mock import patch
 
@@ -12,6 +13,6 @@ if __name__ == "__main__":
     if "--cluster" in sys.argv:
         from cs336_systems.sweep import cluster
 
-        cluster._HEAD_S, cluster._RAY_S = 4.0, 8.0
+        cluster._HEAD_S, cluster._RAY_S = float(os.environ.get("HEAD_S", "4")), 8.0
     with patch("cs336_systems.commands.sweep.show_results"), patch("cs336_systems.commands.sweep.StatusLine.importing"):
         sys.exit(cli.sweep())

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from cs336_systems import cli
 from cs336_systems.record import Status, load_records
 from tests.faults.harness import ROOT, command, contents, eventually, runs, sweep
-from tests.faults.models import PAUSED, RELEASED
+from tests.faults.models import PAUSED
 from tests.faults.on_ray import CONTEXTS, END_S, LOOPBACK, family, random_moment, send
 
 pytestmark = pytest.mark.cluster
@@ -39,26 +40,12 @@ def test_what_listens_there_is_not_ray(place, capsys, talks):
     assert "does not answer as Ray does" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_without_the_token_the_line_says_what_to_set(launch, place, ray_cluster):
+def test_what_fails_a_driver_without_the_token_nodes_with_another_pytorch_of_which_one_joins_late_and_ctrl_c(
+    start, place, ray_cluster, chance
+):
+    words = [*command(), "--cluster", ray_cluster.address, "--dry-run"]
     env = os.environ | LOOPBACK | {"PYTHONPATH": str(ROOT)}
-    running = launch([*command(), "--cluster", ray_cluster.address], env=env)
-    assert running.wait() == 1
-    assert "RAY_AUTH_TOKEN" in running.stderr.splitlines()[-1]
-
-
-def test_ctrl_c(start, place, ray_cluster):
-    ray_cluster.ensure(2)
-    running = start(fault="pauses_once")
-    running.wait_for(ray_cluster.directory / PAUSED)
-    assert eventually(lambda: len(load_records(runs(place))[0]) == 2)
-    running.signal(signal.SIGINT)
-    assert running.wait() == 130, running.stderr
-    assert "the same command goes on from here" in running.stderr
-    assert "Traceback" not in running.stderr
-    assert len(load_records(runs(place))[0]) == 2
-
-
-def test_what_fails_on_nodes_and_nodes_with_another_pytorch_of_which_one_joins_late(start, place, ray_cluster, chance):
+    tokenless = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)  # Ray tries for long meanwhile
     ray_cluster.ensure(2)  # most have the same PyTorch
     metadata = place / "fake" / "torch-9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
@@ -69,26 +56,30 @@ def test_what_fails_on_nodes_and_nodes_with_another_pytorch_of_which_one_joins_l
     machines = re.findall(r"PyTorch (\S+): (used|not used: .*)", looked.stdout)
     refused = [use.removeprefix("not used: ") for version, use in machines if version == "9.9"]
     assert len(machines) > len(refused) == 1
-    contexts, released = (4, 8, 12, 16, 20, 24), ray_cluster.directory / RELEASED
+    contexts = (4, 8, 12, 16, 20, 24)
     running = start(fault="fails_by_context", contexts=chance.sample(contexts, len(contexts)))
     random_moment(running, place, chance)
     others.append(ray_cluster.add(place / "fake"))
+    running.wait_for(ray_cluster.directory / PAUSED)
     assert eventually(lambda: len([*runs(place).glob("*.json")]) == 5), running.stderr
-    released.touch()
-    assert running.wait() == 1, running.stderr
-    released.unlink()
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.stderr
     for other in others:
         send(family(other), signal.SIGKILL)
+    assert "the same command goes on from here" in running.stderr
+    assert "Traceback" not in running.stderr
     assert f"is not used: {refused[0]}" in running.stderr
     assert " is lost" not in running.stderr
     records = {record.config.model.context_length: record for record in load_records(runs(place))[0]}
     assert {length: record.status for length, record in records.items()} == {
-        4: Status.OK, 8: Status.CRASHED, 12: Status.OOM, 16: Status.KILLED, 20: Status.OK, 24: Status.KILLED,
+        4: Status.OK, 8: Status.CRASHED, 12: Status.OOM, 16: Status.KILLED, 24: Status.KILLED,
     }  # fmt: skip
     assert "9.9" not in {record.environment.identity.torch for record in records.values() if record.environment}
     assert records[8].failure.signal == "SIGSEGV"
     assert "3 times" in records[24].failure.message
     assert len((ray_cluster.directory / "notes").read_text()) == 3
+    assert "RAY_AUTH_TOKEN" in tokenless.communicate()[1].splitlines()[-1]
+    assert tokenless.returncode == 1
 
 
 def kinds(records):
@@ -145,12 +136,14 @@ def test_a_grid_is_that_of_a_local_sweep_although_ray_s_processes_the_driver_and
 
 
 @pytest.mark.parametrize("part", [0, 1])  # last, because for Ray a node that has hung may be dead
-def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part):
-    running = start(fault="pauses_until_released", contexts=(*CONTEXTS, 8))  # the run with 8 waits for ever
+def test_the_head_hangs_or_ray_hangs_where_the_driver_is(start, place, ray_cluster, chance, part, monkeypatch):
+    monkeypatch.setenv("HEAD_S", "1.5")
+    running = start(fault="fails_by_context", contexts=(*CONTEXTS, 20))  # the run with 20 waits for ever
     assert eventually(lambda: " joins: " in running.stderr)
     random_moment(running, place, chance)
     send([ray_cluster.head[part]], signal.SIGSTOP)
     try:
+        assert running.process.poll() is None, running.stderr
         assert running.wait(30) == 1, running.stderr
         assert running.stderr.splitlines()[-1].startswith("error: no connection to the Ray cluster")
         assert "Traceback" not in running.stderr
