@@ -31,10 +31,10 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""With these, Ray takes a node for dead that is silent for about 7 s, not a minute."""
+"""With these, Ray takes a node for dead that is silent for about 10 s, not a minute."""
 SPARING = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
 """No processes in advance, which sweeps do not use."""
 
