@@ -1,6 +1,8 @@
 """Shapes are checked in the modules of CHECKED, unless steps are timed; GPU tests run only where there is a GPU."""
 
+import contextlib
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -80,6 +82,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Compiling headers ahead saves time for hundreds of kernels; a test has a few.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     config.option.loadscopereorder = False  # pytest-xdist: see pytest_collection_modifyitems
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each compiles what the other has not yet
+        large = ("torch._dynamo", "ray", "pandas", "matplotlib.figure", "scipy.stats")
+        for name in large if worker == "gw0" else reversed(large):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     if not config.option.markexpr.startswith("gpu"):
         install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
 
