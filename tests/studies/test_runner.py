@@ -179,10 +179,9 @@ class KeepingGrid(AttentionGrid):
     MEASURE = "study:measure"
 
 def measure(grid, rows):
-    from cs336_systems.studies.operator_cell import measure_attention
     KEPT.append(multiprocessing.get_context("spawn").Semaphore())
     print(KEPT[0]._semlock.name, file=Path("semaphore").open("w"), flush=True)
-    return measure_attention(grid, rows)
+    return rows
 
 def interrupt(study):
     if len(study.results) == 2:
