@@ -14,6 +14,7 @@ INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation -e  # the pip th
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
+CHECK := $(VENV)/.check-installed
 
 .PHONY: sweep test bench check
 unexport PYTHONDONTWRITEBYTECODE  # containers often set it: every process would compile all of torch's modules anew
@@ -27,7 +28,7 @@ test: $(DEV)
 bench: $(DEV)
 	$(BIN)/python -m pytest -m speed $(ARGS)
 
-check: $(DEV)
+check: $(CHECK)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -41,4 +42,8 @@ $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) '.[report,dev]'
+	touch $@ $(RUNTIME)
+
+$(CHECK): pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) '.[report,check]'
 	touch $@ $(RUNTIME)
