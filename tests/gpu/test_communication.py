@@ -32,7 +32,7 @@ from cs336_systems.sweep.store import explanation_path
 from tests.parallel.models import FAULTY_RANK, SLEEP_S
 from tests.parallel.test_runs import SHARED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(540)]
 WATCHED = replace(SHARED, device=Device.CUDA, profiler=Profiler.KINETO, parallel=Parallel.DDP_OVERLAP, measured_steps=4)
 STEADY = RunConfig(
     size="large", model=replace(SIZES["large"], context_length=512), device=Device.CUDA, precision=Precision.BF16,

@@ -19,7 +19,7 @@ from tests.parallel.conftest import ranks_of
 from tests.parallel.test_runs import FAULTS, SHARED
 from tests.parallel.test_ways import DDP_WAYS, check_trained_as_alone, distance
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(280)]
 ON_GPUS = replace(SHARED, device=Device.CUDA)
 """The first is enough to come to the hang, unless the machine is busy."""
 LEFT_BYTES = 64 * 2**20
