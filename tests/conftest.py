@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Compiling headers ahead saves time for hundreds of kernels; a test has a few.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     config.option.loadscopereorder = False  # pytest-xdist: see pytest_collection_modifyitems
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each compiles what the other has not yet
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # from two ends they share what a new clone compiles
         large = ("torch._dynamo", "ray", "pandas", "matplotlib.figure", "scipy.stats")
         for name in large if worker == "gw0" else reversed(large):
             with contextlib.suppress(ImportError):

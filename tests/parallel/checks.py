@@ -26,7 +26,7 @@ from tests.parallel.fast import config_of, of_all_ranks, sent_by
 
 SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
 STEPS, BATCHES, BATCH = 3, 4, 6
-"""The first step learns in which order to send, the third is after one that did; 2 and 3 ranks can share a batch."""
+"""The first step learns the order, the second sends in it, the third begins with what it left. 2 or 3 share a batch."""
 WAYS = {
     "ddp-naive": NaiveDDP,
     "ddp-flat": FlatDDP,
