@@ -9,9 +9,13 @@ PYTHON ?= python3
 WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
-INSTALL := $(PIP) pip setuptools && $(PIP) --no-build-isolation -e  # the pip that Python brings takes twice as long
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+VERSIONS := -c constraints.txt
+# uv installs in a quarter of pip's time. It is told where pip is configured to look: a mirror, a folder of wheels.
+PLACES := -e 's/.*\.index-url=/UV_DEFAULT_INDEX=/p' -e 's/.*extra-index-url=/UV_EXTRA_INDEX_URL=/p' \
+  -e 's/.*find-links=/UV_FIND_LINKS=/p'
+INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(VERSIONS) uv && \
+  eval export UV_INDEX_STRATEGY=unsafe-best-match $$($(BIN)/python -m pip config list | sort -r | sed -n $(PLACES)) && \
+  $(BIN)/uv pip install -q --python $(BIN)/python $(VERSIONS) -b constraints.txt -e
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 CHECK := $(VENV)/.check-installed
