@@ -108,8 +108,7 @@ def no_waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield programs
 
 
-@pytest.fixture(scope="session", autouse=True)
-def flags_looked_at_once() -> Iterator[None]:
+def look_once_at_flags() -> Iterator[None]:
     """The command line of a user is one; here are hundreds, for each of which tyro would look at all classes again."""
     from tyro._parsers import ParserSpecification as Looked
 
@@ -122,6 +121,9 @@ def flags_looked_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Looked, "from_callable_or_type", staticmethod(look_once))
         yield
+
+
+flags = pytest.fixture(look_once_at_flags, scope="session", autouse=True)
 
 
 @pytest.fixture

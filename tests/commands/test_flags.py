@@ -490,7 +490,9 @@ BY_PARSER = {
 ASK = """
 import contextlib, io, json, sys
 from cs336_systems import cli
-answers = []
+from tests.conftest import look_once_at_flags
+once, answers = look_once_at_flags(), []
+next(once)
 for command, argv in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
