@@ -163,14 +163,13 @@ def own_locks() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, the file on Ray comes first, because it takes minutes, then LONG; the others by their tests.
+    """With `-n`, LONG comes first, then the others by their tests.
 
     Otherwise, a file that takes long could be the last one, while the other processes have nothing to do.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         counts = Counter(item.path for item in items)
-        on_ray = {item.path for item in items if item.get_closest_marker("cluster")}
-        items.sort(key=lambda item: (item.path not in on_ray, item.path.stem not in LONG, -counts[item.path]))
+        items.sort(key=lambda item: (item.path.stem not in LONG, -counts[item.path]))
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
