@@ -87,7 +87,7 @@ def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
     for cycles in (SLEEP_CYCLES // 100, SLEEP_CYCLES):  # about 10 us and 1 ms
         loops = measure(lambda cycles=cycles: torch.cuda._sleep(cycles), GRID)
         assert loops.median_s == pytest.approx(seconds(cycles), rel=0.05, abs=2e-6), cycles
-        assert min(loops.times_s) >= GRID.loop_s
+        assert min(loops.times_s) >= 0.99 * GRID.loop_s  # the loop by which their length was chosen took that long
 
 
 def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> None:
