@@ -10,7 +10,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 VERSIONS := -c constraints.txt
-# uv installs in a quarter of pip's time. It looks where pip is configured to: a mirror, its certificate, a folder of wheels.
+# uv installs in a quarter of pip's time, from where pip is configured to look: a mirror, its certificate, wheels.
 PLACES := -e 's/.*\.index-url=/UV_DEFAULT_INDEX=/p' -e 's/.*extra-index-url=/UV_EXTRA_INDEX_URL=/p' \
   -e 's/.*find-links=/UV_FIND_LINKS=/p' -e 's/.*\.cert=/SSL_CERT_FILE=/p'
 INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(VERSIONS) uv && \
