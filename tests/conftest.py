@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Compiling headers ahead saves time for hundreds of kernels; a test has a few.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     config.option.loadscopereorder = False  # pytest-xdist: see pytest_collection_modifyitems
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # from two ends they share what a new clone compiles
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # in a new clone each compiles what the other does not
         large = ("torch._dynamo", "ray", "pandas", "matplotlib.figure", "scipy.stats")
         for name in large if worker == "gw0" else reversed(large):
             with contextlib.suppress(ImportError):
@@ -123,7 +123,7 @@ def look_once_at_flags() -> Iterator[None]:
         yield
 
 
-flags = pytest.fixture(look_once_at_flags, scope="session", autouse=True)
+flags_looked_at_once = pytest.fixture(look_once_at_flags, scope="session", autouse=True)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -19,8 +20,7 @@ from tests.faults.harness import ROOT, command, contents, eventually, runs, swee
 from tests.faults.models import PAUSED
 from tests.faults.on_ray import CONTEXTS, END_S, LOOPBACK, family, random_moment, send
 
-pytestmark = pytest.mark.cluster
-pytest.importorskip("ray", reason="needs Ray: pip install ray")
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install ray")]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
