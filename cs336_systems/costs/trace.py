@@ -253,6 +253,8 @@ class Trace:
         self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
+        self._positions: dict[int, int] = {}
+        """The largest value in storages of `arange` and what was made of them, by their address."""
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
         self.main_stream = self.stream = _Stream()
@@ -345,6 +347,7 @@ class Trace:
         return self._handles[key]
 
     def _forget(self, key: int) -> None:
+        self._positions.pop(key, None)
         self._drop(key)
         del self._handles[key], self._watches[key]
 
@@ -413,7 +416,11 @@ class Trace:
             padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
             self.tensor(outs[1].untyped_storage(), label, 4, padded)
             outs = outs[:2]  # seeds are on the host
-        handles = [self.tensor(each.untyped_storage(), label, each.element_size()) for each in outs]
+        self._follow_positions(name, args, kwargs, outs)
+        handles = [
+            self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each))
+            for each in outs
+        ]
         if all(handle is None or handle < known for handle in handles) and not name.endswith("_") and outs:
             self._views += 1
             return
@@ -421,6 +428,43 @@ class Trace:
             self._views += 1
             return
         self.kernels.get(name, _pass)(self, Call(name, ins, outs, args))
+
+    def _sizes_of(self, tensor: Tensor) -> str | None:
+        """The sizes of a new tensor as they are, if no names stand for them."""
+        is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+        return " ".join(map(str, tensor.shape)) if is_whole and not self.axes else None
+
+    def _follow_positions(self, name: str, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
+        """Know the positions of tokens, which are no data, and refuse those that a table does not have."""
+        position: int | None = None
+        if name == "arange" and all(isinstance(each, int) for each in args) and range(*args):
+            position = range(*args)[-1]
+        elif name in ("clone", "_to_copy"):
+            position = self._last_position(args[0])
+        elif name == "add" and isinstance(args[1], int) and not kwargs:
+            before = self._last_position(args[0])
+            position = None if before is None else before + args[1]
+        elif name.endswith("_") and args and isinstance(args[0], Tensor):
+            self._positions.pop(args[0].untyped_storage()._cdata, None)
+        elif name in ("embedding", "index"):
+            indices = args[1] if name == "index" else args[1:2]
+            for rows, index in zip(args[0].shape, indices, strict=False):
+                last = self._last_position(index)
+                if last is not None and last >= rows:
+                    raise IndexError(
+                        f"{self.place}position {last:,} is looked up in a table of {rows:,} rows"
+                    )
+        if position is not None:
+            self._positions[outs[0].untyped_storage()._cdata] = position
+
+    def _last_position(self, tensor: Tensor | None) -> int | None:
+        """The largest value of a tensor that holds all values of its storage; None if that is not known."""
+        if tensor is None:
+            return None
+        storage, sizes = tensor.untyped_storage(), zip(tensor.shape, tensor.stride(), strict=True)
+        count = prod(size for size, stride in sizes if stride)
+        is_whole = count * tensor.element_size() == storage.nbytes()
+        return self._positions.get(storage._cdata) if is_whole else None
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""
