@@ -253,8 +253,8 @@ class Trace:
         self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
-        self._positions: dict[int, int] = {}
-        """The largest value in storages of `arange` and what was made of them, by their address."""
+        self._positions: dict[int, range] = {}
+        """The values in storages that `arange` has filled, and copies of these, by their address."""
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
         self.main_stream = self.stream = _Stream()
@@ -436,35 +436,34 @@ class Trace:
 
     def _follow_positions(self, name: str, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
         """Know the positions of tokens, which are no data, and refuse those that a table does not have."""
-        position: int | None = None
-        if name == "arange" and all(isinstance(each, int) for each in args) and range(*args):
-            position = range(*args)[-1]
+        positions: range | None = None
+        if name == "arange" and all(isinstance(each, int) for each in args):
+            positions = range(*args)
         elif name in ("clone", "_to_copy"):
-            position = self._last_position(args[0])
+            positions = self._values(args[0])
         elif name == "add" and isinstance(args[1], int) and not kwargs:
-            before = self._last_position(args[0])
-            position = None if before is None else before + args[1]
+            if before := self._values(args[0]):
+                positions = range(before.start + args[1], before.stop + args[1], before.step)
         elif name.endswith("_") and args and isinstance(args[0], Tensor):
             self._positions.pop(args[0].untyped_storage()._cdata, None)
         elif name in ("embedding", "index"):
             indices = args[1] if name == "index" else args[1:2]
             for rows, index in zip(args[0].shape, indices, strict=False):
-                last = self._last_position(index)
-                if last is not None and last >= rows:
+                if (last := max([*self._values(index)[:1], *self._values(index)[-1:]], default=0)) >= rows:
                     raise IndexError(
                         f"{self.place}position {last:,} is looked up in a table of {rows:,} rows"
                     )
-        if position is not None:
-            self._positions[outs[0].untyped_storage()._cdata] = position
+        if positions and len(positions) == outs[0].numel():
+            self._positions[outs[0].untyped_storage()._cdata] = positions
 
-    def _last_position(self, tensor: Tensor | None) -> int | None:
-        """The largest value of a tensor that holds all values of its storage; None if that is not known."""
+    def _values(self, tensor: Tensor | None) -> range:
+        """The values of a tensor in order, and others between them; none if they are not known."""
         if tensor is None:
-            return None
-        storage, sizes = tensor.untyped_storage(), zip(tensor.shape, tensor.stride(), strict=True)
-        count = prod(size for size, stride in sizes if stride)
-        is_whole = count * tensor.element_size() == storage.nbytes()
-        return self._positions.get(storage._cdata) if is_whole else None
+            return range(0)
+        values = self._positions.get(tensor.untyped_storage()._cdata, range(0))
+        first = tensor.storage_offset()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        return values[first : first + 1 + sum((size - 1) * stride for size, stride in steps)]
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""
