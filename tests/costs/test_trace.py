@@ -303,6 +303,7 @@ def test_what_a_user_s_code_prints_is_no_answer_and_goes_to_standard_error(
         tape = traces._decoded(tracer.trace({how: traces.traced_as(config)})[how])
         assert bool(tape.steps) == (how not in ("exit", "ends")), tape.failure
         assert bool(tape.failure) != bool(tape.steps)
+    tracer.end()
     out, err = capfd.readouterr()
     assert not out
     for how, place in cases[:-2]:
