@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from cs336_systems.analysis.kernels import NsysError
+from cs336_systems.analysis.warnings import judged
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.failure import describe
@@ -24,11 +25,15 @@ from cs336_systems.text import print_aside
 
 
 def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
-    """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`."""
+    """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`.
+
+    The times are written before they are judged: the time limit may come meanwhile.
+    """
     begin_worker(log, gpu_uuids)
     record = run_here(config, runs, gpu_uuids)
     try:
         write_record(record, runs)
+        write_record(judged(record), runs)
     except OSError as error:
         print(file=sys.stderr)
         print_aside(error_in_words(error))
