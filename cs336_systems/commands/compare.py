@@ -156,7 +156,7 @@ def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:
 
 def is_side(word: str, words: Sequence[str]) -> bool:
     """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that `compare` lacks."""
-    own = {"--help", *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
+    own = {*flags.HELP, flags.HELP_ALL, *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
     alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
     return word.startswith("-") and (" " in word or alone)
 
