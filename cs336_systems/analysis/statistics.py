@@ -118,9 +118,9 @@ def outliers(values: Sequence[float], alpha: float) -> list[int]:
     import numpy as np
     from scipy.special import stdtrit  # slow to import, and two values need none
 
-    n = len(values) - np.arange(len(removed))
-    t = stdtrit(n - 2, 1 - alpha / (2 * n))
-    is_far = np.array(deviations) > (n - 1) * t / np.sqrt(n * (n - 2 + t * t))
+    left = len(values) - np.arange(len(removed))
+    t = stdtrit(left - 2, 1 - alpha / (2 * left))
+    is_far = np.array(deviations) > (left - 1) * t / np.sqrt(left * (left - 2 + t * t))
     num_found = int(np.flatnonzero(is_far)[-1]) + 1 if is_far.any() else 0
     return sorted(removed[:num_found])
 

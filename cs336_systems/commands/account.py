@@ -115,8 +115,8 @@ class AccountArguments(flags.Flags):
             raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
         if self.known.parameters is not None and self.fit:
             raise ValueError(
-                "--fit needs a model's shape, which --parameters does not tell: give --size, or flags of the shape such "
-                "as --d-model, or --model, in its place"
+                "--fit needs a model's shape, which --parameters does not tell: give --size, --model, or flags of the "
+                "shape such as --d-model in its place"
             )
         self.known.check()
         if self.known.parameters is not None and (others := self._of_a_configuration()):

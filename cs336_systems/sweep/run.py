@@ -180,7 +180,7 @@ class Loop:
         if not explains:
             (runs / f"{config.key}.json").unlink(missing_ok=True)
             entry = functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu])
-        worker = isolation.Worker(config, runs, entry)
+        worker = isolation.Worker(config, runs, entry, self.timeout_s)
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
         if explains:
