@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 
 from cs336_systems import __version__
@@ -43,6 +44,8 @@ MODULES = dict.fromkeys(("precision", "fusion", "attention", "ceilings"), "study
     "kernels": "explain", "memory": "explain",
 }  # fmt: skip
 """The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
+HELP_WORD = "help"
+"""What some type in the place of `--help`."""
 NO_CHATTER = "6"
 """The level of messages of PyTorch's profiler from which it prints none, such as that it begins or finds no GPU."""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
@@ -59,7 +62,10 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             print(f"cs336-systems-benchmark {__version__}")
             return OK
         try:
-            return main(argv)
+            try:
+                return main(argv)
+            finally:
+                sys.stdout.flush()  # the end of Python would tell of a full disk by a traceback
         except (UsageError, FileError) as error:
             print_aside(f"error: {error}")
             return USAGE
@@ -78,6 +84,8 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == [HELP_WORD]:
+        words = [*words[1:2], "--help"]
     if words and words[0] in COMMANDS:
         return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
     if words and words[0] not in ("-h", "--help", "--help-all"):
@@ -97,6 +105,8 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     from cs336_systems.commands.flags import FIELDS, flag_names, in_flags, parse
 
     arguments = _arguments(name)
+    words = list(sys.argv[1:] if argv is None else argv)
+    argv = ["--help"] if words == [HELP_WORD] and not Path(HELP_WORD).exists() else words
     try:
         status: int = _module(name).run(parse(arguments, prog, argv))
     except UsageError as error:

@@ -96,8 +96,11 @@ def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error:
 
 def why_no_file(path: Path) -> str | None:
     """Why the path is not a regular file, in words; None if it is one."""
-    if path.is_file():
-        return None
+    try:
+        if path.is_file():
+            return None
+    except OSError as error:  # a name that is too long
+        return error.strerror
     if path.is_dir():
         return "a directory, not a file"
     return "no regular file" if path.exists() else "No such file"  # reading a pipe could wait for ever

@@ -9,10 +9,13 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
-from cs336_systems.text import text_of
+from cs336_systems.text import shorten, text_of
 
 MAX_WORD = 40
 """Most characters of one value in words; a longer one, such as a path, loses its middle."""
+
+MOST = 2**63 - 1
+"""Largest number of any setting: what the types of PyTorch and of files hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +147,8 @@ def check(config: object) -> None:
         values = value if isinstance(value, tuple) else (value,)
         if setting.least is not None and min(values) < setting.least:
             raise ValueError(f"{each.name} must be at least {setting.least}, got {min(values)}")
-        if setting.most is not None and max(values) > setting.most:
-            raise ValueError(f"{each.name} must be at most {setting.most}, got {max(values)}")
+        if isinstance(values[0], int) and max(values) > (most := setting.most or MOST):
+            raise ValueError(f"{each.name} must be at most {most}, got {shorten(str(max(values)), MAX_WORD)}")
     for each, setting, value in settings:
         for rule in setting.rules if value != each.default else ():
             if not rule.is_met(config):

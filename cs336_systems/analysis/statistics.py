@@ -90,20 +90,43 @@ def outliers(values: Sequence[float], alpha: float) -> list[int]:
     """Positions of outliers among normal values, in order, by the generalized extreme studentized deviate test.
 
     Of samples without outliers, about a share `alpha` has one, from about 10 values on (Rosner 1983). Fewer than half
-    of the values can be outliers; fewer than 3 values have none.
+    of the values can be outliers; fewer than 3 values have none. The time grows as that of sorting: the farthest value
+    is the least or the greatest that is left, and the sums of the others follow by a subtraction, exact in integers.
     """
-    rest, removed, num_found = list(enumerate(values)), list[int](), 0
+    scaled = _integers(values)
+    rising = sorted(range(len(values)), key=scaled.__getitem__)
+    falling = sorted(range(len(values)), key=scaled.__getitem__, reverse=True)  # equal values keep their order
+    total, squares = sum(scaled), sum(value * value for value in scaled)
+    removed, deviations = list[int](), list[float]()
+    num_low = 0
     while len(removed) < (len(values) - 1) // 2:
-        n, left = len(rest), [value for _, value in rest]
-        if (least := min(left)) == (most := max(left)):
+        n, num_high = len(values) - len(removed), len(removed) - num_low
+        least, greatest = rising[num_low], falling[num_high]
+        if scaled[least] == scaled[greatest]:
             break
-        from scipy.special import stdtrit  # slow to import, and two values need none
+        is_low = 2 * total > n * (scaled[least] + scaled[greatest])
+        farthest = least if is_low else greatest
+        num_low += is_low
+        value = scaled[farthest]
+        variance = (n * squares - total * total) * n  # that of the values is this divided by n * n * (n - 1)
+        deviations.append(math.sqrt((n * value - total) ** 2 * (n - 1) / variance))
+        removed.append(farthest)
+        total -= value
+        squares -= value * value
+    if not removed:
+        return []
+    import numpy as np
+    from scipy.special import stdtrit  # slow to import, and two values need none
 
-        mean = statistics.fmean(left)
-        stdev = math.dist(left, [mean] * n) / math.sqrt(n - 1)  # `statistics.stdev` is slow
-        farthest = left.index(least if mean - least > most - mean else most)
-        t = float(stdtrit(n - 2, 1 - alpha / (2 * n)))
-        removed.append(rest.pop(farthest)[0])
-        if abs(left[farthest] - mean) / stdev > (n - 1) * t / math.sqrt(n * (n - 2 + t * t)):
-            num_found = len(removed)
+    left = len(values) - np.arange(len(removed))
+    t = stdtrit(left - 2, 1 - alpha / (2 * left))
+    is_far = np.array(deviations) > (left - 1) * t / np.sqrt(left * (left - 2 + t * t))
+    num_found = int(np.flatnonzero(is_far)[-1]) + 1 if is_far.any() else 0
     return sorted(removed[:num_found])
+
+
+def _integers(values: Sequence[float]) -> list[int]:
+    """The values in the largest unit of which each of them is a whole number; a float is a fraction of a power of 2."""
+    ratios = [value.as_integer_ratio() for value in values]
+    unit = max((denominator for _, denominator in ratios), default=1)
+    return [numerator * (unit // denominator) for numerator, denominator in ratios]

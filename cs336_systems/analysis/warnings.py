@@ -25,7 +25,7 @@ from cs336_systems.config import (
     RunConfig,
 )
 from cs336_systems.costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
-from cs336_systems.record import Measurement, RunWarning, Telemetry, WarningCode
+from cs336_systems.record import Measurement, RunRecord, RunWarning, Telemetry, WarningCode
 
 MAX_CV = 0.05
 """Largest coefficient of variation. A quiet machine stays below 1 to 2 % after warm-up; above 5 %, the mean of 10 steps
@@ -49,6 +49,8 @@ MIN_LAG1 = 0.5
 MAX_LAG1_Z = 2.5
 """Standard errors by which the lag-1 autocorrelation must exceed -1/n, its mean for independent steps."""
 MAX_LISTED = 5
+OF_TIMES = frozenset({WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT, WarningCode.LAUNCH_BOUND})
+"""Warnings that follow from the times in a record alone."""
 DOUBTFUL = frozenset(
     {
         WarningCode.FEW_WARMUP_STEPS,
@@ -99,6 +101,19 @@ def launched_phases(measurements: Iterable[Measurement], host_phases: Iterable[M
     on_device, on_host = ({each.phase: each.times_s for each in own} for own in (measurements, host_phases))
     on_device.pop(Phase.STEP, None)
     return limited_by_launches(on_device, on_host)
+
+
+def judged(record: RunRecord) -> RunRecord:
+    """The record with the warnings that follow from its times, in the place of those that it has.
+
+    A process that measures writes its record first, so that no time limit can lose the times while they are judged.
+    """
+    steps = record.measurement(Phase.STEP)
+    if steps is None or not all(steps.times_s):  # which a coarse clock may show
+        return record
+    others = [warning for warning in record.warnings if warning.code not in OF_TIMES]
+    launched_s = launched_phases(record.measurements, record.host_phases)
+    return replace(record, warnings=(*others, *timing_warnings(steps.times_s, launched_s, record.config)))
 
 
 def timing_warnings(

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cs336_systems.analysis.statistics import summary
+from cs336_systems.analysis.warnings import judged
 from cs336_systems.commands import flags, outcome
 from cs336_systems.config import Device, Profiler, RunConfig
 from cs336_systems.files import encode_json
@@ -111,6 +112,7 @@ def run(arguments: BenchmarkArguments) -> int:
             else:
                 record = _measure(config, profile, status, arguments.until_stable)
             write_record(record, runs)
+            write_record(record := judged(record), runs)
             unexplained: Sequence[RunConfig] = ()
             if profile is not None:
                 from cs336_systems.sweep.run import explain_again

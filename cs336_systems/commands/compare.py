@@ -2,7 +2,6 @@
 
 import functools
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from cs336_systems.files import encode_json, write_atomically
 from cs336_systems.record import write_record
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.sweep.store import SweepError, make_writable
+from cs336_systems.temporary import temporary_directory
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ def run(arguments: CompareArguments) -> int:
             raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
         if not kept.exists():
             records = checked(functools.partial(records_at, Path(arguments.a)))
-            begun = Path(tempfile.mkdtemp(prefix=".", dir=make_writable(kept.parent)))
-            for record in records:
-                write_record(record, make_writable(begun / "runs"))
-            begun.rename(kept)  # so that it is there wholly or not at all
+            with temporary_directory(make_writable(kept.parent)) as begun:
+                for record in records:
+                    write_record(record, make_writable(begun / "runs"))
+                begun.rename(kept)  # so that it is there wholly or not at all
             print_line(f"baseline: {kept} (compare later results with the same --baseline)")
             return OK
         names = (str(kept), arguments.a)
@@ -156,7 +156,7 @@ def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:
 
 def is_side(word: str, words: Sequence[str]) -> bool:
     """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that `compare` lacks."""
-    own = {"--help", *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
+    own = {*flags.HELP, flags.HELP_ALL, *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
     alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
     return word.startswith("-") and (" " in word or alone)
 

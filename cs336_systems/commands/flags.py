@@ -3,8 +3,10 @@
 Flags of settings are made from the declarations in config.py.
 """
 
+import contextlib
 import difflib
 import inspect
+import io
 import os
 import re
 import sys
@@ -60,10 +62,17 @@ COMMON = frozenset({
 """Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
 FEW = 20
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+NEEDED = {
+    "could not convert string to float: (.*)": "a number",
+    r"invalid literal for int\(\) with base 10: (.*)": "a whole number",
+    r"Exceeds the limit .*value has (\d+ digits)": "a shorter number",
+    r"no type matching .* could be instantiated from (\[.*?\])\.": "such values",
+}
+"""What a flag needs, by the parser's error for another text."""
 
 
 def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
-    """The arguments in `argv`; raise UsageError where a value contradicts another, exit where it does not parse."""
+    """The arguments in `argv`; raise UsageError for those that are wrong, and SystemExit after help."""
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
     if os.environ.get("NO_COLOR"):
         getattr(tyro, "_experimental_options", {})["ansi_codes"] = False  # tyro has no public way
@@ -74,11 +83,36 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
     elif len(names) > FEW and not set(words).isdisjoint(HELP):
         kind = _with_common_flags(kind)
         description = f"{description or inspect.getdoc(kind)}\n\n{prog} {HELP_ALL} shows {len(names)} flags."
+    said = io.StringIO()
     try:
         args = [_as_declared(word, names) for word in words]
-        return tyro.cli(kind, prog=prog, args=args, description=description, config=config)
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, prog=prog, args=args, description=description, config=config)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UsageError(f"{_in_a_line(said.getvalue())} ({prog} --help)") from None
+
+
+def _in_a_line(box: str) -> str:
+    """The error in a box that the parser has drawn, which goes on with help below a line."""
+    said, hints = list[str](), list[str]()
+    for row in box.splitlines()[1:-1]:
+        text = row.strip("│ ")
+        is_line = len(text) > 3 and set(text) <= set("─-")
+        if said or not is_line:  # without these characters, there is a line above the error too
+            (hints if hints or is_line else said).append(text)
+    message = re.sub(r"^Error parsing (\w+Arguments: )?", "", " ".join(said))
+    flag = message.partition(":")[0]
+    meant = [hint for hint in hints if re.match("--?[a-z]", hint)]
+    if not flag.startswith("-"):
+        return f"{message}; did you mean {meant[0].split()[0]}?" if meant else message
+    for error, kind in NEEDED.items():
+        if wrong := re.search(error, message):
+            return f"{meant[0]} needs {kind}, got {wrong[1]}"
+    return message
 
 
 def flag_names(kind: Callable[..., object]) -> frozenset[str]:
@@ -587,7 +621,10 @@ def _number(words: list[str]) -> float:
     digits, scale = words[0], 1.0
     if digits[-1:].upper() in SCALES:
         digits, scale = digits[:-1], SCALES[digits[-1].upper()]
-    return float(digits) * scale
+    try:
+        return float(digits) * scale
+    except ValueError:
+        raise ValueError(f"could not convert string to float: {words[0]!r}") from None
 
 
 SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}

@@ -5,9 +5,11 @@ could not be explained, or one of several records is damaged; 2: wrong usage, or
 should be; 130: interrupted.
 """
 
+import codecs
 import contextlib
 import errno
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -141,19 +143,33 @@ _CLOSED = (errno.EPIPE, errno.EIO)
 
 
 class _Output(io.FileIO):
-    """A standard stream that is redirected to the null device when a write finds that its reader has gone."""
+    """A standard stream that is redirected to the null device when a write fails.
+
+    Results that cannot be written are an error, unless their reader has gone; messages that cannot be are dropped.
+    """
 
     is_discarded = False
+    is_for_results = False
 
     def write(self, data: "ReadableBuffer", /) -> int | None:  # type: ignore[override]
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _CLOSED:
-                raise
             self.is_discarded = True
             _redirect_to_null(self.fileno())
+            if self.is_for_results and error.errno not in _CLOSED:
+                error.filename = "standard output"
+                raise
             return memoryview(data).nbytes
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What stands for characters that the stream's encoding does not have: escapes that JSON knows too."""
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
+codecs.register_error("cs336.escaped", _escaped)
 
 
 def guard_outputs() -> None:
@@ -185,10 +201,11 @@ def _guarded(stream: TextIO | None, original: TextIO | None, descriptor: int) ->
     if stream is not original or not isinstance(stream, io.TextIOWrapper):
         return stream
     raw = _Output(stream.fileno(), "wb", closefd=False)
+    raw.is_for_results = descriptor == 1
     return io.TextIOWrapper(
         raw if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="cs336.escaped",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from cs336_systems.analysis.statistics import steady_interval
-from cs336_systems.analysis.warnings import launched_phases, throttled, timing_warnings
+from cs336_systems.analysis.warnings import throttled
 from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
 from cs336_systems.measure.clock import Clock, ObservedClock, StepTimes, make_clock
 from cs336_systems.measure.environment import environment, lacking_memory
@@ -158,6 +158,7 @@ def measure(
     """Run the configuration on this process's first visible device and return its record.
 
     A failed run has a record too: out of memory, a CUDA error and an exception in the model's code are not raised.
+    The times are not judged yet (`judged`).
     `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
     profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
 
@@ -411,12 +412,7 @@ def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: fl
 
 
 def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
-    """Add the warnings that follow from the finished run's times, memory and telemetry."""
-    progress.warnings += timing_warnings(
-        [times.step_s for times in progress.measured],
-        launched_phases(progress.measurements(), progress.host_phases()),
-        progress.config,
-    )
+    """Add the warnings that follow from the finished run's memory and telemetry."""
     if graphs:
         progress.warn(
             WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps"

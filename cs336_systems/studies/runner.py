@@ -101,7 +101,7 @@ class _CellWorker(Generic[RowT, StudyT]):
 
     def _start(self) -> WorkerProcess:
         self._connection, theirs = fork_server().Pipe()
-        self._process = WorkerProcess(_serve, theirs, self._grid, self._gpu_uuids)
+        self._process = WorkerProcess(_serve, theirs, self._grid, self._gpu_uuids, timeout_s=self._grid.timeout_s)
         theirs.close()
         return self._process
 

@@ -18,9 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -47,6 +45,7 @@ from cs336_systems.sweep.isolation import Interrupts, fork_server, preload_to_ex
 from cs336_systems.sweep.keep import Keeper, Listener, resume
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
+from cs336_systems.temporary import temporary_directory
 from cs336_systems.text import counted
 
 T = TypeVar("T")
@@ -144,10 +143,10 @@ def measure(request: bytes) -> bytes:
         node = Node(identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
         if (why := needs.why_left_out(node)) is not None:
             raise store.SweepError(why)
-        with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch, contextlib.ExitStack() as stack:
+        with temporary_directory() as scratch, contextlib.ExitStack() as stack:
             for gpu in gpus:
                 stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-            (runs := Path(scratch) / "runs").mkdir()
+            (runs := scratch / "runs").mkdir()
             measure_one(config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False)
             paths = [path for path in _paths(config, runs) if path.is_file()]
             reply = Reply(files=tuple((path.name, path.stat().st_size) for path in paths))

@@ -9,11 +9,9 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -22,7 +20,7 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import psutil
 
@@ -31,6 +29,7 @@ from cs336_systems.interrupt import end_at_once
 from cs336_systems.record import Failure, Status
 from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 from cs336_systems.sweep.store import SweepError
+from cs336_systems.temporary import shared_directory
 
 LOG_TAIL_BYTES = 16 * 1024
 """Most bytes of the end of a worker's output that are kept."""
@@ -39,6 +38,14 @@ _CHUNKS_AT_ONCE = 64
 """Most chunks in one read of a log, so that a worker that prints endlessly does not delay the checks of time limits."""
 _ANSWER_S = 10.0
 """How long the fork server may take to report the end of a worker before it is killed."""
+START_S = 600.0
+"""How long the fork server may take to start a worker, imports included, where the user has given no time limit."""
+_LEAST_START_S = 60.0
+"""How long it may take at least: importing PyTorch from a slow disk takes half a minute, however short the runs are."""
+_LONGEST_DIRECTORY = 80
+"""Longest name of the temporary directory, in bytes; with that of a socket in it, the kernel takes 107."""
+_MAX_PID = 2**22
+"""Largest id of a process on Linux."""
 _END_S = 60.0
 """How long a process that was killed may take to end, because it frees the memory of its GPU first."""
 _DEATH_S = 10.0
@@ -55,27 +62,11 @@ Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 @functools.cache
 def fork_server() -> ForkServerContext:
     """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
-    _make_temporary_directory()
+    shared_directory()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD])
     return context
-
-
-def _make_temporary_directory() -> None:
-    """Make what `get_temp_dir` names here and in workers; a shell removes it once this process has ended.
-
-    That of multiprocessing itself would be left by a process that is killed. The shell is no child of this process,
-    because Ray kills the children of a process that it ends.
-    """
-    directory = tempfile.mkdtemp(prefix="pymp-")
-    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
-    reader, _ = os.pipe()  # the other end is closed when this process ends, and no process that it starts has it
-    script = 'exec 3<&0; (trap "" INT TERM HUP; read -r _ <&3; rm -rf -- "$0") &'
-    null = subprocess.DEVNULL
-    words = ["/bin/sh", "-c", script, directory]
-    subprocess.run(words, stdin=reader, stdout=null, stderr=null, cwd="/", process_group=0, check=True)
-    os.close(reader)
 
 
 def preload(*modules: str) -> None:
@@ -102,12 +93,26 @@ def ensure_fork_server() -> None:
     try:
         _ensure_tracker()  # first, because starting it unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        forkserver.ensure_running()
+        with _short_temporary_directory():
+            forkserver.ensure_running()
     finally:
         for name in wanted.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def _short_temporary_directory() -> Iterator[None]:
+    """Give the temporary directory a short name where it leaves no room for that of the fork server's socket."""
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    directory = shared_directory()
+    if len(os.fsencode(directory)) > _LONGEST_DIRECTORY:
+        settings["tempdir"] = f"/proc/self/fd/{os.open(directory, os.O_RDONLY)}"  # stays open as long as the socket
+    try:
+        yield
+    finally:
+        settings["tempdir"] = directory
 
 
 def _ensure_tracker() -> None:
@@ -122,14 +127,30 @@ def _ensure_tracker() -> None:
         sys.warnoptions.remove("ignore:resource_tracker")
 
 
-def start(process: BaseProcess) -> None:
-    """Start the process from the fork server; if that fails, from a second one; then raise SweepError."""
+def start(process: BaseProcess, timeout_s: float | None = None) -> None:
+    """Start the process from the fork server; if that fails, from a second one; then raise SweepError.
+
+    It is raised too if a fork server does not start the process in time, with what the server does.
+    """
+    limit_s = max(START_S if timeout_s is None else timeout_s, _LEAST_START_S)
     for _ in range(2):
         ensure_fork_server()
         server = _server()
         try:
-            process.start()
-            return
+            with _time_limit(limit_s):
+                process.start()
+            if _is_worker(process.pid, server):
+                return
+            _kill_server(server)
+            raise SweepError("the process that starts the workers sent no process id: what does it import?")
+        except TimeoutError as error:
+            state = psutil.Process(server).status()
+            _kill_server(server)
+            raise SweepError(
+                f"the process that starts the workers, whose state was {state!r}, started none within {limit_s:g} s: "
+                "see whether `python -c 'import torch'` ends, and run the same command again, with a longer "
+                "--timeout-s if it takes so long"
+            ) from error
         except FileNotFoundError as error:  # the fork server's socket
             raise SweepError(
                 f"{get_temp_dir()}: these temporary files were removed while they were in use; have TMPDIR left alone "
@@ -155,6 +176,35 @@ def join(process: BaseProcess) -> int:
     return 255 if process.exitcode is None else process.exitcode
 
 
+@contextlib.contextmanager
+def _time_limit(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in this context, which must be in the main thread, once the time is over.
+
+    By an alarm: multiprocessing waits for the fork server without a limit, which cannot be killed while it waits for
+    some file systems.
+    """
+
+    def end(*_: object) -> NoReturn:
+        raise TimeoutError
+
+    handler, timer = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def _is_worker(pid: int | None, server: int) -> bool:
+    """Whether the number may be that of a process which the fork server has started, and which may have ended."""
+    if pid is None or not 0 < pid <= _MAX_PID:
+        return False
+    try:
+        return psutil.Process(pid).ppid() in (server, os.getpid(), 1)  # the fork server may have ended too
+    except psutil.NoSuchProcess:
+        return True
+
+
 def _is_running(process: BaseProcess) -> bool:
     """Whether the process has not ended yet; one that has ended may still wait for the fork server to reap it."""
     try:
@@ -169,10 +219,12 @@ def _server() -> int:
 
 
 def _kill_server(server: int) -> None:
-    """Kill the fork server, and wait until it is dead; multiprocessing reaps it."""
+    """Kill the fork server, and wait until it is dead, unless it waits for a device; multiprocessing reaps it."""
+    deadline = monotonic() + _DEATH_S
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(server, signal.SIGKILL)
-        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+        while os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and monotonic() < deadline:
+            time.sleep(0.01)
 
 
 class WorkerProcess:
@@ -181,7 +233,9 @@ class WorkerProcess:
     `entry` begins with `begin_worker`, and imports what it needs itself, because the parent must not import torch.
     """
 
-    def __init__(self, entry: Callable[..., None], *args: object, name: str | None = None) -> None:
+    def __init__(
+        self, entry: Callable[..., None], *args: object, name: str | None = None, timeout_s: float | None = None
+    ) -> None:
         self._tail = b""
         self._exit_code: int | None = None
         self.log_closed = False
@@ -189,7 +243,7 @@ class WorkerProcess:
         self.log, log_of_child = context.Pipe(duplex=False)
         os.set_blocking(self.log.fileno(), False)
         self.process: BaseProcess = context.Process(target=entry, args=(*args, log_of_child), name=name)
-        start(self.process)
+        start(self.process, timeout_s)
         self.started = monotonic()
         log_of_child.close()
 
@@ -276,8 +330,8 @@ def wait_for_workers(
 class Worker(WorkerProcess):
     """One run, measured or explained by `entry`."""
 
-    def __init__(self, config: RunConfig, directory: Path, entry: Entry) -> None:
-        super().__init__(entry, config, directory.absolute(), name=config.key)
+    def __init__(self, config: RunConfig, directory: Path, entry: Entry, timeout_s: float | None = None) -> None:
+        super().__init__(entry, config, directory.absolute(), name=config.key, timeout_s=timeout_s)
         self.config = config
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
@@ -29,6 +27,7 @@ from cs336_systems.record import Failure, Measurement, RankRecord, RunRecord, Ru
 from cs336_systems.sweep.isolation import end_in_words, signal_name
 from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.store import path_of_rank
+from cs336_systems.temporary import temporary_directory
 
 _GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because their errors may show the cause."""
@@ -133,7 +132,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("fork")
     ends: list[RankEnd[AnswerT]] = []
-    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
+    with temporary_directory() as scratch:
         try:
             for number in range(ranks):
                 place = Rank(rank=number, ranks=ranks, meeting=f"file://{scratch}/meeting", timeout_s=timeout_s)

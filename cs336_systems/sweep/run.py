@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 
+from cs336_systems.analysis.warnings import judged
 from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
@@ -179,7 +180,7 @@ class Loop:
         if not explains:
             (runs / f"{config.key}.json").unlink(missing_ok=True)
             entry = functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu])
-        worker = isolation.Worker(config, runs, entry)
+        worker = isolation.Worker(config, runs, entry, self.timeout_s)
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
         if explains:
@@ -236,6 +237,8 @@ class Loop:
             record = self.keeper.read(config, worker.elapsed_s, worker.log_tail())
             if record.status is Status.INVALID:
                 return record
+            if exit_code or timed_out:  # the worker may have ended before it judged the times
+                record = self.keeper.write(judged(record))
             if record.failed_rank is not None and record.failure is not None and record.failure.log_tail is None:
                 record = self.keeper.write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
             return record

@@ -4,13 +4,12 @@ import os
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import msgspec
 
 from cs336_systems.analysis.kernels import NsysError
+from cs336_systems.analysis.warnings import judged
 from cs336_systems.config import Profiler, RunConfig
 from cs336_systems.files import error_in_words
 from cs336_systems.measure.failure import describe
@@ -20,15 +19,20 @@ from cs336_systems.sweep.nsys import is_under_nsys, run_under_nsys
 from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with, forget_safe_path
 from cs336_systems.sweep.ranks import measure_on_ranks
 from cs336_systems.sweep.store import fresh_profile_path
+from cs336_systems.temporary import temporary_directory
 from cs336_systems.text import print_aside
 
 
 def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
-    """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`."""
+    """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`.
+
+    The times are written before they are judged: the time limit may come meanwhile.
+    """
     begin_worker(log, gpu_uuids)
     record = run_here(config, runs, gpu_uuids)
     try:
         write_record(record, runs)
+        write_record(judged(record), runs)
     except OSError as error:
         print(file=sys.stderr)
         print_aside(error_in_words(error))
@@ -56,9 +60,9 @@ def _measured_under_nsys(config: RunConfig, report: Path, gpu_uuids: Sequence[st
     """The record that the process under nsys writes; one of a failure if it writes none, or nsys leaves no report."""
     started_at = time_now()
     try:
-        with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:
-            run_under_nsys(config, report, Path(scratch), gpu_uuids)
-            record = read_record(Path(scratch) / f"{config.key}.json")
+        with temporary_directory() as scratch:
+            run_under_nsys(config, report, scratch, gpu_uuids)
+            record = read_record(scratch / f"{config.key}.json")
         if record.status is Status.OK and not report.is_file():
             raise NsysError(f"the run ended well and nsys left no {report.name}: see what it printed")
         return record

@@ -1,4 +1,6 @@
 import math
+from fractions import Fraction
+from time import process_time
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from cs336_systems.analysis.statistics import (
     slope,
     steady_interval,
 )
+from cs336_systems.analysis.warnings import timing_warnings
 
 
 @pytest.mark.parametrize("n", [3, 4, 10, 100])
@@ -64,6 +67,44 @@ def test_slope_is_that_of_scipy() -> None:
 def test_noise_has_outliers_in_fewer_than_one_of_a_hundred_samples(n) -> None:
     samples = np.random.default_rng(n).normal(1, 0.03, (1500, n))
     assert sum(bool(outliers(sample.tolist(), 0.005)) for sample in samples) / len(samples) < 0.0125
+
+
+def outliers_by_definition(values: list[float], alpha: float) -> list[int]:
+    """Rosner's test, step by step: every mean and every deviation anew, in fractions."""
+    left, removed, num_found = dict(enumerate(map(Fraction, values))), [], 0
+    while len(removed) < (len(values) - 1) // 2 and len({*left.values()}) > 1:
+        n, mean = len(left), sum(left.values()) / len(left)
+        variance = sum((value - mean) ** 2 for value in left.values()) / (n - 1)
+        farthest = max(left, key=lambda i: (abs(left[i] - mean), left[i], -i))
+        t = scipy.stats.t.ppf(1 - alpha / (2 * n), n - 2)
+        deviation = math.sqrt((left.pop(farthest) - mean) ** 2 / variance)
+        removed.append(farthest)
+        if deviation > (n - 1) * t / math.sqrt(n * (n - 2 + t**2)):
+            num_found = len(removed)
+    return sorted(removed[:num_found])
+
+
+def test_outliers_are_those_of_the_definition_on_drawn_series() -> None:
+    """Ties, spikes of many sizes on both sides, steps, and spikes that dwarf all other differences."""
+    generator, num_with_outliers = np.random.default_rng(0), 0
+    for _ in range(300):
+        n = int(generator.integers(0, 40))
+        series = generator.normal(1, 10.0 ** generator.integers(-9, 0), n)
+        is_spike = generator.random(n) < generator.choice([0, 0.1, 0.4])
+        series[is_spike] += generator.choice([-1, 1], is_spike.sum()) * 10.0 ** generator.uniform(-6, 12)
+        values = series.round(int(generator.choice([1, 3, 15]))).tolist()
+        expected = outliers_by_definition(values, 0.005)
+        num_with_outliers += bool(expected)
+        assert outliers(values, 0.005) == expected, values
+    assert num_with_outliers > 60
+
+
+def test_judging_a_long_run_takes_seconds() -> None:
+    """200,000 steps, half of them far from the others: a look at all steps for each outlier would take hours."""
+    times_s = np.exp(np.random.default_rng(0).standard_cauchy(200_000).clip(-20, 20)).tolist()
+    started = process_time()
+    assert len(timing_warnings(times_s)) >= 2
+    assert process_time() - started < 60
 
 
 @pytest.mark.parametrize("n", [10, 50])

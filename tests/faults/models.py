@@ -177,6 +177,13 @@ def hangs_at_teardown(vocab_size, d_model):
     return good(vocab_size, d_model)
 
 
+def hangs_while_it_judges(vocab_size, d_model):
+    from cs336_systems.analysis import warnings
+
+    warnings._unstable = lambda *_: time.sleep(NEVER_S)
+    return good(vocab_size, d_model)
+
+
 def cannot_write_files(vocab_size, d_model):
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

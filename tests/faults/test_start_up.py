@@ -107,10 +107,10 @@ def test_a_study_that_ends_early_keeps_its_rows_and_leaves_no_temporary_director
         preexec_fn=lambda: number == signal.SIGKILL or signal.signal(number, signal.SIG_DFL),  # nohup ignores some
     )  # fmt: skip
     assert eventually((kept := place / "data/ceilings/x/unfinished.json").exists)
-    assert [*temporary.glob("pymp-*")]
+    assert [*temporary.glob("cs336_tmp-*")]
     os.killpg(study.pid, number)
     _, said = study.communicate(timeout=100)
     assert study.returncode == (-number if number == signal.SIGKILL else 130), said
     assert read_study(kept, CeilingsStudy).timings
-    assert eventually(lambda: not [*temporary.glob("pymp-*")], patience_s=5)
+    assert eventually(lambda: not [*temporary.glob("cs336_tmp-*")], patience_s=5)
     shutil.rmtree(temporary)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cs336_systems.analysis.warnings import judged
 from cs336_systems.record import Status, read_record
 from cs336_systems.sweep import isolation
 from tests.faults.harness import (
@@ -29,7 +30,7 @@ SIGNALS = {
 HANGS = ("hangs_printing", "hangs_with_closed_output", "stops_itself", "hangs_with_family")
 EXITS = ("exits_well", "exits_with_family")
 WRONG_RECORDS = ("half_a_record", "record_of_the_future", "record_that_is_a_directory")
-TEARDOWNS = ("fails_at_teardown", "hangs_at_teardown")
+TEARDOWNS = ("fails_at_teardown", "hangs_at_teardown", "hangs_while_it_judges")
 OTHERS = ("asks_for_a_pebibyte", "raises", "good_with_family")
 FAULTS = (*SIGNALS, *HANGS, *EXITS, *WRONG_RECORDS, *TEARDOWNS, *OTHERS)
 
@@ -54,7 +55,7 @@ def survived(tmp_path_factory, preloaded):
         fault = worker.config.model_factory.partition(":")[2]
         if fault in HANGS:
             return HANGING.exists()
-        return fault == "hangs_at_teardown" and path_of(worker.config, directory).exists()
+        return fault in TEARDOWNS[1:] and path_of(worker.config, directory).exists()
 
     with contextlib.chdir(directory), time_is_up(is_over):
         lay_out_models(directory)
@@ -152,6 +153,7 @@ def test_a_crash_after_the_record_does_not_change_it(record_of, fault):
     record = record_of(fault)
     assert record.status is Status.OK
     assert len(record.measurements) > 0
+    assert record == judged(record)
 
 
 def test_workers_are_fresh_and_have_not_touched_cuda(place):

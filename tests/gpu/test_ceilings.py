@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cs336_systems.analysis.warnings import judged
 from cs336_systems.config import Device
 from cs336_systems.costs.communication import TIMED
 from cs336_systems.costs.hardware import find_device
@@ -131,7 +132,7 @@ def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
 
 def test_the_host_alone_decides_how_long_the_narrow_step_takes() -> None:
     """A device that is idle for most of each step would not end it sooner if it were faster."""
-    record = measure_run(replace(NARROW, device=Device.CUDA))
+    record = judged(measure_run(replace(NARROW, device=Device.CUDA)))
     assert WarningCode.LAUNCH_BOUND in {warning.code for warning in record.warnings}
 
 

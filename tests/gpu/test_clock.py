@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336_systems.analysis.compare import Verdict, compare, measured_steps
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
-from cs336_systems.analysis.warnings import launched_phases
+from cs336_systems.analysis.warnings import judged, launched_phases
 from cs336_systems.config import SIZES, Device, OptimizerKind, Phase, Precision, RunConfig
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.run import measure
@@ -158,7 +158,7 @@ def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_
         model = SleepAfter(TransformerLM(SIZES["tiny"]), sleep_and_be_busy)
     hook = register_optimizer_step_post_hook(lambda *_: torch.cuda._sleep(60_000_000))
     try:
-        record = measure(config_of("tiny", measured_steps=5, optimizer=OptimizerKind.FUSED), model)
+        record = judged(measure(config_of("tiny", measured_steps=5, optimizer=OptimizerKind.FUSED), model))
     finally:
         hook.remove()
     assert record.status is Status.OK, record.failure

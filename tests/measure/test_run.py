@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cs336_systems.analysis.warnings import judged
 from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, Phase, Precision, RunConfig
 from cs336_systems.measure import run as measurement
 from cs336_systems.measure.clock import HostClock, StepTimes
@@ -195,7 +196,7 @@ def test_phases_that_wait_for_launches_are_recorded_and_warned_of(
     monkeypatch.setattr(measurement, "make_clock", lambda config: ClockOfLaunches())
     hook = register_optimizer_step_pre_hook(lambda *_: host_time.sleep(0.06))
     try:
-        record = measure(CONFIG, Table(lambda step: host_time.sleep(0.1)))
+        record = judged(measure(CONFIG, Table(lambda step: host_time.sleep(0.1))))
     finally:
         hook.remove()
     assert [(each.phase, each.median_s) for each in record.host_phases] == [

@@ -5,9 +5,7 @@ A run on several ranks has one report of nsys, or a trace of torch.profiler for 
 
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -35,6 +33,7 @@ from cs336_systems.analysis.kernels.phases import PHASES, check_names
 from cs336_systems.analysis.kernels.trace import Trace, Union
 from cs336_systems.config import ModelConfig, RunConfig
 from cs336_systems.ranges import PhaseNames
+from cs336_systems.temporary import temporary_directory
 from cs336_systems.text import inert_line
 
 HEAD_BYTES = 100
@@ -187,9 +186,11 @@ def explain(path: Path, config: RunConfig | None = None, phases: PhaseNames | No
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     """Each rank and its trace, one after the other; the first alone if there are no others."""
-    with TemporaryDirectory(prefix="cs336-", dir=get_temp_dir()) as scratch:  # a sweep that is killed removes it too
-        file = export(path, Path(scratch)) if path.suffix == REPORT_ENDING and path.is_file() else path
-        trace = read_trace(file)
+    if path.suffix == REPORT_ENDING and path.is_file():
+        with temporary_directory() as scratch:
+            trace = read_trace(export(path, scratch))
+    else:
+        trace = read_trace(path)
     found = communication.by_rank(trace)
     del trace
     yield from found.items()

@@ -6,7 +6,6 @@ read-only, and reads plain tables only, whole and without joins.
 
 import re
 import sqlite3
-import subprocess
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -29,16 +28,18 @@ from cs336_systems.analysis.kernels.trace import (
     of_names,
     with_copies_apart,
 )
+from cs336_systems.temporary import run_for_this_process
 
 
 def export(report: Path, directory: Path) -> Path:
     """Export the report to a SQLite file in `directory` and return its path; raise NsysError if nsys fails."""
     database = directory / f"{report.stem}.sqlite"
     command = [find_nsys(), "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    if done.returncode or not database.is_file():
-        said = " ".join((done.stderr or done.stdout).split())[-500:]
-        raise NsysError(f"{report}: nsys export ended with status {done.returncode}: {said}")
+    output = directory / "output"
+    status = run_for_this_process(command, output)
+    if status or not database.is_file():
+        said = " ".join(output.read_text(errors="replace").split())[-500:]
+        raise NsysError(f"{report}: nsys export ended with status {status}: {said}")
     return database
 
 
