@@ -16,9 +16,9 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.settings import declared
-from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, Shape
-from cs336_systems.studies.operators import AttentionGrid, FusionGrid
-from cs336_systems.sweep.store import make_writable, time_stamp
+from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, CeilingsStudy, Shape
+from cs336_systems.studies.operators import AttentionGrid, AttentionStudy, FusionGrid, FusionStudy
+from cs336_systems.sweep.store import make_writable, time_stamp, writing
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
@@ -30,15 +30,17 @@ StudyT = TypeVar("StudyT", bound="Study")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyArguments(flags.Flags):
+class StudyArguments(flags.Flags, flags.KeepingArguments):
     """Flags that every study has."""
 
     GRID: ClassVar[type]
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
-    UNFINISHED: ClassVar[str | None] = None
-    """File of what is measured so far, if not the record itself."""
+    STUDY: ClassVar[type]
+    """Class of the study."""
+    WRITES_UNFINISHED: ClassVar[bool] = True
+    """Whether the record is written after each cell, for `cs336 report` to read, or only at the end."""
     device: flags.DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
@@ -62,32 +64,40 @@ class StudyArguments(flags.Flags):
         return self.output / self.FOLDER / flags.study_name(self.name, self.precisions, self.device)
 
     def run(self) -> int:
-        """Measure the grid, with the record written after each cell, and write the results and print them."""
+        """Measure the cells that have no result yet, keeping each, and write the results and print them."""
         flags.explain_cpu_fallback(self.device)
-        grid, directory = checked(self.grid), make_writable(checked(self.directory))
+        grid, directory = checked(self.grid), checked(self.directory)
         flags.look_at_machine(flags.resolve_device(self.device))
-        record = directory / (self.UNFINISHED or f"{self.FOLDER}.json")
+        record = directory / f"{self.FOLDER}.json"
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
+            from cs336_systems.studies.kept import resume
             from cs336_systems.studies.runner import run_study
 
-            study = run_study(grid, status, lambda so_far: write_atomically(record, encode_json(so_far)))
-            if self.UNFINISHED is not None:
-                keep_earlier(directory / f"{self.FOLDER}.json", encode_json(study))
-            return study
+            folder = make_writable(directory / "cells")
+            cells = resume(grid, self.STUDY, folder, fresh=self.fresh, allow_mixed=self.allow_mixed)
+            keep_earlier(record, cells.study() if cells.measured else None)
 
-        study = show_study(measure, directory)
-        if self.UNFINISHED is not None:
-            record.unlink(missing_ok=True)
+            def on_progress() -> None:
+                if self.WRITES_UNFINISHED:
+                    write_atomically(record, encode_json(cells.study()))
+
+            return run_study(grid, status, cells, on_progress)
+
+        with writing(directory):
+            study = show_study(measure, directory)
         return OK if all(status.is_result for status in study.statuses) else FAILED
 
 
-def keep_earlier(present: Path, data: bytes) -> None:
-    """Copy the study that is there, if it is another, to a file beside it that is named after the time, and say so."""
-    if present.is_file() and (earlier := present.read_bytes()) != data:
+def keep_earlier(present: Path, study: object) -> None:
+    """Copy the study that is in the file, if it is another, to one beside it that is named after the time; say so."""
+    if not present.is_file() or (earlier := present.read_bytes()) == encode_json(study):
+        return
+    copies = present.parent.glob(f"{present.stem}-before-*{present.suffix}")
+    if all(copy.read_bytes() != earlier for copy in copies):
         kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
         write_atomically(kept, earlier)
-        print_aside(f"the earlier {present.stem} are kept in {kept}")
+        print_aside(f"the earlier {present.name} is kept as {kept}")
 
 
 def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
@@ -110,7 +120,7 @@ class AttentionArguments(StudyArguments):
     8192 16384 32768 65536.
     """
 
-    GRID, FOLDER = AttentionGrid, "attention"
+    GRID, FOLDER, STUDY = AttentionGrid, "attention", AttentionStudy
 
     def grid(self, **others: object) -> AttentionGrid:
         """The grid that the flags mean, with the state of the user's source; ValueError if there is no such name."""
@@ -129,7 +139,7 @@ class FusionArguments(StudyArguments):
     go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables, plots and index.html.
     """
 
-    GRID, FOLDER = FusionGrid, "fusion"
+    GRID, FOLDER, STUDY = FusionGrid, "fusion", FusionStudy
 
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
@@ -148,8 +158,8 @@ class CeilingsArguments(StudyArguments):
     them for the measured ceilings of this device.
     """
 
-    GRID, FOLDER = CeilingsGrid, "ceilings"
-    UNFINISHED = "unfinished.json"  # which forecasts do not take for the ceilings; renamed to ceilings.json, it is one
+    GRID, FOLDER, STUDY = CeilingsGrid, "ceilings", CeilingsStudy
+    WRITES_UNFINISHED = False  # forecasts would take the best so far for the ceilings
     sizes: Annotated[
         tuple[int, ...] | None, flags.unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")
     ] = None
@@ -260,6 +270,7 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
         results = StudyResults(study)
         if directory is not None:
             status("drawing and writing")
+            write_atomically(directory / f"{results.subject}.json", encode_json(study))
             results.write(directory)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
     for table in all_tables(results.sections):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
@@ -144,8 +143,11 @@ class StudyResults:
         return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)
 
     def write(self, directory: Path) -> list[Path]:
-        """Write record and tables into the directory, which is made if need be; return their paths."""
-        files: dict[str, str | bytes] = {f"{self.subject}.json": encode_json(self.study)}
+        """Write the tables into the directory, which is made if need be; return their paths.
+
+        The record stays as it is: a study may be writing it.
+        """
+        files: dict[str, str | bytes] = {}
         for section in self.sections:
             files |= texts_of(section)
         return write_files(files, directory)

@@ -12,8 +12,10 @@ from time import monotonic
 from typing import Generic, TypeAlias
 
 from cs336_systems.config import Device
+from cs336_systems.measure.inputs import source_of
 from cs336_systems.measure.nvml import Gpu, visible_gpus
 from cs336_systems.record import Environment, Failure, Status
+from cs336_systems.studies.kept import Cells
 from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
 from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
 from cs336_systems.sweep.process import adopt_orphans, begin_worker
@@ -26,19 +28,21 @@ Announce: TypeAlias = Callable[[str, int, int], object]
 def run_study(
     grid: Grid[RowT, StudyT],
     announce: Announce = lambda *_: None,
-    on_progress: Callable[[StudyT], object] | None = None,
+    cells: Cells[RowT, StudyT] | None = None,
+    on_progress: Callable[[], object] = lambda: None,
 ) -> StudyT:
-    """Measure every cell of the grid; a cell that fails has rows that say so.
+    """Measure the cells of the grid that are not done; a cell that fails has rows that say so.
 
-    `on_progress` gets the study so far after each cell, so that an interrupted one is not lost. The environment is that
-    of the last worker that could report it. Raises LockedError if a sweep uses one of the GPUs, and SweepError if no
-    worker starts.
+    `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses one of the GPUs, and
+    SweepError if no worker starts.
     """
+    cells = cells or Cells(grid)
+    groups = cells.todo()
+    if not groups:
+        return cells.study()
     adopt_orphans()
     preload("cs336_systems.studies.cell", grid.MEASURE.partition(":")[0])
     gpus = visible_gpus()[: grid.world_size] if grid.device is Device.CUDA else ()
-    groups = grid.groups()
-    rows: tuple[RowT, ...] = ()
     done, total = 0, sum(map(len, groups))
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
@@ -46,15 +50,17 @@ def run_study(
         announce("importing PyTorch", 0, 0)
         worker = stack.enter_context(contextlib.closing(_CellWorker(grid, gpus)))
         environment = worker.environment()
-        for cells in groups:
-            for cell in cells:
+        for group in groups:
+            for key, cell in group.items():
                 announce(cell.label, done, total)
-                measured, seen = worker.measure(cell)
-                rows, environment, done = (*rows, *measured), seen or environment, done + 1
-                if on_progress is not None:
-                    on_progress(grid.study(rows, environment))
+                rows, seen = worker.measure(cell)
+                if grid.own is not None and grid.source not in (None, source_of(grid.own)):
+                    raise SweepError(f"{grid.own} changed while it was measured; run the same command again")
+                environment, done = seen or environment, done + 1
+                cells.keep(key, rows, environment)
+                on_progress()
             worker.close()
-    return grid.study(rows, environment)
+    return cells.study()
 
 
 class _CellWorker(Generic[RowT, StudyT]):
