@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
