@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,26 +131,19 @@ def run(arguments: LadderArguments) -> int:
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
-
-    def begin() -> None:
-        if not arguments.measuring.fresh:
-            _refuse_another(ladder[0], directory)
-        write_ladder(ladder, directory / LADDER_FILE)
-
-    names = _names(ladder)
+    begin, names = partial(_begin, ladder, directory, arguments.measuring.fresh), _names(ladder)
     return measure_all(configs, directory, arguments.measuring, show=_report, names=names, begin=begin)
 
 
-def _refuse_another(first: Rung, directory: Path) -> None:
-    """Raise UsageError if the directory has the ladder of another step, whose tables would be overwritten."""
-    if not (directory / LADDER_FILE).is_file():
-        return
-    there = read_ladder(directory / LADDER_FILE)[0].config
-    if there != first.config:
+def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
+    """Write the ladder; raise UsageError if the directory has that of another step, whose tables would be lost."""
+    file, first = directory / LADDER_FILE, ladder[0].config
+    if not fresh and file.is_file() and (there := read_ladder(file)[0].config) != first:
         raise UsageError(
             f"{directory} holds the ladder of another step ({there.label}; this one is "
-            f"{first.config.label}): choose another --name, or start over with --fresh"
+            f"{first.label}): choose another --name, or start over with --fresh"
         )
+    write_ladder(ladder, file)
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:

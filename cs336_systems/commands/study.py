@@ -16,8 +16,8 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.settings import declared
-from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, CeilingsStudy, Shape
-from cs336_systems.studies.operators import AttentionGrid, AttentionStudy, FusionGrid, FusionStudy
+from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, Shape
+from cs336_systems.studies.operators import AttentionGrid, FusionGrid
 from cs336_systems.sweep.store import make_writable, time_stamp, writing
 from cs336_systems.text import print_aside, print_line
 
@@ -37,10 +37,6 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
-    STUDY: ClassVar[type]
-    """Class of the study."""
-    WRITES_UNFINISHED: ClassVar[bool] = True
-    """Whether the record is written after each cell, for `cs336 report` to read, or only at the end."""
     device: flags.DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
@@ -71,15 +67,15 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         record = directory / f"{self.FOLDER}.json"
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
-            from cs336_systems.studies.kept import resume
-            from cs336_systems.studies.runner import run_study
+            from cs336_systems.report.results import STUDIES
+            from cs336_systems.studies.runner import resume, run_study
 
             folder = make_writable(directory / "cells")
-            cells = resume(grid, self.STUDY, folder, fresh=self.fresh, allow_mixed=self.allow_mixed)
+            cells = resume(grid, STUDIES[self.FOLDER], folder, fresh=self.fresh, allow_mixed=self.allow_mixed)
             keep_earlier(record, cells.study() if cells.measured else None)
 
             def on_progress() -> None:
-                if self.WRITES_UNFINISHED:
+                if self.FOLDER != "ceilings":  # forecasts would take the best so far for the ceilings
                     write_atomically(record, encode_json(cells.study()))
 
             return run_study(grid, status, cells, on_progress)
@@ -120,7 +116,7 @@ class AttentionArguments(StudyArguments):
     8192 16384 32768 65536.
     """
 
-    GRID, FOLDER, STUDY = AttentionGrid, "attention", AttentionStudy
+    GRID, FOLDER = AttentionGrid, "attention"
 
     def grid(self, **others: object) -> AttentionGrid:
         """The grid that the flags mean, with the state of the user's source; ValueError if there is no such name."""
@@ -139,7 +135,7 @@ class FusionArguments(StudyArguments):
     go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables, plots and index.html.
     """
 
-    GRID, FOLDER, STUDY = FusionGrid, "fusion", FusionStudy
+    GRID, FOLDER = FusionGrid, "fusion"
 
 
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
@@ -158,8 +154,7 @@ class CeilingsArguments(StudyArguments):
     them for the measured ceilings of this device.
     """
 
-    GRID, FOLDER, STUDY = CeilingsGrid, "ceilings", CeilingsStudy
-    WRITES_UNFINISHED = False  # forecasts would take the best so far for the ceilings
+    GRID, FOLDER = CeilingsGrid, "ceilings"
     sizes: Annotated[
         tuple[int, ...] | None, flags.unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")
     ] = None
@@ -262,7 +257,6 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
     """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.page.chapters import Directory, write_page_of
     from cs336_systems.report.results import StudyResults
-    from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table
 
     with StatusLine() as status:
@@ -273,8 +267,9 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
             write_atomically(directory / f"{results.subject}.json", encode_json(study))
             results.write(directory)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
-    for table in all_tables(results.sections):
-        print_table(table, directory)
+    for section in results.sections:
+        for table in section.tables:
+            print_table(table, directory)
     if directory is not None:
         print_line(f"results: {directory}")
         print_line(f"page: {page}")

@@ -142,12 +142,7 @@ class StudyResults:
             return [attention_section(self.study)]
         return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)
 
-    def write(self, directory: Path) -> list[Path]:
-        """Write the tables into the directory, which is made if need be; return their paths.
-
-        The record stays as it is: a study may be writing it.
-        """
-        files: dict[str, str | bytes] = {}
+    def write(self, directory: Path) -> None:
+        """Write the tables into the directory. The record stays as it is: a study may be writing it."""
         for section in self.sections:
-            files |= texts_of(section)
-        return write_files(files, directory)
+            write_files(texts_of(section), directory)

@@ -56,11 +56,7 @@ StudyT = TypeVar("StudyT", bound=Study)
 
 
 class Grid(Generic[RowT, StudyT]):
-    """What a study measures; each kind of study has a data class of this kind.
-
-    Fields with several values choose the cells. All others but `timeout_s` and `world_size` are conditions of every
-    cell.
-    """
+    """What a study measures; each kind of study has a data class of this kind."""
 
     __slots__ = ()
     MEASURE: ClassVar[str]

@@ -146,12 +146,6 @@ def time_stamp() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
 
 
-def remove_temporary_files(directory: Path) -> None:
-    """Remove half-written files that processes left behind when they ended."""
-    for leftover in directory.rglob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
-
-
 def quarantine(path: Path) -> Path:
     """Rename an unreadable record, so that it is kept but no longer read."""
     number = 0
@@ -229,7 +223,8 @@ def writing(directory: Path) -> Iterator[None]:
     """
     make_writable(directory)
     with exclusive(directory / ".lock", f"the directory {directory}"):
-        remove_temporary_files(directory)
+        for leftover in directory.rglob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
         yield
 
 

@@ -21,9 +21,9 @@ from cs336_systems.record import Failure, Measurement, Status
 from cs336_systems.report.results import STUDIES
 from cs336_systems.studies import runner
 from cs336_systems.studies.ceilings_records import Loops, Timing
-from cs336_systems.studies.kept import Cells
 from cs336_systems.studies.operators import PHASES
 from cs336_systems.studies.records import read_study
+from cs336_systems.studies.runner import Cells
 from cs336_systems.sweep.process import STOP_SIGNALS
 from tests.faults.harness import ROOT
 from tests.report.making import make_environment

@@ -16,9 +16,8 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.record import Environment, Failure, Status
-from cs336_systems.studies.kept import Cells
 from cs336_systems.studies.records import Cell, Grid, Row
-from cs336_systems.studies.runner import run_study
+from cs336_systems.studies.runner import Cells, run_study
 from cs336_systems.sweep import isolation
 from cs336_systems.sweep.store import SweepError
 
@@ -183,9 +182,8 @@ import multiprocessing, sys
 from pathlib import Path
 import psutil
 from cs336_systems.config import Device
-from cs336_systems.studies.kept import Cells
 from cs336_systems.studies.operators import AttentionGrid, Implementation
-from cs336_systems.studies.runner import run_study
+from cs336_systems.studies.runner import Cells, run_study
 
 KEPT = []
 
