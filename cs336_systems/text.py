@@ -5,6 +5,7 @@ where it leaves this program: here on its way to a terminal, in `report/formats.
 `report/page/chapters.py` in HTML, in `report/draw.py` in pictures.
 """
 
+import re
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -34,6 +35,11 @@ def print_line(text: str) -> None:
 def print_aside(text: str) -> None:
     """Print one line on standard error: a note, a warning or an error."""
     print(inert_line(text), file=sys.stderr, flush=True)
+
+
+def plain_word(text: str) -> str:
+    """The text with hyphens in place of characters that are awkward in a file name."""
+    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-")
 
 
 def shortened(text: str, longest: int) -> str:

@@ -327,7 +327,10 @@ class Watched:
             print_measured(read_record(earlier), runs)
             return earlier
         # where an earlier process has left such a record, this is a repetition of it
-        while (path := runs / f"{record.key}.json").exists() and path != earlier:
+        while (path := runs / f"{record.key}.json") != earlier:
+            with contextlib.suppress(FileExistsError):
+                path.touch(exist_ok=False)  # so that no other process takes this name
+                break
             record = replace(record, config=replace(record.config, repeat=record.config.repeat + 1))
         self._written = write_record(record, runs)
         if earlier is not None and earlier != path:

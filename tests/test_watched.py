@@ -18,7 +18,7 @@ from cs336_systems.analysis.memory.profile import Kind, notes_path, read_notes
 from cs336_systems.cli import main
 from cs336_systems.config import Device, Mode, Phase, Profiler
 from cs336_systems.model.annotate import annotate
-from cs336_systems.record import WarningCode, load_records, read_record
+from cs336_systems.record import WarningCode, load_records, read_record, write_record
 from cs336_systems.watched import PROFILED_STEPS, _Profiled
 from tests.analysis.kernels.tracing import num_matmuls
 from tests.measure.allocator import make_up_allocator
@@ -231,6 +231,22 @@ def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_
     assert row[:4] == ["mine", "8", "fp32", "76.00"]
     assert main(["report", str(tmp_path)]) == 0
     assert ",76," in (tmp_path / "e2e_benchmark/mine/results.csv").read_text()
+
+
+def test_two_processes_that_report_at_once_have_a_record_each(clock, tmp_path, monkeypatch, no_pictures):
+    both = []
+    for _ in range(2):
+        both.append(watch(model := Model(clock), warmup_steps=1, output=tmp_path))
+        loop(model, clock, both[-1], steps=2)
+
+    def write_after_the_other(record, runs):
+        if both:
+            both.pop().report()
+        return write_record(record, runs)
+
+    monkeypatch.setattr("cs336_systems.watched.write_record", write_after_the_other)
+    both.pop().report()
+    assert len(load_records(tmp_path / "e2e_benchmark/mine/runs")[0]) == 2
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

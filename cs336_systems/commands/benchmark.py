@@ -98,6 +98,7 @@ def run(arguments: BenchmarkArguments) -> int:
         print_json = stack.enter_context(outcome.json_alone(arguments.json))
         for gpu in gpus if config.device is Device.CUDA else ():
             stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+        stack.enter_context(store.exclusive(runs.with_name(f".{config.key}.lock"), f"this configuration in {runs}"))
         flags.look_at_machine(config.device)
         if (kept := store.set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept as {kept}")

@@ -40,7 +40,7 @@ from cs336_systems.measure.inputs import check_factory, parameters_of
 from cs336_systems.measure.nvml import alike, disturbances, visible_gpus, why_none_visible
 from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from cs336_systems.settings import Setting, declared, flag_of
-from cs336_systems.text import print_aside
+from cs336_systems.text import plain_word, print_aside
 
 MAX_NAME_LENGTH = 100
 
@@ -324,15 +324,21 @@ class SweepStepArguments(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuringArguments:
-    """How the runs of a sweep are measured, and when they are measured again."""
+class KeepingArguments:
+    """What becomes of earlier results in the same directory."""
 
-    timeout_s: float = 600.0
-    """Longest time for one run (seconds)."""
     fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""
     allow_mixed: Switch = False
     """Go on with records that come from another GPU, driver, torch, code, own model or token file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuringArguments(KeepingArguments):
+    """How the runs of a sweep are measured, and when they are measured again."""
+
+    timeout_s: float = 600.0
+    """Longest time for one run (seconds)."""
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
@@ -645,8 +651,3 @@ def device_word(device: Device) -> str:
     """The device as part of a directory's name; `gpu` for one that is not in this machine."""
     gpus = visible_gpus()
     return "cpu" if device is Device.CPU else plain_word(gpus[0].name) if gpus else "gpu"
-
-
-def plain_word(text: str) -> str:
-    """The text with hyphens in place of characters that are awkward in a directory name."""
-    return re.sub(r"[^A-Za-z0-9.+]+", "-", text).strip("-")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,8 +27,7 @@ from cs336_systems.sweep.ladder import (
     write_ladder,
 )
 from cs336_systems.sweep.nsys import is_under_nsys
-from cs336_systems.sweep.store import make_writable
-from cs336_systems.text import counted, print_line
+from cs336_systems.text import counted, plain_word, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.page.chapters import Climbed
@@ -116,7 +116,7 @@ class LadderArguments(flags.Flags):
             return self.output / "ladder" / flags.checked_name(self.name)
         base = self.base()
         shape = f"ctx{base.model.context_length}_b{base.batch_size}"
-        return self.output / "ladder" / "_".join((flags.plain_word(base.size), shape, flags.device_word(base.device)))
+        return self.output / "ladder" / "_".join((plain_word(base.size), shape, flags.device_word(base.device)))
 
 
 def run(arguments: LadderArguments) -> int:
@@ -131,22 +131,19 @@ def run(arguments: LadderArguments) -> int:
         return OK
     if is_under_nsys():
         raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
-    _refuse_another(ladder[0], directory, fresh=arguments.measuring.fresh)
-    make_writable(directory)
-    write_ladder(ladder, directory / LADDER_FILE)
-    return measure_all(configs, directory, arguments.measuring, show=_report, names=_names(ladder))
+    begin, names = partial(_begin, ladder, directory, arguments.measuring.fresh), _names(ladder)
+    return measure_all(configs, directory, arguments.measuring, show=_report, names=names, begin=begin)
 
 
-def _refuse_another(first: Rung, directory: Path, *, fresh: bool) -> None:
-    """Raise UsageError if the directory has the ladder of another step, whose tables would be overwritten."""
-    if fresh or not (directory / LADDER_FILE).is_file():
-        return
-    there = read_ladder(directory / LADDER_FILE)[0].config
-    if there != first.config:
+def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
+    """Write the ladder; raise UsageError if the directory has that of another step, whose tables would be lost."""
+    file, first = directory / LADDER_FILE, ladder[0].config
+    if not fresh and file.is_file() and (there := read_ladder(file)[0].config) != first:
         raise UsageError(
             f"{directory} holds the ladder of another step ({there.label}; this one is "
-            f"{first.config.label}): choose another --name, or start over with --fresh"
+            f"{first.label}): choose another --name, or start over with --fresh"
         )
+    write_ladder(ladder, file)
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:

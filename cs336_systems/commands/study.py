@@ -18,7 +18,7 @@ from cs336_systems.report.progress import StatusLine
 from cs336_systems.settings import declared
 from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, Shape
 from cs336_systems.studies.operators import AttentionGrid, FusionGrid
-from cs336_systems.sweep.store import make_writable, time_stamp
+from cs336_systems.sweep.store import make_writable, time_stamp, writing
 from cs336_systems.text import print_aside, print_line
 
 if TYPE_CHECKING:
@@ -30,15 +30,13 @@ StudyT = TypeVar("StudyT", bound="Study")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyArguments(flags.Flags):
+class StudyArguments(flags.Flags, flags.KeepingArguments):
     """Flags that every study has."""
 
     GRID: ClassVar[type]
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
-    UNFINISHED: ClassVar[str | None] = None
-    """File of what is measured so far, if not the record itself."""
     device: flags.DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
@@ -62,32 +60,40 @@ class StudyArguments(flags.Flags):
         return self.output / self.FOLDER / flags.study_name(self.name, self.precisions, self.device)
 
     def run(self) -> int:
-        """Measure the grid, with the record written after each cell, and write the results and print them."""
+        """Measure the cells that have no result yet, keeping each, and write the results and print them."""
         flags.explain_cpu_fallback(self.device)
-        grid, directory = checked(self.grid), make_writable(checked(self.directory))
+        grid, directory = checked(self.grid), checked(self.directory)
         flags.look_at_machine(flags.resolve_device(self.device))
-        record = directory / (self.UNFINISHED or f"{self.FOLDER}.json")
+        record = directory / f"{self.FOLDER}.json"
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
-            from cs336_systems.studies.runner import run_study
+            from cs336_systems.report.results import STUDIES
+            from cs336_systems.studies.runner import resume, run_study
 
-            study = run_study(grid, status, lambda so_far: write_atomically(record, encode_json(so_far)))
-            if self.UNFINISHED is not None:
-                keep_earlier(directory / f"{self.FOLDER}.json", encode_json(study))
-            return study
+            folder = make_writable(directory / "cells")
+            cells = resume(grid, STUDIES[self.FOLDER], folder, fresh=self.fresh, allow_mixed=self.allow_mixed)
+            keep_earlier(record, cells.study() if cells.measured else None)
 
-        study = show_study(measure, directory)
-        if self.UNFINISHED is not None:
-            record.unlink(missing_ok=True)
+            def on_progress() -> None:
+                if self.FOLDER != "ceilings":  # forecasts would take the best so far for the ceilings
+                    write_atomically(record, encode_json(cells.study()))
+
+            return run_study(grid, status, cells, on_progress)
+
+        with writing(directory):
+            study = show_study(measure, directory)
         return OK if all(status.is_result for status in study.statuses) else FAILED
 
 
-def keep_earlier(present: Path, data: bytes) -> None:
-    """Copy the study that is there, if it is another, to a file beside it that is named after the time, and say so."""
-    if present.is_file() and (earlier := present.read_bytes()) != data:
+def keep_earlier(present: Path, study: object) -> None:
+    """Copy the study that is in the file, if it is another, to one beside it that is named after the time; say so."""
+    if not present.is_file() or (earlier := present.read_bytes()) == encode_json(study):
+        return
+    copies = present.parent.glob(f"{present.stem}-before-*{present.suffix}")
+    if all(copy.read_bytes() != earlier for copy in copies):
         kept = present.with_name(f"{present.stem}-before-{time_stamp()}{present.suffix}")
         write_atomically(kept, earlier)
-        print_aside(f"the earlier {present.stem} are kept in {kept}")
+        print_aside(f"the earlier {present.name} is kept as {kept}")
 
 
 def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
@@ -149,7 +155,6 @@ class CeilingsArguments(StudyArguments):
     """
 
     GRID, FOLDER = CeilingsGrid, "ceilings"
-    UNFINISHED = "unfinished.json"  # which forecasts do not take for the ceilings; renamed to ceilings.json, it is one
     sizes: Annotated[
         tuple[int, ...] | None, flags.unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")
     ] = None
@@ -252,7 +257,6 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
     """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
     from cs336_systems.report.page.chapters import Directory, write_page_of
     from cs336_systems.report.results import StudyResults
-    from cs336_systems.report.sections.study import all_tables
     from cs336_systems.report.terminal import print_table
 
     with StatusLine() as status:
@@ -260,10 +264,12 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
         results = StudyResults(study)
         if directory is not None:
             status("drawing and writing")
+            write_atomically(directory / f"{results.subject}.json", encode_json(study))
             results.write(directory)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
-    for table in all_tables(results.sections):
-        print_table(table, directory)
+    for section in results.sections:
+        for table in section.tables:
+            print_table(table, directory)
     if directory is not None:
         print_line(f"results: {directory}")
         print_line(f"page: {page}")

@@ -38,8 +38,8 @@ from cs336_systems.report.progress import IMPORTING, StatusLine
 from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
 from cs336_systems.studies.ceilings_files import ceilings_beside
 from cs336_systems.sweep.nsys import is_under_nsys
-from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path
-from cs336_systems.text import counted, print_aside, print_line
+from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
+from cs336_systems.text import counted, plain_word, print_aside, print_line
 
 if TYPE_CHECKING:
     from cs336_systems.report.results import Results
@@ -233,7 +233,7 @@ def default_name(sweep: SweepArguments) -> str:
         "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
         *axes, *repeats, *itertools.chain.from_iterable(different), flags.device_word(device),
     ]  # fmt: skip
-    name = "_".join(flags.plain_word(part) for part in parts)
+    name = "_".join(plain_word(part) for part in parts)
     if len(name) > flags.MAX_NAME_LENGTH:
         name = f"{name[: flags.MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return name
@@ -380,10 +380,12 @@ def measure_all(
     elsewhere: Callable[..., "Outcome"] | None = None,
     show: Callable[[Sequence[RunRecord], Path, StatusLine], None] | None = None,
     names: Mapping[RunConfig, str] | None = None,
+    begin: Callable[[], object] = lambda: None,
 ) -> int:
     """Run the configurations that have no result yet, and `show` what came of all, as `show_results` does.
 
     `elsewhere` measures them on other machines in place of `run_sweep`. `names` are shown while they run.
+    `begin` is called first, once no other process writes into the directory.
     """
     if is_under_nsys():
         raise UsageError(
@@ -394,7 +396,8 @@ def measure_all(
     if elsewhere is None:
         note_unused_gpus(configs)
     first = IMPORTING if elsewhere is None else "connecting to the cluster"
-    with StatusLine(names, first) as status:
+    with StatusLine(names, first) as status, writing(directory):
+        begin()
         outcome = (elsewhere or run_sweep)(
             configs, directory, status,
             timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,

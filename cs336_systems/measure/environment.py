@@ -19,7 +19,7 @@ from cs336_systems.model.fast.choose import FLASH_4, QUACK, version_of
 from cs336_systems.record import Environment, Identity
 
 PACKAGE = Path(cs336_systems.__file__).parent
-MEASURING_FOLDERS = ("model", "parallel", "measure")
+MEASURING_FOLDERS = ("model", "parallel", "measure", "studies")
 """Folders of the package whose source can change a measured time. Presets, help texts and reports lie elsewhere."""
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import encode_json
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.formats import pngs_of, texts_of, write_files
 from cs336_systems.report.frame import to_frame
@@ -143,9 +142,7 @@ class StudyResults:
             return [attention_section(self.study)]
         return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)
 
-    def write(self, directory: Path) -> list[Path]:
-        """Write record and tables into the directory, which is made if need be; return their paths."""
-        files: dict[str, str | bytes] = {f"{self.subject}.json": encode_json(self.study)}
+    def write(self, directory: Path) -> None:
+        """Write the tables into the directory. The record stays as it is: a study may be writing it."""
         for section in self.sections:
-            files |= texts_of(section)
-        return write_files(files, directory)
+            write_files(texts_of(section), directory)

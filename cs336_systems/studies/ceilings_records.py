@@ -477,9 +477,15 @@ class CeilingsStudy:
         return self.environment.identity.device_name
 
     @property
+    def rows(self) -> tuple[Row, ...]:
+        """All cells, and the size of the cache."""
+        cache = () if self.cache_bytes is None else (CacheRow(self.cache_bytes),)
+        return (*(cell for name in TIMED_ROWS for cell in getattr(self, name)), *cache)
+
+    @property
     def timings(self) -> tuple[Timing, ...]:
         """Timings of all cells."""
-        return tuple(cell.timing for name in TIMED_ROWS for cell in getattr(self, name))
+        return tuple(cell.timing for cell in self.rows if isinstance(cell, TimedRow))
 
     @property
     def statuses(self) -> list[Status]:

@@ -242,6 +242,10 @@ class AttentionStudy:
     format_version: int = FORMAT_VERSION
 
     @property
+    def rows(self) -> tuple[CellResult, ...]:
+        return self.results
+
+    @property
     def statuses(self) -> list[Status]:
         return [result.status for result in self.results]
 

@@ -9,7 +9,7 @@ import msgspec
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.files import read_json
-from cs336_systems.record import Environment, Failure, RecordError, Status
+from cs336_systems.record import Environment, Failure, Input, RecordError, Status
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
@@ -70,6 +70,9 @@ class Grid(Generic[RowT, StudyT]):
     """GPUs that a worker sees."""
     seed: int = 0
     """Seed of the inputs."""
+    own: str | None = None
+    source: Input | None = None
+    """The user's code that the study measures, and its source as it was when the study began."""
 
     def groups(self) -> Sequence[Sequence[Cell[RowT]]]:
         """All cells. Those of a group share a worker as long as none of them fails."""

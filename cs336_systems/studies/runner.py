@@ -2,22 +2,34 @@
 
 A worker measures the cells of a group, one after the other. A cell that fails in any way (out of memory, a CUDA error,
 a crash, a hang) takes its worker with it, and the next cell gets a fresh one.
+
+The folder of cells is the whole state of a study: one that was interrupted is resumed by starting it again. A cell that
+has a result is not measured again. Studies with different grids share the folder.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import monotonic
-from typing import Generic, TypeAlias
+from typing import Any, Generic, TypeAlias
+
+import msgspec
 
 from cs336_systems.config import Device
+from cs336_systems.files import encode_json, write_atomically
+from cs336_systems.measure.environment import identity
+from cs336_systems.measure.inputs import source_of
 from cs336_systems.measure.nvml import Gpu, visible_gpus
-from cs336_systems.record import Environment, Failure, Status
-from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
+from cs336_systems.record import Environment, Failure, RecordError, Status
+from cs336_systems.studies.records import Cell, Grid, RowT, StudyT, read_study
+from cs336_systems.sweep import store
 from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
 from cs336_systems.sweep.process import adopt_orphans, begin_worker
-from cs336_systems.sweep.store import SweepError, exclusive, gpu_lock_path
+from cs336_systems.text import counted, plain_word, print_aside
 
 Announce: TypeAlias = Callable[[str, int, int], object]
 """Called before each cell with its label, how many cells are done, and how many there are."""
@@ -26,35 +38,117 @@ Announce: TypeAlias = Callable[[str, int, int], object]
 def run_study(
     grid: Grid[RowT, StudyT],
     announce: Announce = lambda *_: None,
-    on_progress: Callable[[StudyT], object] | None = None,
+    cells: "Cells[RowT, StudyT] | None" = None,
+    on_progress: Callable[[], object] = lambda: None,
 ) -> StudyT:
-    """Measure every cell of the grid; a cell that fails has rows that say so.
+    """Measure the cells of the grid that are not done; a cell that fails has rows that say so.
 
-    `on_progress` gets the study so far after each cell, so that an interrupted one is not lost. The environment is that
-    of the last worker that could report it. Raises LockedError if a sweep uses one of the GPUs, and SweepError if no
-    worker starts.
+    `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses one of the GPUs, and
+    SweepError if no worker starts.
     """
+    cells = cells or Cells(grid)
+    groups = cells.todo()
+    if not groups:
+        return cells.study()
     adopt_orphans()
     preload("cs336_systems.studies.cell", grid.MEASURE.partition(":")[0])
     gpus = visible_gpus()[: grid.world_size] if grid.device is Device.CUDA else ()
-    groups = grid.groups()
-    rows: tuple[RowT, ...] = ()
     done, total = 0, sum(map(len, groups))
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
-            stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+            stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
         announce("importing PyTorch", 0, 0)
         worker = stack.enter_context(contextlib.closing(_CellWorker(grid, gpus)))
         environment = worker.environment()
-        for cells in groups:
-            for cell in cells:
+        for group in groups:
+            for key, cell in group.items():
                 announce(cell.label, done, total)
-                measured, seen = worker.measure(cell)
-                rows, environment, done = (*rows, *measured), seen or environment, done + 1
-                if on_progress is not None:
-                    on_progress(grid.study(rows, environment))
+                rows, seen = worker.measure(cell)
+                if grid.own is not None and grid.source not in (None, source_of(grid.own)):
+                    raise store.SweepError(f"{grid.own} changed while it was measured; run the same command again")
+                environment, done = seen or environment, done + 1
+                cells.keep(key, rows, environment)
+                on_progress()
             worker.close()
-    return grid.study(rows, environment)
+    return cells.study()
+
+
+class Cells(Generic[RowT, StudyT]):
+    """The cells of a grid by key, and of each that is measured a study of this cell alone.
+
+    These studies are the files of `folder`. Without a folder nothing is written.
+    """
+
+    def __init__(self, grid: Grid[RowT, StudyT], folder: Path | None = None) -> None:
+        self.grid, self.folder = grid, folder
+        self.groups = list(_keyed(grid))
+        self.measured: dict[str, Any] = {}
+
+    def todo(self) -> list[dict[str, Cell[RowT]]]:
+        """The groups of the cells that are not measured yet."""
+        left = [{key: group[key] for key in group if key not in self.measured} for group in self.groups]
+        return [group for group in left if group]
+
+    def keep(self, key: str, rows: tuple[RowT, ...], environment: Environment) -> None:
+        """Write a cell that has just been measured, and remember it."""
+        alone = self.grid.study(rows, environment)
+        if self.folder is not None:
+            write_atomically(self.folder / f"{key}.json", encode_json(alone))
+        self.measured[key] = alone
+
+    def study(self) -> StudyT:
+        """The study of all measured cells in the order of the grid, with the last one's environment."""
+        keys = [key for group in self.groups for key in group if key in self.measured]
+        rows = tuple(row for key in keys for row in self.measured[key].rows)
+        return self.grid.study(rows, self.measured[keys[-1]].environment)
+
+
+def resume(
+    grid: Grid[RowT, StudyT], kind: type[StudyT], folder: Path, *, fresh: bool, allow_mixed: bool
+) -> Cells[RowT, StudyT]:
+    """The cells of a study with those in `folder`, whose lock is held; `fresh` sets these aside.
+
+    Raises SweepError for results that were not measured under the present conditions, unless they
+    may be mixed, and for a file of a later version of this program.
+    """
+    if fresh:
+        store.set_aside(folder)
+    cells = Cells(grid, folder)
+    paths = (folder / f"{key}.json" for group in cells.groups for key in group)
+    for path in filter(Path.exists, paths):
+        try:
+            study: Any = read_study(path, kind)
+            if all(status.is_result for status in study.statuses):
+                cells.measured[path.stem] = study
+        except RecordError as error:
+            store.set_aside_unreadable([error])
+            print_aside(f"set aside {error}")
+    if not allow_mixed:
+        store.refuse_to_mix([*cells.measured.values()], identity(grid.device), (), folder.parent)
+    if cells.measured:
+        left = sum(map(len, cells.todo()))
+        print_aside(f"{counted(len(cells.measured), 'cell')} kept, {left} to go")
+    return cells
+
+
+def _keyed(grid: Grid[RowT, StudyT]) -> Iterator[dict[str, Cell[RowT]]]:
+    """The groups of the grid, each cell by its key, which no other cell of any grid has.
+
+    Fields with several values choose the cells; most others are conditions of each.
+    """
+    fields: dict[str, object] = asdict(grid)  # type: ignore[call-overload]
+    chosen = {name for name, value in fields.items() if isinstance(value, tuple | None)}
+    for name in (*chosen, "timeout_s", "world_size"):
+        fields.pop(name, None)
+    numbers: Counter[bytes] = Counter()  # a grid may have the same cell several times
+    for group in grid.groups():
+        keyed = {}
+        for cell in group:
+            said = msgspec.json.encode((fields, cell.rows))
+            numbers[said] += 1
+            digest = hashlib.sha256(said + b"%d" % numbers[said]).hexdigest()[:12]
+            keyed[f"{plain_word(cell.label)[:80]}_{digest}"] = cell
+        yield keyed
 
 
 class _CellWorker(Generic[RowT, StudyT]):
@@ -70,7 +164,7 @@ class _CellWorker(Generic[RowT, StudyT]):
         if len(answer) == 3:
             return answer[2]
         last_line = (answer[1].log_tail or "").splitlines()[-1:]
-        raise SweepError(": ".join(["no worker could start", answer[1].message, *last_line]))
+        raise store.SweepError(": ".join(["no worker could start", answer[1].message, *last_line]))
 
     def measure(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], Environment | None]:
         """The rows of the cell, and where they were measured; rows of its failure if the process ends or hangs."""

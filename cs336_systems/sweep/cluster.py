@@ -359,11 +359,11 @@ def sweep_on_cluster(
 ) -> Outcome:
     """Measure those of `configs` that have no result in `directory` yet, on the machines of the cluster at `address`.
 
-    Raises SweepError and LockedError as `run_sweep` does, and SweepError if there is no machine for `wait_nodes_s`.
+    The caller holds the directory's lock. Raises SweepError and LockedError as `run_sweep` does, and SweepError if
+    there is no machine for `wait_nodes_s`.
     """
     runs = store.make_writable(directory / "runs")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(store.exclusive(directory / ".lock", f"the directory {directory}"))
         keeper, todo, unexplained, present = resume(configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed)
         adopt_orphans()
         preload_to_explain()

@@ -141,7 +141,6 @@ def resume(
     """
     if fresh:
         store.set_aside(runs)
-    store.remove_temporary_files(runs)
     records, problems = load_records(runs)
     store.set_aside_unreadable(problems)
     wanted = {config.key for config in configs}

@@ -49,16 +49,15 @@ def run_sweep(
     fresh: bool = False,
     allow_mixed: bool = False,
 ) -> Outcome:
-    """Measure those of `configs` that have no result in `directory` yet.
+    """Measure those of `configs` that have no result yet in `directory`, whose lock the caller holds.
 
     Raises SweepError if the directory cannot be written, if its records come from other hardware or software (unless
     `allow_mixed`) or from a later version of this program, and if the disk fills up; LockedError if another sweep uses
-    the directory or a GPU.
+    a GPU.
     """
     runs = store.make_writable(directory / "runs")
     adopt_orphans()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(store.exclusive(directory / ".lock", f"the directory {directory}"))
         gpus = _gpus(configs)
         if (needed := max(map(num_slots, configs), default=0)) > len(gpus):
             raise store.SweepError(f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}")

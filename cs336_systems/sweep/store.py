@@ -124,7 +124,7 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
 def set_aside(runs: Path) -> None:
     """Move all records to a new directory beside `runs`, named after the time, and leave `runs` empty."""
     if any(runs.iterdir()):
-        runs.rename(runs.with_name(f"runs-before-{time_stamp()}"))
+        runs.rename(runs.with_name(f"{runs.name}-before-{time_stamp()}"))
         runs.mkdir()
 
 
@@ -146,14 +146,6 @@ def time_stamp() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S.%fZ")
 
 
-def remove_temporary_files(runs: Path) -> None:
-    """Remove half-written files that processes left behind when they ended."""
-    raw = (folder for folder, _ in _RAW_PROFILES.values())
-    for folder in (runs, *map(runs.with_name, (_KERNELS, _MEMORY, *raw))):
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
-
-
 def quarantine(path: Path) -> Path:
     """Rename an unreadable record, so that it is kept but no longer read."""
     number = 0
@@ -168,7 +160,7 @@ def refuse_to_mix(records: Sequence[RunRecord], present: Identity, inputs: Seque
     `inputs` are the current ones of the runs that are wanted; inputs of other runs may have changed.
     """
     for record in records:
-        if changed := [*_changed_conditions(record, present), *changed_inputs(record, inputs)]:
+        if changed := [*_changed_conditions(record, present), *(changed_inputs(record, inputs) if inputs else ())]:
             raise SweepError(
                 f"{directory} holds records made under other conditions ({'; '.join(changed)}). "
                 "Choose another --name, start over with --fresh (the old records are kept beside), "
@@ -220,6 +212,20 @@ class _Argv(msgspec.Struct):
     """What this module reads of environment.json."""
 
     argv: list[str]
+
+
+@contextlib.contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Hold the lock of a directory of results, from its first record to its last table.
+
+    Raises SweepError if nothing can be written there, and LockedError, which names the holder, if
+    another process writes there. Half-written files of processes that have ended are removed.
+    """
+    make_writable(directory)
+    with exclusive(directory / ".lock", f"the directory {directory}"):
+        for leftover in directory.rglob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+        yield
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from cs336_systems.record import RunRecord, Status, load_records, write_record
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.ladder import reason_run
 from cs336_systems.sweep.run import Outcome
+from cs336_systems.sweep.store import exclusive
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record
 
@@ -157,6 +158,15 @@ def test_another_ladder_does_not_write_over_the_tables(fake: FakeSweep, capsys: 
     assert Path("data/ladder/x/ladder.md").read_bytes() == before
     assert ladder(*words) == 0, "the same one goes on"
     assert ladder(*words, "--seed", "7", "--fresh") == 0
+
+
+def test_a_second_ladder_in_the_directory_of_one_that_runs_changes_nothing(fake: FakeSweep) -> None:
+    words = [*SMALL, "--no-reasons", "--name", "x", "--rungs"]
+    assert ladder(*words, "bf16") == 0
+    before = Path("data/ladder/x/ladder.json").read_bytes()
+    with exclusive(Path("data/ladder/x/.lock"), "the first"):
+        assert ladder(*words, "fused") == 1
+    assert Path("data/ladder/x/ladder.json").read_bytes() == before
 
 
 # The whole of it

@@ -20,6 +20,7 @@ from cs336_systems.sweep.isolation import Worker
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.process import STOP_SIGNALS
 from cs336_systems.sweep.run import run_sweep
+from cs336_systems.sweep.store import writing
 
 ROOT = Path(__file__).parents[2]
 SHAPE = replace(SIZES["tiny"], vocab_size=11, context_length=8, d_model=8)
@@ -79,7 +80,8 @@ def lay_out_models(directory):
 
 
 def sweep(directory, *configs, timeout_s=PATIENCE_S, witness=None, **options):
-    return run_sweep(configs, directory, witness or Witness(), timeout_s=timeout_s, **options)
+    with writing(directory):
+        return run_sweep(configs, directory, witness or Witness(), timeout_s=timeout_s, **options)
 
 
 def path_of(config, directory):

@@ -9,10 +9,12 @@ import uuid
 import pytest
 
 from cs336_systems import cli
+from cs336_systems.commands import benchmark
 from cs336_systems.record import Status
 from cs336_systems.sweep.store import LockedError, exclusive, gpu_lock_path
 from tests.faults.harness import ROOT, WITHOUT_REPORT, command, config, contents, results, runs, sweep
 from tests.faults.models import PAUSED
+from tests.report.making import make_record
 
 HOLD = """
 import os, sys, time
@@ -61,6 +63,20 @@ def test_a_second_sweep_in_one_directory_names_the_first(launch, place, capsys):
     first.wait()
     outcome = sweep(results(place), config())  # the lock file is there still, its holder is not
     assert [record.status for record in outcome.measured] == [Status.OK]
+
+
+def test_a_second_run_of_a_configuration_names_the_first(tmp_path, monkeypatch, capsys):
+    words = ["--device", "cpu", "--output", str(tmp_path)]
+
+    def measure(config, *_):
+        monkeypatch.setattr(benchmark, "_measure", lambda config, *_: make_record(config, (2.0,)))
+        assert cli.benchmark(words) == 1
+        return make_record(config, (1.0,))
+
+    monkeypatch.setattr(benchmark, "_measure", measure)
+    assert cli.benchmark(words) == 0
+    assert f"is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert cli.benchmark(words) == 0
 
 
 @pytest.fixture

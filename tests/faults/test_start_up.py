@@ -106,11 +106,11 @@ def test_a_study_that_ends_early_keeps_its_rows_and_leaves_no_temporary_director
         words, cwd=place, env=environment, stderr=subprocess.PIPE, start_new_session=True,
         preexec_fn=lambda: number == signal.SIGKILL or signal.signal(number, signal.SIG_DFL),  # nohup ignores some
     )  # fmt: skip
-    assert eventually((kept := place / "data/ceilings/x/unfinished.json").exists)
+    assert eventually(lambda: [*place.glob("data/ceilings/x/cells/*.json")])
     assert [*temporary.glob("cs336_tmp-*")]
     os.killpg(study.pid, number)
     _, said = study.communicate(timeout=100)
     assert study.returncode == (-number if number == signal.SIGKILL else 130), said
-    assert read_study(kept, CeilingsStudy).timings
+    assert all(read_study(path, CeilingsStudy).timings for path in place.glob("data/ceilings/x/cells/*.json"))
     assert eventually(lambda: not [*temporary.glob("cs336_tmp-*")], patience_s=5)
     shutil.rmtree(temporary)

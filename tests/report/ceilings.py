@@ -100,3 +100,7 @@ def make_whole():
         ),
         cache_bytes=50 * MIB,
     )
+
+
+def all_tables(sections):
+    return [table for section in sections for table in section.tables]

@@ -30,12 +30,12 @@ from cs336_systems.report.sections.memory.tables import memory_tables
 from cs336_systems.report.sections.memory.tables import tables_of_one as snapshot_tables
 from cs336_systems.report.sections.operators import attention_section, fusion_section
 from cs336_systems.report.sections.steps import results_table, warmup_table
-from cs336_systems.report.sections.study import accumulation_section, all_tables
+from cs336_systems.report.sections.study import accumulation_section
 from cs336_systems.report.terminal import print_table
 from cs336_systems.studies.operators import Implementation, Version
 from cs336_systems.studies.precision import accumulation_study
 from cs336_systems.text import inert_line
-from tests.report.ceilings import make_whole
+from tests.report.ceilings import all_tables, make_whole
 from tests.report.ladders import make_entry, make_ladder, make_records
 from tests.report.making import CODES, H200, make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile

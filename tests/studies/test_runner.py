@@ -5,19 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 import torch
 
 from cs336_systems.config import Device
-from cs336_systems.record import Failure, Status
+from cs336_systems.record import Environment, Failure, Status
 from cs336_systems.studies.records import Cell, Grid, Row
-from cs336_systems.studies.runner import run_study
+from cs336_systems.studies.runner import Cells, run_study
 from cs336_systems.sweep import isolation
 from cs336_systems.sweep.store import SweepError
 
@@ -37,11 +37,20 @@ class ProcessRow(Row):
     failure: Failure | None = None
 
 
+class ProcessStudy(NamedTuple):
+    rows: tuple[ProcessRow, ...]
+    environment: Environment
+
+    @property
+    def statuses(self):
+        return [row.status for row in self.rows]
+
+
 @dataclass(frozen=True)
 class ProcessGrid(Grid):
-    """Its study is the rows and the environment; the fault happens in one cell."""
+    """The fault, a function of this module, happens in one cell."""
 
-    fault: Callable[[], object] = int
+    fault: str | None = None
     numbers: tuple[tuple[int, ...], ...] = (tuple(range(CELLS)),)
     timeout_s: float | None = None
     device: Device = Device.CPU
@@ -51,13 +60,13 @@ class ProcessGrid(Grid):
         return [[Cell(label=f"cell {i}", rows=(ProcessRow(i),)) for i in numbers] for numbers in self.numbers]
 
     def study(self, rows, environment):
-        return rows, environment
+        return ProcessStudy(rows, environment)
 
 
 # What happens in a worker, which finds it by its name.
 def measure(grid, rows):
-    if rows[0].number == FAILING:
-        grid.fault()
+    if rows[0].number == FAILING and grid.fault:
+        globals()[grid.fault]()
     return [replace(row, pid=os.getpid()) for row in rows]
 
 
@@ -120,7 +129,7 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
 ) -> None:
     if function is hang:
         monkeypatch.setattr(isolation, "wait", wait_until_it_hangs)
-    (before, failed, after), _ = run_study(ProcessGrid(function, timeout_s=60.0))
+    (before, failed, after), _ = run_study(ProcessGrid(function.__name__, timeout_s=60.0))
     status, words = FAULTS[function]
     assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK)
     assert words in failed.failure.message
@@ -133,7 +142,7 @@ def test_a_failure_is_a_row_and_the_next_cell_has_a_process_of_its_own(
 
 
 def test_a_study_whose_cells_all_crash_still_has_an_environment() -> None:
-    rows, environment = run_study(ProcessGrid(exit_at_once, numbers=((FAILING,),)))
+    rows, environment = run_study(ProcessGrid(exit_at_once.__name__, numbers=((FAILING,),)))
     assert [row.status for row in rows] == [Status.CRASHED]
     assert environment.identity.torch == torch.__version__
 
@@ -151,13 +160,16 @@ def test_healthy_cells_of_a_group_share_a_process() -> None:
 
 
 def test_a_worker_that_prints_more_than_a_pipe_holds_is_not_held_up() -> None:
-    rows, _ = run_study(ProcessGrid(print_much, timeout_s=60.0))
+    rows, _ = run_study(ProcessGrid(print_much.__name__, timeout_s=60.0))
     assert [row.status for row in rows] == [Status.OK] * CELLS
 
 
 def test_each_cell_is_announced_and_its_rows_are_handed_over_at_once() -> None:
     seen: list[object] = []
-    rows, _ = run_study(ProcessGrid(), lambda *words: seen.append(words), lambda study: seen.append(len(study[0])))
+    cells = Cells(ProcessGrid())
+    rows, _ = run_study(
+        cells.grid, lambda *words: seen.append(words), cells, lambda: seen.append(len(cells.study().rows))
+    )
     assert seen == [
         ("importing PyTorch", 0, 0),
         *(event for number in range(CELLS) for event in ((f"cell {number}", number, CELLS), number + 1)),
@@ -171,7 +183,7 @@ from pathlib import Path
 import psutil
 from cs336_systems.config import Device
 from cs336_systems.studies.operators import AttentionGrid, Implementation
-from cs336_systems.studies.runner import run_study
+from cs336_systems.studies.runner import Cells, run_study
 
 KEPT = []
 
@@ -183,16 +195,17 @@ def measure(grid, rows):
     print(KEPT[0]._semlock.name, file=Path("semaphore").open("w"), flush=True)
     return rows
 
-def interrupt(study):
-    if len(study.results) == 2:
+def interrupt():
+    if len(cells.study().results) == 2:
         raise KeyboardInterrupt
 
 if __name__ == "__main__":
     grid = KeepingGrid(device=Device.CPU, batch_size=1, d_heads=(4,), context_lengths=(8, 16, 32),
                        implementations=(Implementation.NAIVE,), passes=1, warmup_passes=1)
     assert [r.status for r in run_study(grid).results] == ["ok"] * 3
+    cells = Cells(grid)
     try:
-        run_study(grid, on_progress=interrupt)
+        run_study(grid, cells=cells, on_progress=interrupt)
     except KeyboardInterrupt:
         pass
     assert "torch" not in sys.modules

@@ -8,7 +8,7 @@ from cs336_systems.analysis.warnings import PASSES, Repeated, in_doubt, measurem
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row, column, columns_of
-from cs336_systems.report.section import Section, Table, make_table
+from cs336_systems.report.section import Section, make_table
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
 from cs336_systems.studies.records import Accumulation, NormalisedActivations, ObservedDtype, PrecisionStudy
 
@@ -90,11 +90,6 @@ def across(name: str, cell: Column) -> Column:
     """The column of a pivoted table for this name: `cell` writes the original row; the text is empty without one."""
     key = f"{name} {cell.key}"
     return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key=key, std="")
-
-
-def all_tables(sections: Iterable[Section]) -> list[Table]:
-    """The tables of these sections, one after the other."""
-    return [table for section in sections for table in section.tables]
 
 
 ACCUMULATION = ("sum_dtype", "addend_dtype", "cast", "total", "error", "storage_error", "rounding_error",

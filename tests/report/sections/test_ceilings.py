@@ -5,9 +5,18 @@ import pytest
 
 from cs336_systems.config import Device
 from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.report.sections.study import all_tables
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell
-from tests.report.ceilings import FP32, lasting, lost, make_ceilings, make_whole, product_at, square, stream_at
+from tests.report.ceilings import (
+    FP32,
+    all_tables,
+    lasting,
+    lost,
+    make_ceilings,
+    make_whole,
+    product_at,
+    square,
+    stream_at,
+)
 from tests.report.reading import column, csv_rows
 
 UNKNOWN = "A device that nobody knows"
