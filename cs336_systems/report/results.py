@@ -92,7 +92,7 @@ class Results:
             found[STEPS] = [self.steps]
         if self.kernels:
             told = findings_section(
-                "kernel_findings", self.kernels, lambda own: kernel_findings(own.profile, own.config)
+                "kernel_findings", self.kernels, kernel_findings
             )
             found[KERNELS] = [told, *kernel_sections(self.kernels)]
         if self.memory:

@@ -586,10 +586,10 @@ def _profile_bars(entries: Sequence[Explained]) -> Iterator[Bars]:
         name = WHERE.get(phase.phase, str(phase.phase))
         phases[name] = phases.get(name, 0.0) + sum(phase.wall_s) / profile.num_steps * 1e3
     parts = {name: phases[name] for name in PARTS if phases.get(name)}
-    yield Bars(title="One step by phase", bars=[Bar(name="phases", parts=parts)], styles=PARTS, unit="ms")
+    yield Bars(title="One step by phase, under the profiler", bars=[Bar(name="phases", parts=parts)], styles=PARTS, unit="ms")
     on_device = profile.work is Work.KERNELS
     title = "by kind of work on the GPU, and how long it is idle" if on_device else "by kind of operator"
-    yield Bars(title=title, bars=[Bar(name="work", parts=parts_ms(profile))], styles=STYLES, unit="ms")
+    yield Bars(title=f"{title}, under the profiler", bars=[Bar(name="work", parts=parts_ms(profile))], styles=STYLES, unit="ms")
 
 
 def _of_memory(entries: Sequence[MemoryEntry]) -> Glance:

@@ -8,8 +8,10 @@ import pytest
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, RunConfig
-from cs336_systems.report.sections.kernels.findings import findings, is_launch_bound
-from tests.report.making import H200, make_config
+from cs336_systems.report.sections.kernels import findings as of_kernels
+from cs336_systems.report.sections.kernels.findings import Limit, limit_of
+from cs336_systems.report.sections.kernels.tables import Explained
+from tests.report.making import H200, make_config, make_record
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     FILL,
@@ -48,6 +50,11 @@ def quiet(**changes):
         "kernels": make_kernels(names), "classes": make_classes(names), "idle": (), "gaps": (),
         "host_calls": (make_call("cudaLaunchKernel", FORWARD, 18, 0.1, is_launch=True),), **changes,
     })  # fmt: skip
+
+
+def findings(profile, config=None):
+    """Of a trace without a record, or with that of its run."""
+    return of_kernels.findings(Explained(profile=profile, profiled=config and make_record(config, (0.1,))))
 
 
 def said(profile, config=None):
@@ -133,7 +140,7 @@ def test_nothing_stands_out_where_nothing_is_wrong() -> None:
 @pytest.mark.parametrize(("late_ms", "is_limit"), [(9.9, False), (10.1, True)])
 def test_the_cpu_is_the_limit_from_a_fifth_of_the_time(late_ms: float, is_limit: bool) -> None:
     profile = quiet(idle=(make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, late_ms),))
-    assert is_launch_bound(profile) is is_limit
+    assert (limit_of(Explained(profile=profile)) is Limit.LAUNCHES) is is_limit
     assert (CPU_IS_THE_LIMIT in said(profile)) is is_limit
 
 
