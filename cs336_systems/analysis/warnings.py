@@ -216,7 +216,7 @@ def _launch_bound(times_s: Sequence[float], launched_s: Mapping[Phase, float], c
     share = sum(launched_s.values()) / statistics.fmean(times_s)
     if share <= MIN_LAUNCHED_SHARE:
         return None
-    is_profiled = config is not None and config.profiler in (Profiler.NSYS, Profiler.KINETO)
+    is_profiled = config is not None and config.profiler is not Profiler.NONE
     under = " with the profiler running, which makes launches slower" if is_profiled else ""
     return (
         f"the CPU is the limit in {_percent(share)} of the step{under} ({', '.join(launched_s)}), "

@@ -246,7 +246,7 @@ def idle_section(profile: StepProfile) -> Section:
         "phase", "cause", "idle_ms_per_step", "share_of_wall", column("count_per_step", name="times", drop_order=2),
         "median_s", Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6),
     )  # fmt: skip
-    notes = ["Per step, under the profiler; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
+    notes = ["Per profiled step, and % of its wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", shown, rows, notes)
     keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
     return Section(name="idle", tables=(table,), rows=rows[:-1], keys=keys)

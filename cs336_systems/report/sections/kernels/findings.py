@@ -1,7 +1,8 @@
 """Sentences about what limits a profiled step, and about what takes time in it that can be saved.
 
 All numbers are per step. Where a run without a profiler timed the step, shares and gains are of that time: a profiler
-makes launches slower, so that its step has more idle time. A finding is reported only if it costs at least the share that its threshold below gives.
+makes launches slower, so that its step has more idle time. A finding is reported only if it costs at least the share
+that its threshold below gives.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import TypeAlias
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, Work
 from cs336_systems.analysis.warnings import OF_PRECISION, Remedy, against_launches, remedies
 from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import faster_precisions, find_device
@@ -307,8 +308,9 @@ class _Findings:
             return ""
         host_s = sum(sum(phase.host_s) for phase in self.profile.phases)
         kernel_s = self.kernel_s / max(num_launches(*self.profile.phases), 1)
+        who = "Under the profiler the CPU" if self.span.by_clock else "The CPU"
         return (
-            f" {'Under the profiler the' if self.span.by_clock else 'The'} CPU takes {_us(host_s / calls.count)} per launch, {_us(calls.total_s / calls.count)} of it in "
+            f" {who} takes {_us(host_s / calls.count)} per launch, {_us(calls.total_s / calls.count)} of it in "
             f"CUDA's own call; a kernel runs {_us(kernel_s)} on average."
         )
 
