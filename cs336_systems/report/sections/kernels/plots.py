@@ -215,7 +215,7 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         parts = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
         bars.append(Bar(name=name, parts=parts, words=f"{significant(step_ms, 3)} ms"))
     return _chart("configurations", "Where the time of a profiled step goes, by configuration", bars, profiles, STYLES,
-                  "share of the step (%); its time is on the right")  # fmt: skip
+                  "share of the step under the profiler (%); its time is on the right")  # fmt: skip
 
 
 def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
@@ -235,7 +235,7 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         words = f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
         bars.append(Bar(name=name, parts=parts, words=words))
     return _chart("communication", "How much of a profiled step's communication is hidden", bars, shared,
-                  COMMUNICATION, "time of a step on the device (ms)")  # fmt: skip
+                  COMMUNICATION, "time of a step on the device, under the profiler (ms)")  # fmt: skip
 
 
 def _chart(
