@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
-from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, RunConfig
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, Profiler, RunConfig
 from cs336_systems.record import WarningCode
 from cs336_systems.report.sections.kernels import findings as of_kernels
 from cs336_systems.report.sections.kernels.findings import Limit, limit_of
@@ -345,7 +345,7 @@ class Drawn:
             return Limit.DOUBT
         return Limit.GPU if busy_share >= 0.8 else Limit.IDLE
 
-    def entry(self) -> Explained:
+    def entry(self, config: RunConfig = PLAIN) -> Explained:
         late = {IdleCause.LATE_LAUNCH: self.late(self.slowdown)}
         idle = tuple(make_idle(BACKWARD, cause, 2, 2 * time_ms) for cause, time_ms in (late | self.others).items())
         names = {BACKWARD: ((GEMM_BF16, 8, 2 * self.busy),)}
@@ -353,8 +353,9 @@ class Drawn:
         phase = make_phase(BACKWARD, (4, 4), (self.busy,) * 2, (wall_ms,) * 2, (wall_ms,) * 2)
         profile = quiet(phases=(phase,), idle=idle, kernels=make_kernels(names), classes=make_classes(names))
         codes = (WarningCode.LAUNCH_BOUND,) if self.is_named else ()
-        plain = make_record(PLAIN, (self.whole() / 1e3,) * 3, codes=codes)
-        return Explained(profile=profile, plain=plain)
+        plain = make_record(config, (self.whole() / 1e3,) * 3, codes=codes)
+        profiled = make_record(replace(config, profiler=Profiler.NSYS), (wall_ms / 1e3,) * 3)
+        return Explained(profile=profile, plain=plain, profiled=profiled)
 
 
 def draw(rng: random.Random) -> Drawn:
