@@ -19,6 +19,7 @@ from cs336_systems.report.section import Section, labels
 from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
 from cs336_systems.report.sections.kernels.findings import limit_of
 from cs336_systems.report.sections.kernels.tables import Explained
+from cs336_systems.report.sections.ladder import fastest_row
 from cs336_systems.report.sections.ladder import findings as ladder_findings
 from cs336_systems.report.sections.memory.findings import MemoryEntry, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
@@ -157,11 +158,13 @@ def of_comparison(compared: Compared, rows: Sequence[Row]) -> Headline:
 
 def of_ladder(rows: Sequence[Row]) -> Headline:
     """The fastest rung that passed the gate, and how the others ended."""
-    told = Headline(rows, [row["rung"] for row in rows])
-    credited = [index for index, row in enumerate(rows) if row["is_credited"]]
-    is_known = bool(told.range("step_mean_ms", milliseconds, credited))
-    first = next(ladder_findings(rows)) if is_known else "No rung passed the gate."
-    told.text = f"{first.rstrip('.')}{told.failures()}."
+    told, best = Headline(rows, [row["rung"] for row in rows]), fastest_row(rows)
+    credited = tuple(index for index, row in enumerate(rows) if row["is_credited"])
+    told.text = "No rung passed the gate"
+    if best is not None:
+        told.claims.append(Claim("least", "step_mean_ms", best["step_mean_ms"], credited))
+        told.text = next(ladder_findings(rows)).rstrip(".")
+    told.text += f"{told.failures()}."
     return told
 
 
