@@ -5,7 +5,8 @@ is printed. The forecasts of the published runs are made once for all.
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from cs336_systems import cli
 from cs336_systems.commands.flags import parse
 from cs336_systems.commands.rebuild import FOLDER, load, score_forecast, write
 from cs336_systems.record import load_records
-from cs336_systems.report.page.chapters import Directory
+from cs336_systems.report.page.chapters import Directory, headline_of, times_of
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.terminal import print_run
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_directories
 from tests.statements import h100 as h100  # whose claims are registered with its import
 from tests.statements import parallel as parallel
-from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, read, unclaimed
+from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, read, some, table, unclaimed
 from tests.statements.results import METHOD, README, RESULTS
 
 Load = Callable[[Path], Directory]
@@ -77,6 +78,72 @@ def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(loa
     with StatusLine() as status:
         score_forecast([*map(loaded, committed_directories())], root, status)
     assert outputs(root / FOLDER) == outputs(DATA / FOLDER)
+
+
+def expected_rows(key: str, rows: Sequence[Mapping[str, str]]) -> set[int]:
+    """The rows among which an extreme of this column must be, by the table alone: all that answer the question."""
+    known = {index for index, row in enumerate(rows) if row[key]}
+    if key == "speed_up":
+        return {index for index in known if rows[index]["version"] != "eager"}
+    if "gate" in rows[0]:
+        return {index for index in known if rows[index]["gate"] == "passed"}
+    if key == "together_mean_ms":
+        shapes = {i: (int(rows[i]["context_length"]), int(rows[i]["d_head"])) for i in known}
+        alike = {i: {j for j in known if rows[j]["precision"] == rows[i]["precision"]} for i in known}
+        return {i for i in known if shapes[i] == max(shapes[j] for j in alike[i])}
+    return known
+
+
+def busy_by_clock(directory: Path, runs: Sequence[Mapping[str, str]]) -> list[tuple[float, bool]]:
+    """Of each profiled step the busy time over the clock's step, and whether the clock's run was launch-bound."""
+    found = []
+    for profiled in some(table(f"{directory.relative_to(DATA)}/phases.csv"), phase="step"):
+        (run,) = [row for row in runs if all(row[key] == profiled[key] for key in row.keys() & profiled.keys())]
+        share = float(profiled["busy_mean_ms"]) / float(run["step_mean_ms"])
+        found.append((share, "launch-bound" in run["warnings"]))
+    return found
+
+
+@pytest.mark.parametrize("directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA)))
+def test_a_headline_says_what_the_published_tables_have(directory: Path, loaded: Load) -> None:
+    """All numbers, the rows that they stand on and the failures, worked out again from the CSV files."""
+    own = loaded(directory)
+    told = headline_of(own, [] if own.sweep is None else times_of(own.sweep))
+    names = [name for name in ("results", "comparison", "ladder", "dtypes") if (directory / f"{name}.csv").exists()]
+    tables = [table(f"{directory.relative_to(DATA)}/{name}.csv") for name in names]
+    numbers = [float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*(?:\.\d+)?", f"{told.text} {told.more}")]
+    covered: dict[str, set[int]] = {}
+    for claim in told.claims:
+        said = claim.value * (100 if claim.key == "busy_share" else 1)
+        assert claim.key == "verdict" or any(number == pytest.approx(said, rel=5e-3) for number in numbers), claim
+        if claim.key in ("limit", "busy_share"):
+            continue
+        rows = next(rows for rows in tables if claim.key in rows[0])
+        if claim.kind == "count":
+            of = "" if claim.of is None else str(claim.of)
+            assert claim.rows == tuple(i for i, row in enumerate(rows) if of in row[claim.key].split(";")), claim
+        else:
+            values = [float(rows[index][claim.key]) for index in claim.rows]
+            assert claim.value == pytest.approx((min if claim.kind == "least" else max)(values), rel=1e-8), claim
+            covered[claim.key] = covered.get(claim.key, set()) | {*claim.rows}
+    for key, rows_of_claims in covered.items():
+        assert rows_of_claims == expected_rows(key, next(rows for rows in tables if key in rows[0])), key
+    failed = Counter(row["status"] for row in tables[0] if row.get("status", "ok") != "ok")
+    assert {str(claim.of): claim.value for claim in told.claims if claim.key == "status"} == failed
+    assert told.claims or names == ["dtypes"]
+    if shares := busy_by_clock(directory, tables[0]) if (directory / "phases.csv").exists() else []:
+        limits = {claim.of: claim.value for claim in told.claims if claim.key == "limit"}
+        assert sum(limits.values()) == len(shares)
+        assert limits["the GPU"] == sum(share >= 0.8 and not is_named for share, is_named in shares)
+        extremes = [claim.value for claim in told.claims if claim.key == "busy_share"]
+        assert extremes == pytest.approx([min(shares)[0], max(shares)[0]], rel=1e-6)
+    if names == ["dtypes"]:
+        quantities = {row["quantity"]: True for row in tables[0]}
+        for row in tables[0]:
+            quantities[row["quantity"]] &= row["dtype"] == "fp32"
+        assert told.text.partition(": ")[2].rstrip(".").split(", ") == [
+            name for name, is_so in quantities.items() if is_so
+        ]
 
 
 DOCUMENTS = (README, RESULTS)

@@ -22,6 +22,7 @@ from cs336_systems.config import (
     Parallel,
     Phase,
     Precision,
+    Profiler,
     RunConfig,
 )
 from cs336_systems.costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
@@ -230,8 +231,10 @@ def _launch_bound(times_s: Sequence[float], launched_s: Mapping[Phase, float], c
     share = sum(launched_s.values()) / statistics.fmean(times_s)
     if share <= MIN_LAUNCHED_SHARE:
         return None
+    is_profiled = config is not None and config.profiler is not Profiler.NONE
+    under = " with the profiler running, which makes launches slower" if is_profiled else ""
     return (
-        f"the CPU is the limit in {_percent(share)} of the step ({', '.join(launched_s)}), "
+        f"the CPU is the limit in {_percent(share)} of the step{under} ({', '.join(launched_s)}), "
         f"so a faster GPU would not help there; use {against_launches(config)}"
     )
 

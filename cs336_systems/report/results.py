@@ -90,9 +90,7 @@ class Results:
         if self.published:
             found[STEPS] = [self.steps]
         if self.kernels:
-            told = findings_section(
-                "kernel_findings", self.kernels, lambda own: kernel_findings(own.profile, own.config)
-            )
+            told = findings_section("kernel_findings", self.kernels, kernel_findings)
             found[KERNELS] = [told, *kernel_sections(self.kernels)]
         if self.memory:
             told = findings_section("memory_findings", self.memory, lambda own: memory_findings(own.profile))

@@ -26,6 +26,7 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.model.fast.choose import fastest
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import explanation_path
@@ -78,13 +79,14 @@ def computing_s(rank: RankTimes, phase: PhaseTimes) -> list[float]:
 
 def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path: Path) -> None:
     slow = replace(WATCHED, model_factory="parallel_models:slow")
-    (_, found), (_, usual) = profiled(tmp_path, slow, replace(WATCHED, model_factory="parallel_models:good"))
+    (record, found), (_, usual) = profiled(tmp_path, slow, replace(WATCHED, model_factory="parallel_models:good"))
     quick, sleeper = sorted(found.ranks, key=lambda rank: rank.rank == FAULTY_RANK)
     longer = statistics.median(sent_s(quick, "exposed_s")) - statistics.median(sent_s(usual.ranks[0], "exposed_s"))
     assert longer == pytest.approx(SLEEP_S, rel=0.05)
     assert statistics.median(sent_s(sleeper, "exposed_s")) < SLEEP_S / 20
     assert statistics.median(quick.waited_s) == pytest.approx(SLEEP_S, rel=0.05)
-    (text,) = [text for text in findings(found, slow) if "Communication takes" in text]
+    entry = Explained(profile=found, profiled=record)
+    (text,) = [text for text in findings(entry) if "Communication takes" in text]
     assert f"wait for rank {FAULTY_RANK} in 4 of 4 steps" in text
 
 

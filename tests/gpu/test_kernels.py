@@ -19,6 +19,7 @@ from cs336_systems.measure.run import measure
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.record import RunRecord, Status
 from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import explanation_path
 from tests.analysis.kernels.tracing import num_matmuls
@@ -132,7 +133,7 @@ def wait_and_sleep() -> None:
 def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, wait_and_sleep))
-    said = " ".join(findings(profile))
+    said = " ".join(findings(Explained(profile=profile)))
     print(said)
     longest = profile.gaps[0]
     assert longest.duration_s == pytest.approx(0.03, rel=0.1)
@@ -145,7 +146,7 @@ def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
 def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> None:
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, lambda: torch.cuda._sleep(100_000_000)))
-    said = " ".join(findings(profile))
+    said = " ".join(findings(Explained(profile=profile)))
     print(said)
     assert "spin_kernel" in said
     assert phase(profile, LaunchPhase.FORWARD).kernel_s > phase(profile, LaunchPhase.BACKWARD).kernel_s
@@ -160,10 +161,10 @@ def test_an_item_in_the_optimizer_is_named(
                 parameter.flatten()[0].item()
 
     config, model = small_model()
-    plain = " ".join(findings(profiled(config, tmp_path, model)[1]))
+    plain = " ".join(findings(Explained(profile=profiled(config, tmp_path, model)[1])))
     after_optimizer(look_at_every_weight)
     _, profile = profiled(config, tmp_path, model)
-    said = " ".join(findings(profile))
+    said = " ".join(findings(Explained(profile=profile)))
     print(said)
     waits = [c for c in profile.host_calls if c.phase is LaunchPhase.OPTIMIZER and "Synchronize" in c.name]
     assert sum(call.count for call in waits) == profile.num_steps * len(list(model.parameters()))
@@ -174,9 +175,9 @@ def test_an_item_in_the_optimizer_is_named(
 
 @pytest.mark.alone
 def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
-    big = " ".join(findings(profiled(config_of("large"), tmp_path)[1]))
+    big = " ".join(findings(Explained(profile=profiled(config_of("large"), tmp_path)[1])))
     _, profile = profiled(config_of("tiny", 64), tmp_path)
-    said = " ".join(findings(profile))
+    said = " ".join(findings(Explained(profile=profile)))
     print(said, big, sep="\n")
     assert "The CPU is the limit" in said
     assert "The CPU is the limit" not in big

@@ -136,15 +136,21 @@ def share_of_adamw() -> float:
 # Where the time goes
 
 
-@claim(RESULTS, r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms, and idle ([\d.]+) %")
+@claim(
+    RESULTS,
+    r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms \(([\d.]+) % of ([\d.]+) ms under the profiler\), and idle "
+    r"at most ([\d.]+) %",
+)
 def idle_in_small() -> Sequence[Value]:
     step = one(linked(RESULTS, "nsys_profiles/train/phases.csv"), size="small", context_length=128, phase="step")
     (path,) = (ROOT / "data/published/nsys_profiles/train/kernels").glob("small_ctx128_*.json")
     profile = read_profile(path)
     assert profile is not None
     late_s = sum(row.total_s for row in profile.idle if row.cause is IdleCause.LATE_LAUNCH)
-    wall_ms = number(step, "wall_mean_ms")
-    return *percents([step], "busy_share"), wall_ms, 100 * late_s * 1e3 / profile.num_steps / wall_ms
+    late_ms, clock_ms = 1e3 * late_s / profile.num_steps, number(step, "clock_mean_ms")
+    busy_ms, wall_ms = number(step, "busy_mean_ms"), number(step, "wall_mean_ms")
+    idle_ms = min(late_ms, clock_ms - busy_ms)
+    return 100 * busy_ms / clock_ms, clock_ms, 100 * busy_ms / wall_ms, wall_ms, 100 * idle_ms / clock_ms
 
 
 # Where the memory goes

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,26 +26,23 @@ from markupsafe import Markup
 from cs336_systems.analysis.kernels.phases import LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import CompileMode, Mode, Phase, Profiler
+from cs336_systems.config import Phase, Profiler
 from cs336_systems.files import write_atomically
-from cs336_systems.record import Environment, RunRecord, Status, WarningCode
-from cs336_systems.report import words
+from cs336_systems.record import Environment, RunRecord, Status
+from cs336_systems.report import headlines, words
 from cs336_systems.report.charts import Bar, Chart, Style, visible
 from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.draw import svg_of
 from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
-from cs336_systems.report.identity import by_name
+from cs336_systems.report.headlines import Headline
 from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
 from cs336_systems.report.section import Section, Table, known, labels, make_table
 from cs336_systems.report.sections.kernels.files import modules_section
-from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
-from cs336_systems.report.sections.kernels.findings import is_launch_bound
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import Explained, phase_rows
 from cs336_systems.report.sections.ladder import ladder_section
 from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
-from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_charts
 from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars
 from cs336_systems.report.words import in_percent, significant
@@ -352,9 +348,9 @@ class Directory:
 
 def page_of(directory: Directory) -> Page:
     """The page of one directory: its answer, where time and memory go, tables, runs, and how it was measured."""
-    sections, results = _sections(directory), directory.results
+    sections = _sections(directory)
     tables = [table for own in sections.values() for section in own for table in section.tables]
-    glance = glance_of(tables) if results is None or directory.sweep is None else glance_at(results)
+    glance = glance_at(directory)
     title = f"{SUBJECTS[directory.subject]}: {directory.path.resolve().name}"
     chapters = list(_chapters(directory, sections, glance, tables))
     return Page(title=title, glance=glance, chapters=chapters)
@@ -507,72 +503,59 @@ def _conditions(environments: Sequence[Environment]) -> Iterator[tuple[str, str]
 
 MAX_SLOWDOWN = 0.10
 """A profiler that makes a step longer by more than this share puts what it says of the step in doubt."""
-MOST_NAMED = 4
-"""Most configurations that the answer names."""
 WHERE = {LaunchPhase.LOSS: str(Phase.FORWARD), LaunchPhase.UNATTRIBUTED: REST}
 """Names of phases of launches, if not their own."""
 
 
-def glance_at(results: Results) -> Glance:
-    """The first screen of the runs of a directory: of their memory, else of their profiles, else of their times."""
-    if results.memory:
-        return _of_memory(results.memory)
-    return _of_profiles(results) if results.kernels else _of_steps(_times(results))
+def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
+    """The headline of the directory's page; the rows are those of its runs."""
+    if directory.study is not None:
+        return headlines.OF_STUDIES[directory.study.subject](directory.study.sections)
+    if directory.climbed is not None:
+        return headlines.of_ladder(directory.climbed.rows)
+    if directory.compared is not None:
+        return headlines.of_comparison(directory.compared, rows)
+    if directory.sweep is not None and directory.sweep.memory:
+        return headlines.of_memory(directory.sweep.memory, rows)
+    if directory.sweep is not None and directory.sweep.kernels:
+        return headlines.of_profiles(directory.sweep.kernels, rows)
+    return headlines.of_steps(rows)
 
 
-def glance_of(tables: Iterable[Table]) -> Glance | None:
-    """The first screen of other results: their first finding; None if they have none."""
-    told = [text for table in tables for text in table.findings]
-    return Glance(answer=told[0]) if told else None
+def glance_at(directory: Directory) -> Glance:
+    """The first screen: the headline, and of runs what their memory, their profiles or their times show."""
+    results = directory.sweep
+    rows = times_of(results) if results is not None else []
+    headline = headline_of(directory, rows)
+    glance = Glance(answer=headline.text, more=headline.more)
+    if results is None:
+        return glance
+    if results.memory and directory.compared is None:
+        return _with_memory(glance, results.memory)
+    if results.kernels and directory.compared is None:
+        return _with_profiles(glance, results, rows)
+    bars = Bars(title=BY_PHASE, bars=phase_bars(rows), styles=PARTS, unit="ms")
+    return replace(glance, bars=[bars], tiles=_tiles(rows), doubts=_doubts(rows), trust=_steady(rows))
 
 
-def _times(results: Results) -> list[Row]:
-    """The configurations without a profiler; if all runs were under one, those of kernels with their times under it."""
-    profiled = [own for own in results.records if own.config.profiler is not Profiler.MEMORY]
+def times_of(results: Results) -> list[Row]:
+    """The configurations without a profiler; if all runs were under one, those of kernels, else those of memory."""
+    profiled = [own for own in results.records if own.config.profiler is not Profiler.MEMORY] or results.records
     return rows_of(results.frame if results.published else to_frame(profiled, results.ceilings))
 
 
-def _of_steps(rows: Sequence[Row]) -> Glance:
-    timed, more = [row for row in rows if row["step_mean_ms"]], ""
-    bars = Bars(title=BY_PHASE, bars=phase_bars(rows), styles=PARTS, unit="ms")
-    if len(timed) > 1:
-        late = [row["config"] for row in timed if WarningCode.LAUNCH_BOUND in codes_of(row)]
-        if late:
-            advice = " Try --compile there." if all(config.compile is CompileMode.NONE for config in late) else ""
-            more = f"The CPU limits {len(late)} of {counted(len(timed), 'step')}, the GPU the others.{advice}"
-        answer = f"A step takes {words.between(by_name(timed, itemgetter('step_mean_ms')), words.milliseconds)}."
-    elif timed:
-        bar = next(bar for bar in bars.bars if bar.parts)
-        parts = ", ".join(f"{name} {words.percent_of(value, bar.length)}" for name, value in bar.parts.items())
-        limit = "; the CPU limits it" if WarningCode.LAUNCH_BOUND in codes_of(timed[0]) else ""
-        answer = f"A step takes {words.milliseconds(timed[0]['step_mean_ms'])}: {parts}{limit}."
-    else:
-        answer = f"No step has a time: {', '.join(dict.fromkeys(bar.failure for bar in bars.bars))}."
-    return Glance(answer=answer, more=more, bars=[bars], tiles=_tiles(rows), doubts=_doubts(rows), trust=_steady(timed))
-
-
-def _of_profiles(results: Results) -> Glance:
-    entries, rows = results.kernels, _times(results)
+def _with_profiles(glance: Glance, results: Results, rows: Sequence[Row]) -> Glance:
+    entries = results.kernels
     wanted = {entry.config.unprofiled for entry in entries if entry.config is not None}
     own = [row for row in rows if row["config"].unprofiled in wanted] or rows
-    if len(entries) == 1:
-        answer, more = _first_sentence(kernel_findings(entries[0].profile, entries[0].config))
-    else:
-        slow = [name for name, entry in zip(labels(entries), entries, strict=True) if is_launch_bound(entry.profile)]
-        named = f" ({', '.join(slow[:MOST_NAMED])}{', ...' * (len(slow) > MOST_NAMED)})" if slow else ""
-        is_on_gpu = entries[0].profile.work is Work.KERNELS
-        limit = f"The CPU limits {len(slow)} of" if slow else f"The {'GPU' if is_on_gpu else 'CPU'} limits all"
-        answer, more = f"{limit} {len(entries)} profiled steps{named}.", ""
     slowed = [row for entry in entries for row in list(phase_rows(entry))[-1:] if row["slowdown"]]
     worst = max((row["slowdown"] for row in slowed), default=1.0)
     doubts = _doubts(own)
     if worst > 1 + MAX_SLOWDOWN:
         doubts.append(f"The profiler made a step up to {words.significant(worst, 3)} times as long as it is without.")
     note = "" if results.published else "with the profiler running"
-    return Glance(
-        answer=answer, more=more, bars=list(_profile_bars(entries)), tiles=_tiles(own, note), doubts=doubts,
-        trust=_steady(own),
-    )  # fmt: skip
+    bars = list(_profile_bars(entries))
+    return replace(glance, bars=bars, tiles=_tiles(own, note), doubts=doubts, trust=_steady(own))
 
 
 def _profile_bars(entries: Sequence[Explained]) -> Iterator[Bars]:
@@ -586,24 +569,15 @@ def _profile_bars(entries: Sequence[Explained]) -> Iterator[Bars]:
         name = WHERE.get(phase.phase, str(phase.phase))
         phases[name] = phases.get(name, 0.0) + sum(phase.wall_s) / profile.num_steps * 1e3
     parts = {name: phases[name] for name in PARTS if phases.get(name)}
-    yield Bars(title="One step by phase", bars=[Bar(name="phases", parts=parts)], styles=PARTS, unit="ms")
+    yield Bars(title="One profiled step by phase", bars=[Bar(name="phases", parts=parts)], styles=PARTS, unit="ms")
     on_device = profile.work is Work.KERNELS
-    title = "by kind of work on the GPU, and how long it is idle" if on_device else "by kind of operator"
+    title = (
+        "the same by kind of work on the GPU, and how long it is idle" if on_device else "the same by kind of operator"
+    )
     yield Bars(title=title, bars=[Bar(name="work", parts=parts_ms(profile))], styles=STYLES, unit="ms")
 
 
-def _of_memory(entries: Sequence[MemoryEntry]) -> Glance:
-    named = labels(entries) if all(entry.config for entry in entries) else [entry.profile.source for entry in entries]
-    peaks = {name: float(entry.profile.peak.allocated_bytes) for name, entry in zip(named, entries, strict=True)}
-    if len(entries) == 1:
-        answer, more = _first_sentence(memory_findings(entries[0].profile))
-        if not more:  # the sentence about the peak goes on with what the bar shows
-            answer = f"{answer.partition('; ')[0].rstrip('.')}."
-    else:
-        answer, more = f"Memory peaks at {words.between(peaks, lambda value: size(round(value)))}.", ""
-    configs = [entry.config for entry in entries]
-    if all(own is not None and own.warmup_steps == 0 and own.mode is Mode.TRAIN for own in configs):
-        more += f"{' ' * bool(more)}It is the first step: later ones hold the optimizer's state from their beginning."
+def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
     charts = peak_charts(entries)
     parts = {
         str(part): num_bytes / words.GIB
@@ -617,20 +591,15 @@ def _of_memory(entries: Sequence[MemoryEntry]) -> Glance:
     checked = check_words(moments) if moments else ""
     off = [text for text in (checked,) if any(map(difference_bytes, moments))]
     where = ", ".join(dict.fromkeys(entry.profile.peak.phase for entry in entries if entry.profile.peak.phase))
+    of = f"of {counted(len(entries), 'recorded run')}{f', in {where}' if where else ''}"
     tiles = [
-        Tile("peak", _bytes(entry.profile.peak.allocated_bytes for entry in entries), where and f"in {where}"),
+        Tile("peak", _bytes(entry.profile.peak.allocated_bytes for entry in entries), of),
         Tile("predicted peak", _bytes(entry.predicted_peak_bytes for entry in entries), "foretold without running"),
         Tile("reserved", _bytes(entry.profile.peak_reserved_bytes for entry in entries), "held by PyTorch at most"),
         Tile("outside of PyTorch", _bytes(entry.profile.outside_bytes for entry in entries), "such as CUDA's context"),
     ]
     bars = [Bars.of(chart) for chart in charts] or [of_one]
-    return Glance(answer=answer, more=more, bars=bars, tiles=tiles, doubts=off, trust=checked)
-
-
-def _first_sentence(found: Sequence[str]) -> tuple[str, str]:
-    """The first sentence of the first finding, and the rest of it."""
-    head, dot, rest = found[0].partition(". ") if found else ("Nothing stands out.", "", "")
-    return f"{head}{dot.strip()}", rest
+    return replace(glance, bars=bars, tiles=tiles, doubts=off, trust=checked)
 
 
 def _tiles(rows: Sequence[Row], note: str = "") -> list[Tile]:
@@ -638,7 +607,9 @@ def _tiles(rows: Sequence[Row], note: str = "") -> list[Tile]:
     step = _range(rows, "step_mean_ms", words.milliseconds)
     if len(rows) == 1 and rows[0]["step_mean_ms"]:
         step = f"{words.mean_and_std(rows[0]['step_mean_ms'], rows[0]['step_std_ms'])} ms"
-    notes = note or ("mean ± standard deviation" if len(rows) == 1 else f"of {counted(len(rows), 'configuration')}")
+    number, whole = len(_timed(rows)), counted(len(rows), "configuration")
+    of = f"of {whole}" if number == len(rows) else f"of {number} of {whole}"
+    notes = note or ("mean ± standard deviation" if len(rows) == 1 else of)
     return [
         Tile("step", step, notes),
         Tile("tokens/s", _range(rows, "tokens_per_s", three_digits), "in a step over its time"),
@@ -668,6 +639,7 @@ def _bytes(values: Iterable[int | None]) -> str:
 
 def _doubts(rows: Sequence[Row]) -> list[str]:
     """How many times are in doubt, and by which warnings."""
+    rows = _timed(rows)
     number = sum(in_doubt(codes_of(row)) for row in rows)
     counts = Counter(code for row in rows for code in codes_of(row) if code in DOUBTFUL)
     told = ", ".join(f"{code} in {count}" if len(rows) > 1 else code for code, count in counts.most_common())
@@ -678,7 +650,12 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
     return [many if len(rows) > 1 else f"The time is in doubt: {told}."]
 
 
+def _timed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["step_mean_ms"] is not None]
+
+
 def _steady(rows: Sequence[Row]) -> str:
+    """That the times are steady; empty without times."""
     spread = max((row["step_cv"] for row in rows if row["step_cv"] is not None), default=None)
     told = "" if spread is None else f"; the standard deviation is at most {words.percent_of(spread)} of the step"
-    return f"No warning puts a time in doubt{told}."
+    return f"No warning puts a time in doubt{told}." if _timed(rows) else ""

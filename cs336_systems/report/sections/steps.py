@@ -9,7 +9,7 @@ import pandas as pd
 
 from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import UNSIZED, Phase, RunConfig
+from cs336_systems.config import UNSIZED, Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
 from cs336_systems.report.columns import VALUES, Row, column, columns_of, three_digits
@@ -55,8 +55,9 @@ def step_answer(frame: pd.DataFrame, record: RunRecord) -> list[str]:
     found = known(columns_of("tokens_per_s", "mfu", "peak_allocated_gib"), [row])
     speed = ", ".join(f"{each.label} {each.cell(row)}" for each in found)
     doubts = ", ".join(w.code for w in record.warnings if w.code in DOUBTFUL)
+    under = "" if record.config.profiler is Profiler.NONE else " with the profiler running"
     return [
-        f"A step takes {column('step_mean_ms').cell(row)} ms: {phases}.",
+        f"A step takes {column('step_mean_ms').cell(row)} ms{under}: {phases}.",
         f"Minimum {low}, median {median}, maximum {high} ms in {counted(len(measured.times_s), 'step')}; {speed}.",
         f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
     ]

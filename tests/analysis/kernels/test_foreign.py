@@ -21,6 +21,7 @@ from cs336_systems.analysis.kernels.phases import RangeNameError, check_names
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336_systems.ranges import PhaseNames
 from cs336_systems.report.sections.kernels.findings import findings
+from cs336_systems.report.sections.kernels.tables import Explained
 from tests.analysis.kernels.kineto_files import Event, complete, write_trace
 from tests.analysis.kernels.tracing import Recording, Span, ns, training, write_export
 
@@ -376,7 +377,7 @@ def test_copies_are_time(name: str, kind: str, advice: str, tmp_path: Path) -> N
     (own, every) = profile.copies
     assert (own.kind, own.count, ns(own.total_s), ns(own.alone_s)) == (kind, 3, 120_000_000, 120_000_000)
     assert replace(own, kind=None) == every
-    first, *others = findings(profile)
+    first, *others = findings(Explained(profile=profile))
     assert first.startswith("Copies limit the step: for 40.0 ms")
     assert advice in first
     assert not any("fp32" in text for text in others)
@@ -405,10 +406,10 @@ def test_a_host_that_runs_ahead_waits_for_nothing(tmp_path: Path) -> None:
     profile = explained(made, tmp_path)
     walls = [round(time_s * 1e6) for time_s in profile.phases[0].wall_s]
     assert walls[1:] == [840] * 7
-    assert "the host runs ahead" in findings(profile)[0]
+    assert "the host runs ahead" in findings(Explained(profile=profile))[0]
     assert profile.pictured is not None
     assert profile.pictured.wall_s == pytest.approx(840e-6, abs=7e-6)
-    assert not any("waiting for launches" in text for text in findings(profile))
+    assert not any("waiting for launches" in text for text in findings(Explained(profile=profile)))
 
 
 def test_one_gap_is_told_apart_from_many(tmp_path: Path) -> None:
@@ -425,10 +426,10 @@ def test_one_gap_is_told_apart_from_many(tmp_path: Path) -> None:
     profile = explained(stepped([kernels, gap, kernels], 1), tmp_path)
     (between,) = (row for row in profile.idle if row.cause is IdleCause.BETWEEN_KERNELS)
     assert (ns(between.median_s or 0), ns(between.longest_s or 0)) == (1_000, 40_001_000)
-    text = findings(profile)[1]
+    text = findings(Explained(profile=profile))[1]
     assert "One idle time of 40.0 ms stands out" in text
     assert "not at fault" in text
-    assert not any("torch.compile" in text for text in findings(profile))
+    assert not any("torch.compile" in text for text in findings(Explained(profile=profile)))
 
 
 def shifted(event: Event) -> None:
@@ -461,7 +462,7 @@ def test_what_cannot_be_is_said(
     profile = explained(made, tmp_path)
     (doubt,) = (text for text in profile.doubts if words in text)
     assert doubt.startswith(f"{count} ")
-    assert "doubt" in findings(profile)[0]
+    assert "doubt" in findings(Explained(profile=profile))[0]
     assert profile.num_kernels == 84 - (0 if change else 5)
     assert explained(plain_loop(), tmp_path).doubts == ()
 

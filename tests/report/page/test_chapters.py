@@ -111,7 +111,7 @@ def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_r
         ("study", attention, [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]]),
         ("study", ceilings.make_whole, [["FLOPs per byte", "fp32", "bf16"]]),
         ("study", lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
-         [["gelu", "fused", "4.00"]]),
+         [["gelu", "must move", "4.00"]]),
     ],
 )  # fmt: skip
 def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:

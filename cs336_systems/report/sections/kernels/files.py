@@ -44,8 +44,8 @@ def tables_of(entries: Sequence[Explained]) -> list[Table]:
 
 def answer_of(entry: Explained) -> list[str]:
     """The lines before the tables: the answer in three sentences, then further findings."""
-    first = answer(entry.profile, entry.config)
-    further = [f"- {text}" for text in findings(entry.profile, entry.config) if text not in first]
+    first = answer(entry)
+    further = [f"- {text}" for text in findings(entry) if text not in first]
     return [*first, *(["", *further] if further else [])]
 
 
@@ -85,7 +85,7 @@ def _noted_once(tables: Iterable[Table]) -> list[Table]:
 
 
 def _findings(entry: Explained) -> Table:
-    return findings_table(findings(entry.profile, entry.config), "Nothing stands out.")
+    return findings_table(findings(entry), "Nothing stands out.")
 
 
 def sections_of(entries: Sequence[Explained]) -> list[Section]:
@@ -246,7 +246,7 @@ def idle_section(profile: StepProfile) -> Section:
         "phase", "cause", "idle_ms_per_step", "share_of_wall", column("count_per_step", name="times", drop_order=2),
         "median_s", Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6),
     )  # fmt: skip
-    notes = ["Per step; % of the step's wall time. A time belongs to the phase of the kernel that ended it."]
+    notes = ["Per profiled step, and % of its wall time. A time belongs to the phase of the kernel that ended it."]
     table = make_table("Idle times of the GPU", shown, rows, notes)
     keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
     return Section(name="idle", tables=(table,), rows=rows[:-1], keys=keys)

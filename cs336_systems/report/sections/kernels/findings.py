@@ -1,20 +1,25 @@
 """Sentences about what limits a profiled step, and about what takes time in it that can be saved.
 
-All numbers are per step. A finding is reported only if it costs at least the share that its threshold below gives.
+All numbers are per step. Where a run without a profiler timed the step, shares and gains are of that time: a profiler
+makes launches slower, so that its step has more idle time. A finding is reported only if it costs at least the share
+that its threshold below gives.
 """
 
 import math
 import re
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import TypeAlias
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, Work
 from cs336_systems.analysis.warnings import OF_PRECISION, Remedy, against_launches, remedies
-from cs336_systems.config import Precision, RunConfig
+from cs336_systems.config import Precision
 from cs336_systems.costs.hardware import faster_precisions, find_device
+from cs336_systems.record import WarningCode
 from cs336_systems.report.sections.kernels.tables import (
+    Explained,
     added,
     collectives_s,
     copies_alone_s,
@@ -23,17 +28,16 @@ from cs336_systems.report.sections.kernels.tables import (
     num_launches,
     path_text,
     terms,
-    wall_s,
 )
 from cs336_systems.report.words import label, percent_of, significant
 
 MIN_LATE_SHARE = 0.2
-"""Share of the wall time that the GPU is idle because the next kernel was launched late. A step that the GPU limits has
+"""Share of the step that the GPU is idle because the next kernel was launched late. A step that the GPU limits has
 a percent or two, at its start; one that the CPU limits half and more."""
 MIN_BUSY_SHARE = 0.8
-"""Smallest share of the wall time that the GPU must be busy to be called the limit of the step."""
+"""Smallest share of the step that the GPU must be busy to be called the limit of the step."""
 MIN_SHARE = 0.01
-"""Smallest reported share of a step: of idle times in the wall time (a hiccup of a millisecond in ten steps stays
+"""Smallest reported share of a step: of idle times in the step (a hiccup of a millisecond in ten steps stays
 below), of kernels in no phase or of unknown class in the kernels' time, of communication and its exposed part."""
 MIN_LARGE_SHARE = 0.25
 """Smallest reported share of what every step has some of: of kernels that move values in forward and backward, of fp32
@@ -44,7 +48,7 @@ MIN_GAP_SHARE, TIMES_MEDIAN, MAX_GAPS = 0.05, 10, 2
 """An idle time stands out from this share of a step and this many times the median of its phase and cause; the two
 longest are told."""
 MIN_OPTIMIZER_SHARE = 0.1
-"""Smallest reported share of the wall time. A fused AdamW moves 28 bytes a parameter, a few percent of a step."""
+"""Smallest reported share of the step. A fused AdamW moves 28 bytes a parameter, a few percent of a step."""
 
 WHERE = {
     LaunchPhase.FORWARD: "forward",
@@ -78,12 +82,12 @@ Finding: TypeAlias = tuple[float, str]
 """The time over all steps that a problem costs, and a sentence."""
 
 
-def findings(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
+def findings(entry: Explained) -> tuple[str, ...]:
     """Sentences in order: what limits the step, what idle time costs it at most, then the rest, the largest cost first.
 
-    With the `config` of the run, the advice leaves out what the run does already.
+    Where the configuration of the run is known, the advice leaves out what the run does already.
     """
-    own = _Findings(profile, config)
+    own = _Findings(entry)
     long = [*own.late_phases(), *own.waits(), *own.pauses(), *own.unknown(), *own.unattributed(), *own.communication(),
             *own.copies(), *own.full_precision(), *own.optimizer(), *own.moving()]  # fmt: skip
     by_cost = sorted(long, key=lambda finding: -finding[0])
@@ -94,38 +98,90 @@ ANSWER = 3
 """Number of sentences that answer where the time goes, before all tables."""
 
 
-def answer(profile: StepProfile, config: RunConfig | None = None) -> tuple[str, ...]:
+def answer(entry: Explained) -> tuple[str, ...]:
     """The first ANSWER sentences; where there are fewer findings, which kernel and which phase take longest."""
-    own, found = _Findings(profile, config), findings(profile, config)
-    return (*found, *own.longest())[:ANSWER]
+    return (*findings(entry), *_Findings(entry).longest())[:ANSWER]
 
 
-def is_launch_bound(profile: StepProfile) -> bool:
-    """Whether the device often has nothing to run because the host launches too slowly."""
-    return idle(profile, IdleCause.LATE_LAUNCH).total_s >= MIN_LATE_SHARE * wall_s(profile) > 0
+class Limit(StrEnum):
+    """What limits a step on a GPU."""
+
+    GPU = "the GPU"
+    LAUNCHES = "the host's launches"
+    COPIES = "copies"
+    COMMUNICATION = "communication"
+    IDLE = "idle times of several causes"
+    DOUBT = "in doubt"
+
+
+def limit_of(entry: Explained) -> Limit | None:
+    """What limits the step; None for a trace of a CPU or without time."""
+    limit = _limit(entry)
+    return Limit.DOUBT if limit is not None and _doubts(entry, limit) else limit
+
+
+def _limit(entry: Explained) -> Limit | None:
+    """What limits the step, if nothing puts the times in doubt."""
+    profile, span = entry.profile, entry.span()
+    if profile.work is not Work.KERNELS or not span.whole_s:
+        return None
+    is_busy = span.busy_s >= MIN_BUSY_SHARE * span.whole_s
+    if late_s(entry) >= MIN_LATE_SHARE * span.whole_s or (_was_launch_bound(entry) and not is_busy):
+        return Limit.LAUNCHES
+    if copies_alone_s(profile) >= MIN_LATE_SHARE * span.whole_s:
+        return Limit.COPIES
+    if not is_busy:
+        return Limit.IDLE
+    computing_s = span.busy_s - collectives_s(profile, exposed=True)
+    return Limit.GPU if computing_s >= MIN_BUSY_SHARE * span.whole_s else Limit.COMMUNICATION
+
+
+def late_s(entry: Explained, phase: LaunchPhase | None = None) -> float:
+    """Idle time because of late launches in the step or phase.
+
+    By the clock without a profiler it is what the other causes, which a profiler makes no shorter, leave of the time
+    that the device does not work.
+    """
+    span, rows = entry.span(phase), [row for row in entry.profile.idle if phase in (None, row.phase)]
+    late = added(row for row in rows if row.cause is IdleCause.LATE_LAUNCH).total_s
+    others = added(row for row in rows if row.cause is not IdleCause.LATE_LAUNCH).total_s
+    return min(late, max(span.idle_s - others, 0.0)) if span.by_clock else late
+
+
+def _was_launch_bound(entry: Explained) -> bool:
+    """Whether the record of the run without a profiler says that its launches were the limit."""
+    return entry.plain is not None and WarningCode.LAUNCH_BOUND in {warning.code for warning in entry.plain.warnings}
+
+
+def _doubts(entry: Explained, limit: Limit) -> list[str]:
+    """Why it is not sure that this limits the step."""
+    differs = _was_launch_bound(entry) and limit is not Limit.LAUNCHES
+    of_clock = "by its own clock the run without a profiler was limited by its launches (launch-bound)"
+    return [*entry.profile.doubts, *([of_clock] if differs else [])]
 
 
 class _Findings:
     """Makes the findings of one profile. Times are sums over all steps; sentences give them per step."""
 
-    def __init__(self, profile: StepProfile, config: RunConfig | None) -> None:
-        """The `config` is that of the run, if it is known."""
-        self.profile, self.config = profile, config
+    def __init__(self, entry: Explained) -> None:
+        self.entry, self.profile, self.config = entry, entry.profile, entry.config
+        profile = entry.profile
         self.item, self.time = terms(profile)
         self.on_device = profile.work is Work.KERNELS
-        self.wall_s, self.kernel_s = wall_s(profile), kernel_s(profile)
+        self.span, self.kernel_s = entry.span(), kernel_s(profile)
+        self.step_s = self.span.whole_s
         self.kernels = [row for row in profile.kernels if row.phase is None]
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
-        if self.copies_s and self.copies_s >= MIN_SHARE * self.wall_s:
+        if self.copies_s and self.copies_s >= MIN_SHARE * self.step_s:
             self.time = "kernels' time"  # not all of the GPU's
 
     def ms(self, total_s: float) -> str:
         """The time per step, of a time over all steps."""
         return _ms(total_s / self.profile.num_steps)
 
-    def of_wall(self, total_s: float) -> str:
-        """Share of the wall time."""
-        return percent_of(total_s, self.wall_s)
+    def of_step(self, total_s: float) -> str:
+        """Share of the step, of which nothing is more than the whole."""
+        return percent_of(min(total_s, self.step_s), self.step_s)
 
     def of_work(self, total_s: float) -> str:
         """Share of the time of all kernels or operators, as `40 % of the GPU time`."""
@@ -150,41 +206,44 @@ class _Findings:
                     f"The operator {label(row.short_name)} ({row.kind}) takes {self.of_work(row.total_s)}, "
                     f"{self.ms(row.total_s)} in {self.count(row.count, 'call')}."
                 )
-        if not self.on_device or not self.wall_s:
-            return
-        verdict = self.verdict()
-        if self.profile.doubts:
-            verdict = (
-                f"In doubt is what limits the step: {'; '.join(self.profile.doubts)}. By the file's times: {verdict}"
-            )
-        yield verdict
+        if (limit := _limit(self.entry)) is not None:
+            verdict = self.verdict(limit)
+            if doubts := _doubts(self.entry, limit):
+                verdict = f"In doubt is what limits the step: {'; '.join(doubts)}. By the file's times: {verdict}"
+            yield verdict
 
-    def verdict(self) -> str:
-        """What limits the step on a GPU."""
-        busy_s = sum(sum(phase.busy_s) for phase in self.profile.phases)
-        late_s, host_s = idle(self.profile, IdleCause.LATE_LAUNCH).total_s, sum(self.profile.step_s)
-        told = f"{self.of_wall(busy_s)} of the step's {self.ms(self.wall_s)}"
-        if late_s >= MIN_SHARE * self.wall_s:
-            told += f", and idle {self.of_wall(late_s)} because the next kernel was not launched yet"
+    def verdict(self, limit: Limit) -> str:
+        """What limits the step on a GPU, with the profiler's own times beside those of the clock."""
+        late = idle(self.profile, IdleCause.LATE_LAUNCH).total_s
+        told = f"{percent_of(self.span.busy_share)} of the step's {self.ms(self.step_s)}"
+        at_most = ""
+        if self.span.by_clock:
+            profiled_s, at_most = self.span.profiled_s, "at most "
+            told += f" ({percent_of(self.span.busy_s, profiled_s)} of {self.ms(profiled_s)} under the profiler)"
+        if late >= MIN_SHARE * self.step_s:
+            late_share = self.of_step(self.span.gain_s(late))
+            told += f", and idle {at_most}{late_share} because the next kernel was not launched yet"
         told += "."
-        if is_launch_bound(self.profile):
+        if limit is Limit.LAUNCHES:
+            slower = "" if self.span.by_clock else " A profiler makes each launch slower: without one it is less."
             return (
-                f"The CPU is the limit: the GPU is busy {told}{self.launch_cost()} A profiler makes each launch "
-                f"slower: without one it is less. A faster GPU does not help; use {against_launches(self.config)}."
+                f"The CPU is the limit: the GPU is busy {told}{self.launch_cost()}{slower} A faster GPU does not help; "
+                f"use {against_launches(self.config)}."
             )
-        if self.copies_s >= MIN_LATE_SHARE * self.wall_s:
+        if limit is Limit.COPIES:
             return (
-                f"Copies limit the step: for {self.ms(self.copies_s)} of {self.ms(self.wall_s)} the GPU copies and "
+                f"Copies limit the step: for {self.ms(self.copies_s)} of {self.ms(self.step_s)} the GPU copies and "
                 f"runs no kernel{self.copy_advice()}."
             )
-        if busy_s < MIN_BUSY_SHARE * self.wall_s:
+        if limit is Limit.IDLE:
             return f"The GPU is busy only {told}"
-        if busy_s - collectives_s(self.profile, exposed=True) < MIN_BUSY_SHARE * self.wall_s:
+        if limit is Limit.COMMUNICATION:
             return f"Communication is a limit: the GPU computes less than it seems to. It is busy {told}"
-        if host_s < MIN_BUSY_SHARE * self.wall_s:
+        host_s = sum(self.profile.step_s)
+        if not self.span.by_clock and host_s < MIN_BUSY_SHARE * self.step_s:
             return (
-                f"The GPU is the limit, and the host runs ahead of it: it is busy {self.of_wall(busy_s)} of the "
-                f"{self.ms(self.wall_s)} from step to step, while the host's step lasts {self.ms(host_s)}."
+                f"The GPU is the limit, and the host runs ahead of it: it is busy {self.of_step(self.span.busy_s)} of "
+                f"the {self.ms(self.step_s)} from step to step, while the host's step lasts {self.ms(host_s)}."
             )
         return f"The GPU is the limit: it is busy {told}"
 
@@ -203,7 +262,7 @@ class _Findings:
 
     def copies(self) -> Iterator[Finding]:
         """Copies that do not limit the step, and cost time in which no kernel runs."""
-        if self.profile.copies and MIN_SHARE * self.wall_s <= self.copies_s < MIN_LATE_SHARE * self.wall_s:
+        if self.profile.copies and MIN_SHARE * self.step_s <= self.copies_s < MIN_LATE_SHARE * self.step_s:
             text = f"For {self.ms(self.copies_s)} of the step the GPU copies and runs no kernel{self.copy_advice()}."
             yield self.copies_s, text
 
@@ -222,7 +281,7 @@ class _Findings:
     def standing_out(self) -> list[Gap]:
         """Idle times that are much longer than others of their phase and cause, and a part of a step."""
         medians = {(row.phase, row.cause): row.median_s for row in self.profile.idle}
-        least_s = MIN_GAP_SHARE * self.wall_s / self.profile.num_steps
+        least_s = MIN_GAP_SHARE * self.span.profiled_s / self.profile.num_steps
         return [gap for gap in self.profile.gaps if gap.duration_s >= max(
                 least_s, TIMES_MEDIAN * (medians.get((gap.phase, gap.cause)) or math.inf))]  # fmt: skip
 
@@ -249,8 +308,9 @@ class _Findings:
             return ""
         host_s = sum(sum(phase.host_s) for phase in self.profile.phases)
         kernel_s = self.kernel_s / max(num_launches(*self.profile.phases), 1)
+        who = "Under the profiler the CPU" if self.span.by_clock else "The CPU"
         return (
-            f" The CPU takes {_us(host_s / calls.count)} per launch, {_us(calls.total_s / calls.count)} of it in "
+            f" {who} takes {_us(host_s / calls.count)} per launch, {_us(calls.total_s / calls.count)} of it in "
             f"CUDA's own call; a kernel runs {_us(kernel_s)} on average."
         )
 
@@ -261,27 +321,29 @@ class _Findings:
             cause: idle(self.profile, cause).total_s - sum(gap.duration_s for gap in apart if gap.cause is cause)
             for cause in _BOUNDS
         }
-        told = []
+        told, gains_s = [], {cause: self.span.gain_s(time_s) for cause, time_s in lost_s.items()}
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
-            if lost_s[cause] >= MIN_SHARE * self.wall_s > 0:
+            if gains_s[cause] >= MIN_SHARE * self.step_s > 0:
                 without_what, remedy = _BOUNDS[cause]
                 flags = self.advice(remedy) if remedy else ""
-                told.append(f"{self.ms(lost_s[cause])} less without {without_what}{flags}")
+                told.append(f"{self.ms(gains_s[cause])} less without {without_what}{flags}")
         if told:
-            yield f"The step would take at most {', '.join(told)}."
+            is_more = self.span.by_clock and sum(gains_s.values()) > self.span.idle_s
+            in_all = f", and in all at most {self.ms(self.span.idle_s)} less" if len(told) > 1 and is_more else ""
+            yield f"The step would take at most {', '.join(told)}{in_all}."
 
     def late_phases(self) -> Iterator[Finding]:
         """Phases that the host limits, in a step that it does not limit."""
-        for phase in self.profile.phases if not is_launch_bound(self.profile) else ():
-            late_s, whole_s = idle(self.profile, IdleCause.LATE_LAUNCH, phase.phase).total_s, sum(phase.wall_s)
+        for phase in self.profile.phases if _limit(self.entry) is not Limit.LAUNCHES else ():
+            lost_s, whole_s = late_s(self.entry, phase.phase), self.entry.span(phase.phase).whole_s
             # every step starts idle, because nothing is launched yet; so it must also matter for the whole step
-            if late_s >= MIN_LATE_SHARE * whole_s > 0 and late_s >= MIN_SHARE * self.wall_s:
+            if lost_s >= MIN_LATE_SHARE * whole_s > 0 and lost_s >= MIN_SHARE * self.step_s:
                 text = (
                     f"In {WHERE[phase.phase]} the CPU is the limit: of {self.ms(whole_s)} the GPU is idle "
-                    f"{percent_of(late_s, whole_s)}, because the next of its "
+                    f"{percent_of(lost_s, whole_s)}, because the next of its "
                     f"{self.count(num_launches(phase), 'kernel')} was not launched yet."
                 )
-                yield late_s, text
+                yield lost_s, text
 
     def waits(self) -> Iterator[Finding]:
         """Synchronisations within a phase that has kernels. None is needed, so each is reported."""
@@ -292,7 +354,7 @@ class _Findings:
             waits = [call for call in calls if not (call.is_launch and call.name.endswith("Async"))]
             if not (count := added(waits).count):
                 continue
-            lost_s = idle(self.profile, IdleCause.HOST_WAITED, phase).total_s
+            lost_s = self.span.gain_s(idle(self.profile, IdleCause.HOST_WAITED, phase).total_s)
             names = ", ".join(dict.fromkeys(label(call.name) for call in waits))
             copies = " after a copy to the host" if len(waits) < len(calls) else ""
             is_for_all = all(call.name.endswith("DeviceSynchronize") for call in waits)
@@ -307,8 +369,8 @@ class _Findings:
     def pauses(self) -> Iterator[Finding]:
         """Times in which the host did nothing with CUDA, by phase, with the longest of them."""
         for phase in WHERE:
-            paused_s = idle(self.profile, IdleCause.HOST_PAUSE, phase).total_s
-            if not paused_s or paused_s < MIN_SHARE * self.wall_s:
+            paused_s = self.span.gain_s(idle(self.profile, IdleCause.HOST_PAUSE, phase).total_s)
+            if not paused_s or paused_s < MIN_SHARE * self.step_s:
                 continue
             gaps = [gap for gap in self.profile.gaps if gap.cause is IdleCause.HOST_PAUSE and gap.phase is phase]
             longest = ""
@@ -348,11 +410,11 @@ class _Findings:
     def communication(self) -> Iterator[Finding]:
         """Time in which collectives run, what of it is exposed, and the rank for which the others wait."""
         ran_s, lost_s = (collectives_s(self.profile, exposed=exposed) for exposed in (False, True))
-        if ran_s and ran_s >= MIN_SHARE * self.wall_s:
-            is_large = lost_s >= MIN_SHARE * self.wall_s
+        if ran_s and ran_s >= MIN_SHARE * self.step_s:
+            is_large = lost_s >= MIN_SHARE * self.step_s
             more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}" if is_large else "."
             text = (
-                f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, {self.of_wall(lost_s)} of "
+                f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, {self.of_step(lost_s)} of "
                 f"the step, the GPU computes nothing{more}"
             )
             yield lost_s, text
@@ -395,13 +457,13 @@ class _Findings:
     def optimizer(self) -> Iterator[Finding]:
         """A large optimizer."""
         phases = [phase for phase in self.profile.phases if phase.phase is LaunchPhase.OPTIMIZER]
-        whole_s = sum(sum(phase.wall_s) for phase in phases)
-        if whole_s and whole_s >= MIN_OPTIMIZER_SHARE * self.wall_s:
+        whole_s = self.entry.span(LaunchPhase.OPTIMIZER).whole_s if phases else 0.0
+        if whole_s and whole_s >= MIN_OPTIMIZER_SHARE * self.step_s:
             own = [row for row in self.profile.classes if row.phase is LaunchPhase.OPTIMIZER]
             fused_s = added(row for row in own if row.kind is KernelClass.OPTIMIZER).total_s
             flags = self.advice(Remedy.OPTIMIZER) if fused_s < added(own).total_s / 2 else ""
             text = (
-                f"The optimizer takes {self.ms(whole_s)}, {self.of_wall(whole_s)} of the step, in "
+                f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the step, in "
                 f"{self.count(num_launches(*phases), self.item)}{flags}."
             )
             yield whole_s, text

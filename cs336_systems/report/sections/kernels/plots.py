@@ -77,7 +77,7 @@ def _busiest(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
 
 def _title(profile: StepProfile, step: PicturedStep) -> str:
     device = "GPU" if profile.work is Work.KERNELS else "CPU"
-    what = "The whole trace" if profile.is_whole_trace else "One step"
+    what = "The whole trace" if profile.is_whole_trace else "One profiled step"
     busy_s = sum(phase.busy_s[step.step] for phase in profile.phases)
     busy = f", {100 * busy_s / step.wall_s:.0f} % busy" if device == "GPU" and step.wall_s else ""
     return f"{what} on the {device}: {significant(step.wall_s * 1e3, 3)} ms{busy}"
@@ -214,8 +214,8 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         whole_ms = sum(parts.values()) or 1.0
         parts = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
         bars.append(Bar(name=name, parts=parts, words=f"{significant(step_ms, 3)} ms"))
-    return _chart("configurations", "Where the time of a step goes, by configuration", bars, profiles, STYLES,
-                  "share of the step (%); its time is on the right")  # fmt: skip
+    return _chart("configurations", "Where the time of a profiled step goes, by configuration", bars, profiles, STYLES,
+                  "share of the step under the profiler (%); its time is on the right")  # fmt: skip
 
 
 def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
@@ -234,8 +234,8 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         }  # fmt: skip
         words = f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
         bars.append(Bar(name=name, parts=parts, words=words))
-    return _chart("communication", "How much of the communication is hidden behind computing", bars, shared,
-                  COMMUNICATION, "time of a step on the device (ms)")  # fmt: skip
+    return _chart("communication", "How much of a profiled step's communication is hidden", bars, shared,
+                  COMMUNICATION, "time of a step on the device, under the profiler (ms)")  # fmt: skip
 
 
 def _chart(

@@ -30,6 +30,33 @@ WHOLE_STEP = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """How long a step or a phase lasts, and how long the device works in it; sums over all steps of the profile."""
+
+    whole_s: float
+    """By the clock of the run without a profiler; of the profile itself where no such run is known."""
+    busy_s: float
+    """How long kernels and copies run, as the profile has it: a profiler slows the host, not the kernels."""
+    profiled_s: float
+    """How long the profile itself lasts."""
+    by_clock: bool
+
+    @property
+    def idle_s(self) -> float:
+        """What the device does not work. No remedy against idle time can gain more than that."""
+        return max(self.whole_s - self.busy_s, 0.0)
+
+    @property
+    def busy_share(self) -> float:
+        """The part in which the device works, at most 1; 0 of nothing."""
+        return min(self.busy_s / self.whole_s, 1.0) if self.whole_s else 0.0
+
+    def gain_s(self, lost_s: float) -> float:
+        """The most that can be gained without this much idle time in the profile, which a profiler makes longer."""
+        return min(lost_s, self.idle_s) if self.by_clock else lost_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
     """One explained trace, with the record of its run and that of the same run without a profiler, if known."""
 
@@ -59,6 +86,20 @@ class Explained:
         found = [None if record is None else record.measurement(each) for each in phases]
         means_s = [measured.mean_s for measured in found if measured is not None]
         return sum(means_s) if found[0] is not None else None
+
+    def span(self, phase: LaunchPhase | None = None) -> Span:
+        """The span of the step, or of one phase. The clock timed no warm-up steps, and no file without steps."""
+        name = Phase.STEP if phase is None else phase
+        is_timed = name in set(Phase) and not (self.profile.is_warmup or self.profile.is_whole_trace)
+        clock_s = self.clock_s(Phase(name), self.plain) if is_timed else None
+        parts = [part for part in self.profile.phases if phase in (None, part.phase)]
+        profiled_s = sum(sum(part.wall_s) for part in parts)
+        return Span(
+            whole_s=profiled_s if clock_s is None else clock_s * self.profile.num_steps,
+            busy_s=sum(sum(part.busy_s) for part in parts),
+            profiled_s=profiled_s,
+            by_clock=clock_s is not None,
+        )
 
 
 def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Explained]:
@@ -222,7 +263,9 @@ def phases(entries: Sequence[Explained]) -> Section:
            column("copies_per_step", drop_order=10)] if is_single else []),
         column("recomputed_mean_ms", std="recomputed_std_ms"), "clock_mean_ms", "wall_over_clock", "slowdown",
     )  # fmt: skip
-    notes = _of_one_trace(entries[0].profile) if is_single else ()
+    notes = [*_of_one_trace(entries[0].profile)] if is_single else []
+    if any(entry.plain for entry in entries):
+        notes.append("The clock ran without a profiler; all other times, and GPU busy, are those under it.")
     return over_configurations("phases", "Phases of a step", rows, shown, _PHASE_CSV, notes, shown=is_shown)
 
 

@@ -1,15 +1,19 @@
 """Known causes in hand-made profiles (see profiles.py), each named with its numbers, and nothing else named."""
 
+import random
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
-from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, RunConfig
-from cs336_systems.report.sections.kernels.findings import findings, is_launch_bound
-from tests.report.making import H200, make_config
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, Profiler, RunConfig
+from cs336_systems.record import WarningCode
+from cs336_systems.report.sections.kernels import findings as of_kernels
+from cs336_systems.report.sections.kernels.findings import Limit, limit_of
+from cs336_systems.report.sections.kernels.tables import Explained
+from tests.report.making import H200, make_config, make_record
 from tests.report.sections.kernels.profiles import (
     BACKWARD,
     FILL,
@@ -48,6 +52,11 @@ def quiet(**changes):
         "kernels": make_kernels(names), "classes": make_classes(names), "idle": (), "gaps": (),
         "host_calls": (make_call("cudaLaunchKernel", FORWARD, 18, 0.1, is_launch=True),), **changes,
     })  # fmt: skip
+
+
+def findings(profile, config=None):
+    """Of a trace without a record, or with that of its run."""
+    return of_kernels.findings(Explained(profile=profile, profiled=config and make_record(config, (0.1,))))
 
 
 def said(profile, config=None):
@@ -133,7 +142,7 @@ def test_nothing_stands_out_where_nothing_is_wrong() -> None:
 @pytest.mark.parametrize(("late_ms", "is_limit"), [(9.9, False), (10.1, True)])
 def test_the_cpu_is_the_limit_from_a_fifth_of_the_time(late_ms: float, is_limit: bool) -> None:
     profile = quiet(idle=(make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, late_ms),))
-    assert is_launch_bound(profile) is is_limit
+    assert (limit_of(Explained(profile=profile)) is Limit.LAUNCHES) is is_limit
     assert (CPU_IS_THE_LIMIT in said(profile)) is is_limit
 
 
@@ -300,3 +309,77 @@ def test_the_operator_that_takes_the_time_of_a_cpu_is_named() -> None:
     first = findings(make_cpu_profile())[0]
     assert first == "The operator aten::mm (matrix product) takes 60.0 % of the CPU time, 18.0 ms in 9 calls."
     assert "GPU" not in said(make_cpu_profile())
+
+
+# Profiles of steps that a clock timed too
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Two steps of which all is known, in milliseconds: how long the GPU works and idles, with and without a profiler.
+
+    The host needs `launching` for its launches, and a profiler makes that `slowdown` times as much. The GPU waits for
+    what the host needs longer than the GPU works.
+    """
+
+    busy: float
+    launching: float
+    slowdown: float
+    others: dict[IdleCause, float]
+    is_named: bool
+    """The record of the run without a profiler says that it was launch-bound."""
+
+    def late(self, slowdown: float = 1.0) -> float:
+        return max(slowdown * self.launching - self.busy, 0.0)
+
+    def whole(self, slowdown: float = 1.0) -> float:
+        return self.busy + self.late(slowdown) + sum(self.others.values())
+
+    @property
+    def limit(self) -> Limit:
+        """What limits the step without a profiler."""
+        late_share, busy_share = self.late() / self.whole(), self.busy / self.whole()
+        if late_share >= 0.2 or (self.is_named and busy_share < 0.8):
+            return Limit.LAUNCHES
+        if self.is_named:
+            return Limit.DOUBT
+        return Limit.GPU if busy_share >= 0.8 else Limit.IDLE
+
+    def entry(self, config: RunConfig = PLAIN) -> Explained:
+        late = {IdleCause.LATE_LAUNCH: self.late(self.slowdown)}
+        idle = tuple(make_idle(BACKWARD, cause, 2, 2 * time_ms) for cause, time_ms in (late | self.others).items())
+        names = {BACKWARD: ((GEMM_BF16, 8, 2 * self.busy),)}
+        wall_ms = self.whole(self.slowdown)
+        phase = make_phase(BACKWARD, (4, 4), (self.busy,) * 2, (wall_ms,) * 2, (wall_ms,) * 2)
+        profile = quiet(phases=(phase,), idle=idle, kernels=make_kernels(names), classes=make_classes(names))
+        codes = (WarningCode.LAUNCH_BOUND,) if self.is_named else ()
+        plain = make_record(config, (self.whole() / 1e3,) * 3, codes=codes)
+        profiled = make_record(replace(config, profiler=Profiler.NSYS), (wall_ms / 1e3,) * 3)
+        return Explained(profile=profile, plain=plain, profiled=profiled)
+
+
+def draw(rng: random.Random) -> Drawn:
+    causes = rng.sample([cause for cause in IdleCause if cause is not IdleCause.LATE_LAUNCH], rng.randrange(5))
+    busy = rng.uniform(1, 100)
+    others = {cause: busy * rng.choice((0.001, 0.03, 0.1, 0.3)) * rng.random() for cause in causes}
+    return Drawn(busy, busy * rng.uniform(0.2, 2), rng.uniform(1, 3), others, rng.random() < 0.2)
+
+
+def test_verdict_share_and_gains_are_those_of_the_step_without_a_profiler() -> None:
+    """300 drawn steps. All numbers have three digits, so that half a percent is allowed."""
+    rng = random.Random(58)
+    for drawn in (draw(rng) for _ in range(300)):
+        entry = drawn.entry()
+        verdict, *others = of_kernels.findings(entry)
+        assert limit_of(entry) is drawn.limit, (drawn, verdict)
+        share, step_ms = re.findall(r"busy (?:only )?([\d.]+) % of the step's ([\d.]+) ms", verdict)[0]
+        assert float(share) == pytest.approx(100 * drawn.busy / drawn.whole(), rel=5e-3)
+        assert float(step_ms) == pytest.approx(drawn.whole(), rel=5e-3)
+        most = 1.005 * (drawn.whole() - drawn.busy)
+        gains = {cause: f"less without {words}" for cause, (words, _) in of_kernels._BOUNDS.items()}
+        told = next((text for text in others if "at most" in text), "")
+        for cause, true_ms in ({IdleCause.LATE_LAUNCH: drawn.late()} | drawn.others).items():
+            said = [float(ms) for ms in re.findall(rf"([\d.]+) ms {gains[cause]}", told)]
+            assert all(0 <= ms <= most and ms >= 0.995 * true_ms for ms in said), (drawn, told)
+            assert said or true_ms <= 0.01 * drawn.whole(), (drawn, told)
+        assert all(float(ms) <= most for ms in re.findall(r"([\d.]+) ms less", told)), (drawn, told)
