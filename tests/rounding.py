@@ -24,7 +24,7 @@ def unit(dtype: torch.dtype) -> float:
 
 def of_chain(dtype: torch.dtype, roundings: int) -> float:
     """Relative error of a value that is rounded so many times in a row, at the worst (Higham 2002, lemma 3.1)."""
-    return float((1 + unit(dtype)) ** roundings - 1)
+    return math.expm1(roundings * math.log1p(unit(dtype)))
 
 
 def of_sum(dtype: torch.dtype, terms: int) -> float:

@@ -1,5 +1,7 @@
 """Steps of models whose parameters are all drawn, biases among them, which begin at 0 otherwise."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,8 +36,13 @@ def roundings(model: ModelConfig) -> int:
 
 
 def of_losses(config: RunConfig, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Largest difference of the losses of two trainings that round differently; logits are of magnitude 1."""
-    return of_walk(dtype, 2 * roundings(config.model), config.batch_size * config.model.context_length)
+    """Largest difference of the losses of two trainings that round differently; logits are of magnitude 1.
+
+    The mean of the tokens' losses is one in fp32.
+    """
+    tokens = config.batch_size * config.model.context_length
+    of_mean = of_walk(torch.float32, tokens) * math.log(config.model.vocab_size)
+    return of_walk(dtype, 2 * roundings(config.model), tokens) + of_mean
 
 
 def with_smooth_updates(step: TrainingStep) -> TrainingStep:
