@@ -16,6 +16,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 from cs336_systems.sweep import isolation
+from cs336_systems.sweep.process import STOP_SIGNALS
 
 CHECKED = (
     "model.transformer", "model.optimizer", "model.batches", "model.fast.blocks",
@@ -30,6 +31,17 @@ LONG = (
     "test_browser", "test_start_up", "test_worker_faults", "test_fast", "test_ways",
 )  # fmt: skip
 """Files with few tests that take ten seconds and more."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_hear_signals() -> None:
+    """Programs that tests start end by signals, also where the tests were started under nohup or in the background.
+
+    A program inherits which signals are ignored, but not which have a handler: this process goes on without any effect.
+    """
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture
@@ -177,6 +189,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker("gpu"):
                     item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def other_processor() -> None:
+    """Compute as a processor that rounds otherwise, if that was asked for."""
+    if "OTHER_PROCESSOR" in os.environ:
+        from tests.rounding import enter_other_processor
+
+        enter_other_processor()
 
 
 @pytest.fixture(scope="module", autouse=True)

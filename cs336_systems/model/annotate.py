@@ -6,6 +6,7 @@ model is on the stack, so `backward_ranges` marks it through the nodes of autogr
 
 import functools
 import gzip
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,12 +43,16 @@ def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
     with torch.profiler.profile(activities=activities) as profiler:
         yield
     plain, compressed = (path.with_name(f".{path.name}.{word}.tmp") for word in ("plain", "gzip"))
+    folder = os.open(path.parent, os.O_RDONLY)
+    # PyTorch writes the path into the trace as it is, where a quote in a folder's name would end the text
+    without_names = Path(f"/proc/self/fd/{folder}")
     try:
-        profiler.export_chrome_trace(str(plain))
+        profiler.export_chrome_trace(str((without_names if without_names.exists() else path.parent) / plain.name))
         with plain.open("rb") as source, gzip.open(compressed, "wb", COMPRESSION) as target:
             shutil.copyfileobj(source, target, 2**20)
         compressed.replace(path)
     finally:
+        os.close(folder)
         for leftover in (plain, compressed):
             leftover.unlink(missing_ok=True)
 

@@ -247,7 +247,7 @@ def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139 GiB."""
-    flags = f"--sizes 10B 2.7B small --context-lengths 512 --output {tmp_path} --dry-run"
+    flags = f"--sizes 10B 2.7B small --context-lengths 512 --output {shlex.quote(str(tmp_path))} --dry-run"
     assert [config.size for config in grid(flags)] == ["small", "2.7B", "10B"]
     assert sweep(shlex.split(flags)) == 0
     printed = capsys.readouterr().out

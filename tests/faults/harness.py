@@ -3,7 +3,6 @@
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ from cs336_systems.config import SIZES, RunConfig
 from cs336_systems.sweep import run as sweep_module
 from cs336_systems.sweep.isolation import Worker
 from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.process import STOP_SIGNALS
 from cs336_systems.sweep.run import run_sweep
 from cs336_systems.sweep.store import writing
 
@@ -137,19 +135,12 @@ def processes_in(directory):
 class Command:
     """A sweep in a process and session of its own, as in a terminal of its own."""
 
-    def __init__(self, directory, words, *, preexec_fn=lambda: None, **options):
-        def begin():
-            for number in STOP_SIGNALS:  # a process inherits those that are ignored, and nohup ignores SIGHUP
-                signal.signal(number, signal.SIG_DFL)
-            preexec_fn()
-
+    def __init__(self, directory, words, **options):
         self.directory = directory
         self._outputs = [(directory / name).open("wb") for name in ("stdout", "stderr")]
         streams = dict(zip(("stdout", "stderr"), self._outputs, strict=True))
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        options = (
-            {"cwd": directory, "env": environment, "start_new_session": True, "preexec_fn": begin} | streams | options
-        )
+        options = {"cwd": directory, "env": environment, "start_new_session": True} | streams | options
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **options)
 
     @property

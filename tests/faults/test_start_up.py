@@ -102,10 +102,7 @@ def test_a_study_that_ends_early_keeps_its_rows_and_leaves_no_temporary_director
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # sockets need a short path
     words = [sys.executable, "-m", "cs336_systems", "ceilings", "--device", "cpu", "--name", "x"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-    study = subprocess.Popen(
-        words, cwd=place, env=environment, stderr=subprocess.PIPE, start_new_session=True,
-        preexec_fn=lambda: number == signal.SIGKILL or signal.signal(number, signal.SIG_DFL),  # nohup ignores some
-    )  # fmt: skip
+    study = subprocess.Popen(words, cwd=place, env=environment, stderr=subprocess.PIPE, start_new_session=True)
     assert eventually(lambda: [*place.glob("data/ceilings/x/cells/*.json")])
     assert [*temporary.glob("cs336_tmp-*")]
     os.killpg(study.pid, number)

@@ -16,6 +16,7 @@ from cs336_systems.config import Device
 from cs336_systems.parallel.collectives import Rank, devices_of, group_of
 from cs336_systems.sweep.isolation import fork_server, start
 from cs336_systems.sweep.process import die_with_parent
+from tests.rounding import enter_other_processor
 
 PATIENCE_S = 200
 """Far longer than any check takes."""
@@ -90,6 +91,7 @@ def _serve(place, gpu, pipe):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     torch.set_num_threads(1)
+    enter_other_processor()
     os.chdir(Path(__file__).parents[2])
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

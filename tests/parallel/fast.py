@@ -7,11 +7,12 @@ from cs336_systems.config import Arch, Attention, Device, ModelConfig, Optimizer
 from cs336_systems.measure.clock import EventClock, HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.batches import make_batches
-from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336_systems.model.fast.weights import whole
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.collectives import TrafficCounter
 from cs336_systems.parallel.fully_sharded import OwnsWeights, ShardedMasterAdamW
+from tests.model.fast.steps import EPS, with_smooth_updates
 
 STEPS, LEARNING_RATE = 3, 1e-2
 UNSAFE_ON_GLOO = {"allreduce_coalesced", "allgather_into_tensor_coalesced"}
@@ -57,7 +58,7 @@ def config_of(arch, way="none", shard=False, ranks=1, device="cpu", num_layers=2
         size="custom", model=model, batch_size=2, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
         cast_once=True, fused_blocks=True, fused_loss=True, pad_vocabulary=64, parallel=Parallel(way), ranks=ranks,
         shard_optimizer=shard, learning_rate=learning_rate, device=Device(device), cuda_graph=device == "cuda",
-        seed=1, **changes,  # with seed 0 rounding changes the sign of a gradient near zero
+        seed=1, **changes,
     )  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def train(way, arch, shard, device="cpu", changes=None):
     """Masters after some steps on this rank, elements that its optimizer updates, losses, traffic of the last step."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    step = TrainingStep(config_of(arch, way, shard, dist.get_world_size(), device, **(changes or {})), rank=rank)
+    config = config_of(arch, way, shard, dist.get_world_size(), device, **(changes or {}))
+    step = with_smooth_updates(TrainingStep(config, rank=rank))
     clock = HostClock() if device == "cpu" else EventClock()
     losses = [step(clock)[1].item() for _ in range(STEPS - 1 if device == "cpu" else STEPS + 2)]  # some before graphs
     with TrafficCounter() as counter:
@@ -108,21 +110,45 @@ def train_frozen(way, shard):
     return [name for name, each in before.items() if not torch.equal(after[name], each)]
 
 
+def rounded_away(values):
+    """The nearest values in bf16; of two that are equally near, the one away from zero."""
+    cut = (values.view(torch.int32) & -(2**16)).view(torch.float32)
+    exact = values.double().abs()
+    magnitude, step = cut.double().abs(), 2.0 ** (torch.frexp(cut).exponent - 8).double()
+    up = exact - magnitude >= step / 2
+    return torch.copysign(magnitude + step * up, values.double()).bfloat16()
+
+
 def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
-    """The masters after the same steps in one process, that of rank 0; losses by rank.
+    """The weights before, the masters after the same steps in one process, that of rank 0; losses by rank.
 
     It averages in the gradients' own types; or it adds up those with so many axes or more in fp32, for an optimizer
-    that knows of masters only.
+    that knows of masters only. Masters are never split: their copies are rounded here as those of split ones.
     """
     if dist.get_rank():
         return None
-    config = config_of(arch, **(changes or {}))
+    changes = dict(changes or {})
+    splits = changes.pop("split_masters", False)
+    config = config_of(arch, **changes)
     torch.manual_seed(0)
-    step = TrainingStep(config)
-    batches = [make_batches(config_of(arch, "ddp-flat", ranks=ranks, **(changes or {})), rank) for rank in range(ranks)]
+    step = with_smooth_updates(TrainingStep(config))
+    batches = [make_batches(config_of(arch, "ddp-flat", ranks=ranks, **changes), rank) for rank in range(ranks)]
     read = [weight.copy.leaf for weight in step.model.weights if weight.copy]
     leaves = list({id(leaf): leaf for leaf in (*step.model.parameters(), *read)}.values())
-    of_masters = MasterAdamW([whole(weight.master) for weight in step.model.weights], lr=config.learning_rate)
+    of_masters = MasterAdamW(
+        [whole(weight.master) for weight in step.model.weights], storage_of(config), lr=config.learning_rate, eps=EPS
+    )
+    before = {name: master.detach().clone() for name, master in step.model.named_parameters()}
+
+    def round_copies():
+        for weight in step.model.weights:
+            if weight.copy and not splits:
+                weight.refresh()
+            elif weight.copy:
+                rounding = torch.Tensor.bfloat16 if weight.read else rounded_away
+                weight.copy.values.copy_(rounding(weight.master.detach()).view(-1))
+
+    round_copies()
     losses = []
     for _ in range(STEPS):
         found = []
@@ -144,9 +170,8 @@ def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
                 if weight.copy:
                     weight.master.grad.view(-1).add_(sums[weight.copy.leaf].view(-1)[weight.copy.elements])
             of_masters.step()
-            for weight in step.model.weights:
-                weight.refresh()
         else:
             step.optimizer.step()
+        round_copies()
         step.optimizer.zero_grad()
-    return {name: each.detach() for name, each in step.model.named_parameters()}, losses
+    return before, {name: each.detach() for name, each in step.model.named_parameters()}, losses

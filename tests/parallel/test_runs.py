@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
 from cs336_systems.record import Status, WarningCode, read_record
 from cs336_systems.sweep.keep import Listener
 from cs336_systems.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in, time_is_up
+from tests.model.fast.steps import of_losses
 from tests.parallel.models import SLEEP_S
 
 pytestmark = pytest.mark.timeout(280)
@@ -62,7 +64,8 @@ def test_losses_are_those_of_one_process_with_the_whole_batch(swept, name):
     assert records[name].status is Status.OK, records[name].failure
     if name != "tied":  # another model
         expected = records["alone"].losses
-        assert records[name].losses == pytest.approx(expected, rel=5e-3 if "bf16" in name else 1e-6)
+        dtype = torch.bfloat16 if "bf16" in name else torch.float32
+        assert records[name].losses == pytest.approx(expected, abs=of_losses(ALONE, dtype))
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])

@@ -1,5 +1,6 @@
 """A run under nsys, played by tests/fake_nsys.py: what is kept when nsys does its work, and when it does not."""
 
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,8 @@ UNDER_NSYS = replace(PLAIN, device=Device.CUDA, profiler=Profiler.NSYS)
 def nsys(no_waiting: Path) -> Iterator[Path]:
     """A machine with an nsys: the file that says how it will end."""
     fate, script, fake = no_waiting / "fate", no_waiting / "nsys", ROOT / "tests" / "fake_nsys.py"
-    script.write_text(f'#!/bin/sh\nFAKE_NSYS=$(cat {fate}) PYTHONPATH={ROOT} exec {sys.executable} {fake} "$@"\n')
+    read, path, *words = (shlex.quote(str(word)) for word in (fate, ROOT, sys.executable, fake))
+    script.write_text(f'#!/bin/sh\nFAKE_NSYS=$(cat {read}) PYTHONPATH={path} exec {" ".join(words)} "$@"\n')
     script.chmod(0o755)
     yield fate
     script.unlink()

@@ -1,11 +1,14 @@
 """Steps of models whose parameters are all drawn, biases among them, which begin at 0 otherwise."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
+from tests.rounding import of_walk
 
 MODEL = ModelConfig(
     vocab_size=37, context_length=16, d_model=128, d_ff=64, num_layers=3, num_heads=2, attention=Attention.SDPA
@@ -16,6 +19,38 @@ COPIED = RunConfig(
 )  # fmt: skip
 DRAWN = 0.08
 """Standard deviation of the parameters."""
+EPS = 1e-2
+"""AdamW's, as large as gradients: beside a smaller one rounding decides the sign of updates by gradients near zero."""
+
+OF_AN_UPDATE = 16
+"""Roundings in fp32 from gradients to a master: of their mean, both moments, the quotient, the decay and the sum."""
+
+
+def roundings(model: ModelConfig) -> int:
+    """Roundings to low precision on the longest way forward and backward through the model.
+
+    Those of a block are of two norms, of three projections and two matmuls around softmax in attention, and of two
+    projections and an activation in its feed-forward network; outside of blocks are those of a norm and of the logits.
+    """
+    return 2 * (9 * model.num_layers + 2)
+
+
+def of_losses(config: RunConfig, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Largest difference of the losses of two trainings that round differently; logits are of magnitude 1.
+
+    The mean of the tokens' losses is one in fp32.
+    """
+    tokens = config.batch_size * config.model.context_length
+    of_mean = of_walk(torch.float32, tokens) * math.log(config.model.vocab_size)
+    return of_walk(dtype, 2 * roundings(config.model), tokens) + of_mean
+
+
+def with_smooth_updates(step: TrainingStep) -> TrainingStep:
+    """The step, whose optimizer has EPS."""
+    assert step.optimizer is not None
+    for group in step.optimizer.param_groups:
+        group["eps"] = EPS
+    return step
 
 
 def drawn_step(config: RunConfig) -> TrainingStep:
@@ -26,7 +61,7 @@ def drawn_step(config: RunConfig) -> TrainingStep:
         for name, parameter in model.named_parameters():
             is_gain = "ln" in name and name.endswith("weight")
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * DRAWN + is_gain)
-    return TrainingStep(config, model.to(config.device.value))
+    return with_smooth_updates(TrainingStep(config, model.to(config.device.value)))
 
 
 def loss_and_gradients(config: RunConfig) -> tuple[TrainingStep, dict[str, Tensor]]:
