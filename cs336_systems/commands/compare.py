@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.analysis.compare import interleave
+from cs336_systems.analysis.compare import interleave, refuse_other_work
 from cs336_systems.commands import flags
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.outcome import OK, UsageError, checked, load_records_or_warn
@@ -86,6 +86,7 @@ def run(arguments: CompareArguments) -> int:
     if not both_on_disk(*names):
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
+        checked(lambda: refuse_other_work(*configs))
         return _measure(arguments, sides, configs)
     paths = [Path(name) for name in names]
     _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
