@@ -33,8 +33,8 @@ clocks, its temperature. In data/published the largest between two sweeps of one
 PROCESS_DEVIATION = 0.05
 """Relative standard deviation between processes of one configuration, assumed where too few processes show it.
 
-It is the largest in data/published: 5.2 % among processes of one configuration on an H200. Over all that were repeated,
-it is 1.5 % on H200s and 0.2 % on H100s.
+It is about the largest in data/published: 5.2 % between two processes of one configuration on an H200. Over all that
+were repeated, it is 1.5 % on H200s and 0.2 % on H100s.
 """
 STEP_FACTOR = 2.0
 """Standard deviation between processes over that of the steps within one, where the steps scatter more."""

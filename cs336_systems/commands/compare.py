@@ -31,9 +31,9 @@ class CompareArguments(flags.MeasuringArguments):
     """Say which of two configurations is faster, slower, or that one cannot tell; or the same of two sweeps.
 
     A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
-    interleaved A B B A, every one a fresh process, and the verdict rests on the means of the processes. Or they
+    interleaved A B B A, every one a fresh process, and the verdict rests on the differences of neighbours. Or they
     are directories of finished sweeps: each configuration has a row with its own verdict. Rows are matched by all
-    settings but those in which the sweeps differ throughout.
+    settings but those in which the sweeps differ throughout. Steps of unequal work are compared by tokens per second.
 
     What is measured is written as tables and as a page (index.html), which `cs336 report` makes again.
     """

@@ -247,7 +247,7 @@ def _what_is_what(sides: Sides, found: Sequence[Sequence[Row]], matching: compar
     for i, j in matching.pairs:
         a, b = (row["config"].tokens_per_step for row in (found[0][i], found[1][j]))
         if a != b:
-            yield f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, one of B {b:,}."
+            yield f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, one of B {b:,} tokens."
             return
 
 

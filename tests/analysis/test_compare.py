@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,17 +131,25 @@ def test_a_single_step_tells_nothing_of_the_scatter() -> None:
     assert (found.ratio, found.low, found.verdict) == (pytest.approx(2), None, Verdict.CANNOT_TELL)
 
 
-def test_no_two_published_processes_of_one_configuration_are_told_apart() -> None:
-    alike: dict[object, list[Measurement]] = {}
+def test_what_is_assumed_is_what_the_published_records_show() -> None:
+    """No two processes of one configuration are told apart, and the assumed deviations are about the largest there."""
+    alike: dict[object, list[tuple[Path, Measurement]]] = {}
     for path in committed_runs():
         for record in load_records(path)[0]:
             measured = record.measurement(Phase.STEP)
             if record.environment and measured and measured.cv and record.config.profiler is Profiler.NONE:
                 key = record.config.configuration, record.environment.identity
-                alike.setdefault(key, []).append(measured)
+                alike.setdefault(key, []).append((path, measured))
     pairs = [pair for same in alike.values() for pair in itertools.combinations(same, 2)]
     assert len(pairs) > 300
-    assert {compare_apart({0: a}, {0: b}).verdict for a, b in pairs} == {Verdict.CANNOT_TELL}
+    assert {compare_apart({0: a}, {0: b}).verdict for (_, a), (_, b) in pairs} == {Verdict.CANNOT_TELL}
+    deviations, differences = [], []
+    for same in (same for same in alike.values() if len(same) > 1):
+        deviations.append(np.std([math.log(measured.mean_s) for _, measured in same], ddof=1))
+        sides = [[math.log(m.mean_s) for path, m in same if path == wanted] for wanted in {path for path, _ in same}]
+        differences += [abs(np.mean(a) - np.mean(b)) for a, b in itertools.combinations(sides, 2)]
+    assert max(deviations) == pytest.approx(PROCESS_DEVIATION, abs=0.005)
+    assert SESSION_DEVIATION / 2 < max(differences) < SESSION_DEVIATION
 
 
 def grid(**values):

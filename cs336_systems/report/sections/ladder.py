@@ -18,7 +18,7 @@ from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.report.sections.study import derived
-from cs336_systems.report.words import CHANCE, DOUBT, STATUS_WORDS, ratio, significant
+from cs336_systems.report.words import CHANCE, DOUBT, SCATTER, STATUS_WORDS, ratio, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.ladder import GATE_STEPS, Rung, judge, reason_run
 
@@ -230,7 +230,8 @@ def findings(rows: Rows) -> Iterator[str]:
         times = column("speed_up_over_first").cell(best)
         gain = f", {times} times as fast as {first['rung']}" if times else ""
         alike = [row["rung"] for row in rows if row["may_be_fastest"] and row is not best]
-        untold = f"; its processes do not tell it from {', '.join(alike)}" if alike else ""
+        few = f", assumed to scatter by {SCATTER}," if best["processes"] < FEWEST else ""
+        untold = f"; its processes{few} do not tell it from {', '.join(alike)}" if alike else ""
         yield f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}{untold}."
     if failed := [row["rung"] for row in rows if row["processes"] and not row["is_credited"]]:
         yield f"Not credited, so no measure for others: {', '.join(failed)}."

@@ -25,8 +25,8 @@ def test_what_is_in_one_type_in_every_case_is_said() -> None:
         for precision in (Precision.FP16, Precision.BF16)
     ]  # fmt: skip
     assert dtype_section(rows).tables[0].findings == (
-        "In fp32 in every case: loss.",
-        "In the autocast type in every case: layer norm's input.",
+        "In fp32 in every case on cpu and cuda: loss.",
+        "In the autocast type in every case on cpu and cuda: layer norm's input.",
     )
 
 
