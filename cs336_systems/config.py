@@ -896,6 +896,11 @@ class RunConfig:
         return f"fp8 needs sizes that are multiples of {FP8_MULTIPLE}, got {', '.join(wrong)}" if wrong else ""
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, those of all ranks together."""
+        return self.ranks * self.batch_size * self.model.context_length
+
+    @property
     def key(self) -> str:
         """File name of this run's record: readable, unique among configurations, safe on every file system."""
         # a record from elsewhere may call its size anything

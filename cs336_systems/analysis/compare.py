@@ -1,43 +1,51 @@
 """Whether B is faster than A: a verdict from fresh processes of each side, and which configurations belong together.
 
-The interval is Welch's, on the logarithms of the processes' means, so that the effect is relative and swapping A and B
-inverts the ratio. Sides that were not measured alternately share TIME_DEVIATION, which more processes do not reduce.
+The effect is relative, and swapping A and B inverts it: all that follows is of the logarithms of the processes' means.
+Sides that were measured in turn are compared block by block: Student's t of the blocks' differences, in which a
+drift between blocks cancels. Sides that were measured each at a time of its own are compared by their means, by Welch,
+with SESSION_DEVIATION in addition, which more processes do not reduce.
 
-A side of one or two processes does not show how much processes scatter, and the steps of one process resemble each
-other. Then the mean of a process is assumed to have three independent deviations: TIME_DEVIATION, PROCESS_DEVIATION,
-and STEP_FACTOR times the standard deviation of its steps. They are large enough that no two processes of one
-configuration in data/published are told apart (docs/METHOD.md).
+Where fewer than FEWEST processes show how much they scatter, the scatter is assumed: PROCESS_DEVIATION, and besides
+STEP_FACTOR times the standard deviation of a process's steps.
 """
 
 import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
 import msgspec
 
 from cs336_systems.analysis.statistics import FEWEST, standard_error
-from cs336_systems.config import Phase, Profiler
+from cs336_systems.config import Phase, Profiler, RunConfig
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.text import LONGEST_PART, shortened
 
-CONFIDENCE = 0.99
+CONFIDENCE = 0.95
 """Confidence of the interval of a ratio."""
 LEAST_EFFECT = 0.005
 """Smallest relative difference that matters."""
-TIME_DEVIATION = 0.005
-"""Relative standard deviation between times at which a side is measured: the machine, its clocks, its temperature."""
-PROCESS_DEVIATION = 0.02
-"""Relative standard deviation between processes that their steps may not show, such as that of where memory lies.
+SESSION_DEVIATION = 0.02
+"""Relative standard deviation of the difference between two times at which equal sides are measured: the card, its
+clocks, its temperature. In data/published the largest between two sweeps of one card and one version is 1.6 %."""
+PROCESS_DEVIATION = 0.05
+"""Relative standard deviation between processes of one configuration, assumed where too few processes show it.
 
-It is assumed where a side has too few processes to show it. Most machines have less, and some virtual ones 2 to 3 %.
+It is about the largest in data/published: 5.2 % between two processes of one configuration on an H200. Over all that
+were repeated, it is 1.5 % on H200s and 0.2 % on H100s.
 """
 STEP_FACTOR = 2.0
 """Standard deviation between processes over that of the steps within one, where the steps scatter more."""
+ONE_PROCESS_TELLS = math.exp(statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(2) * PROCESS_DEVIATION)
+"""Ratio below which the times of one process each may differ by chance."""
 MAX_FREEDOM = 1e6
 """Degrees of freedom from which on Student's t is the normal distribution."""
+
+
+Blocks: TypeAlias = Mapping[int, Measurement]
+"""Step times of a side's processes, by the number of the block of runs, one after the other, that each belongs to."""
 
 
 class Verdict(StrEnum):
@@ -60,6 +68,11 @@ class Comparison:
     num_a: int
     num_b: int
 
+    def scaled(self, factor: float) -> "Comparison":
+        """The same of ratios that are larger by this factor, such as of times per token."""
+        ends = [None if end is None else factor * end for end in (self.low, self.high)]
+        return replace(self, ratio=factor * self.ratio, low=ends[0], high=ends[1])
+
     @property
     def verdict(self) -> Verdict:
         """CANNOT_TELL without an interval, when it includes 1, or when all of it is within LEAST_EFFECT of 1."""
@@ -78,65 +91,73 @@ class Comparison:
         return None if self.low is None or self.high is None else math.sqrt(self.high / self.low) - 1
 
 
-def compare_processes(a: Sequence[Measurement], b: Sequence[Measurement], *, are_alternate: bool = False) -> Comparison:
-    """Compare B with A, each at least one process, by the times of the same phase in each process.
+def compare_in_turn(a: Blocks, b: Blocks) -> Comparison:
+    """Compare B with A by the blocks, given by number, in which both were measured one after the other.
 
-    There is no interval if a side has fewer than FEWEST processes, and one of them measured only one step.
+    With fewer than FEWEST blocks that both have, the sides are compared as if measured each at a time of its own.
     """
-    means_a, means_b = ([measured.mean_s for measured in side] for side in (a, b))
-    if min(len(a), len(b)) >= FEWEST:
-        return compare(means_a, means_b, between=0.0 if are_alternate else TIME_DEVIATION)
-    known = sum(TIME_DEVIATION**2 + PROCESS_DEVIATION**2 / len(side) for side in (a, b))
-    spreads = [(measured.cv, len(side), len(measured.times_s) - 1) for side in (a, b) for measured in side]
-    estimated = [((STEP_FACTOR * cv / count) ** 2, freedom) for cv, count, freedom in spreads if cv is not None]
-    return _comparison(means_a, means_b, known, estimated if len(estimated) == len(spreads) else None)
+    blocks = a.keys() & b.keys()
+    if len(blocks) < FEWEST:
+        return compare_apart(a, b)
+    of_a, of_b = ([_logarithm(side[block]) for block in blocks] for side in (a, b))
+    differences = [log_b - log_a for log_a, log_b in zip(of_a, of_b, strict=True)]
+    return _comparison(of_a, of_b, _shown(differences))
 
 
-def compare(
-    a: Sequence[float], b: Sequence[float], *, confidence: float = CONFIDENCE, between: float = 0.0
-) -> Comparison:
-    """Compare B with A by their process means in seconds alone; without an interval for fewer than FEWEST of a side.
-
-    `between` is the relative standard deviation between times of measurement; 0 if A and B were measured alternately.
-    """
-    estimated = None
-    if min(len(a), len(b)) >= FEWEST:
-        estimated = [(standard_error([*map(math.log, side)]) ** 2, len(side) - 1) for side in (a, b)]
-    return _comparison(a, b, 2 * between**2, estimated, confidence)
+def compare_apart(a: Blocks, b: Blocks) -> Comparison:
+    """Compare B with A, each at least one process, measured each at a time of its own."""
+    of_a, of_b = ([_logarithm(measured) for measured in side.values()] for side in (a, b))
+    variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
+    for side, logarithms in ((a, of_a), (b, of_b)):
+        variances += _shown(logarithms) if len(side) >= FEWEST else _assumed([*side.values()])
+    return _comparison(of_a, of_b, variances)
 
 
-def _comparison(
-    a: Sequence[float],
-    b: Sequence[float],
-    known: float,
-    estimated: Sequence[tuple[float, int]] | None,
-    confidence: float = CONFIDENCE,
-) -> Comparison:
-    """Compare means in seconds, whose mean logarithms have these variances; None gives no interval."""
-    for name, means in (("A", a), ("B", b)):
-        if not means or not all(0 < mean_s < math.inf for mean_s in means):
-            raise ValueError(f"{name} needs mean step times that are positive and finite seconds, got {list(means)}")
-    difference = statistics.fmean(map(math.log, b)) - statistics.fmean(map(math.log, a))
+Variances: TypeAlias = list[tuple[float | None, float]]
+"""Parts of a variance with their degrees of freedom: infinitely many if it is assumed. None is not known."""
+
+
+def _shown(logarithms: Sequence[float]) -> Variances:
+    """The variance of a mean of at least FEWEST values, which they show themselves."""
+    return [(standard_error(logarithms) ** 2, len(logarithms) - 1)]
+
+
+def _assumed(side: Sequence[Measurement]) -> Variances:
+    """The variance of the mean of too few processes to show it; one that has a single step tells nothing."""
+    variances: Variances = [(PROCESS_DEVIATION**2 / len(side), math.inf)]
+    for measured in side:
+        of_steps = None if measured.cv is None else (STEP_FACTOR * measured.cv / len(side)) ** 2
+        variances.append((of_steps, len(measured.times_s) - 1))
+    return variances
+
+
+def _logarithm(measured: Measurement) -> float:
+    if not measured.mean_s:
+        raise ValueError("needed mean step times above 0 s on both sides, got 0")
+    return math.log(measured.mean_s)
+
+
+def _comparison(a: Sequence[float], b: Sequence[float], variances: Variances) -> Comparison:
+    """Compare the logarithms of means, whose difference has these variances; None among them gives no interval."""
+    difference = statistics.fmean(b) - statistics.fmean(a)
     low = high = None
-    if estimated is not None:
-        half_width = _half_width(known, estimated, confidence)
+    known = [(variance, freedom) for variance, freedom in variances if variance is not None]
+    if len(known) == len(variances):
+        half_width = _half_width(known)
         low, high = _exp(difference - half_width), _exp(difference + half_width)
     return Comparison(ratio=_exp(difference), low=low, high=high, num_a=len(a), num_b=len(b))
 
 
-def _half_width(known: float, estimated: Sequence[tuple[float, int]], confidence: float) -> float:
-    """Half the width of the interval of a difference, by Welch and Satterthwaite.
-
-    `known` is the variance that is taken as known; `estimated` are variances with their degrees of freedom.
-    """
+def _half_width(variances: Sequence[tuple[float, float]]) -> float:
+    """Half the width of the interval of a difference, by Welch and Satterthwaite."""
     from scipy.special import stdtrit  # slow to import, and few commands need it
 
-    variance = known + sum(own for own, _ in estimated)
-    if not variance:
+    total = sum(variance for variance, _ in variances)
+    if not total:
         return 0.0
-    share = sum((own / variance) ** 2 / freedom for own, freedom in estimated)
+    share = sum((variance / total) ** 2 / freedom for variance, freedom in variances)
     freedom = min(1 / share, MAX_FREEDOM) if share else MAX_FREEDOM
-    return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance)
+    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(total)
 
 
 def _exp(logarithm: float) -> float:
@@ -157,10 +178,14 @@ def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
     ]  # fmt: skip
 
 
-def measured_steps(records: Iterable[RunRecord]) -> list[Measurement]:
-    """The step times of each record that ended well."""
-    found = (record.measurement(Phase.STEP) for record in records if record.status is Status.OK)
-    return [measured for measured in found if measured is not None]
+def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> Blocks:
+    """The step times of one configuration's runs that ended well, of which every block of runs has so many repeats."""
+    steps = {
+        record.config.repeat // sides: record.measurement(Phase.STEP)
+        for record in records
+        if record.status is Status.OK
+    }
+    return {block: measured for block, measured in steps.items() if measured is not None}
 
 
 Settings: TypeAlias = Mapping[str, Hashable]
@@ -205,6 +230,20 @@ def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
 def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
     """The runs without a profiler, whose times count; all of them where there are no others."""
     return [record for record in side if record.config.profiler is Profiler.NONE] or side
+
+
+OF_RANKS_AND_DATA = (Phase.DATA, Phase.COMMUNICATION)
+"""Phases that a step may lack and do the same work."""
+
+
+def refuse_other_work(a: RunConfig, b: RunConfig) -> None:
+    """Raise ValueError, in one line, if a step of B computes phases that one of A does not, or the other way round."""
+    phases = [[phase for phase in config.phases if phase not in OF_RANKS_AND_DATA] for config in (a, b)]
+    if phases[0] != phases[1]:
+        raise ValueError(
+            f"steps of A are of mode {a.mode} ({', '.join(phases[0])}) and those of B of mode {b.mode} "
+            f"({', '.join(phases[1])}): that is other work, so neither is faster; compare runs of one mode"
+        )
 
 
 def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> None:

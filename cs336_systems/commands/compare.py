@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.analysis.compare import interleave
+from cs336_systems.analysis.compare import interleave, refuse_other_work
 from cs336_systems.commands import flags
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.outcome import OK, UsageError, checked, load_records_or_warn
@@ -31,9 +31,9 @@ class CompareArguments(flags.MeasuringArguments):
     """Say which of two configurations is faster, slower, or that one cannot tell; or the same of two sweeps.
 
     A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
-    interleaved A B B A, every one a fresh process, and the verdict rests on the means of the processes. Or they
+    interleaved A B B A, every one a fresh process, and the verdict rests on the differences of neighbours. Or they
     are directories of finished sweeps: each configuration has a row with its own verdict. Rows are matched by all
-    settings but those in which the sweeps differ throughout.
+    settings but those in which the sweeps differ throughout. Steps of unequal work are compared by tokens per second.
 
     What is measured is written as tables and as a page (index.html), which `cs336 report` makes again.
     """
@@ -86,6 +86,7 @@ def run(arguments: CompareArguments) -> int:
     if not both_on_disk(*names):
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
+        checked(lambda: refuse_other_work(*configs))
         return _measure(arguments, sides, configs)
     paths = [Path(name) for name in names]
     _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())

@@ -28,7 +28,7 @@ from cs336_systems.config import USED_WITH, Device, Mode, Parallel, Precision, P
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
-from cs336_systems.costs.memory import fits, host_bytes, outside_bytes, predict_memory, predicted_peak_bytes
+from cs336_systems.costs.memory import fits, host_bytes, needs_tape, outside_bytes, predict_memory, predicted_peak_bytes
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import prepare_forecasts
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
@@ -66,6 +66,8 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None, *, of_user
     in their given order.
     """
     wanted = [each for config in configs for each in (config, config.without_shortcuts)]
+    if memory_bytes is not None:  # a tape is that of a GPU
+        wanted += [replace(each, device=Device.CUDA) for each in configs if needs_tape(each, memory_bytes)]
     prepare_forecasts(wanted, of_users=of_users)
     too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
@@ -75,7 +77,7 @@ def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None, *, of_user
 
 def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
     if config.device is Device.CPU:
-        return (host_bytes(config) or 0) > memory_bytes
+        return (host_bytes(config, memory_bytes) or 0) > memory_bytes
     found = predict_memory(config)
     if found is None or found.reserved_bytes + outside_bytes(config) <= memory_bytes:
         return False

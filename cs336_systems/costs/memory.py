@@ -19,7 +19,7 @@ from cs336_systems.costs.accounting import count_parameters, parameter_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
 from cs336_systems.costs.tape import Category, Tape, TensorSpec, interpolated
-from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of, trace_missing
+from cs336_systems.costs.traces import as_costed, has_tape, tape_of, trace_missing
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran out of memory."""
@@ -117,31 +117,52 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
     return max(found.first_step_peak.allocated_bytes, later_bytes)
 
 
-def host_bytes(config: RunConfig) -> int | None:
+def host_bytes(config: RunConfig, memory_bytes: int) -> int | None:
     """Memory that all ranks of a run on the CPU need at least; None for a run on a GPU and for a user's own model.
 
     The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and PyTorch itself, all left
-    out, took 0 to 20 % more where it was measured. Of a step with shortcuts, or whose tape is not at hand, only the
-    parameters and the scores of attention count: a run is not delayed by tracing it.
+    out, took 0 to 20 % more where it was measured. The step is traced for it only where bounds do not tell whether it
+    fits `memory_bytes`; else, and for a step with shortcuts, it is the lower one.
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
-    is_known = config.model_factory is None and is_at_hand(config)
-    found = predict_memory(config) if is_known else None
-    least = parameter_bytes(config) + _score_bytes(config)
-    return config.ranks * (least if found is None else found.peak.allocated_bytes)
+    found = predict_memory(config) if needs_tape(config, memory_bytes) else None
+    return _least_bytes(config) if found is None else config.ranks * found.peak.allocated_bytes
 
 
-def _score_bytes(config: RunConfig) -> int:
-    """What the scores of attention that is written out take at least, in two bytes each.
+def needs_tape(config: RunConfig, memory_bytes: int) -> bool:
+    """Whether it takes a tape to tell if a run on the CPU fits."""
+    is_known = config.device is Device.CPU and config.model_factory is None
+    return is_known and _least_bytes(config) <= memory_bytes < _most_bytes(config)
 
-    Those of every block are there at once where backward needs them, unless checkpoints drop them, else those of one.
+
+def _least_bytes(config: RunConfig) -> int:
+    """Parameters, gradients and AdamW's moments, of shortcuts the parameters alone; and the scores of attention.
+
+    The scores are those of attention that is written out, in two bytes each. Those of every block are there at once
+    where backward needs them, unless checkpoints drop them, else those of one.
     """
-    model = config.model
-    keeps_all = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) and not config.checkpoint_blocks
-    blocks = model.num_layers if keeps_all else 1
+    model, copies = config.model, 1.0
+    has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
+    if has_backward and config == config.without_shortcuts and config.own_ddp is None:
+        copies = 2.0
+        if config.mode is Mode.TRAIN and config.own_optimizer is None:
+            copies += 2 / (config.ranks if config.shard_optimizer else 1)
+    blocks = model.num_layers if has_backward and not config.checkpoint_blocks else 1
     scores = blocks * config.batch_size * model.num_heads * model.context_length**2
-    return scores * HALF_BYTES if model.attention is Attention.NAIVE else 0
+    score_bytes = scores * HALF_BYTES if model.attention is Attention.NAIVE else 0
+    return config.ranks * (int(copies * parameter_bytes(config)) + score_bytes)
+
+
+def _most_bytes(config: RunConfig) -> int:
+    """More than all tensors of a step together take, in fp32 and in half precision, whatever its settings."""
+    model = config.model
+    of_token = model.num_layers * (40 * model.d_model + 10 * model.d_ff) + 6 * model.vocab_size
+    if model.attention is Attention.NAIVE:
+        of_token += 8 * model.num_layers * model.num_heads * model.context_length
+    tokens = config.batch_size * model.context_length
+    elements = 2**26 + 8 * count_parameters(model) + tokens * of_token  # the first for workspaces
+    return config.ranks * FP32_BYTES * elements
 
 
 def outside_bytes(config: RunConfig) -> int:

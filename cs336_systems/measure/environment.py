@@ -43,7 +43,8 @@ def host_memory_bytes() -> int:
 
 def lacking_memory(config: RunConfig) -> str | None:
     """What a run on the CPU needs and what this machine has, in words, if that is too little; else None."""
-    needed, there = host_bytes(config), host_memory_bytes()
+    there = host_memory_bytes()
+    needed = host_bytes(config, there)
     if needed is None or needed <= there:
         return None
     return f"needs at least {needed / 2**30:.1f} GiB of memory, and this machine has {there / 2**30:.1f} GiB"

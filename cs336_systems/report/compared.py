@@ -13,7 +13,7 @@ from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import RunConfig
 from cs336_systems.files import read_json
-from cs336_systems.record import Measurement, RecordError, RunRecord, load_records, read_record
+from cs336_systems.record import RecordError, RunRecord, load_records, read_record
 from cs336_systems.report.columns import Row, columns_of
 from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.frame import codes_of, rows_of, to_frame
@@ -27,15 +27,16 @@ from cs336_systems.report.identity import (
     without_unused,
 )
 from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.words import DOUBT, in_percent, mean_and_std, significant, status_text
+from cs336_systems.report.words import DOUBT, SCATTER, in_percent, mean_and_std, significant, status_text
 from cs336_systems.text import counted, print_aside, text_of
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
 """Words in place of a verdict."""
+RATES = ("a_tokens_per_s", "b_tokens_per_s")
 SWEEPS = ("a_step_mean_ms", "b_step_mean_ms", "ratio", "ratio_low", "verdict", "a_processes", "b_processes")
 VALUES = ("verdict", "ratio", "ratio_low", "ratio_high", "a_step_mean_ms", "a_step_std_ms", "a_processes", "a_status",
-          "a_warnings", "b_step_mean_ms", "b_step_std_ms", "b_processes", "b_status", "b_warnings")  # fmt: skip
+          "a_warnings", "b_step_mean_ms", "b_step_std_ms", "b_processes", "b_status", "b_warnings", *RATES)  # fmt: skip
 """Columns of the CSV file after those of the configuration."""
 
 
@@ -94,10 +95,11 @@ def compare_sides(
         *((a[i], None) for i in matching.only_a),
         *((None, b[j]) for j in matching.only_b),
     ]
-    times = [_times(side) for side in plain]
+    times = [_times(side, sides=2 if are_alternate else 1) for side in plain]
     rows = [_row(*pair, times, matching.differing, are_alternate) for pair in pairs]
-    what = _what_is_what(sides, found, matching, are_alternate)
-    section = _section(rows, found, matching.differing, [*_counted(rows), *what])
+    when = "their runs alternate (A B B A)" if are_alternate else _when(plain)
+    what = _what_is_what(sides, found, matching, when)
+    section = _section(rows, found, matching.differing, [*_counted(rows), *what, *_rules(rows, are_alternate)])
     return Compared(sides=sides, records=plain, section=section, left_out=left_out)
 
 
@@ -133,12 +135,13 @@ def _section(
     rows: Sequence[Row], found: Sequence[Sequence[Row]], differing: Sequence[str], told: Sequence[str]
 ) -> Section:
     """The rows as a table with the findings `told`; `found` are the results of both sides."""
+    rates = RATES if any(row["per"] for row in rows) else ()
     columns = [
         *identity_columns(rows, [name for name in ALWAYS if name not in differing]),
-        *known(columns_of(*SWEEPS), rows),
+        *known(columns_of(*rates, *SWEEPS), rows),
     ]
     shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
-    notes = [*told, *_rules(rows), *([f"{shared}."] if shared else [])]
+    notes = [*told, *([f"{shared}."] if shared else [])]
     table = make_table("A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told)
     apart = [f"{name}_{side}" for name in differing for side in "ab"]
     keys = (*without_unused([row["identity"] for row in rows]), *apart, *VALUES)
@@ -155,6 +158,7 @@ def _matched(found: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.Ma
     if not matching.pairs:
         raise ValueError("no configuration of A is in B; see the results of each with `cs336 report`")
     for i, j in matching.pairs:
+        compare.refuse_other_work(found[0][i]["config"], found[1][j]["config"])
         if (of_a := a[i]["warmup_steps"]) != (of_b := b[j]["warmup_steps"]) and not allow_mixed:
             raise ValueError(
                 f"A had {of_a} warm-up steps and B had {of_b}, to which a difference may be due; "
@@ -169,18 +173,18 @@ def _settings(row: Row) -> Row:
     return settings
 
 
-def _times(side: Sequence[RunRecord]) -> dict[RunConfig, list[Measurement]]:
+def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.Blocks]:
     """The step times of each process that ended well, by configuration."""
-    found: dict[RunConfig, list[Measurement]] = {}
-    for record in dict.fromkeys(side):
-        found.setdefault(record.config.configuration, []).extend(compare.measured_steps([record]))
-    return found
+    found: dict[RunConfig, list[RunRecord]] = {}
+    for record in side:
+        found.setdefault(record.config.configuration, []).append(record)
+    return {config: compare.measured_steps(records, sides) for config, records in found.items()}
 
 
 def _row(
     a: Row | None,
     b: Row | None,
-    times: Sequence[Mapping[RunConfig, list[Measurement]]],
+    times: Sequence[Mapping[RunConfig, compare.Blocks]],
     differing: Sequence[str],
     are_alternate: bool,
 ) -> Row:
@@ -191,39 +195,47 @@ def _row(
     row: Row = {**identity, "identity": identity}
     measured = []
     for side, own, of_side in zip("ab", (a, b), times, strict=True):
-        measured.append(of_side.get(own["config"], []) if own else [])
+        measured.append(of_side.get(own["config"], {}) if own else {})
         row |= {f"{name}_{side}": own["identity"][name] if own else None for name in differing}
         row |= {f"{side}_{name}": own[name] if own else None for name in ("step_mean_ms", "step_std_ms", "processes")}
-        row |= {f"{side}_{name}": own[name] if own else None for name in ("status", "warnings")}
+        row |= {f"{side}_{name}": own[name] if own else None for name in ("status", "warnings", "tokens_per_s")}
         row[f"{side}_ended"] = status_text(own["status"]) if own else ""
-    row |= {"ratio": None, "ratio_low": None, "ratio_high": None, "ratio_is_doubted": False, "answer": ""}
+    row |= {"ratio": None, "ratio_low": None, "ratio_high": None, "ratio_is_doubted": False, "answer": "", "per": ""}
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    found = compare.compare_processes(*measured, are_alternate=are_alternate)
+    tokens = [side["config"].tokens_per_step for side in (a, b)]
+    per = "" if tokens[0] == tokens[1] else " per token"
+    compare_with = compare.compare_in_turn if are_alternate else compare.compare_apart
+    found = compare_with(*measured).scaled(tokens[0] / tokens[1])
     doubted = in_doubt([*codes_of(a), *codes_of(b)])
     ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
-    return row | ratio | {"verdict": str(found.verdict), "answer": _answer(found)}
+    return row | ratio | {"verdict": str(found.verdict), "answer": _answer(found, per), "per": per}
 
 
-def _answer(found: compare.Comparison) -> str:
+def _answer(found: compare.Comparison, per: str) -> str:
     """`B is 2.19 ± 0.01 times as fast as A`, with half of the interval of the quotient, or what cannot be told."""
     of = f"{found.num_a} and {found.num_b} processes"
     if found.low is None or found.high is None or found.least_shown is None:
         return f"Cannot tell: {of} of one step show no spread."
+    if min(found.num_a, found.num_b) < FEWEST:
+        of += f", assumed to scatter by {SCATTER}"
     if found.verdict is not compare.Verdict.CANNOT_TELL:
         speed = mean_and_std(1 / found.ratio, (1 / found.low - 1 / found.high) / 2)
-        return f"B is {speed} times as fast as A ({100 * compare.CONFIDENCE:g} % interval, {of})."
+        return f"B is {speed} times as fast as A{per} ({100 * compare.CONFIDENCE:g} % interval, {of})."
     if found.is_within_least_effect:
         return f"Cannot tell: any difference is below {in_percent(compare.LEAST_EFFECT)} % ({of})."
     return f"Cannot tell: a difference below {significant(100 * found.least_shown, 2)} % would not show ({of})."
 
 
-def _what_is_what(
-    sides: Sides, found: Sequence[Sequence[Row]], matching: compare.Matching, are_alternate: bool
-) -> Iterator[str]:
-    yield f"A is {sides.a}, B is {sides.b}{'; their runs alternate (A B B A)' if are_alternate else ''}."
+def _when(sides: Sequence[Sequence[RunRecord]]) -> str:
+    a, b = (sorted(record.started_at for record in side) for side in sides)
+    return f"runs of A began from {a[0]} to {a[-1]}, of B from {b[0]} to {b[-1]}"
+
+
+def _what_is_what(sides: Sides, found: Sequence[Sequence[Row]], matching: compare.Matching, when: str) -> Iterator[str]:
+    yield f"A is {sides.a}, B is {sides.b}; {when}."
     told = []
     for name in matching.differing:
         if name in SHAPE and "size" in matching.differing:
@@ -232,6 +244,11 @@ def _what_is_what(
         told.append(f"{heading(name)} ({', '.join(' or '.join(own) for own in of_sides)})")
     if told:
         yield f"They differ throughout in {', '.join(told)}; rows are matched by all other settings."
+    for i, j in matching.pairs:
+        a, b = (row["config"].tokens_per_step for row in (found[0][i], found[1][j]))
+        if a != b:
+            yield f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, one of B {b:,} tokens."
+            return
 
 
 def _counted(rows: Sequence[Row]) -> Iterator[str]:
@@ -245,13 +262,19 @@ def _counted(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{DOUBT} marks a ratio of times that are in doubt; the CSV names the warnings."
 
 
-def _rules(rows: Sequence[Row]) -> Iterator[str]:
+def _rules(rows: Sequence[Row], are_alternate: bool) -> Iterator[str]:
     """What the interval of the ratio rests on."""
-    numbers = [min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"] is not None]
-    if numbers:
-        confidence, deviation = 100 * compare.CONFIDENCE, 100 * compare.PROCESS_DEVIATION
-        few = f"; with fewer than {FEWEST} on a side, a deviation between processes of {deviation:g} % is assumed"
-        yield (
-            f"{confidence:g} % interval of the ratio: Welch's, over the means of processes"
-            f"{few + ' (--repeats shows it)' if min(numbers) < FEWEST else ''}."
-        )
+    fewest = min((min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"]), default=0)
+    interval = f"{100 * compare.CONFIDENCE:g} % interval of the ratio"
+    if are_alternate and fewest >= FEWEST:
+        yield f"{interval}: Student's t, over the differences of processes that ran one after the other."
+        return
+    few = (
+        f"; for fewer than {FEWEST} processes (--repeats) one of {SCATTER} between them, the largest in the published "
+        f"records, and of {compare.STEP_FACTOR:g} times that of their steps"
+    )
+    yield (
+        f"{interval}: Welch's, over the means of processes. Assumed is a standard deviation of "
+        f"{100 * compare.SESSION_DEVIATION:g} % between the times of A and B (published sweeps differ by up to 1.6 %)"
+        f"{few if fewest < FEWEST else ''}."
+    )

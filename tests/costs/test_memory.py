@@ -203,7 +203,7 @@ for chosen in (("naive", "train"), ("sdpa", "train"), ("naive", "inference")):
     if os.fork() == 0:  # in a process of its own, which has imported all
         _, before = run(16, 8, 8, *chosen)
         config, after = run(384, 384, 24, *chosen)  # with naive attention, its scores are a third of all
-        print((after - before) / host_bytes(config), flush=True)
+        print((after - before) / host_bytes(config, after), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 """
@@ -221,11 +221,11 @@ def test_a_cpu_process_grows_by_what_the_step_needs() -> None:
 
 def test_the_memory_of_a_user_s_own_model_on_a_cpu_is_not_known() -> None:
     plain = run_config(UNEQUAL)
-    assert host_bytes(replace(plain, model_factory="package.module:make")) is None
-    assert host_bytes(replace(plain, device=Device.CUDA)) is None
+    assert host_bytes(replace(plain, model_factory="package.module:make"), 0) is None
+    assert host_bytes(replace(plain, device=Device.CUDA), 0) is None
     shared = replace(plain, parallel=Parallel.DDP, ranks=3)
-    found = predict_memory(shared)  # after which its tape is at hand
-    assert host_bytes(shared) == 3 * found.peak.allocated_bytes
+    needed = 3 * predict_memory(shared).peak.allocated_bytes
+    assert host_bytes(shared, needed) == needed
 
 
 FSDP = [Parallel.FSDP, Parallel.FSDP_PUSH, Parallel.FSDP2]

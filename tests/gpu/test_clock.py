@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cs336_systems.analysis.compare import Verdict, compare, measured_steps
+from cs336_systems.analysis.compare import Verdict, compare_in_turn, measured_steps
 from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336_systems.analysis.warnings import judged, launched_phases
 from cs336_systems.config import SIZES, Device, OptimizerKind, Phase, Precision, RunConfig
@@ -199,11 +199,9 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     )
     (runs,) = tmp_path.glob("e2e_benchmark/*/runs")
     records, _ = load_records(runs)
-    a, b = (
-        [step.mean_s for step in measured_steps(r for r in records if r.config.repeat % 2 == side)] for side in (0, 1)
-    )
+    a, b = (measured_steps((r for r in records if r.config.repeat % 2 == side), sides=2) for side in (0, 1))
     assert len(a) == len(b) == 4
-    assert compare(a, b).verdict is Verdict.CANNOT_TELL
+    assert compare_in_turn(a, b).verdict is Verdict.CANNOT_TELL
 
 
 def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:

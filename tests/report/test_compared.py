@@ -1,13 +1,16 @@
 """Two sides compared: the verdict on each configuration, and what is refused."""
 
 import csv
+import itertools
 import math
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.config import Phase
+from cs336_systems.config import Mode, Phase
 from cs336_systems.record import WarningCode
 from cs336_systems.report.compared import Sides, compare_sides
 from cs336_systems.report.formats import csv_of, texts_of
@@ -59,11 +62,46 @@ def test_the_interval_is_of_processes_where_both_sides_have_three() -> None:
     assert (of_three["verdict"], of_three["a_processes"]) == ("cannot tell", 3)
     (of_one,) = section_of(a[1:2], b[1:2]).rows
     assert of_one["verdict"] == "cannot tell", "one process each tells less than three"
+    a = [replace(record, config=replace(record.config, repeat=2 * i)) for i, record in enumerate(a)]
+    b = [replace(record, config=replace(record.config, repeat=2 * i + 1)) for i, record in enumerate(reversed(b))]
     logs = [np.log([record.measurement(Phase.STEP).mean_s for record in side]) for side in (b, a)]
-    interval = scipy.stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.99)
+    interval = scipy.stats.ttest_rel(*logs).confidence_interval(0.95)
     shown = 100 * math.expm1((interval.high - interval.low) / 2)
     answer = section_of(a, b, are_alternate=True).tables[0].findings[0]
     assert answer.startswith(f"Cannot tell: a difference below {shown:.2g} % would not show")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_of_unequal_work_are_compared_by_tokens_per_second(seed) -> None:
+    """Drawn batches, contexts and ranks: the side that does more tokens in a second is the faster one."""
+    rng = random.Random(seed)
+    sides, rates = [], []
+    for _ in "AB":
+        ranks = rng.choice([1, 2, 4])
+        context, batch_size = rng.choice([128, 256, 512]), rng.randint(1, 8)
+        config = make_config("small", context, batch_size=batch_size, ranks=ranks, parallel="ddp")
+        rates.append(rng.choice([1e4, 2e4]))
+        step_s = ranks * batch_size * context / rates[-1]
+        runs = [replace(config, repeat=repeat) for repeat in range(3)]
+        sides.append([make_record(run, [step_s * rng.uniform(0.999, 1.001) for _ in range(5)]) for run in runs])
+    section = section_of(*sides)
+    (row,) = section.rows
+    assert row["verdict"] == {0.5: "slower", 1: "cannot tell", 2: "faster"}[rates[1] / rates[0]]
+    assert row["ratio"] == pytest.approx(rates[0] / rates[1], rel=0.001)
+    assert (row["a_tokens_per_s"], row["b_tokens_per_s"]) == pytest.approx(tuple(rates), rel=0.001)
+    a, b = (side[0].config for side in sides)
+    tokens = [f"{each.ranks * each.batch_size * each.model.context_length:,} tokens" for each in (a, b)]
+    assert all(words in " ".join(section.tables[0].notes) for words in tokens) is (tokens[0] != tokens[1])
+
+
+@pytest.mark.parametrize(("mode_a", "mode_b"), [*itertools.product(Mode, Mode)])
+def test_only_modes_that_compute_the_same_are_compared(mode_a, mode_b) -> None:
+    sides = [[make_record(make_config(mode=mode), (0.1, 0.1))] for mode in (mode_a, mode_b)]
+    if mode_a is mode_b or {mode_a, mode_b} == {Mode.INFERENCE, Mode.FORWARD}:
+        assert len(section_of(*sides).rows) == 1
+        return
+    with pytest.raises(ValueError, match=f"mode {mode_a} .* mode {mode_b} "):
+        section_of(*sides)
 
 
 def test_a_ratio_of_times_in_doubt_is_marked() -> None:

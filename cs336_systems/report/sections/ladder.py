@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cs336_systems.analysis.compare import compare, measured_steps
+from cs336_systems.analysis.compare import Blocks, Verdict, compare_in_turn, measured_steps
 from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
+from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.analysis.warnings import in_doubt
 from cs336_systems.config import SETTINGS, Device, RunConfig
 from cs336_systems.record import RunRecord, Status
@@ -17,12 +18,11 @@ from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.kernels.tables import Explained
 from cs336_systems.report.sections.steps import too_few_note, warning_notes
 from cs336_systems.report.sections.study import derived
-from cs336_systems.report.words import DOUBT, STATUS_WORDS, ratio, significant
+from cs336_systems.report.words import CHANCE, DOUBT, SCATTER, STATUS_WORDS, ratio, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.ladder import GATE_STEPS, Rung, judge, reason_run
 
 Rows = Sequence[Row]
-CONFIDENCE = 0.95
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
 UNUSED = ("selective_checkpoints", "keep_hidden", "expandable_segments", "loss_chunks")
 """Shortcuts that no rung uses."""
@@ -71,13 +71,13 @@ def ladder_rows(
     for row in rows_of(to_frame(records, ceilings)):
         measured.setdefault(row["config"], row)
     rows: list[Row] = []
-    means_s: dict[str, list[float]] = {}
+    blocks: dict[str, Blocks] = {}
     for rung in ladder:
         own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
         frame = measured.get(rung.config.configuration, dict.fromkeys(RESULTS))
         gate = judge(rung.config.precision, [record.losses for record in done], references, fp8=rung.config.fp8)
-        means_s[rung.name] = [measured.mean_s for measured in measured_steps(own)]
+        blocks[rung.name] = measured_steps(own)
         credited = [row for row in rows if row["is_credited"]]
         row = {
             **_settings(rung),
@@ -97,9 +97,16 @@ def ladder_rows(
             **_compiled(done),
             **_profiled(rung, traces, frame["step_mean_ms"]),
         }
-        row |= _over("speed_up_over_last", credited[-1:], row, means_s)
-        row |= _over("speed_up_over_first", credited[:1], row, means_s)
+        row |= _over("speed_up_over_last", credited[-1:], row, blocks)
+        row |= _over("speed_up_over_first", credited[:1], row, blocks)
         rows.append(row)
+    best = fastest_row(rows)
+    for row in rows:
+        row["may_be_fastest"] = (
+            best is not None
+            and row["is_credited"]
+            and (compare_in_turn(blocks[row["rung"]], blocks[best["rung"]]).verdict is Verdict.CANNOT_TELL)
+        )
     return rows
 
 
@@ -129,24 +136,23 @@ def _compiled(done: Sequence[RunRecord]) -> Row:
     return {"compile_s": max((each.seconds for each in found), default=None), **counts}
 
 
-def _over(key: str, slower: Rows, row: Row, means_s: Mapping[str, Sequence[float]]) -> Row:
+def _over(key: str, slower: Rows, row: Row, blocks: Mapping[str, Blocks]) -> Row:
     """The speed-up over the other rung, if there is one, with its interval and what puts it in doubt."""
-    found = speed_up(means_s[slower[0]["rung"]], means_s[row["rung"]]) if slower else None
+    found = speed_up(blocks[slower[0]["rung"]], blocks[row["rung"]]) if slower else None
     times, low, high = found or (None, None, None)
     return {**derived(key, times, *slower, row), f"{key}_ci95_low": low, f"{key}_ci95_high": high}
 
 
-def speed_up(slow: Sequence[float], fast: Sequence[float]) -> tuple[float, float | None, float | None] | None:
-    """The speed-up and its interval, from the process means of both sides in seconds; None if a side has no means.
+def speed_up(slow: Blocks, fast: Blocks) -> tuple[float, float | None, float | None] | None:
+    """The speed-up and its interval, from the processes of both sides; None if a side has none.
 
-    It is the ratio of the geometric means. The interval is that of `cs336 compare`, inverted; it needs several means.
+    Both are those of `cs336 compare`, inverted; there is no interval without FEWEST processes, which show the scatter.
     """
     if not slow or not fast:
         return None
-    if min(len(slow), len(fast)) < 2:
-        return (sum(slow) / len(slow)) / (sum(fast) / len(fast)), None, None
-    found = compare(slow, fast, confidence=CONFIDENCE)
-    low, high = (None if end is None else 1 / end for end in (found.high, found.low))
+    found = compare_in_turn(slow, fast)
+    ends = (None, None) if len(slow.keys() & fast.keys()) < FEWEST else (found.high, found.low)
+    low, high = (None if end is None else 1 / end for end in ends)
     return 1 / found.ratio, low, high
 
 
@@ -208,6 +214,8 @@ def _speed_notes(rows: Rows) -> Iterator[str]:
     if counts[-1:] == [1]:
         yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
     yield from too_few_note(counts)
+    if counts[:1] == [1]:
+        yield CHANCE
     yield from findings(rows)
     yield from warning_notes([row["warnings"] for row in rows], "rungs")
     if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
@@ -221,7 +229,10 @@ def findings(rows: Rows) -> Iterator[str]:
     if first is not None and best is not None:
         times = column("speed_up_over_first").cell(best)
         gain = f", {times} times as fast as {first['rung']}" if times else ""
-        yield f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}."
+        alike = [row["rung"] for row in rows if row["may_be_fastest"] and row is not best]
+        few = f", assumed to scatter by {SCATTER}," if best["processes"] < FEWEST else ""
+        untold = f"; its processes{few} do not tell it from {', '.join(alike)}" if alike else ""
+        yield f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}{untold}."
     if failed := [row["rung"] for row in rows if row["processes"] and not row["is_credited"]]:
         yield f"Not credited, so no measure for others: {', '.join(failed)}."
 

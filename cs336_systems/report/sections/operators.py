@@ -19,7 +19,7 @@ from cs336_systems.report.sections.study import (
     promised_bandwidth,
     times_ms,
 )
-from cs336_systems.report.words import GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
+from cs336_systems.report.words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
 from cs336_systems.studies import operators
 from cs336_systems.text import counted
 
@@ -162,6 +162,7 @@ def _time_table(study: operators.AttentionStudy, rows: Rows, timed: str) -> Tabl
 def _grid_notes(study: operators.AttentionStudy, rows: Rows) -> Iterator[str]:
     """What own is, which cells were not measured, and each failure that no column shows, once."""
     names = study.available(rows[0]["precision"])
+    yield CHANCE
     if study.grid.own is not None:
         digest = study.grid.source.state if study.grid.source else None
         yield f"own is {study.grid.own}{f', of source {digest}' if digest else ''}."
@@ -315,6 +316,7 @@ def _fusion_notes(study: operators.FusionStudy, rows: Rows) -> Iterator[str]:
     yield from doubt_notes([row["warnings"] for row in rows if row["median_ms"] is not None], "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
+    yield CHANCE
 
 
 def _savings(rows: Rows) -> Iterator[str]:

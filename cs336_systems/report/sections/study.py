@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 from cs336_systems.analysis.statistics import quotient_stdev
 from cs336_systems.analysis.warnings import PASSES, Repeated, in_doubt, measurement_warnings
+from cs336_systems.config import Device
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row, column, columns_of
@@ -127,15 +128,24 @@ def layer_norm_section(rows: Sequence[NormalisedActivations]) -> Section:
     return Section(name="layer_norm", tables=(table,), rows=[asdict(row) for row in rows])
 
 
+OF_GPU = (
+    "Observed on a CPU alone, whose autocast is not a GPU's: on an H200, layer norm's output (ln) and attention's "
+    "softmax were in fp32 (data/published/precision of this project)."
+)
+
+
 def dtype_section(rows: Sequence[ObservedDtype]) -> Section:
     """One row for each quantity of each model, one column for each device and autocast type."""
     values = [asdict(row) | {"setting": f"{row.precision} on {row.device}"} for row in rows]
     settings = dict.fromkeys(row["setting"] for row in values)
     columns = [column("model"), column("quantity"), *(across(setting, column("dtype")) for setting in settings)]
+    devices = " and ".join(dict.fromkeys(row.device for row in rows))
     findings = [
-        f"In fp32 in every case: {', '.join(_always(rows, in_fp32=True)) or 'nothing'}.",
-        f"In the autocast type in every case: {', '.join(_always(rows, in_fp32=False)) or 'nothing'}.",
+        f"In fp32 in every case on {devices}: {', '.join(_always(rows, in_fp32=True)) or 'nothing'}.",
+        f"In the autocast type in every case on {devices}: {', '.join(_always(rows, in_fp32=False)) or 'nothing'}.",
     ]
+    if all(row.device is Device.CPU for row in rows):
+        findings.insert(0, OF_GPU)
     pivot = pivoted(values, ("model", "quantity"), "setting")
     table = make_table("Data types under autocast, as observed", columns, pivot, findings, findings=findings)
     return Section(name="dtypes", tables=(table,), rows=[asdict(row) for row in rows])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.record import Status
+from cs336_systems.config import Phase
+from cs336_systems.record import Measurement, Status
 from cs336_systems.report.draw import figure_of
 from cs336_systems.report.sections.ladder import (
     UNCREDITED,
@@ -34,12 +35,13 @@ def by_name(rows):
     return {row["rung"]: row for row in rows}
 
 
-def test_the_interval_is_welchs_of_scipy():
+def test_the_interval_is_that_of_scipy_for_pairs():
     generator = np.random.default_rng(0)
-    slow, fast = generator.lognormal(-1, 0.02, size=3), generator.lognormal(-3, 0.05, size=4)
-    found = speed_up(slow.tolist(), fast.tolist())
-    welch = scipy.stats.ttest_ind(np.log(slow), np.log(fast), equal_var=False)
-    assert found[1:] == pytest.approx(tuple(np.exp(welch.confidence_interval(0.95))))
+    slow, fast = generator.lognormal(-1, 0.02, size=4), generator.lognormal(-3, 0.05, size=4)
+    blocks = [{i: Measurement(Phase.STEP, (mean_s,)) for i, mean_s in enumerate(side)} for side in (slow, fast)]
+    found = speed_up(*blocks)
+    of_pairs = scipy.stats.ttest_rel(np.log(slow), np.log(fast))
+    assert found[1:] == pytest.approx(tuple(np.exp(of_pairs.confidence_interval(0.95))))
     assert found[0] == pytest.approx(scipy.stats.gmean(slow) / scipy.stats.gmean(fast))
 
 
@@ -102,12 +104,12 @@ def test_speed_by_hand(rows):
     assert column(speed, "rung") == ["fp32", "bf16", "compile", "fused"]
     assert column(speed, "step") == ["800 ± 113", "400 ± 57", "100 ± 14", "50 ± 7"]  # two steps each, 10 % off the mean
     assert column(speed, "tokens/s") == ["2,560", "5,120", "20,480", "40,960"]  # 4 x 512 a step
-    assert column(speed, "over last") == ["", "2.00", "4.00", "8.00"]
-    assert column(speed, "over first") == ["", "2.00", "8.00", "16.0"]
+    assert column(speed, "over last") == ["", "2.0000", "4.0000", "8.0000"]  # of blocks that agree
+    assert column(speed, "over first") == ["", "2.0000", "8.0000", "16.000"]
     assert column(speed, "gate") == ["passed", "passed", "FAILED", "passed"]
     assert speed.failed == {2}
     assert column(speed, "change")[1] == "fp32 products in TF32, autocast to bf16"
-    assert "The fastest is fused: 50.00 ms, 16.0 times as fast as fp32." in speed.notes
+    assert "The fastest is fused: 50.00 ms, 16.000 times as fast as fp32." in speed.notes
     assert "Not credited, so no measure for others: compile." in speed.notes
 
 

@@ -1,11 +1,13 @@
 """Tables of the precision study show what was observed."""
 
+import msgspec
 import torch
 
 from cs336_systems.config import Device, Precision
 from cs336_systems.report.sections.study import dtype_section, layer_norm_section, precision_sections
 from cs336_systems.studies.precision import accumulation_study, normalise
 from cs336_systems.studies.records import NORM_INPUT, NORM_OUTPUT, ObservedDtype, PrecisionStudy
+from tests.committed import DATA
 
 
 def observed(quantity: str, device: Device, precision: Precision, dtype: str) -> ObservedDtype:
@@ -23,8 +25,8 @@ def test_what_is_in_one_type_in_every_case_is_said() -> None:
         for precision in (Precision.FP16, Precision.BF16)
     ]  # fmt: skip
     assert dtype_section(rows).tables[0].findings == (
-        "In fp32 in every case: loss.",
-        "In the autocast type in every case: layer norm's input.",
+        "In fp32 in every case on cpu and cuda: loss.",
+        "In the autocast type in every case on cpu and cuda: layer norm's input.",
     )
 
 
@@ -45,3 +47,21 @@ def test_sums_are_first_and_a_study_of_an_earlier_version_has_no_layer_norm() ->
 def test_a_quantity_that_one_model_lacks_is_an_empty_cell() -> None:
     rows = [observed("a", Device.CPU, Precision.FP16, "fp16"), observed("b", Device.CPU, Precision.BF16, "bf16")]
     assert dtype_section(rows).tables[0].rows == (("ToyModel", "a", "fp16", ""), ("ToyModel", "b", "", "bf16"))
+
+
+def test_a_cpu_s_data_types_are_not_given_for_a_gpu_s() -> None:
+    """The published study has both devices: where they differ is what the note must tell of a CPU alone."""
+    study = msgspec.json.decode((DATA / "precision/precision.json").read_bytes(), type=PrecisionStudy)
+    seen: dict[str, set[tuple[Device, bool]]] = {}
+    for row in study.dtypes:
+        seen.setdefault(row.quantity, set()).add((row.device, row.dtype == "fp32"))
+    differing = [name for name, kinds in seen.items() if kinds == {(Device.CPU, False), (Device.CUDA, True)}]
+    assert len(differing) == sum(len({is_fp32 for _, is_fp32 in kinds}) > 1 for kinds in seen.values()) > 0
+    on_cpu, on_both = (
+        "".join(dtype_section(rows).tables[0].findings)
+        for rows in ([row for row in study.dtypes if row.device is Device.CPU], study.dtypes)
+    )
+    assert study.gpu is not None
+    for words in (*differing, study.gpu.removeprefix("NVIDIA ")):
+        assert words in on_cpu.split("In fp32 in every")[0]
+        assert words not in on_both.split("In fp32 in every")[0]
