@@ -68,6 +68,8 @@ def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
             try:
                 with _as_of_whole_sequences():
                     tape = _steps(asked, model, trace)
+                if sizes and trace.routing.is_assumed:  # the rows of each expert are no product of axes
+                    continue
                 tape.places = trace.places
                 break
             except Exception as error:  # the user's code may raise anything
