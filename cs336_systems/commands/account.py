@@ -15,6 +15,7 @@ from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
 from cs336_systems.costs.curves import Curves, data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts
+from cs336_systems.costs.traces import one_tracer
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 from cs336_systems.text import print_aside
@@ -224,13 +225,23 @@ def run(arguments: AccountArguments) -> int:
     if arguments.known.parameters is not None:  # without a name, not the CPU that the user's own ceilings may be of
         return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
+    with one_tracer():
+        return _say_account(arguments, config, ceilings, (name, device))
+
+
+def _say_account(
+    arguments: AccountArguments, config: RunConfig, ceilings: Ceilings, machine: tuple[str | None, DeviceSpec | None]
+) -> int:
+    """Print the cost of a step."""
+    from cs336_systems.files import encode_json
+    from cs336_systems.report.formats import texts_of, write_files
+    from cs336_systems.report.sections.account import Account, account_json, account_section
+
+    name, device = machine
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
         prepare_forecasts([config], of_users=True)
-    from cs336_systems.files import encode_json
-    from cs336_systems.report.formats import texts_of, write_files
-    from cs336_systems.report.sections.account import Account, account_json, account_section
 
     account = Account(
         config=config,

@@ -7,23 +7,27 @@ segments. No constant is fitted; assumptions are stated where they are used.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import invert
+from sys import maxsize
 
 from cs336_systems.config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from cs336_systems.costs.accounting import count_parameters, parameter_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
-from cs336_systems.costs.tape import Category, Tape, TensorSpec
-from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of
+from cs336_systems.costs.tape import Category, Tape, TensorSpec, interpolated
+from cs336_systems.costs.traces import as_costed, has_tape, is_at_hand, tape_of, trace_missing
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran out of memory."""
 NCCL_BYTES = 478 * 2**20
 """Memory of NCCL on a rank, once it has called each kind of collective: measured on two H200."""
+MAX_GROWTH = 8
+"""Most by which a step is larger than the largest that was traced, when the search for the largest goes on."""
+INTERPOLATED = 12
+"""Steps that are traced before the search halves what is left, as the model's tensors do not grow evenly."""
 MAX_LAYERS = 1000
 """Most layers that are simulated; more would take minutes."""
 
@@ -152,8 +156,12 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
     """
     if not is_predictable(config):
         return None
+    return _fits(tape_of(config), memory_bytes - outside_bytes(config))
+
+
+def _fits(tape: Tape, room_bytes: int) -> bool:
     try:
-        _placed(tape_of(config), memory_bytes - outside_bytes(config))
+        _placed(tape, room_bytes)
     except OutOfMemoryError:
         return False
     return True
@@ -161,42 +169,95 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
 
 def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
     """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not predicted."""
-    return _largest(config, "batch", lambda size: replace(config, batch_size=size), memory_bytes)
+    return _largest(lambda size: replace(config, batch_size=size), config.batch_size, memory_bytes)
 
 
 def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
-    """The longest context that `fits`, at the configuration's batch size; 0 and None as in largest_batch."""
+    """The longest context that `fits`, at the configuration's batch size; 0 and None as in largest_batch.
+
+    A user's own model may take no longer one: then `why_untraced` says why of the next.
+    """
+    model = config.model
     return _largest(
-        config, "T", lambda length: replace(config, model=replace(config.model, context_length=length)), memory_bytes
+        lambda length: replace(config, model=replace(model, context_length=length)), model.context_length, memory_bytes
     )
 
 
-def _largest(config: RunConfig, axis: str, config_of: Callable[[int], RunConfig], memory_bytes: int) -> int | None:
-    """The largest number whose configuration fits, assuming that all smaller numbers fit.
+def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: int) -> int | None:
+    """The largest number whose configuration can be traced and fits, assuming that all smaller numbers fit."""
+    if not is_predictable(config_of(asked)):
+        return None
+    room_bytes = memory_bytes - outside_bytes(config_of(asked))
+    if tape_of(config_of(asked)).names.axes:
+        return _last_that_fits(lambda number: tape_of(config_of(number)), room_bytes)
+    return _last_traced(config_of, asked, room_bytes)
+
+
+def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
+    """The last number whose tape fits; `tape_at` raises ValueError for numbers that are too large.
 
     The search begins where the tensors alone no longer fit, which is found without the slower allocator.
     """
-    if is_predictable(config) and axis in tape_of(config).exact:
-        return None
-    if (one := fits(config_of(1), memory_bytes)) is None:
-        return None
-    if not one:
+    if not _fits(tape_at(1), room_bytes):
         return 0
-    room_bytes = memory_bytes - outside_bytes(config_of(1))
 
     def have_room(number: int) -> bool:
-        with suppress(ValueError):  # of a step that no configuration may have
-            return _tensor_bytes(config_of(number)) <= room_bytes
-        return False
+        try:
+            return _tensor_bytes(tape_at(number)) <= room_bytes
+        except ValueError:
+            return False
 
     below = 1
     while have_room(2 * below):
         below *= 2
     above = _last_before(below, 2 * below, have_room) + 1
     below, step = above - 1, 1
-    while not fits(config_of(below), memory_bytes):
+    while not _fits(tape_at(below), room_bytes):
         above, below, step = below, max(1, below - step), 2 * step
-    return _last_before(below, above, lambda number: fits(config_of(number), memory_bytes) is True)
+    return _last_before(below, above, lambda number: _fits(tape_at(number), room_bytes))
+
+
+def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: int) -> int:
+    """The last number whose step is traced and fits, where the next one is traced too, and does not fit or fails.
+
+    What is between the numbers that were traced only says which number to trace next.
+    """
+    tapes: dict[int, Tape] = {}
+    below, above, number = 0, maxsize, asked
+    while above - below > 1:
+        tape = _traced(config_of, number)
+        if tape is not None:
+            tapes[number] = tape
+        if tape is not None and _fits(tape, room_bytes):
+            below = number
+        else:
+            above = number
+        number = _next_to_trace(tapes, below, above, room_bytes)
+    return below
+
+
+def _traced(config_of: Callable[[int], RunConfig], number: int) -> Tape | None:
+    """The tape of the step; None where there is no such configuration, or its step cannot be traced."""
+    try:
+        config = config_of(number)
+    except ValueError:
+        return None
+    trace_missing([config])
+    return tape_of(config) if is_predictable(config) else None
+
+
+def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes: int) -> int:
+    """A number between `below`, which fits, and `above`, which does not."""
+    middle = min(above - 1, 2 * max(below, 1))
+    # the longest context that a model takes is mostly a round number
+    while (rounder := middle & (middle - 1)) > below:
+        middle = rounder
+    tape_at = interpolated(dict([*tapes.items()][-3:]), MAX_GROWTH)
+    if tape_at is None or len(tapes) > INTERPOLATED:
+        return middle
+    estimate = _last_that_fits(tape_at, room_bytes)
+    # the last that fits is known when the one after it was traced too
+    return max(estimate, below + 1) if below <= estimate < above else middle
 
 
 def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
@@ -207,9 +268,8 @@ def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
     return below
 
 
-def _tensor_bytes(config: RunConfig) -> int:
+def _tensor_bytes(tape: Tape) -> int:
     """The most bytes of tensors at any moment, without the remainders that the allocator does not split off."""
-    tape = tape_of(config)
     sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
     return max(_levels(tape, [sizes[kind] for kind in tape.tensors]))
 

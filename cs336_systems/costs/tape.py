@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from fractions import Fraction
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -181,9 +182,16 @@ class Tape:
         """Of a user's own model, the path of the module that launches each operation; None outside of the model."""
         self.parameters: dict[str, int] = {}
         """Of a user's own model, the parameters that belong to the module of each path itself."""
-        self.exact: dict[str, int] = {}
-        """Sizes of a user's own model for which alone the tape holds, because the model takes no others."""
+        self.failure = ""
+        """Why the steps could not be traced; then there are none."""
         self._set(axes)
+
+    @classmethod
+    def of_failure(cls, failure: str) -> "Tape":
+        """A tape without steps, which says why."""
+        tape = cls({}, [], [])
+        tape.failure = failure
+        return tape
 
     def _set(self, axes: Mapping[str, int]) -> None:
         self.names = Names(axes)
@@ -204,6 +212,10 @@ class Tape:
     def spec(self, handle: int) -> TensorSpec:
         """The kind of a tensor."""
         return self.specs[self.tensors[handle]]
+
+    def bytes_of(self, category: Category) -> int:
+        """Bytes of all tensors of a category that the steps make."""
+        return sum(spec.size_bytes for spec in map(self.spec, range(len(self.tensors))) if spec.category is category)
 
     def resized(self, axes: Mapping[str, int]) -> "Tape":
         """The same tensors and operations for other sizes of the axes."""
@@ -238,7 +250,7 @@ class Tape:
         return {
             "axes": self.names.axes, "kinds": self.kinds, "makes": self.makes, "tensors": self.tensors, "events": ages,
             "launches": self.launches, "steps": self.steps,
-            "places": self.places, "parameters": self.parameters, "exact": self.exact,
+            "places": self.places, "parameters": self.parameters, "failure": self.failure,
         }  # fmt: skip
 
     @classmethod
@@ -249,7 +261,7 @@ class Tape:
         ages = kept["events"]
         made = accumulate(map(not_, ages), initial=0)
         tape.events = [~(count - age) if age else count for age, count in zip(ages, made, strict=False)]
-        for name in ("places", "parameters", "exact"):  # shipped tapes have none
+        for name in ("places", "parameters", "failure"):  # shipped tapes have none
             setattr(tape, name, kept.get(name, getattr(tape, name)))
         tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
         return tape
@@ -315,3 +327,37 @@ def phases_of(tape: Tape, step: int) -> list[tuple[Phase, tuple[int, int], tuple
         (phase, (begin, end), (first, stop))
         for (phase, begin, first), (_, end, stop) in pairwise([*tape.steps[step], last])
     ]
+
+
+def interpolated(tapes: Mapping[int, Tape], growth: int) -> Callable[[int], Tape] | None:
+    """Gives an estimate of the tape for any number, from tapes for some: polynomials through the bytes of each tensor.
+
+    It raises ValueError for numbers over `growth` times the largest. None for less than two tapes, and for tapes that
+    do not make the same tensors.
+    """
+    numbers, last = [*tapes], [*tapes.values()][-1:]
+    labels = [
+        [(spec.label, spec.stream) for spec in map(tape.spec, range(len(tape.tensors)))] for tape in tapes.values()
+    ]
+    if len(numbers) < 2 or any(other != labels[0] for other in labels):
+        return None
+    kinds: dict[tuple[int, ...], int] = {}
+    rows = zip(*(tape.tensors for tape in tapes.values()), strict=True)
+    tensors = [kinds.setdefault(row, len(kinds)) for row in rows]
+
+    def at(number: int) -> Tape:
+        if number > growth * max(numbers):
+            raise ValueError(f"{number} is over {growth} times {max(numbers)}")
+        shares = []
+        for place, one in enumerate(numbers):
+            others = numbers[:place] + numbers[place + 1 :]
+            shares.append(prod(Fraction(number - other, one - other) for other in others))
+        tape = copy(last[0])
+        tape.tensors, tape.specs = tensors, []
+        for kind in kinds:
+            specs = [each.specs[of] for each, of in zip(tapes.values(), kind, strict=True)]
+            size = sum(share * spec.size_bytes for share, spec in zip(shares, specs, strict=True))
+            tape.specs.append(replace(specs[0], size_bytes=max(1, round(size))))
+        return tape
+
+    return at

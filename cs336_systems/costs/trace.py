@@ -131,6 +131,8 @@ class Trace:
         self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
+        self._positions: dict[int, range] = {}
+        """The values in storages that `arange` has filled, and copies of these, by their address."""
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
         self.main_stream = self.stream = _Stream()
@@ -223,6 +225,7 @@ class Trace:
         return self._handles[key]
 
     def _forget(self, key: int) -> None:
+        self._positions.pop(key, None)
         self._drop(key)
         del self._handles[key], self._watches[key]
 
@@ -291,7 +294,11 @@ class Trace:
             padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
             self.tensor(outs[1].untyped_storage(), label, 4, padded)
             outs = outs[:2]  # seeds are on the host
-        handles = [self.tensor(each.untyped_storage(), label, each.element_size()) for each in outs]
+        self._follow_positions(name, args, kwargs, outs)
+        handles = [
+            self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each))
+            for each in outs
+        ]
         if all(handle is None or handle < known for handle in handles) and not name.endswith("_") and outs:
             self._views += 1
             return
@@ -299,6 +306,42 @@ class Trace:
             self._views += 1
             return
         self.kernels.get(name, _pass)(self, Call(name, ins, outs, args))
+
+    def _sizes_of(self, tensor: Tensor) -> str | None:
+        """The sizes of a new tensor as they are, if no names stand for them."""
+        is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
+        return " ".join(map(str, tensor.shape)) if is_whole and not self.axes else None
+
+    def _follow_positions(self, name: str, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
+        """Know the positions of tokens, which are no data, and refuse those that a table does not have."""
+        positions: range | None = None
+        if name == "arange" and all(isinstance(each, int) for each in args):
+            positions = range(*args)
+        elif name in ("clone", "_to_copy"):
+            positions = self._values(args[0])
+        elif name == "add" and isinstance(args[1], int) and not kwargs:
+            if before := self._values(args[0]):
+                positions = range(before.start + args[1], before.stop + args[1], before.step)
+        elif name.endswith("_") and args and isinstance(args[0], Tensor):
+            self._positions.pop(args[0].untyped_storage()._cdata, None)
+        elif name in ("embedding", "index"):
+            indices = args[1] if name == "index" else args[1:2]
+            for rows, index in zip(args[0].shape, indices, strict=False):
+                if (last := max([*self._values(index)[:1], *self._values(index)[-1:]], default=0)) >= rows:
+                    raise IndexError(
+                        f"{self.place}position {last:,} is looked up in a table of {rows:,} rows"
+                    )
+        if positions and len(positions) == outs[0].numel():
+            self._positions[outs[0].untyped_storage()._cdata] = positions
+
+    def _values(self, tensor: Tensor | None) -> range:
+        """The values of a tensor in order, and others between them; none if they are not known."""
+        if tensor is None:
+            return range(0)
+        values = self._positions.get(tensor.untyped_storage()._cdata, range(0))
+        first = tensor.storage_offset()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        return values[first : first + 1 + sum((size - 1) * stride for size, stride in steps)]
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""

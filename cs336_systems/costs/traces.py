@@ -1,7 +1,8 @@
 """Finds the tape of a configuration's step, without torch: shipped with the program, in the user's cache, or traced.
 
-A tape names its sizes, so one serves all sizes of a plain step with as many layers. What no archive has is traced by a
-process of its own (`python -m cs336_systems.measure.traced`), once for each version of the program.
+The tape of a plain step of this project's model names its sizes, so that it serves all sizes with as many layers. All
+other steps, a user's own model among them, are traced with the very sizes that were asked for. What no archive has is
+traced by a process of its own (`python -m cs336_systems.measure.traced`), once for each version of the program.
 """
 
 import contextlib
@@ -13,18 +14,20 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
+from multiprocessing import Pipe
 from pathlib import Path
 
 import msgspec
 
-from cs336_systems.config import Arch, CompileMode, Device, Precision, RunConfig
+from cs336_systems.config import CompileMode, Device, Precision, RunConfig
 from cs336_systems.costs.shards import axes
 from cs336_systems.costs.tape import Tape
 from cs336_systems.files import write_atomically
 from cs336_systems.settings import non_defaults
+from cs336_systems.text import print_aside
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
@@ -32,8 +35,8 @@ SHIPPED = Path(__file__).with_name("traces.zip")
 TRACER = "cs336_systems.measure.traced"
 PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
-OWN_LENGTHS = (1013, 509, 251, 127, 61)
-"""Contexts with which a user's own model is traced: the first that it surely takes, as a longer one was asked for."""
+LAST_WORDS_S = 5
+"""How long the process that traces may take to end, with what a user's code does then, before it is killed (s)."""
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
     "module_depth",
@@ -52,36 +55,37 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     """The configuration that is traced in place of this one, and the axes that can be told apart in its sizes."""
     config = replace(as_costed(config), device=Device.CUDA).without_graph
     if config.model_factory is not None:
-        length = next((prime for prime in OWN_LENGTHS if prime <= config.model.context_length), None)
-        sizes = {"batch": PRIMES["batch"]} | ({} if length is None else {"T": length, "T+1": length + 1})
-        return replace(config, compile=CompileMode.NONE), sizes
+        return replace(config, compile=CompileMode.NONE), {}
     model = replace(config.model, rope_theta=1.0)
     if config.precision is Precision.TF32:
         config = replace(config, precision=Precision.FP32)
-    if config != config.without_shortcuts:  # kernels of the fast model are chosen by sizes
+    # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
+    if config != config.without_shortcuts or config.is_shared:
         return replace(config, model=model), {}
-    own = axes(config)
-    of_rank = {"batch"} if model.arch is Arch.GPT2 else {"batch", "T", "T+1"}  # parts of parameters are padded
-    names = of_rank if config.is_shared else {*PRIMES}
-    sizes = {name: PRIMES[name] if name in names and size > 1 else size for name, size in own.items()}
+    sizes = {name: PRIMES[name] if size > 1 else size for name, size in axes(config).items()}
     model = replace(
         model, num_heads=sizes["heads"], context_length=sizes["T"], vocab_size=sizes["vocabulary"],
         d_ff=sizes["d_ff"], d_model=sizes["heads"] * sizes["d_head"],
     )  # fmt: skip
-    return replace(config, batch_size=sizes["batch"], model=model), {name: sizes[name] for name in own if name in names}
+    return replace(config, batch_size=sizes["batch"], model=model), sizes
 
 
 def tape_of(config: RunConfig) -> Tape:
     """The steps of a run until the steady state, of a configuration that has a tape."""
     prepare([config])
+    tape = _resized(_tape(config), tuple(axes(config).items()))
+    assert tape.steps, f"{config.label} cannot be traced"
+    return tape
+
+
+def _tape(config: RunConfig) -> Tape:
+    """The tape as it was traced; one without steps if it could not be, or was not yet."""
     kept = _kept(_name(traced_as(config)[0]))
-    assert kept, f"{config.label} cannot be traced"
-    return _resized(kept, tuple(axes(config).items()))
+    return Tape({}, [], []) if kept is None else _decoded(kept)
 
 
 @lru_cache(maxsize=256)
-def _resized(kept: bytes, sizes: tuple[tuple[str, int], ...]) -> Tape:
-    tape = _decoded(kept)
+def _resized(tape: Tape, sizes: tuple[tuple[str, int], ...]) -> Tape:
     return tape.resized({name: size for name, size in sizes if name in tape.names.axes})
 
 
@@ -94,17 +98,17 @@ def has_tape(config: RunConfig) -> bool:
 
 def is_at_hand(config: RunConfig) -> bool:
     """Whether the tape is there without tracing."""
-    kept = _kept(_name(traced_as(config)[0]))
-    if not kept or config.model_factory is None:
-        return bool(kept)
-    tape, sizes = _decoded(kept), axes(config)
-    return bool(tape.steps) and all(sizes[name] == size for name, size in tape.exact.items())
+    return bool(_tape(config).steps)
+
+
+def why_untraced(config: RunConfig) -> str:
+    """What the attempt to trace the step has failed with; empty without a failure, or without an attempt."""
+    return _tape(config).failure
 
 
 def own_parameters(config: RunConfig) -> dict[str, int]:
     """Parameters of the modules of a user's own model by path, of a prepared configuration; {} if it is not made."""
-    kept = _kept(_name(traced_as(config)[0]))
-    return _decoded(kept).parameters if kept else {}
+    return _tape(config).parameters
 
 
 @lru_cache(maxsize=256)
@@ -124,18 +128,29 @@ def encoded(tape: Tape) -> bytes:
 
 _traced: dict[str, bytes] = {}
 """Tapes that were traced for this process, by name."""
+SEAL_BYTES = 32
 
 
 def _kept(name: str) -> bytes | None:
-    """A tape as it is kept: by this process, in the archive, or in the cache."""
+    """A tape as it is kept: by this process, in the archive, or in the cache.
+
+    A file of the cache that is not as it was written, under this name and by this version, counts as missing.
+    """
     if name in _traced:
         return _traced[name]
     if (shipped := _shipped().get(name)) is not None:
         return shipped
-    path = _cache() / name
-    if not path.is_file():
+    try:
+        sealed = (_cache() / name).read_bytes()
+    except OSError:
         return None
-    return _traced.setdefault(name, path.read_bytes())
+    data = sealed[SEAL_BYTES:]
+    return _traced.setdefault(name, data) if sealed == _seal(name, data) + data else None
+
+
+def _seal(name: str, data: bytes) -> bytes:
+    """What stands before a tape in a file of the cache."""
+    return hashlib.sha256(f"{_cache().name} {name} ".encode() + data).digest()
 
 
 @cache
@@ -148,8 +163,6 @@ def _shipped() -> dict[str, bytes]:
 
 @lru_cache(maxsize=4096)
 def _name(key: RunConfig) -> str:
-    if key.model_factory is not None:  # one tape serves all sizes of a batch, if the model takes them
-        key = replace(key, batch_size=1, model=replace(key.model, context_length=1))
     chosen = json.dumps([non_defaults(key), non_defaults(key.model)], sort_keys=True)
     return hashlib.sha256(chosen.encode()).hexdigest()[:20]
 
@@ -166,28 +179,101 @@ def _cache() -> Path:
 
 
 def prepare(configs: Iterable[RunConfig]) -> None:
-    """Trace the steps of which no tape is at hand, all in one process; in this one if it has torch anyway."""
-    longest_first = sorted(configs, key=lambda config: -config.model.context_length)  # the last of a name stays
-    asked = {_name(key): (key, known) for key, known in map(traced_as, longest_first)}
-    asked = {name: pair for name, pair in asked.items() if _kept(name) is None}
-    if not asked:
-        return
-    if "torch" in sys.modules:
-        made = importlib.import_module(TRACER).trace_all(asked)
-    else:
-        command = [sys.executable, "-m", TRACER]
-        done = subprocess.run(command, input=msgspec.json.encode(asked), capture_output=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"tracing a step failed: {done.stderr.decode(errors='replace')[-2000:]}")
-        sys.stderr.write(done.stderr.decode(errors="replace"))
-        made = msgspec.json.decode(done.stdout, type=dict[str, bytes])
-    _traced.update(made)
-    with contextlib.suppress(OSError):  # without a cache they are traced again
+    """Trace the steps of which no tape is at hand, and say on standard error which of them cannot be traced."""
+    for config in trace_missing(configs):
+        if reason := why_untraced(config):
+            print_aside(f"{config.model_factory or config.label}: no forecast: {reason}")
+
+
+def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
+    """Trace the steps of which no tape is at hand, all in one process; return the configurations that were traced."""
+    asked: Asked = {}
+    for config in configs:
+        key, known = traced_as(config)
+        if _kept(_name(key)) is None:
+            asked[_name(key)] = key, known
+    with one_tracer() as trace:
+        for name, (key, known) in asked.items():
+            _traced.update(trace({name: (key, known)}))
+            if key.model_factory is None and is_at_hand(key):  # the code of others may change
+                _write(name, _traced[name])
+    return [key for key, _ in asked.values()]
+
+
+def _write(name: str, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # without a cache it is traced again
         _cache().mkdir(parents=True, exist_ok=True)
-        for name, data in made.items():
-            if data and asked[name][0].model_factory is None:  # the code of others may change
-                write_atomically(_cache() / name, data)
+        write_atomically(_cache() / name, _seal(name, data) + data)
 
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]
 """What is to be traced, by the name of its tape: the configuration, and the axes that can be told apart in it."""
+Trace = Callable[[Asked], dict[str, bytes]]
+"""Gives the tapes that are asked for, as they are kept."""
+_open: list["_Tracer"] = []
+
+
+@contextlib.contextmanager
+def one_tracer() -> Iterator[Trace]:
+    """Let all that is traced in this block be traced by one process; by this one if it has torch anyway."""
+    if "torch" in sys.modules:
+        yield importlib.import_module(TRACER).trace_all
+    elif _open:
+        yield _open[0].trace
+    else:
+        tracer = _Tracer()
+        _open.append(tracer)
+        last_words_s = 0
+        try:
+            yield tracer.trace
+            last_words_s = LAST_WORDS_S
+        finally:
+            _open.clear()
+            tracer.end(last_words_s)
+
+
+class _Tracer:
+    """A process that imports PyTorch and a user's code, and traces; it is started by the first step to trace.
+
+    Questions and answers go through a pipe of their own: what a user's code prints goes to standard error.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def trace(self, asked: Asked) -> dict[str, bytes]:
+        """The tapes that are asked for; if the process ends instead, tapes that say so."""
+        process = self._process or self._start()
+        try:
+            self._pipe.send_bytes(msgspec.json.encode(asked))
+            return msgspec.json.decode(self._pipe.recv_bytes(), type=dict[str, bytes])
+        except (EOFError, OSError):
+            self.end(LAST_WORDS_S)
+            failure = f"the process that traced it ended with status {process.returncode}"
+            return {name: encoded(Tape.of_failure(failure)) for name in asked}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
+        with theirs:
+            # in a session of its own, so that Ctrl-C reaches this process alone, which then ends the other
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return self._process
+
+    def end(self, wait_s: float) -> None:
+        """Let the process end, as it does when the pipe is closed; kill it if that takes longer than `wait_s`."""
+        if self._process is None:
+            return
+        self._pipe.close()
+        try:
+            self._process.wait(wait_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._process.kill()
+            self._process.wait()
+        self._process = None

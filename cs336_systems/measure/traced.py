@@ -1,11 +1,12 @@
-"""Traces the real step of a configuration; as a process of its own it reads what is asked and prints the tapes."""
+"""Traces the real step of a configuration; as a process of its own it is asked for tapes through a pipe."""
 
 import itertools
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -45,42 +46,39 @@ def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
     step.scaler = None  # it would read a value; its scalars are left out
     _average_at_once(step)
     trace.note(Category.PARAMETERS, step.model.parameters())
+    parameter_bytes = _bytes_kept(step.model.parameters())
     for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
         _, loss = step(_Clock(trace, step))  # kept until the next step has its own, as in a measured run
     tape = trace.tape()
     del loss
+    if (traced_bytes := tape.bytes_of(Category.PARAMETERS)) != parameter_bytes:
+        raise TraceError(
+            f"the trace has {traced_bytes:,} bytes of parameters, and the model {parameter_bytes:,}: a fault of this "
+            "program"
+        )
     return tape
 
 
-def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
-    """The tape of a user's own model; it has parameters alone if the step cannot be traced, and stderr says why.
+def _bytes_kept(parameters: Iterable[Tensor]) -> int:
+    """Bytes of the parameters on this rank; tied ones, and parts of one tensor, share their memory."""
+    parts = (getattr(each, "_local_tensor", each).untyped_storage() for each in parameters)
+    return sum({part._cdata: part.nbytes() for part in parts}.values())
 
-    If the model does not take the sizes that stand for any others, those that were asked for are traced.
-    """
-    load_factory(config.model_factory or "")  # outside of the modes below, which slow imports down
-    for sizes in (axes, {name: size for name, size in axes.items() if name == "batch"}, {}):
-        length = sizes.get("T", config.model.context_length)
-        batch_size = sizes.get("batch", config.batch_size)
-        asked = replace(config, batch_size=batch_size, model=replace(config.model, context_length=length))
-        with tracing(sizes, OF_FAST) as trace, one_of_the_ranks(config):
-            model = make_model(asked)
+
+def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
+    """The tape of a user's own model; if its step cannot be traced, it has the reason, and parameters if any."""
+    parameters: dict[str, int] = {}
+    try:
+        load_factory(config.model_factory or "")  # outside of the modes below, which slow imports down
+        with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config):
+            model = make_model(config)
             parameters = _parameters_by_module(model)
-            try:
-                with _as_of_whole_sequences():
-                    tape = _steps(asked, model, trace)
-                if sizes and trace.routing.is_assumed:  # the rows of each expert are no product of axes
-                    continue
-                tape.places = trace.places
-                break
-            except Exception as error:  # the user's code may raise anything
-                tape, failure = Tape(sizes, [], []), error
-                if isinstance(error, TraceError):
-                    break
-    if not tape.steps:
-        _say_why(config, failure)
+            with _as_of_whole_sequences():
+                tape = _steps(config, model, trace)
+            tape.places = trace.places
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        tape = Tape.of_failure(_reason(error))
     tape.parameters = parameters
-    tape.exact = {"batch": batch_size, "T": length}
-    tape.exact = {name: size for name, size in tape.exact.items() if name not in sizes}
     return tape
 
 
@@ -284,23 +282,28 @@ def _with_chunks(trace: Trace) -> Iterator[None]:
 
 
 def trace_all(asked: Asked) -> dict[str, bytes]:
-    """The tapes that are asked for, by name, as they are kept; empty for steps that cannot be traced."""
+    """The tapes that are asked for, by name, as they are kept."""
     made = {}
     for name, (config, axes) in asked.items():
         try:
             make = traced if config.model_factory is None else traced_own
-            made[name] = encoded(make(config, axes))
+            tape = make(config, axes)
         except (ValueError, RuntimeError, ImportError) as error:
-            made[name] = b""
-            _say_why(config, error)
+            tape = Tape.of_failure(_reason(error))
+        made[name] = encoded(tape)
     return made
 
 
-def _say_why(config: RunConfig, error: Exception) -> None:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    print(f"{config.model_factory or config.label}: no forecast: {reason}", file=sys.stderr)
+def _reason(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"its code ends the process (sys.exit({error.code!r}))"
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 if __name__ == "__main__":
-    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Asked)
-    sys.stdout.buffer.write(msgspec.json.encode(trace_all(asked)))
+    questions = Connection(int(sys.argv[1]))
+    os.set_inheritable(questions.fileno(), False)  # a process that the user's code starts would keep it open
+    with suppress(EOFError):
+        while True:
+            asked = msgspec.json.decode(questions.recv_bytes(), type=Asked)
+            questions.send_bytes(msgspec.json.encode(trace_all(asked)))

@@ -1,6 +1,9 @@
 """Forecasts of models that nobody here wrote: peaks measured on an H100, and PyTorch's own count of FLOPs."""
 
+import random
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,9 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336_systems.cli import main
 from cs336_systems.config import SIZES, UNSIZED, Device, LossKind, Precision, RunConfig
 from cs336_systems.costs import traces
-from cs336_systems.costs.memory import largest_batch, largest_context, predict_memory
+from cs336_systems.costs.memory import fits, largest_batch, largest_context, predict_memory
+from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import costs_by_module
-from cs336_systems.model.trainable import checkpoint_each_block
+from cs336_systems.costs.trace import tracing
+from cs336_systems.measure import traced
+from cs336_systems.model.trainable import checkpoint_each_block, logits_of
+from cs336_systems.model.transformer import TransformerLM
 
 D, V, LAYERS, LENGTH = 32, 70, 3, 64
 
@@ -57,6 +64,16 @@ class OfOneLength(NanoGPT):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         assert idx.shape[1] == self.longest
         return super().forward(idx, targets)
+
+
+class OfPositions(NanoGPT):
+    """Says nothing of its longest context: a GPU would look up what is not in its table."""
+
+    longest = 10**6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wpe = nn.Embedding(LENGTH, D)
 
 
 class Router(nn.Module):
@@ -149,24 +166,116 @@ def test_flops_by_module_are_those_that_pytorch_counts(loss: LossKind) -> None:
     assert found["h.*.proj"].parameters == LAYERS * (D * D + D)
 
 
-def test_one_trace_serves_all_sizes_that_the_model_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, exact = run_of("NanoGPT"), predict_memory(run_of("OfOneLength"))
-    monkeypatch.setattr(traces, "prepare", lambda _: None)
-    found = predict_memory(config)
-    assert found is not None
-    assert exact is not None
-    assert found.peak.allocated_bytes == exact.peak.allocated_bytes
-    assert found.after_bytes == exact.after_bytes
-    assert largest_batch(config, 2**30) > 4
-    assert largest_context(config, 2**30) > LENGTH, "the memory alone is asked"
+def small(kind: str, **settings: object) -> nn.Module:
+    """A model of transformers with two layers, whose matmuls PyTorch's counter sees one by one."""
+    import transformers
+
+    sizes = {
+        "num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 4,
+        "vocab_size": 254, "use_cache": False, "attn_implementation": "eager",
+    }  # fmt: skip
+    config = getattr(transformers, f"{kind}Config")(**sizes | settings)
+    return getattr(transformers, f"{ {'GPT2': 'GPT2LMHeadModel'}.get(kind, f'{kind}ForCausalLM') }")(config)
 
 
-def test_a_model_of_one_length_is_forecast_for_that_length_alone() -> None:
-    config = run_of("OfOneLength")
-    assert predict_memory(config) is not None
-    assert predict_memory(replace(config, model=replace(config.model, context_length=32))) is None
+def small_gpt2() -> nn.Module:
+    return small("GPT2", n_inner=160, n_positions=1100)
+
+
+def small_llama() -> nn.Module:
+    return small("Llama", num_key_value_heads=2)
+
+
+def small_gemma2() -> nn.Module:
+    return small("Gemma2", num_key_value_heads=2, head_dim=32, sliding_window=128)
+
+
+class LongNanoGPT(NanoGPT):
+    longest = 1100
+
+
+class OfOurs(TransformerLM):
+    """This project's model, as if a user had written it."""
+
+    def __init__(self, context_length: int) -> None:
+        super().__init__(replace(SIZES["tiny"], context_length=context_length))
+
+
+@pytest.mark.parametrize("name", ["small_gpt2", "small_llama", "small_gemma2", "LongNanoGPT"])
+def test_a_model_of_others_has_its_flops_and_parameters_at_any_length(name: str) -> None:
+    """At lengths that divide its widths, or are one less than their divisors, above all."""
+    if name != "LongNanoGPT":
+        pytest.importorskip("transformers")
+    draw = random.Random(name)
+    lengths = sorted({2, 127, *(draw.randint(2, 1100) for _ in range(5)), *draw.sample((64, 95, 128, 253), 3)})
+    model = globals()[name]()
+    parameter_bytes = sum(each.nbytes for each in model.parameters())
+    flops = []
+    for length in lengths:
+        config = run_of(name, length)
+        with FlopCounterMode(display=False) as counter:
+            logits_of(model(torch.zeros(1, length, dtype=torch.long))).sum().backward()
+        found = sum(each.forward_flops + each.backward_flops for each in costs_by_module(config).values())
+        assert found == config.batch_size * counter.get_total_flops()
+        assert traces.tape_of(config).bytes_of(Category.PARAMETERS) == parameter_bytes
+        flops.append(counter.get_total_flops())
+    assert flops == sorted({*flops})
+
+
+def test_what_fits_of_a_model_is_traced_on_both_sides_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    trace_all = traced.trace_all
+    monkeypatch.setattr(traced, "trace_all", lambda asked: calls.append(asked) or trace_all(asked))
+    draw = random.Random(0)
+    for _ in range(2):
+        config, memory_bytes = run_of("OfOurs", draw.randint(20, 90)), draw.randint(1150, 2500) * 2**20
+        del calls[:]
+        size, length = largest_batch(config, memory_bytes), largest_context(config, memory_bytes)
+        assert len(calls) <= 24
+        monkeypatch.setattr(traces, "_traced", {})
+        for more in (0, 1):
+            larger = replace(config, batch_size=size + more)
+            longer = replace(config, model=replace(config.model, context_length=length + more))
+            traces.prepare([larger, longer])
+            assert [fits(each, memory_bytes) for each in (larger, longer)] == [more == 0] * 2
+
+
+@pytest.mark.parametrize("name", ["NanoGPT", "OfOneLength", "OfPositions"])
+def test_the_longest_context_is_one_that_the_model_takes(name: str) -> None:
+    config = run_of(name)
     assert largest_batch(config, 2**30) > 4
-    assert largest_context(config, 2**30) is None
+    assert largest_context(config, 2**30) == LENGTH
+    longer = replace(config, model=replace(config.model, context_length=LENGTH + 1))
+    assert traces.why_untraced(longer)
+    assert predict_memory(longer) is None
+
+
+POSITIONS = {
+    "as they are": lambda length, _: torch.arange(length),
+    "of a cache": lambda length, rows: torch.arange(1, length) + rows // 2,
+    "of a longer range": lambda length, rows: torch.arange(2 * rows)[:length],
+    "cut in place": lambda length, rows: torch.arange(length).clamp_(max=rows - 1),
+    "cut": lambda length, rows: torch.arange(length).clamp(max=rows - 1),
+    "repeated": lambda length, _: torch.arange(length).clone()[None].expand(3, -1).long(),
+    "backwards": lambda length, _: torch.arange(length - 1, -1, -1),
+    "buckets": lambda length, rows: torch.arange(length) % rows,
+}
+
+
+@pytest.mark.parametrize("make", POSITIONS.values(), ids=POSITIONS)
+def test_positions_that_a_table_does_not_have_are_refused_as_with_values(make: Callable[[int, int], Tensor]) -> None:
+    draw = random.Random(0)
+    for _ in range(10):
+        rows, length = draw.randint(4, 20), draw.randint(2, 20)
+        for look_up in (F.embedding, lambda index, table: table[index]):
+            failures = []
+            for place in ("cpu", "cuda"):
+                with tracing({}) if place == "cuda" else nullcontext(), torch.device(place):
+                    try:
+                        look_up(make(length, rows), torch.empty(rows, 2))
+                    except IndexError as error:
+                        failures.append(error)
+            assert len(failures) != 1, f"{length} positions, {rows} rows: {failures}"
 
 
 def test_checkpoints_of_own_blocks_change_the_memory_alone() -> None:

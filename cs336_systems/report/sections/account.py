@@ -1,7 +1,7 @@
 """What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from cs336_systems.config import Mode, Phase, RunConfig
 from cs336_systems.costs import accounting, memory
@@ -13,6 +13,7 @@ from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import Limit, TimePrediction, costs_by_module
+from cs336_systems.costs.traces import why_untraced
 from cs336_systems.report.columns import Row, column, columns_of
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
@@ -323,10 +324,12 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
         (f"largest batch at context {config.model.context_length:,}", found["largest_batch_size"]),
         (f"longest context at batch {config.batch_size:,}", found["longest_context_length"]),
     ]
-    note = "On an otherwise empty GPU; the CUDA context and fragmentation are counted."
-    if config.model_factory is not None:
-        note += " Whether your model takes such a context is not asked."
-    return quantity_table(f"What fits {significant(memory_bytes / GIB)} GiB", rows, [note], ("question", "answer"))
+    notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
+    if (longest := found["longest_context_length"]) is not None:
+        longer = replace(config, model=replace(config.model, context_length=longest + 1))
+        if reason := why_untraced(longer):
+            notes.append(f"A context of {longest + 1:,} cannot be traced: {reason}")
+    return quantity_table(f"What fits {significant(memory_bytes / GIB)} GiB", rows, notes, ("question", "answer"))
 
 
 def days_table(
