@@ -30,6 +30,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.config import Phase
+from cs336_systems.costs.on_cuda import HALF, as_on_cuda, clear_copies, without_autocast
+from cs336_systems.costs.routing import Routing
 from cs336_systems.costs.tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, TraceError
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -38,101 +40,6 @@ CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to the byte.
 """
 GPU = torch.device("cuda", 0)
-HALF = (torch.bfloat16, torch.float16)
-
-# ---- what autocast does on CUDA (aten/src/ATen/autocast_mode.h, AT_FORALL_LOWER_PRECISION_FP and AT_FORALL_FP32)
-
-IN_LOW_PRECISION = frozenset({
-    "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr",
-    "einsum", "chain_matmul", "multi_dot", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "prelu", "scaled_dot_product_attention",
-})  # fmt: skip
-IN_FP32 = frozenset({
-    "softmax", "log_softmax", "layer_norm", "group_norm", "nll_loss", "nll_loss_nd", "mse_loss", "l1_loss",
-    "smooth_l1_loss", "huber_loss", "kl_div", "cosine_similarity", "exp", "log", "log2", "log10", "log1p", "expm1",
-    "reciprocal", "rsqrt", "pow", "__pow__", "__rpow__", "norm", "logsumexp", "cumsum", "cumprod", "softplus",
-    "binary_cross_entropy_with_logits",
-})  # fmt: skip
-
-# ---- operators that CUDA has and meta decomposes
-
-_library = torch.library.Library("cs336_trace", "DEF")
-_library.define("rms_norm(Tensor x, Tensor weight) -> (Tensor, Tensor)")
-_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor weight) -> (Tensor, Tensor)")
-_library.impl("rms_norm", lambda x, weight: (torch.empty_like(x), _scale_of(x, weight)), "Meta")
-_library.impl("rms_norm_backward", lambda _, x, __, weight: (torch.empty_like(x), torch.empty_like(weight)), "Meta")
-
-
-def _scale_of(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[: x.dim() - weight.dim()], *[1] * weight.dim()), dtype=torch.float32)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """_fused_rms_norm of CUDA saves its input and 1 / rms (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
-        out, scale = torch.ops.cs336_trace.rms_norm(x, weight)
-        ctx.save_for_backward(x, scale, weight)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors)
-
-
-def _rms_norm(call: Callable[..., Tensor], x: Tensor, shape: Any, weight: Tensor | None = None, eps: Any = None) -> Any:
-    """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
-    if weight is None or weight.dtype != x.dtype:
-        return call(x, shape, weight, eps)
-    return _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
-
-
-def _attention(
-    _: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, **more: Any,
-) -> Any:  # fmt: skip
-    """Flash or cuDNN in half precision, else the efficient kernel, else math (cuda/sdp_utils.cpp).
-
-    cuDNN saves what flash does. The efficient kernel takes no grouped queries (check_batch_size_and_num_heads_dense).
-    """
-    cuda, ops, scale, is_grouped = torch.backends.cuda, torch.ops.aten, more.get("scale"), more.get("enable_gqa", False)
-    if q.dtype in HALF and attn_mask is None and (cuda.flash_sdp_enabled() or cuda.cudnn_sdp_enabled()):
-        return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    if not is_grouped and cuda.mem_efficient_sdp_enabled():
-        has_gradient = torch.is_grad_enabled() and q.requires_grad
-        return ops._scaled_dot_product_efficient_attention(
-            q, k, v, attn_mask, has_gradient, dropout_p, is_causal, scale=scale
-        )[0]
-    return ops._scaled_dot_product_attention_math(
-        q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=is_grouped
-    )[0]
-
-
-def _cross_entropy(
-    call: Callable[..., Tensor], x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
-    ignore_index: int = -100, label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
-    """Under autocast the log-softmax has the logits' type, and the likelihood is taken in fp32 (LossNLL.cpp)."""
-    if not torch.is_autocast_enabled("cuda") or label_smoothing or target.is_floating_point():
-        return call(x, target, weight, reduction, ignore_index, label_smoothing)
-    log_softmax = torch.log_softmax(x, min(1, x.dim() - 1), x.dtype)
-    return torch._C._nn.nll_loss_nd(log_softmax.float(), target, weight, reduction, ignore_index)  # type: ignore[arg-type]
-
-
-def _softmax(call: Callable[..., Tensor], x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in aten/src/ATen/native/SoftMax.cpp)."""
-    if torch.is_autocast_enabled("cuda") and dtype is None:
-        dtype = torch.float32
-    if x.dtype is torch.float16 and dtype is torch.float32:
-        return torch.ops.aten._softmax(x, dim, True)
-    return call(x, dim, dtype=dtype)
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention, "cross_entropy_loss": _cross_entropy,
-    "softmax": _softmax,
-}  # fmt: skip
 _PLACES = {
     vars(torch._C.TensorBase)[name].__get__: shown
     for name, shown in (("device", GPU), ("is_cuda", True), ("is_meta", False))
@@ -141,50 +48,20 @@ _PLACES = {
 
 
 class _OnGpu(TorchFunctionMode):
-    """Shows meta tensors as CUDA's, makes CUDA's on meta, and does what autocast does on CUDA."""
-
-    def __init__(self, copied: Callable[[Tensor], None]) -> None:
-        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Autocast's cache: parameters and their copies, by the parameter's id."""
-        self._copied = copied
+    """Shows meta tensors as CUDA's, and makes CUDA's on meta."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _PLACES:
             return _PLACES[function] if args[0].device.type == "meta" else function(*args)
-        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        kwargs = dict(kwargs or {})
         if function is torch.device:
             return function(*args, **kwargs)
         args = tuple(_moved(each) for each in args)
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"])
-        if name == "cuda":
+        if getattr(function, "__name__", "") == "cuda":
             return args[0].to("meta")
-        if torch.is_autocast_enabled("cuda"):
-            if name in IN_LOW_PRECISION:
-                args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))
-            elif name in IN_FP32 and name != "softmax" and kwargs.get("dtype") is None:
-                args, kwargs = self._cast(args, kwargs, torch.float32)
-        instead = _FUNCTIONS.get(name)
-        return function(*args, **kwargs) if instead is None else instead(function, *args, **kwargs)
-
-    def _cast(self, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(self._cast_one(each, dtype) for each in args), {
-            name: self._cast_one(each, dtype) for name, each in kwargs.items()
-        }
-
-    def _cast_one(self, x: Any, dtype: torch.dtype) -> Any:
-        """Copies of leaves in low precision are kept until autocast ends (cached_cast in autocast_mode.cpp)."""
-        if isinstance(x, (list, tuple)):
-            return type(x)(self._cast_one(each, dtype) for each in x)
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype in (torch.float64, dtype):
-            return x
-        is_kept = dtype in HALF and x.is_leaf and x.requires_grad and x.dtype is torch.float32 and not x._is_view()
-        if not is_kept:
-            return x.to(dtype)
-        if id(x) not in self.copies:
-            self.copies[id(x)] = (x, x.to(dtype))
-            self._copied(self.copies[id(x)][1])
-        return self.copies[id(x)][1]
+        return function(*args, **kwargs)
 
 
 def _moved(device: Any) -> Any:
@@ -241,6 +118,7 @@ class Trace:
         self.axes, self.names = axes, Names(axes)
         self.kernels = {**_KERNELS, **kernels}
         """Functions that note what an operation launches, by its name; _pass notes that of all others."""
+        self.routing = Routing()
         self.made: list[list[Any]] = []
         """Of each tensor by its handle: category or None, label, shape, bytes per element, stream; phase."""
         self.events: list[int] = []
@@ -556,6 +434,24 @@ def _matmul(trace: Trace, call: Call) -> None:
     trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
 
 
+def _grouped_matmul(trace: Trace, call: Call) -> None:
+    """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as they can be."""
+    a, b = call.ins[:2]
+    shapes = [a.shape[-2], a.shape[-1], b.shape[-1]]
+    groups = next((len(each) for each in (b, a, call.outs[0]) if each.dim() == 3), 1)
+    divided = None if a.dim() == b.dim() == 3 else 1 if a.dim() == b.dim() else 0 if a.dim() == 2 else 2
+    form = Form.FORWARD if b.stride(-2) == 1 else Form.WEIGHT if a.stride(-2) == 1 else Form.INPUT
+    if divided is None:
+        trace.matmul(form, (shapes[0], shapes[1], shapes[2]), a.element_size(), batch=groups)
+        return
+    trace.routing.is_assumed = True
+    least, more = divmod(shapes[divided], groups)
+    for size, count in ((least, groups - more), (least + 1, more)):
+        shapes[divided] = size
+        if size and count:
+            trace.matmul(form, (shapes[0], shapes[1], shapes[2]), a.element_size(), batch=count)
+
+
 def _attention_kernel(trace: Trace, call: Call) -> None:
     q, k = call.ins[:2]
     trace.attention(Form.ATTENTION, q.shape[0] * q.shape[1], (q.shape[2], q.shape[3], k.shape[2]), q.element_size())
@@ -601,8 +497,12 @@ def _foreach(trace: Trace, call: Call) -> None:
 
 _KERNELS: Mapping[str, Kernel] = {
     **dict.fromkeys(MATMULS, _matmul),
+    "_grouped_mm": _grouped_matmul,
+    "_scaled_grouped_mm": _grouped_matmul,
     "_scaled_dot_product_flash_attention": _attention_kernel,
     "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_cudnn_attention": _attention_kernel,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward_kernel,
     "_scaled_dot_product_efficient_attention": _attention_kernel,
     "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
     "_softmax_backward_data": _softmax_backward,
@@ -645,6 +545,19 @@ def _is_in_place(function: Any) -> bool:
     return name.startswith("aten::") and name.endswith("_") and torch.Tag.inplace_view not in function.tags
 
 
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """CUDA takes fp32 too, and aligns rows to 16 bytes (create_grouped_gemm_output_tensor in GroupedMMUtils.h)."""
+    groups = [len(offsets if offsets is not None else a)] if a.dim() == b.dim() else []
+    rows, columns, multiple = a.shape[-2], b.shape[-1], 16 // a.element_size()
+    width = -(-columns // multiple) * multiple
+    shape, strides = (*groups, rows, columns), (*[rows * width for _ in groups], width, 1)
+    return torch.empty_strided(shape, strides, dtype=a.dtype, device="meta")
+
+
+_META = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+"""Operators whose meta kernels refuse what CUDA's take."""
+
+
 class _Recorder(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -657,7 +570,7 @@ class _Recorder(TorchDispatchMode):
         """Of the new tensors that an operation makes, by what it is given."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # tensors are meta here
+        with torch._C.DisableTorchFunction(), without_autocast():  # tensors are meta here
             return self._run(function, types, args, kwargs)
 
     def _run(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -669,6 +582,10 @@ class _Recorder(TorchDispatchMode):
             return self._trace.collective(function, args)
         if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # there is no data to copy to the host
+        name = function.name().split("::")[1].split(".")[0]
+        if (answer := self._trace.routing.answer(name, args)) is not None:
+            self._trace.record(function, args, kwargs or {}, answer)
+            return answer
         try:
             if _is_in_place(function) and next(_tensors(args), None) is not None:
                 out = args[0] if function._schema.returns else None
@@ -682,6 +599,7 @@ class _Recorder(TorchDispatchMode):
                 "parameters and optimizer state can be counted nevertheless"
             ) from error
         self._trace.record(function, args, kwargs or {}, out)
+        self._trace.routing.note(name, [*_tensors(args)], args, [*_tensors(out)])
         return out
 
     def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -690,7 +608,7 @@ class _Recorder(TorchDispatchMode):
         if forms := self._forms.get(key):
             made = [torch.empty_strided(size, strides, dtype=dtype, device="meta") for size, strides, dtype, _ in forms]
             return made[0] if len(made) == 1 else tuple(made)
-        out = function(*args, **kwargs)
+        out = _META.get(function, function)(*args, **kwargs)
         outs, ins = out if isinstance(out, tuple) else (out,), [*_tensors((args, *kwargs.values()))]
         if all(isinstance(each, Tensor) and each.is_meta and not each.is_conj() for each in outs):
             new = {each.untyped_storage()._cdata for each in outs if each.nbytes == each.untyped_storage().nbytes()}
@@ -710,12 +628,11 @@ def _form_of(value: Any) -> Any:
 def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})) -> Iterator[Trace]:
     """While open, all that runs is recorded, as if it ran on a GPU; `kernels` are those of own operators, by name."""
     trace = Trace(axes, kernels)
-    mode = _OnGpu(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy]))
     clear = torch.clear_autocast_cache
 
-    def clear_copies() -> None:
+    def clear_all() -> None:
         clear()
-        mode.copies.clear()
+        clear_copies()
 
     def never(*_: object) -> bool:
         return False
@@ -746,7 +663,7 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
     ]
     with (
         mock.patch.multiple(nn.init, **harmless),
-        mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_copies),
+        mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_all),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
         mock.patch.multiple(torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream),
         mock.patch("torch.cuda.is_current_stream_capturing", is_capturing),
@@ -762,7 +679,8 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
             for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
                 patches.enter_context(mock.patch.object(module, name, never))
         patches.enter_context(_Recorder(trace))
-        patches.enter_context(mode)
+        patches.enter_context(_OnGpu())
+        patches.enter_context(as_on_cuda(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy])))
         try:
             yield trace
         finally:

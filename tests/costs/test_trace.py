@@ -35,7 +35,7 @@ from cs336_systems.costs.trace import TraceError, tracing
 from cs336_systems.measure.traced import traced
 from tests.ship_traces import wanted
 
-BATCH, SEQ, WIDTH, HEADS, HIDDEN = 3, 10, 24, 4, 28
+BATCH, SEQ, WIDTH, HEADS, HIDDEN = 3, 10, 24, 3, 28
 AXES = {"batch": 11, "T": 13}
 
 

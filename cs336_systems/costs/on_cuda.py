@@ -1,0 +1,264 @@
+# ruff: noqa: ANN401 (operators get whatever PyTorch passes)
+"""What PyTorch does with CUDA tensors and not with meta tensors: autocast, its fused kernels, its choice of attention.
+
+All of it hangs on a dispatch key that PyTorch leaves to others. So operators are met where CUDA's autocast meets them:
+also those that others are made of, such as the power in `square`. Places are those in PyTorch's source (2.11 to 2.13).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet, _dispatch_tls_set_dispatch_key_excluded
+
+HALF = (torch.bfloat16, torch.float16)
+KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+_KEYS = DispatchKeySet(KEY)
+
+# ---- autocast (aten/src/ATen/autocast_mode.h). Operators of CUDA's autocast that no list names run in fp32.
+
+IN_LOW_PRECISION = frozenset({
+    "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "prelu", "addmm", "addmv",
+    "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
+    "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+})  # fmt: skip
+INTO_FP32 = frozenset({
+    "prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum",
+})  # fmt: skip
+"""They read what they are given, and their results are fp32 unless a type is asked for."""
+IN_WIDEST = frozenset({
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+})  # fmt: skip
+"""They run in the widest type of their arguments."""
+
+
+class _WeightCopies:
+    """Autocast's cache: parameters and their copies in low precision, by the parameter's id."""
+
+    def __init__(self) -> None:
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.on_copy: Callable[[Tensor], None] = lambda _: None
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """The value, or list of values, with its tensors in this type (cached_cast in autocast_mode.cpp)."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.cast(part, dtype) for part in value)
+        if not _is_cast(value) or value.dtype is dtype:
+            return value
+        is_weight = value.is_leaf and value.requires_grad and value.dtype is torch.float32 and not value._is_view()
+        if not (is_weight and dtype in HALF and torch.is_autocast_cache_enabled()):
+            return value.to(dtype)
+        if id(value) not in self.copies:
+            self.copies[id(value)] = (value, value.to(dtype))
+            self.on_copy(self.copies[id(value)][1])
+        return self.copies[id(value)][1]
+
+
+_weights = _WeightCopies()
+
+
+def _is_cast(value: Any) -> bool:
+    is_tensor = isinstance(value, Tensor) and value.device.type == "meta"
+    return is_tensor and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _autocast(operator: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments as autocast passes them on."""
+    low = torch.get_autocast_dtype("cuda")
+    dtype = low if name in IN_LOW_PRECISION else torch.float32
+    if name in INTO_FP32:
+        place = [argument.name for argument in operator._schema.arguments].index("dtype")
+        is_asked = kwargs.get("dtype", args[place] if place < len(args) else None) is not None
+        if is_asked or not _is_cast(args[0]):
+            return args, kwargs
+        return args[:place], kwargs | {"dtype": torch.float32}
+    if name in IN_WIDEST:
+        is_wide = any(_is_cast(value) and value.dtype is torch.float32 for value in (*args, *kwargs.values()))
+        dtype = torch.float32 if is_wide else low
+    cast = {key: _weights.cast(value, dtype) for key, value in kwargs.items()}
+    return tuple(_weights.cast(value, dtype) for value in args), cast
+
+
+# ---- operators that CUDA has and meta decomposes
+
+_library = torch.library.Library("cs336_trace", "DEF")
+_library.define("rms_norm(Tensor x, Tensor? weight, int axes) -> (Tensor, Tensor)")
+_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor? weight) -> (Tensor, Tensor?)")
+
+
+def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
+    rows = x.shape[: x.dim() - axes]
+    return torch.empty_like(x), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
+
+
+def _rms_norm_backward_meta(_: Tensor, x: Tensor, __: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+_library.impl("rms_norm", _rms_norm_meta, "Meta")
+_library.impl("rms_norm_backward", _rms_norm_backward_meta, "Meta")
+
+
+class _RMSNorm(torch.autograd.Function):
+    """_fused_rms_norm of CUDA saves its input and 1 / rms (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, axes: int) -> Any:
+        out, scale = torch.ops.cs336_trace.rms_norm(x, weight, axes)
+        ctx.save_for_backward(x, scale, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return *torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors), None
+
+
+def _rms_norm(call: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
+    if weight is not None and weight.dtype != x.dtype:
+        return call(x, shape, weight, eps)
+    return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
+
+
+def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None) -> Any:
+    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in aten/src/ATen/native/SoftMax.cpp)."""
+    if x.dtype is torch.float16 and dtype is torch.float32:
+        fused = torch.ops.aten._softmax if call is torch.ops.aten.softmax.int else torch.ops.aten._log_softmax
+        return fused(x, dim, True)
+    return call(x, dim, *args, **({} if dtype is None else {"dtype": dtype}))
+
+
+# ---- attention (aten/src/ATen/native/transformers: cuda/sdp_utils.cpp and attention.cpp)
+
+
+def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
+    """Since cuDNN 9.15.1 PyTorch asks it first on Hopper."""
+    widths = q.shape[-1], v.shape[-1]
+    return (
+        torch.backends.cuda.cudnn_sdp_enabled()
+        and q.dtype in HALF
+        and (max(widths) <= 128 or widths == (192, 128))
+        and not any(width % 8 for width in widths)
+        and k.shape[-2] > 1
+        and (16 * dropout).is_integer()
+    )
+
+
+def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and q.dtype in HALF
+        and mask is None
+        and q.shape[-1] == v.shape[-1] <= 256
+        and (not is_causal or q.shape[-2] == k.shape[-2])
+    )
+
+
+def _can_use_efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """It takes no grouped queries (check_batch_size_and_num_heads_dense)."""
+    aligned = 16 // q.element_size()
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and q.dtype in (torch.float32, *HALF)
+        and q.shape[1] == k.shape[1] == v.shape[1]
+        and not any(x.shape[-1] % aligned or x.stride(-1) != 1 for x in (q, k, v))
+    )
+
+
+def _attention(
+    call: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """The first kernel that can: cuDNN's, flash, the efficient one, math. cuDNN saves what flash does."""
+    is_flash, is_cudnn = _can_use_flash(q, k, v, mask, is_causal), _can_use_cudnn(q, k, v, dropout)
+    if q.dim() != 4 or not (is_flash or is_cudnn or _can_use_efficient(q, k, v)):
+        return call(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if is_flash:
+        flash, width = torch.ops.aten._scaled_dot_product_flash_attention, q.shape[-1]
+        if width % 8 == 0:
+            return flash(q, k, v, dropout, is_causal, scale=scale)[0]
+        q, k, v = (torch.constant_pad_nd(x, (0, -width % 8)) for x in (q, k, v))
+        return flash(q, k, v, dropout, is_causal, scale=width**-0.5 if scale is None else scale)[0][..., :width]
+    keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if mask is not None and mask.dtype is torch.bool:  # each call makes a mask of numbers, which its backward keeps
+        mask = torch.where(mask.logical_not(), -torch.inf, torch.zeros((), dtype=q.dtype, device=q.device))
+    if is_cudnn:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(q, k, v, mask, keeps_sums, dropout, is_causal, False, scale=scale)[0]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    mask = None if mask is None else _aligned(mask).expand(*q.shape[:3], k.shape[2])
+    return efficient(q, k, v, mask, keeps_sums, dropout, is_causal, scale=scale)[0]
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """A mask whose rows begin at multiples of 16 elements (preprocess_mask in attention.cpp)."""
+    if mask.stride(-1) == 1 and not any(stride % 16 for stride in mask.stride()[:-1]):
+        return mask
+    keys = mask.shape[-1]
+    return torch.constant_pad_nd(mask, (0, 16 - keys % 16))[..., :keys]
+
+
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention, "softmax": _softmax, "log_softmax": _softmax,
+}  # fmt: skip
+"""What runs in the place of an operator, which is given first."""
+
+
+def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any]:
+    """What meta tensors meet in the place of CUDA's autocast of an operator."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS), torch._C.DisableTorchFunction():
+            if is_autocast and torch.is_autocast_enabled("cuda"):
+                args, kwargs = _autocast(operator, name, args, kwargs)
+            instead = _INSTEAD.get(name)
+            return operator(*args, **kwargs) if instead is None else instead(operator, *args, **kwargs)
+
+    return run
+
+
+def _register() -> list[torch.library.Library]:
+    """Kernels for what CUDA autocasts, by PyTorch's own list, and for what runs otherwise there."""
+    others, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, KEY.name)
+    autocast = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    for full_name in {*autocast, "aten::rms_norm"}:
+        word, _, overload = full_name.removeprefix("aten::").partition(".")
+        operator = getattr(getattr(torch.ops.aten, word), overload or "default")
+        aten.impl(operator, _kernel_of(operator, word, full_name in autocast), KEY.name)
+    return [others, aten]
+
+
+_kept = _register()
+
+
+def clear_copies() -> None:
+    """Drop autocast's copies of weights."""
+    _weights.copies.clear()
+
+
+@contextmanager
+def as_on_cuda(on_copy: Callable[[Tensor], None]) -> Iterator[None]:
+    """While open, operators of meta tensors do what they do on CUDA.
+
+    `on_copy` is given each copy of a weight that autocast makes.
+    """
+    _weights.on_copy = on_copy
+    _dispatch_tls_set_dispatch_key_excluded(KEY, False)
+    try:
+        with torch._C._IncludeDispatchKeyGuard(KEY):
+            yield
+    finally:
+        _dispatch_tls_set_dispatch_key_excluded(KEY, True)
+        _weights.on_copy = lambda _: None
+        clear_copies()
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """Within, operators are those of meta tensors: kernels there are written in operators, and on CUDA they are not."""
+    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
