@@ -255,7 +255,7 @@ class _Tracer:
     def end(self) -> None:
         """End the process, if there is one; what a user's code would do at its end could take for ever."""
         if self._process is not None:
-            self._pipe.close()
             self._process.kill()
             self._process.wait()
+            self._pipe.close()
             self._process = None
