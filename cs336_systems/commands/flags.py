@@ -328,7 +328,7 @@ class MeasuringArguments:
     """How the runs of a sweep are measured, and when they are measured again."""
 
     timeout_s: float = 600.0
-    """Longest time for one run (seconds)."""
+    """Longest time for one run (seconds); the start of its process may take as long, and at least 60 s."""
     fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""
     allow_mixed: Switch = False
