@@ -48,6 +48,11 @@ class FileError(ValueError):
         """Whether a later version of this program wrote the file, in which case the file is not damaged."""
 
 
+def user_cache() -> Path:
+    """The directory of what this program can make again for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cs336_systems"
+
+
 def encode_json(value: object, indent: int = 2) -> bytes:
     """The value as indented JSON, which people can read too."""
     return msgspec.json.format(msgspec.json.encode(value), indent=indent) + b"\n"

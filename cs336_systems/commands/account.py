@@ -114,7 +114,7 @@ class AccountArguments(flags.Flags):
             raise ValueError(f"--top must be at least 1, got {self.top}")
         if self.memory_gib is not None and not 0 < self.memory_gib < 1e6:
             raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
-        if self.known.parameters is not None and self.fit:
+        if self.known.parameters is not None and self._of_a_configuration() == ["--fit"]:
             raise ValueError(
                 "--fit needs a model's shape, which --parameters does not tell: give --size, --model, or flags of the "
                 "shape such as --d-model in its place"
@@ -131,7 +131,7 @@ class AccountArguments(flags.Flags):
         usual = AccountArguments()
         settings, unchanged = self.given() | self.model.given(), usual.given() | usual.model.given()
         names = [name for name, value in settings.items() if name != "precision" and value != unchanged.get(name)]
-        return [f"--{name.replace('_', '-')}" for name in names]
+        return [f"--{name.replace('_', '-')}" for name in (*names, *(["fit"] if self.fit else []))]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
         """Memory that the step must fit, by default the data sheet's of a device that is named, or that is not here.

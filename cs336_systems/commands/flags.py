@@ -338,7 +338,7 @@ class MeasuringArguments(KeepingArguments):
     """How the runs of a sweep are measured, and when they are measured again."""
 
     timeout_s: float = 600.0
-    """Longest time for one run (seconds)."""
+    """Longest time for one run (seconds); the start of its process may take as long, and at least 60 s."""
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)

@@ -10,7 +10,6 @@ import hashlib
 import importlib
 import json
 import lzma
-import os
 import subprocess
 import sys
 import zipfile
@@ -25,7 +24,7 @@ import msgspec
 from cs336_systems.config import CompileMode, Device, Precision, RunConfig
 from cs336_systems.costs.shards import axes
 from cs336_systems.costs.tape import Tape
-from cs336_systems.files import write_atomically
+from cs336_systems.files import user_cache, write_atomically
 from cs336_systems.settings import non_defaults
 from cs336_systems.text import print_aside
 
@@ -172,8 +171,7 @@ def _cache() -> Path:
     for folder in ("model", "parallel", "measure", "costs"):
         for path in sorted((PACKAGE / folder).rglob("*.py")):
             version.update(path.read_bytes())
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "cs336_systems" / "traces" / version.hexdigest()[:16]
+    return user_cache() / "traces" / version.hexdigest()[:16]
 
 
 def prepare(configs: Iterable[RunConfig]) -> None:

@@ -107,7 +107,7 @@ class RankEnd(Generic[AnswerT]):
         """Receive the answer, or note how the process ended if it closed the pipe without one."""
         try:
             self.answer = msgspec.json.decode(self.pipe.recv_bytes(), type=kind)
-        except (EOFError, OSError):
+        except (EOFError, OSError, msgspec.DecodeError):
             self.process.join(_GRACE_S)
             self.exit_code = self.process.exitcode if self.process.exitcode is not None else 255
 

@@ -4,15 +4,20 @@ Shape, batch, mode, steps, seed, device and data stay as they are. The result is
 `cs336 ladder` checks.
 """
 
+import contextlib
 import functools
+import hashlib
 import importlib.metadata
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
+from cs336_systems import __version__
 from cs336_systems.config import (
     EAGER_STEPS_BEFORE_GRAPH,
     FLASH_4_HEADS,
@@ -31,7 +36,9 @@ from cs336_systems.config import (
 )
 from cs336_systems.costs.fast_memory import peak_bytes
 from cs336_systems.costs.hardware import find_device
+from cs336_systems.files import user_cache, write_atomically
 from cs336_systems.settings import declared, flag_of, in_note
+from cs336_systems.text import print_aside
 
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
@@ -138,12 +145,63 @@ def why_unusable(package: str) -> str | None:
 
 @functools.cache
 def import_failure(module: str) -> str | None:
-    """Why the module cannot be imported, by the last line of a process that tried: it takes seconds and needs torch."""
+    """Why the module cannot be imported; None if it can.
+
+    A process tries once for each environment, which takes many seconds, and the user's cache keeps the answer.
+    """
+    kept = _kept_answer(module)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        answer = kept.read_text()
+        if answer == CAN_BE_IMPORTED:
+            return None
+        if answer.startswith(CANNOT_BE_IMPORTED):
+            return f"{answer} (as {kept} says)"
+    print_aside(f"looking whether {module.rpartition('.')[2]} can be imported, once for this environment")
+    failure = _import_elsewhere(module)
+    with contextlib.suppress(OSError):  # without a cache it is looked at each time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, (failure or CAN_BE_IMPORTED).encode(errors="replace"))
+    return failure
+
+
+CAN_BE_IMPORTED, CANNOT_BE_IMPORTED = "can be imported", "cannot be imported: "
+
+
+def _import_elsewhere(module: str) -> str | None:
+    """Why the module cannot be imported, by the last line of a process that tried."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-c", f"import os, {module}; os._exit(0)"]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     said = done.stderr.splitlines() or [f"its process ended with status {done.returncode}"]
-    return f"cannot be imported: {said[-1]}" if done.returncode else None
+    return f"{CANNOT_BE_IMPORTED}{said[-1]}" if done.returncode else None
+
+
+def _kept_answer(module: str) -> Path:
+    """The file for whether the module can be imported, of what that may depend on.
+
+    That is Python, its path, all packages and when they were installed, the driver, the machine, and variables.
+    """
+    parts = [module, __version__, sys.version, platform.node(), *sys.path]
+    for folder in map(Path, sys.path):
+        with contextlib.suppress(OSError):
+            parts += sorted(f"{each.name} {each.stat().st_mtime_ns}" for each in folder.glob("*.dist-info"))
+    with contextlib.suppress(OSError):
+        parts.append(DRIVER.read_text())
+    names = sorted(name for name in os.environ if name.startswith(VARIABLES))
+    parts += [f"{name}={os.environ[name]}" for name in names]
+    digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:20]
+    return user_cache() / "imports" / f"{module}.{digest}"
+
+
+DRIVER = Path("/proc/driver/nvidia/version")
+VARIABLES = ("CUDA", "CUTE", "LD_", "NVIDIA", "PYTHON", "TORCH", "TRITON")
+"""How the names of variables begin on which imports of these packages may depend."""
+
+
+def forget_answer(module: str) -> None:
+    """Have the next command look anew whether the module can be imported, because it cannot where it was needed."""
+    with contextlib.suppress(OSError):
+        _kept_answer(module).unlink()
 
 
 def check_packages(config: RunConfig) -> None:

@@ -21,7 +21,7 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
     SelectiveBlock,
 )
-from cs336_systems.model.fast.choose import IMPORTED_BY, OF_PACKAGE, package_needed
+from cs336_systems.model.fast.choose import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
 from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from cs336_systems.model.fast.fp8 import update_scales
 from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
@@ -145,9 +145,11 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             gpu, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})")
+        module = f"{__package__}.{IMPORTED_BY[package]}"
         try:
-            importlib.import_module(f"{__package__}.{IMPORTED_BY[package]}")
+            importlib.import_module(module)
         except Exception as error:
+            forget_answer(module)
             why = f"cannot be imported: {(str(error).splitlines() or [type(error).__name__])[0]}"
             raise ValueError(package_needed(name, why)) from error
 

@@ -1,6 +1,8 @@
 """`fastest` makes a valid step of every other one, changes nothing that was asked for, and follows its rule."""
 
 import importlib.metadata
+import random
+import sys
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
@@ -232,6 +234,33 @@ def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
         check_packages(replace(config, device=Device.CPU, cuda_graph=False))
 
 
+def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(tmp_path, monkeypatch, capsys):
+    """Whether it can be imported or not. Another package, and an answer that is damaged, have it imported again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path)
+    chance, imports = random.Random(0), tmp_path / "imports"
+
+    def answer_of_another_process():
+        choose.import_failure.cache_clear()
+        return choose.import_failure("fake_kernels")
+
+    for number in range(4):
+        is_broken, already = chance.random() < 0.5, imports.read_text().count("\n") if number else 0
+        counting = f"print(file=open({str(imports)!r}, 'a'))\n"
+        (tmp_path / "fake_kernels.py").write_text(counting + "import libcute" * is_broken)
+        (tmp_path / f"changed-{number}.dist-info").mkdir()
+        answers = [answer_of_another_process() for _ in range(3)]
+        assert imports.read_text().count("\n") == already + 1
+        assert capsys.readouterr().err.count("\n") == 1, "the first look is said"
+        assert [answer is not None and "'libcute'" in answer for answer in answers] == [is_broken] * 3
+        for kept in tmp_path.glob("cache/*/*/*"):
+            kept.write_bytes(chance.choice([b"", chance.randbytes(20)]))
+        assert (answer_of_another_process() is not None) == is_broken
+        assert imports.read_text().count("\n") == already + 2
+        capsys.readouterr()
+    assert "fake_kernels" not in sys.modules
+
+
 def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     """Its name and version are there, and only importing it tells that what it imports is not."""
     package, path, source, said = FLASH_4, "flash_attn/cute/interface.py", "import libcute", "No module named 'libcute'"
@@ -240,6 +269,7 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
         (parent / "__init__.py").touch()
     (tmp_path / path).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(choose, "version_of", lambda name: VERSIONS[name] if name == package else None)
     monkeypatch.setattr(choose, "is_installed", is_installed)
     choose.import_failure.cache_clear()
