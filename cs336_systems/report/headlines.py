@@ -5,7 +5,6 @@ Every number in it is a claim, which names the rows that it stands on. Tests com
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from cs336_systems.analysis.kernels.step_profile import Work
@@ -24,7 +23,7 @@ from cs336_systems.report.sections.ladder import findings as ladder_findings
 from cs336_systems.report.sections.memory.findings import MemoryEntry, size
 from cs336_systems.report.sections.memory.findings import findings as memory_findings
 from cs336_systems.report.sections.steps import PHASES
-from cs336_systems.report.words import GIB, between, milliseconds, percent_of, significant, status_text
+from cs336_systems.report.words import GIB, between, milliseconds, percent_of, status_text
 from cs336_systems.studies.operators import Version
 from cs336_systems.text import counted
 
@@ -172,16 +171,15 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
     """All ceilings, of passes over memory and of collectives the range, and how the cells ended that have none."""
     rows, cells = sections[0].rows, [row for section in sections[1:] for row in section.rows]
     told = Headline(rows, [str(row["ceiling"]) for row in rows])
-    rates, launches = list[str](), list[str]()
     ends = Headline(cells, [str(row["label"]) for row in cells])
     groups = [(str(row["unit"]), str(row["ceiling"]).rpartition(" (")[1:]) for row in rows]
-    for group in dict.fromkeys(groups):
-        chosen = [index for index, own in enumerate(groups) if own == group]
-        texts = rates if group[0].endswith("/s") else launches
-        texts.append(told.range("measured", partial(_with_unit, unit=group[0]), chosen))
-    told.text = f"The machine reaches {', '.join(rates) or 'nothing that is known'}{ends.failures()}."
-    if launches:
-        told.more = f"Launches take {', '.join(launches)}."
+    reached: dict[bool, list[str]] = {True: [], False: []}
+    for unit, kind in dict.fromkeys(groups):
+        chosen = [index for index, group in enumerate(groups) if group == (unit, kind)]
+        with_unit = f"{{:,.4g}} {unit}".format
+        reached[unit.endswith("/s")].append(told.range("measured", with_unit, chosen))
+    told.text = f"The machine reaches {', '.join(reached[True]) or 'nothing that is known'}{ends.failures()}."
+    told.more = f"Launches take {', '.join(reached[False])}." if reached[False] else ""
     return told
 
 
@@ -189,14 +187,13 @@ def of_attention(sections: Sequence[Section]) -> Headline:
     """The shortest and the longest time at the largest shape of each precision, and how the other cells ended."""
     rows, key = sections[0].rows, "together_mean_ms"
     told, ranges = Headline(rows, [str(row["implementation"]) for row in rows]), []
-    shapes: dict[object, dict[int, tuple[Any, Any]]] = {}
-    for index, row in enumerate(rows):
-        if row[key] is not None:
-            shapes.setdefault(row["precision"], {})[index] = (row["context_length"], row["d_head"])
-    for precision, of_cells in shapes.items():
-        context, d_head = largest = max(of_cells.values())
-        times = told.range(key, milliseconds, [index for index, shape in of_cells.items() if shape == largest])
-        ranges.append(f"{precision}, d_head {d_head}, context {context}: {times}")
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        timed = [index for index, row in enumerate(rows) if row["precision"] is precision and row[key] is not None]
+        shapes: dict[int, Any] = {index: (rows[index]["context_length"], rows[index]["d_head"]) for index in timed}
+        if timed:
+            context, d_head = largest = max(shapes.values())
+            times = told.range(key, milliseconds, [index for index in timed if shapes[index] == largest])
+            ranges.append(f"{precision}, d_head {d_head}, context {context}: {times}")
     told.text = f"Forward and backward take, at the largest shape: {'; '.join(ranges) or 'no known time'}"
     told.text += f"{told.failures()}."
     return told
@@ -223,10 +220,6 @@ OF_STUDIES: Mapping[str, Callable[[Sequence[Section]], Headline]] = {
     "ceilings": of_ceilings, "attention": of_attention, "fusion": of_fusion, "precision": of_precision,
 }  # fmt: skip
 """The function of each kind of study."""
-
-
-def _with_unit(value: float, unit: str) -> str:
-    return f"{significant(value)} {unit}"
 
 
 def _first_sentence(found: Sequence[str]) -> tuple[str, str]:
