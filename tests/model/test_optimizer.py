@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from cs336_systems.config import OptimizerKind
+from cs336_systems.model.fast.master_adamw import MasterAdamW
+from cs336_systems.model.fast.weights import whole
 from cs336_systems.model.optimizer import AdamW, make_optimizer
 from tests.model.fast.steps import OF_AN_UPDATE
 from tests.rounding import of_chain
@@ -39,6 +41,14 @@ def test_every_kind_follows_torch(kind, dtype, weight_decay) -> None:
     run(make_optimizer(kind, ours, **settings), ours, range(20))
     run(torch.optim.AdamW(theirs, **settings, foreach=False), theirs, range(20))
     allowed = of_chain(dtype, 20 * OF_AN_UPDATE)
+    torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed * SETTINGS["lr"])
+
+
+def test_the_optimizer_of_masters_follows_torch() -> None:
+    ours, theirs = parameters(), parameters()
+    run(MasterAdamW([whole(parameter) for parameter in ours], **SETTINGS), ours, range(20))
+    run(torch.optim.AdamW(theirs, **SETTINGS, foreach=False), theirs, range(20))
+    allowed = of_chain(torch.float32, 20 * OF_AN_UPDATE)
     torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed * SETTINGS["lr"])
 
 

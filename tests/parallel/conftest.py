@@ -3,6 +3,7 @@
 import importlib
 import os
 import signal
+import socket
 import tempfile
 import traceback
 from contextlib import contextmanager
@@ -48,6 +49,16 @@ class Ranks:
         failed = [said for is_good, said in found.values() if not is_good]
         assert not failed, "\n".join(failed)
         return [found[pipe][1] for pipe in self._pipes]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loopback():
+    """Ranks talk over it, also those of one machine; without a network there may be none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        try:
+            socket.create_connection(server.getsockname(), timeout=10).close()
+        except OSError as error:
+            pytest.skip(f"ranks cannot connect to each other on this machine: {error}")
 
 
 @pytest.fixture(scope="module")
