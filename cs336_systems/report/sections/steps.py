@@ -1,6 +1,6 @@
 """A sweep's step times: the tables that people read, results.csv with every column, and their pictures."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from operator import itemgetter
 from types import MappingProxyType
@@ -71,6 +71,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
     notes = [
         *([OFFERED] if any(config.model_factory and config.size != UNSIZED for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
+        *too_few_note(frame["processes"]),
         *([CHANCE] if frame[[*SPEED_UPS]][frame["processes"] < FEWEST].any(axis=None) else []),
         *([SHIPPED] if frame["prediction_is_shipped"].any() else []),
         *([DOUBTED_FORECAST] if frame["prediction_is_doubted"].any() else []),
@@ -161,6 +162,11 @@ def results_section(frame: pd.DataFrame, of_profiles: Mapping[RunConfig, Row] = 
     shared = SHARED if any(config.is_shared for config in frame.index) else ()
     keys = (*ALL_COLUMNS, *shared, *added_keys, *added)
     return Section(name="results", tables=tables, rows=rows, keys=keys, pictures=list(step_charts(frame)))
+
+
+def too_few_note(counts: Iterable[int]) -> list[str]:
+    """A note for rows of two processes, which have no interval, on how to get one."""
+    return [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."] if 2 in set(counts) else []
 
 
 def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:
