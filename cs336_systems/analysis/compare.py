@@ -19,7 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from cs336_systems.analysis.statistics import FEWEST, standard_error
-from cs336_systems.config import Phase, Profiler, RunConfig
+from cs336_systems.config import Mode, Phase, Profiler, RunConfig
 from cs336_systems.record import Measurement, RunRecord, Status
 from cs336_systems.text import LONGEST_PART, shortened
 
@@ -68,11 +68,6 @@ class Comparison:
     num_a: int
     num_b: int
 
-    def scaled(self, factor: float) -> "Comparison":
-        """The same of ratios that are larger by this factor, such as of times per token."""
-        ends = [None if end is None else factor * end for end in (self.low, self.high)]
-        return replace(self, ratio=factor * self.ratio, low=ends[0], high=ends[1])
-
     @property
     def verdict(self) -> Verdict:
         """CANNOT_TELL without an interval, when it includes 1, or when all of it is within LEAST_EFFECT of 1."""
@@ -99,14 +94,14 @@ def compare_in_turn(a: Blocks, b: Blocks) -> Comparison:
     blocks = a.keys() & b.keys()
     if len(blocks) < FEWEST:
         return compare_apart(a, b)
-    of_a, of_b = ([_logarithm(side[block]) for block in blocks] for side in (a, b))
+    of_a, of_b = ([math.log(side[block].mean_s) for block in blocks] for side in (a, b))
     differences = [log_b - log_a for log_a, log_b in zip(of_a, of_b, strict=True)]
     return _comparison(of_a, of_b, _shown(differences))
 
 
 def compare_apart(a: Blocks, b: Blocks) -> Comparison:
     """Compare B with A, each at least one process, measured each at a time of its own."""
-    of_a, of_b = ([_logarithm(measured) for measured in side.values()] for side in (a, b))
+    of_a, of_b = ([math.log(measured.mean_s) for measured in side.values()] for side in (a, b))
     variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
     for side, logarithms in ((a, of_a), (b, of_b)):
         variances += _shown(logarithms) if len(side) >= FEWEST else _assumed([*side.values()])
@@ -129,12 +124,6 @@ def _assumed(side: Sequence[Measurement]) -> Variances:
         of_steps = None if measured.cv is None else (STEP_FACTOR * measured.cv / len(side)) ** 2
         variances.append((of_steps, len(measured.times_s) - 1))
     return variances
-
-
-def _logarithm(measured: Measurement) -> float:
-    if not measured.mean_s:
-        raise ValueError("needed mean step times above 0 s on both sides, got 0")
-    return math.log(measured.mean_s)
 
 
 def _comparison(a: Sequence[float], b: Sequence[float], variances: Variances) -> Comparison:
@@ -179,13 +168,14 @@ def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
 
 
 def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> Blocks:
-    """The step times of one configuration's runs that ended well, of which every block of runs has so many repeats."""
-    steps = {
-        record.config.repeat // sides: record.measurement(Phase.STEP)
-        for record in records
-        if record.status is Status.OK
-    }
-    return {block: measured for block, measured in steps.items() if measured is not None}
+    """Step times per token of one configuration's runs that ended well; a block of runs has so many of its repeats."""
+    found = {}
+    for record in records:
+        tokens, measured = record.config.tokens_per_step, record.measurement(Phase.STEP)
+        if record.status is Status.OK and measured is not None and measured.mean_s:
+            times_s = tuple(time_s / tokens for time_s in measured.times_s)
+            found[record.config.repeat // sides] = replace(measured, times_s=times_s)
+    return found
 
 
 Settings: TypeAlias = Mapping[str, Hashable]
@@ -232,18 +222,11 @@ def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
     return [record for record in side if record.config.profiler is Profiler.NONE] or side
 
 
-OF_RANKS_AND_DATA = (Phase.DATA, Phase.COMMUNICATION)
-"""Phases that a step may lack and do the same work."""
-
-
 def refuse_other_work(a: RunConfig, b: RunConfig) -> None:
-    """Raise ValueError, in one line, if a step of B computes phases that one of A does not, or the other way round."""
-    phases = [[phase for phase in config.phases if phase not in OF_RANKS_AND_DATA] for config in (a, b)]
-    if phases[0] != phases[1]:
-        raise ValueError(
-            f"steps of A are of mode {a.mode} ({', '.join(phases[0])}) and those of B of mode {b.mode} "
-            f"({', '.join(phases[1])}): that is other work, so neither is faster; compare runs of one mode"
-        )
+    """Raise ValueError, in one line, if the modes of A and B compute other phases; those of inference are forward's."""
+    work = [Mode.FORWARD if config.mode is Mode.INFERENCE else config.mode for config in (a, b)]
+    if work[0] is not work[1]:
+        raise ValueError(f"A is of mode {a.mode} and B of mode {b.mode}, which is other work: compare runs of one mode")
 
 
 def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> None:

@@ -146,8 +146,8 @@ def _least_bytes(config: RunConfig) -> int:
     has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
     if has_backward and config == config.without_shortcuts and config.own_ddp is None:
         copies = 2.0
-        if config.mode is Mode.TRAIN and config.own_optimizer is None:
-            copies += 2 / (config.ranks if config.shard_optimizer else 1)
+    if copies == 2.0 and config.mode is Mode.TRAIN and config.own_optimizer is None:
+        copies += 2 / (config.ranks if config.shard_optimizer else 1)
     blocks = model.num_layers if has_backward and not config.checkpoint_blocks else 1
     scores = blocks * config.batch_size * model.num_heads * model.context_length**2
     score_bytes = scores * HALF_BYTES if model.attention is Attention.NAIVE else 0

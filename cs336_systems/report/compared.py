@@ -174,7 +174,7 @@ def _settings(row: Row) -> Row:
 
 
 def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.Blocks]:
-    """The step times of each process that ended well, by configuration."""
+    """The times per token of each process that ended well, by configuration."""
     found: dict[RunConfig, list[RunRecord]] = {}
     for record in side:
         found.setdefault(record.config.configuration, []).append(record)
@@ -205,10 +205,8 @@ def _row(
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    tokens = [side["config"].tokens_per_step for side in (a, b)]
-    per = "" if tokens[0] == tokens[1] else " per token"
-    compare_with = compare.compare_in_turn if are_alternate else compare.compare_apart
-    found = compare_with(*measured).scaled(tokens[0] / tokens[1])
+    per = "" if a["config"].tokens_per_step == b["config"].tokens_per_step else " per token"
+    found = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
     doubted = in_doubt([*codes_of(a), *codes_of(b)])
     ratio = {"ratio": found.ratio, "ratio_low": found.low, "ratio_high": found.high, "ratio_is_doubted": doubted}
     return row | ratio | {"verdict": str(found.verdict), "answer": _answer(found, per), "per": per}

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from cs336_systems.analysis import compare
+from cs336_systems.analysis.statistics import FEWEST
 from cs336_systems.record import Failure, RunRecord, Status
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
@@ -39,8 +40,8 @@ DOUBTED_FORECAST = (
 )
 SCATTER = f"{100 * compare.PROCESS_DEVIATION:g} %"
 CHANCE = (
-    f"Of one process each, {1 / compare.ONE_PROCESS_TELLS:.2f} to {compare.ONE_PROCESS_TELLS:.2f} times as fast may be "
-    f"chance: processes are assumed to scatter by {SCATTER} (cs336 compare takes several)."
+    f"Of fewer than {FEWEST} processes each, {1 / compare.ONE_PROCESS_TELLS:.2f} to {compare.ONE_PROCESS_TELLS:.2f} "
+    f"times as fast may be chance: they are assumed to scatter by {SCATTER} (cs336 compare takes several)."
 )
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+).*\n(?:    .*\n|  \[Previous .*\n)*', re.MULTILINE)
 _NOT_THE_USERS = ("cs336_systems/", "importlib/", "<frozen importlib", "torch/", "triton/")

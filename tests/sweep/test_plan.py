@@ -7,18 +7,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.commands.sweep import make_plan
-from cs336_systems.config import (
-    SIZES,
-    Arch,
-    Attention,
-    CompileMode,
-    Device,
-    Mode,
-    ModelConfig,
-    Parallel,
-    Precision,
-    RunConfig,
-)
+from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, Parallel, RunConfig
 from cs336_systems.costs import traces
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.record import Status, load_records
@@ -86,16 +75,10 @@ def test_a_cpu_run_that_the_machine_cannot_hold_comes_last() -> None:
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_what_a_cpu_cannot_hold_is_known_at_once(layers, tmp_path, monkeypatch) -> None:
     """Drawn steps on machines just too small and just large enough for their tensors, without a tape in the cache."""
-    rng, heads = random.Random(layers), 2 * layers
-    model = ModelConfig(
-        arch=rng.choice(list(Arch)), vocab_size=rng.randint(50, 5000), context_length=rng.randint(200, 2000),
-        d_model=64 * heads, d_ff=rng.randint(50, 2000), num_layers=layers, num_heads=heads,
-        attention=rng.choice(list(Attention)),
-    )  # fmt: skip
-    mode, precision = rng.choice([Mode.FORWARD, Mode.FORWARD_BACKWARD]), rng.choice(list(Precision))
-    drawn = RunConfig(
-        size="custom", model=model, device=Device.CPU, batch_size=rng.randint(8, 32), mode=mode, precision=precision
-    )
+    rng = random.Random(layers)
+    settings = {"mode": rng.choice([Mode.FORWARD, Mode.FORWARD_BACKWARD]), "batch_size": rng.randint(8, 32)}
+    drawn = config("tiny", rng.randint(200, 2000), Device.CPU, **settings)
+    drawn = replace(drawn, model=replace(drawn.model, num_layers=layers, attention=rng.choice(list(Attention))))
     needed = predict_memory(drawn).peak.allocated_bytes
     for share, expected in ((0.99, (drawn,)), (1.01, ())):
         monkeypatch.setattr(traces, "_traced", {})

@@ -16,9 +16,9 @@ from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
 from cs336_systems.report.identity import size_text
 from cs336_systems.report.section import Section, known, make_table
 from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.report.sections.steps import too_few_note, warning_notes
+from cs336_systems.report.sections.steps import warning_notes
 from cs336_systems.report.sections.study import derived
-from cs336_systems.report.words import CHANCE, DOUBT, SCATTER, STATUS_WORDS, ratio, significant
+from cs336_systems.report.words import CHANCE, DOUBT, STATUS_WORDS, ratio, significant
 from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336_systems.sweep.ladder import GATE_STEPS, Rung, judge, reason_run
 
@@ -211,10 +211,7 @@ def _stands_out(row: Row) -> bool:
 def _speed_notes(rows: Rows) -> Iterator[str]:
     """How many processes there are, which rung is the fastest, and what went wrong."""
     counts = sorted({row["processes"] for row in rows if row["processes"]})
-    if counts[-1:] == [1]:
-        yield "One process of each: nothing is known of how much a repeat would differ, so there are no intervals."
-    yield from too_few_note(counts)
-    if counts[:1] == [1]:
+    if counts and counts[0] < FEWEST:
         yield CHANCE
     yield from findings(rows)
     yield from warning_notes([row["warnings"] for row in rows], "rungs")
@@ -230,8 +227,7 @@ def findings(rows: Rows) -> Iterator[str]:
         times = column("speed_up_over_first").cell(best)
         gain = f", {times} times as fast as {first['rung']}" if times else ""
         alike = [row["rung"] for row in rows if row["may_be_fastest"] and row is not best]
-        few = f", assumed to scatter by {SCATTER}," if best["processes"] < FEWEST else ""
-        untold = f"; its processes{few} do not tell it from {', '.join(alike)}" if alike else ""
+        untold = f"; its processes do not tell it from {', '.join(alike)}" if alike else ""
         yield f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}{untold}."
     if failed := [row["rung"] for row in rows if row["processes"] and not row["is_credited"]]:
         yield f"Not credited, so no measure for others: {', '.join(failed)}."

@@ -73,7 +73,7 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *([OFFERED] if any(config.model_factory and config.size != UNSIZED for config in frame.index) else []),
         "Times are mean ± standard deviation over the measured steps of a process.",
         *too_few_note(frame["processes"]),
-        *([CHANCE] if frame[[*SPEED_UPS]][frame["processes"] == 1].any(axis=None) else []),
+        *([CHANCE] if frame[[*SPEED_UPS]][frame["processes"] < FEWEST].any(axis=None) else []),
         *([SHIPPED] if frame["prediction_is_shipped"].any() else []),
         *([DOUBTED_FORECAST] if frame["prediction_is_doubted"].any() else []),
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
