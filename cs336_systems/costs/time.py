@@ -318,7 +318,10 @@ class ModuleCosts:
     parameters: int
     forward_flops: int | None = None
     backward_flops: int | None = None
-    """None if the step is not traced. What a checkpoint or fused attention computes again counts again, as in torch.utils.flop_counter."""
+    """None if the step is not traced.
+
+    What a checkpoint or fused attention computes again counts again, as in torch.utils.flop_counter.
+    """
     forward_moved_bytes: int | None = None
     backward_moved_bytes: int | None = None
 

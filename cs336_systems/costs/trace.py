@@ -302,8 +302,7 @@ class Trace:
             outs = outs[:2]  # seeds are on the host
         self._follow_positions(name, args, kwargs, outs)
         handles = [
-            self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each))
-            for each in outs
+            self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each)) for each in outs
         ]
         if all(handle is None or handle < known for handle in handles) and not name.endswith("_") and outs:
             self._views += 1
@@ -334,9 +333,7 @@ class Trace:
             indices = args[1] if name == "index" else args[1:2]
             for rows, index in zip(args[0].shape, indices, strict=False):
                 if (last := max([*self._values(index)[:1], *self._values(index)[-1:]], default=0)) >= rows:
-                    raise IndexError(
-                        f"{self.place}position {last:,} is looked up in a table of {rows:,} rows"
-                    )
+                    raise IndexError(f"{self.place}position {last:,} is looked up in a table of {rows:,} rows")
         if positions and len(positions) == outs[0].numel():
             self._positions[outs[0].untyped_storage()._cdata] = positions
 
@@ -460,9 +457,8 @@ def _grouped_matmul(trace: Trace, call: Call) -> None:
         trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), groups)
         return
     trace.routing.is_assumed = True
-    if a.dim() == b.dim():
-        divided = 1  # the rows of all tokens are the inner side of the gradients of weights
-    else:
+    divided = 1  # in the gradients of weights, the rows of all tokens are the inner side
+    if a.dim() != b.dim():
         divided = 0 if a.dim() == 2 else 2
     if trace.is_first_forward:
         trace.routing.note_experts(Fraction(sides[divided], groups), b.numel())

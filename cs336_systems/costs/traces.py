@@ -267,11 +267,7 @@ class _Tracer:
         with theirs:
             # in a session of its own, so that Ctrl-C reaches this process alone, which then ends the other
             self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
             )
         return self._process
 

@@ -5,6 +5,7 @@ What a user's model, DDP and optimizer must be is checked here, so that an error
 import functools
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -91,7 +92,18 @@ def checkpoint_each_block(model: nn.Module) -> None:
             "--checkpoint-blocks needs blocks in a torch.nn.ModuleList, and the model has none; leave the flag out"
         )
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(_checkpointed, block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (a user's block)
+    """Call a block under a checkpoint, and without the cache for generating: computed again, it would grow twice."""
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is not None:
+        args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
+        kwargs = {name: None if isinstance(value, caches.Cache) else value for name, value in kwargs.items()}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return checkpoint(forward, *args, **kwargs, use_reentrant=False)
 
 
 def own_way(name: str, module: nn.Module, bucket_mib: int) -> Any:  # noqa: ANN401 (a class of the user)
@@ -173,7 +185,7 @@ def own_loss(model: nn.Module) -> Loss:
 
 
 def own_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line that an exception comes from that is neither PyTorch's nor this program's; None without one."""
+    """The innermost line of an exception that is neither PyTorch's nor this program's; None without one."""
     others = [Path(torch.__file__).parent, Path(__file__).parents[1]]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
@@ -191,7 +203,7 @@ def is_own_message(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """An exception of a user's code in one line: its type, its message, and the line of that code that it comes from."""
+    """An exception of a user's code in one line: its type, its message, and the line that it comes from."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frame = own_frame(error)
