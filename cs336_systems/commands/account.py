@@ -214,6 +214,7 @@ def curves_meant(name: str | None, device: DeviceSpec | None, config: RunConfig,
     return None if device is None else data_sheet_curves(device)
 
 
+@one_tracer()
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
@@ -225,19 +226,6 @@ def run(arguments: AccountArguments) -> int:
     if arguments.known.parameters is not None:  # without a name, not the CPU that the user's own ceilings may be of
         return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
-    with one_tracer():
-        return _say_account(arguments, config, ceilings, (name, device))
-
-
-def _say_account(
-    arguments: AccountArguments, config: RunConfig, ceilings: Ceilings, machine: tuple[str | None, DeviceSpec | None]
-) -> int:
-    """Print the cost of a step."""
-    from cs336_systems.files import encode_json
-    from cs336_systems.report.formats import texts_of, write_files
-    from cs336_systems.report.sections.account import Account, account_json, account_section
-
-    name, device = machine
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
@@ -245,6 +233,9 @@ def _say_account(
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
             raise UsageError(name + why_untraced(config).removeprefix(name))
+    from cs336_systems.files import encode_json
+    from cs336_systems.report.formats import texts_of, write_files
+    from cs336_systems.report.sections.account import Account, account_json, account_section
 
     account = Account(
         config=config,

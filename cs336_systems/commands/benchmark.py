@@ -132,7 +132,8 @@ def _measure(config: RunConfig, profile: Path | None, status: StatusLine, until_
     from cs336_systems.measure.run import measure
 
     here = Path.cwd()
-    record = measure(config, profile=profile, say=status, until_stable=until_stable)
+    with outcome.stdout_to_stderr():
+        record = measure(config, profile=profile, say=status, until_stable=until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record
 

@@ -5,6 +5,7 @@ could not be explained, or one of several records is damaged; 2: wrong usage, or
 should be; 130: interrupted.
 """
 
+import atexit
 import contextlib
 import errno
 import io
@@ -87,7 +88,7 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
         yield None
         return
     taken: list[bytes] = []
-    with _stdout_to_stderr():
+    with stdout_to_stderr():
         yield taken.append
     for data in taken:
         sys.stdout.write(data.decode())
@@ -111,8 +112,11 @@ def show(
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """Redirect standard output to standard error, also for C libraries and child processes."""
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirect standard output to standard error, also for C libraries and child processes.
+
+    What a user's code that has run in the block prints when this process ends goes there too.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -122,6 +126,12 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+        atexit.register(_stdout_ends)  # it runs before all that was registered earlier
+
+
+def _stdout_ends() -> None:
+    sys.stdout.flush()
+    os.dup2(2, 1)
 
 
 def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:

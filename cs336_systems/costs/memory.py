@@ -7,6 +7,7 @@ segments. No constant is fitted; assumptions are stated where they are used.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -202,10 +203,9 @@ def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
         return 0
 
     def have_room(number: int) -> bool:
-        try:
+        with suppress(ValueError):
             return _tensor_bytes(tape_at(number)) <= room_bytes
-        except ValueError:
-            return False
+        return False
 
     below = 1
     while have_room(2 * below):
@@ -225,25 +225,15 @@ def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: 
     tapes: dict[int, Tape] = {}
     below, above, number = 0, maxsize, asked
     while above - below > 1:
-        tape = _traced(config_of, number)
-        if tape is not None:
-            tapes[number] = tape
-        if tape is not None and _fits(tape, room_bytes):
-            below = number
-        else:
-            above = number
+        above_before, above = above, number
+        with suppress(ValueError):  # of a step that no configuration may have
+            trace_missing([config_of(number)])
+            if is_predictable(config_of(number)):
+                tapes[number] = tape_of(config_of(number))
+                if _fits(tapes[number], room_bytes):
+                    below, above = number, above_before
         number = _next_to_trace(tapes, below, above, room_bytes)
     return below
-
-
-def _traced(config_of: Callable[[int], RunConfig], number: int) -> Tape | None:
-    """The tape of the step; None where there is no such configuration, or its step cannot be traced."""
-    try:
-        config = config_of(number)
-    except ValueError:
-        return None
-    trace_missing([config])
-    return tape_of(config) if is_predictable(config) else None
 
 
 def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes: int) -> int:
@@ -252,9 +242,16 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
     # the longest context that a model takes is mostly a round number
     while (rounder := middle & (middle - 1)) > below:
         middle = rounder
-    tape_at = interpolated(dict([*tapes.items()][-3:]), MAX_GROWTH)
-    if tape_at is None or len(tapes) > INTERPOLATED:
+    recent = dict([*tapes.items()][-3:])
+    is_alike = len({len(tape.tensors) for tape in recent.values()}) == 1
+    if not is_alike or len(recent) < 2 or len(tapes) > INTERPOLATED:
         return middle
+
+    def tape_at(number: int) -> Tape:
+        if number > MAX_GROWTH * max(recent):
+            raise ValueError("too far from the traced ones")
+        return interpolated(recent, number)
+
     estimate = _last_that_fits(tape_at, room_bytes)
     # the last that fits is known when the one after it was traced too
     return max(estimate, below + 1) if below <= estimate < above else middle

@@ -332,35 +332,19 @@ def phases_of(tape: Tape, step: int) -> list[tuple[Phase, tuple[int, int], tuple
     ]
 
 
-def interpolated(tapes: Mapping[int, Tape], growth: int) -> Callable[[int], Tape] | None:
-    """Gives an estimate of the tape for any number, from tapes for some: polynomials through the bytes of each tensor.
-
-    It raises ValueError for numbers over `growth` times the largest. None for less than two tapes, and for tapes that
-    do not make the same tensors.
-    """
-    numbers, last = [*tapes], [*tapes.values()][-1:]
-    labels = [
-        [(spec.label, spec.stream) for spec in map(tape.spec, range(len(tape.tensors)))] for tape in tapes.values()
-    ]
-    if len(numbers) < 2 or any(other != labels[0] for other in labels):
-        return None
+def interpolated(tapes: Mapping[int, Tape], number: int) -> Tape:
+    """An estimate for a number, from tapes for others: a polynomial through the bytes of each tensor."""
+    *_, last = tapes.values()
+    estimate, shares = copy(last), []
+    for one in tapes:
+        others = [other for other in tapes if other != one]
+        shares.append(prod(Fraction(number - other, one - other) for other in others))
     kinds: dict[tuple[int, ...], int] = {}
     rows = zip(*(tape.tensors for tape in tapes.values()), strict=True)
-    tensors = [kinds.setdefault(row, len(kinds)) for row in rows]
-
-    def at(number: int) -> Tape:
-        if number > growth * max(numbers):
-            raise ValueError(f"{number} is over {growth} times {max(numbers)}")
-        shares = []
-        for place, one in enumerate(numbers):
-            others = numbers[:place] + numbers[place + 1 :]
-            shares.append(prod(Fraction(number - other, one - other) for other in others))
-        tape = copy(last[0])
-        tape.tensors, tape.specs = tensors, []
-        for kind in kinds:
-            specs = [each.specs[of] for each, of in zip(tapes.values(), kind, strict=True)]
-            size = sum(share * spec.size_bytes for share, spec in zip(shares, specs, strict=True))
-            tape.specs.append(replace(specs[0], size_bytes=max(1, round(size))))
-        return tape
-
-    return at
+    estimate.tensors = [kinds.setdefault(row, len(kinds)) for row in rows]
+    estimate.specs = []
+    for row in kinds:
+        specs = [tape.specs[kind] for tape, kind in zip(tapes.values(), row, strict=True)]
+        size = sum(share * spec.size_bytes for share, spec in zip(shares, specs, strict=True))
+        estimate.specs.append(replace(specs[-1], size_bytes=max(1, round(size))))
+    return estimate

@@ -133,7 +133,7 @@ class Trace:
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
         self._positions: dict[int, range] = {}
-        """The values in storages that `arange` has filled, and copies of these, by their address."""
+        """The values in storages that `arange` has filled, and of sums with these, by their address."""
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
         self.main_stream = self.stream = _Stream()
@@ -300,7 +300,7 @@ class Trace:
             padded = f"{self.names.product(batch * heads)} {self.names.product(queries)}^32"
             self.tensor(outs[1].untyped_storage(), label, 4, padded)
             outs = outs[:2]  # seeds are on the host
-        self._follow_positions(name, args, kwargs, outs)
+        self._follow_positions(name, args, outs)
         handles = [
             self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each)) for each in outs
         ]
@@ -317,33 +317,30 @@ class Trace:
         is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
         return " ".join(map(str, tensor.shape)) if is_whole and not self.axes else None
 
-    def _follow_positions(self, name: str, args: Any, kwargs: Any, outs: Sequence[Tensor]) -> None:
+    def _follow_positions(self, name: str, args: Any, outs: Sequence[Tensor]) -> None:
         """Know the positions of tokens, which are no data, and refuse those that a table does not have."""
-        positions: range | None = None
         if name == "arange" and all(isinstance(each, int) for each in args):
-            positions = range(*args)
-        elif name in ("clone", "_to_copy"):
-            positions = self._values(args[0])
-        elif name == "add" and isinstance(args[1], int) and not kwargs:
-            if before := self._values(args[0]):
-                positions = range(before.start + args[1], before.stop + args[1], before.step)
+            self._positions[outs[0].untyped_storage()._cdata] = range(*args)
+        elif name == "add" and isinstance(args[1], int) and (before := self._values(args[0])):
+            moved = range(before.start + args[1], before.stop + args[1], before.step)
+            if len(moved) == outs[0].numel():  # which it is not if the positions are repeated
+                self._positions[outs[0].untyped_storage()._cdata] = moved
         elif name.endswith("_") and args and isinstance(args[0], Tensor):
             self._positions.pop(args[0].untyped_storage()._cdata, None)
         elif name in ("embedding", "index"):
             indices = args[1] if name == "index" else args[1:2]
             for rows, index in zip(args[0].shape, indices, strict=False):
-                if (last := max([*self._values(index)[:1], *self._values(index)[-1:]], default=0)) >= rows:
-                    raise IndexError(f"{self.place}position {last:,} is looked up in a table of {rows:,} rows")
-        if positions and len(positions) == outs[0].numel():
-            self._positions[outs[0].untyped_storage()._cdata] = positions
+                if (values := self._values(index)) and max(values[0], values[-1]) >= rows:
+                    raise IndexError(
+                        f"{self.place}a table of {rows:,} rows has no position {max(values[0], values[-1]):,}"
+                    )
 
     def _values(self, tensor: Tensor | None) -> range:
-        """The values of a tensor in order, and others between them; none if they are not known."""
+        """The values from the first to the last of a tensor's; none if they are not known."""
         if tensor is None:
             return range(0)
         values = self._positions.get(tensor.untyped_storage()._cdata, range(0))
-        first = tensor.storage_offset()
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        first, steps = tensor.storage_offset(), zip(tensor.shape, tensor.stride(), strict=True)
         return values[first : first + 1 + sum((size - 1) * stride for size, stride in steps)]
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:

@@ -35,8 +35,6 @@ SHIPPED = Path(__file__).with_name("traces.zip")
 TRACER = "cs336_systems.measure.traced"
 PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
-LAST_WORDS_S = 5
-"""How long the process that traces may take to end, with what a user's code does then, before it is killed (s)."""
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
     "module_depth",
@@ -204,15 +202,12 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
     with one_tracer() as trace:
         for name, (key, known) in asked.items():
             _traced.update(trace({name: (key, known)}))
-            if key.model_factory is None and is_at_hand(key):  # the code of others may change
-                _write(name, _traced[name])
+            if key.model_factory is not None or not is_at_hand(key):  # the code of others may change
+                continue
+            with contextlib.suppress(OSError):  # without a cache it is traced again
+                _cache().mkdir(parents=True, exist_ok=True)
+                write_atomically(_cache() / name, _seal(name, _traced[name]) + _traced[name])
     return [key for key, _ in asked.values()]
-
-
-def _write(name: str, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # without a cache it is traced again
-        _cache().mkdir(parents=True, exist_ok=True)
-        write_atomically(_cache() / name, _seal(name, data) + data)
 
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]
@@ -230,15 +225,11 @@ def one_tracer() -> Iterator[Trace]:
     elif _open:
         yield _open[0].trace
     else:
-        tracer = _Tracer()
-        _open.append(tracer)
-        last_words_s = 0
+        _open.append(_Tracer())
         try:
-            yield tracer.trace
-            last_words_s = LAST_WORDS_S
+            yield _open[0].trace
         finally:
-            _open.clear()
-            tracer.end(last_words_s)
+            _open.pop().end()
 
 
 class _Tracer:
@@ -247,8 +238,7 @@ class _Tracer:
     Questions and answers go through a pipe of their own: what a user's code prints goes to standard error.
     """
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    _process: subprocess.Popen[bytes] | None = None
 
     def trace(self, asked: Asked) -> dict[str, bytes]:
         """The tapes that are asked for; if the process ends instead, tapes that say so."""
@@ -257,8 +247,8 @@ class _Tracer:
             self._pipe.send_bytes(msgspec.json.encode(asked))
             return msgspec.json.decode(self._pipe.recv_bytes(), type=dict[str, bytes])
         except (EOFError, OSError):
-            self.end(LAST_WORDS_S)
-            failure = f"the process that traced it ended with status {process.returncode}"
+            failure = f"the process that traced it ended with status {process.wait()}"
+            self.end()
             return {name: encoded(Tape.of_failure(failure)) for name in asked}
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -271,14 +261,10 @@ class _Tracer:
             )
         return self._process
 
-    def end(self, wait_s: float) -> None:
-        """Let the process end, as it does when the pipe is closed; kill it if that takes longer than `wait_s`."""
-        if self._process is None:
-            return
-        self._pipe.close()
-        try:
-            self._process.wait(wait_s)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    def end(self) -> None:
+        """End the process, if there is one; what a user's code would do at its end could take for ever."""
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._process = None
+            self._pipe.close()
+            self._process = None

@@ -311,7 +311,7 @@ def _reason(error: BaseException) -> str:
 if __name__ == "__main__":
     questions = Connection(int(sys.argv[1]))
     os.set_inheritable(questions.fileno(), False)  # a process that the user's code starts would keep it open
-    with suppress(EOFError):
+    with suppress(EOFError, BrokenPipeError):  # the process that asks has ended
         while True:
             asked = msgspec.json.decode(questions.recv_bytes(), type=Asked)
             questions.send_bytes(msgspec.json.encode(trace_all(asked)))

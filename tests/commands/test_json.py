@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -102,3 +104,15 @@ def test_nothing_of_a_library_or_a_child_process_is_among_the_json(capfd: pytest
     out, err = capfd.readouterr()
     assert out == "{}\nlater\n"
     assert err == "from a child\nfrom C\n"
+
+
+def test_what_a_user_s_code_prints_at_the_end_is_not_among_the_json() -> None:
+    code = """
+import atexit
+from cs336_systems.commands.outcome import json_alone
+with json_alone(True) as print_json:
+    atexit.register(print, "at exit")
+    print_json(b"{}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("{}", "at exit\n")

@@ -257,7 +257,7 @@ POSITIONS = {
     "of a longer range": lambda length, rows: torch.arange(2 * rows)[:length],
     "cut in place": lambda length, rows: torch.arange(length).clamp_(max=rows - 1),
     "cut": lambda length, rows: torch.arange(length).clamp(max=rows - 1),
-    "repeated": lambda length, _: torch.arange(length).clone()[None].expand(3, -1).long(),
+    "repeated": lambda length, _: torch.arange(length)[None].expand(3, -1).long(),
     "backwards": lambda length, _: torch.arange(length - 1, -1, -1),
     "buckets": lambda length, rows: torch.arange(length) % rows,
 }

@@ -1,17 +1,36 @@
 """The trace of models that nobody here wrote, against PyTorch's own counter; what it refuses; its tapes."""
 
 import json
+import lzma
+import random
+from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.config import SIZES, Attention, Device, ModelConfig, Phase, Precision, RunConfig
-from cs336_systems.costs import traces
-from cs336_systems.costs.memory import predict_memory
+from cs336_systems.config import (
+    SIZES,
+    UNSIZED,
+    Arch,
+    Attention,
+    Device,
+    Mode,
+    ModelConfig,
+    Parallel,
+    Phase,
+    Precision,
+    RunConfig,
+)
+from cs336_systems.costs import memory, traces
+from cs336_systems.costs.accounting import parameter_bytes
+from cs336_systems.costs.memory import MemoryPrediction, predict_memory
 from cs336_systems.costs.tape import MATMULS_OF, Category, Kind, Names, Tape, phases_of
+from cs336_systems.costs.time import flops_of
 from cs336_systems.costs.trace import TraceError, tracing
 from cs336_systems.measure.traced import traced
 from tests.ship_traces import wanted
@@ -134,17 +153,51 @@ def test_sizes_are_rounded_up_and_widths_are_heads_times_their_width() -> None:
 TINY = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=2, num_heads=4)
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-def test_a_tape_with_names_has_the_sizes_of_one_that_was_traced_with_them(precision: Precision) -> None:
-    config = RunConfig(size="custom", model=TINY, batch_size=2, device=Device.CUDA, precision=precision)
-    named, plain = traces.tape_of(config), traced(replace(config, model=TINY), {})
-    plain.repeat()
-    assert [named.spec(each).size_bytes for each in range(len(named.tensors))] == pytest.approx(
-        [plain.spec(each).size_bytes for each in range(len(plain.tensors))], abs=16  # tokens before they are cut
+LENGTHS = (1, 2, 507, 1009, 1013, 1014)
+"""Contexts of which some are alike to the sizes that stand for others in a tape with names."""
+
+
+def drawn(draw: random.Random) -> RunConfig:
+    """A step whose widths its context mostly divides, or that the stand-ins of other sizes divide."""
+    heads, length = draw.choice((1, 3, 4, 17)), draw.choice((*LENGTHS, draw.randint(3, 200)))
+    d_head = 2 * draw.choice((length, length + 1, 19, 23, draw.randint(1, 40)))
+    model = ModelConfig(
+        arch=draw.choice([*Arch]), vocab_size=draw.choice((29, 1013, 23 * 17, draw.randint(2, 900))),
+        context_length=length, d_model=heads * d_head, d_ff=draw.choice((184, length, 1014, 39 * d_head)),
+        num_layers=draw.randint(1, 2), num_heads=heads, attention=draw.choice([*Attention]),
     )  # fmt: skip
+    return RunConfig(
+        size="custom", model=model, batch_size=draw.choice((1, 2, 17, 1009)), device=Device.CUDA,
+        precision=draw.choice((Precision.FP32, Precision.BF16)), mode=draw.choice([*Mode]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_tape_with_names_has_the_sizes_of_one_that_was_traced_with_them(seed: int) -> None:
+    config = drawn(random.Random(seed))
+    named, plain = traces.tape_of(config), traced(traces.as_costed(config), {})
+    plain.repeat()
+    assert [named.spec(each).size_bytes for each in range(len(named.tensors))] == [
+        plain.spec(each).size_bytes for each in range(len(plain.tensors))
+    ]
     assert sorted(named.events) == sorted(plain.events), "of what one statement frees, the order may differ"
-    moved = [[tape.operations[each].moved_bytes for each in tape.launches[20:]] for tape in (named, plain)]
-    assert moved[0] == moved[1]
+    for what in (flops_of, attrgetter("moved_bytes")):
+        assert [what(named.operations[each]) for each in named.launches] == [
+            what(plain.operations[each]) for each in plain.launches
+        ]
+
+
+@pytest.mark.parametrize("parallel", [Parallel.DDP, Parallel.DDP_FLAT, Parallel.FSDP])
+def test_widths_of_ranks_are_not_taken_for_other_sizes(parallel: Parallel) -> None:
+    """1014 stands for T+1 in tapes with names, and 624 x 2496 is a multiple of it."""
+    model = ModelConfig(d_model=624, d_ff=2496, num_layers=2, num_heads=12)
+    bytes_of = []
+    for length in (64, 128):
+        config = RunConfig(
+            size="custom", model=replace(model, context_length=length), device=Device.CUDA, parallel=parallel, ranks=2
+        )  # fmt: skip
+        bytes_of.append(traces.tape_of(config).bytes_of(Category.PARAMETERS))
+    assert bytes_of == [parameter_bytes(config)] * 2
 
 
 def test_a_kept_tape_is_the_same_tape() -> None:
@@ -159,6 +212,102 @@ def test_a_kept_tape_is_the_same_tape() -> None:
 def test_every_published_step_has_its_tape_shipped() -> None:
     """Otherwise every user, and every run of these tests, traces it anew."""
     assert wanted().keys() == traces._shipped().keys()
+
+
+def damaged(data: bytes, other: bytes, draw: random.Random) -> Iterator[bytes]:
+    """A file of the cache as it may be after a crash, or from other hands."""
+    yield b""
+    yield data[: draw.randrange(len(data))]
+    place = draw.randrange(len(data))
+    yield data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :]
+    yield data + b"more"
+    yield other
+    yield data[traces.SEAL_BYTES :]
+    yield lzma.compress(b"[]")
+    yield draw.randbytes(500)
+
+
+def test_what_is_not_a_tape_of_this_version_is_traced_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, other = (
+        RunConfig(size="custom", model=TINY, device=Device.CUDA, mode=mode) for mode in (Mode.TRAIN, Mode.INFERENCE)
+    )
+    monkeypatch.setattr(traces, "_shipped", dict)
+
+    def prediction_from(folder: str) -> MemoryPrediction | None:
+        memory._predict.cache_clear()
+        monkeypatch.setattr(traces, "_traced", {})
+        monkeypatch.setattr(traces, "_cache", lambda: tmp_path / folder)
+        return predict_memory(config)
+
+    right = prediction_from("version")
+    (path,) = (tmp_path / "version").iterdir()
+    data = path.read_bytes()
+    predict_memory(other)
+    (other_path,) = {*path.parent.iterdir()} - {path}
+    draw = random.Random(0)
+    for each in [each for _ in range(4) for each in damaged(data, other_path.read_bytes(), draw)]:
+        path.write_bytes(each)
+        assert prediction_from("version") == right
+        assert path.read_bytes() == data
+    path.parent.rename(tmp_path / "earlier")
+    (tmp_path / "earlier" / path.name).write_bytes(data)
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next" / path.name).write_bytes(data)
+    assert prediction_from("next") == right
+    assert (tmp_path / "next" / path.name).read_bytes() != data, "sealed anew"
+
+
+PRINTING = """
+import os, subprocess, sys, warnings
+from torch import nn
+
+def say(how, place):
+    text = f"{place} {how}"
+    match how:
+        case "print": print(text)
+        case "original": sys.__stdout__.write(text)
+        case "descriptor": os.write(1, text.encode())
+        case "child": subprocess.run(["echo", text], check=True)
+        case "replaced": sys.stdout = open(1, "w", closefd=False); print(text, flush=True)
+        case "closed": os.write(1, text.encode()); sys.stdout = None
+        case "warning": warnings.simplefilter("error"); print(text, flush=True)
+        case "exit": sys.exit(3)
+        case "ends": os._exit(0)
+
+class Model(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        if PLACE == "factory": say(HOW, PLACE)
+        self.table = nn.Embedding(vocab_size, vocab_size)
+
+    def forward(self, tokens):
+        if PLACE == "forward": say(HOW, PLACE)
+        return self.table(tokens)
+
+if PLACE == "import": say(HOW, PLACE)
+"""
+
+
+def test_what_a_user_s_code_prints_is_no_answer_and_goes_to_standard_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All in one process that traces, which only the last one ends."""
+    monkeypatch.chdir(tmp_path)
+    hows = ["print", "original", "descriptor", "child", "replaced", "warning", "closed", "exit", "ends"]
+    cases = [(how, random.Random(how).choice(("import", "factory", "forward"))) for how in hows]
+    tracer = traces._Tracer()
+    model = replace(TINY, vocab_size=8)
+    for number, (how, place) in enumerate(cases):
+        Path(f"printing{number}.py").write_text(f"HOW, PLACE = {how!r}, {place!r}{PRINTING}")
+        config = RunConfig(size=UNSIZED, model=model, device=Device.CUDA, model_factory=f"printing{number}:Model")
+        tape = traces._decoded(tracer.trace({how: traces.traced_as(config)})[how])
+        assert bool(tape.steps) == (how not in ("exit", "ends")), tape.failure
+        assert bool(tape.failure) != bool(tape.steps)
+    tracer.end()
+    out, err = capfd.readouterr()
+    assert not out
+    for how, place in cases[:-2]:
+        assert f"{place} {how}" in err
 
 
 @pytest.mark.parametrize("attention", Attention)
