@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import tyro
 
 from cs336_systems.commands import flags
-from cs336_systems.commands.outcome import OK, checked, load_ceilings_or_warn, show
+from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceilings_or_warn, show
 from cs336_systems.config import Device, Precision, RunConfig
 from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
 from cs336_systems.costs.curves import Curves, data_sheet_curves
 from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
 from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts
-from cs336_systems.costs.traces import one_tracer
+from cs336_systems.costs.traces import one_tracer, own_parameters, why_untraced
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
 from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 from cs336_systems.text import print_aside
@@ -235,6 +235,9 @@ def run(arguments: AccountArguments) -> int:
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
         prepare_forecasts([config], of_users=True)
+        if not own_parameters(config):
+            name = f"--model {config.model_factory}: "
+            raise UsageError(name + why_untraced(config).removeprefix(name))
     from cs336_systems.files import encode_json
     from cs336_systems.report.formats import texts_of, write_files
     from cs336_systems.report.sections.account import Account, account_json, account_section

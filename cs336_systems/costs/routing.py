@@ -23,6 +23,12 @@ class Routing:
     def __init__(self) -> None:
         self.is_assumed = False
         """Whether any size was taken to be balanced."""
+        self.tokens = 0
+        """Tokens of a step."""
+        self.idle_parameters = Fraction(0)
+        """Parameters of experts that a token does not choose, on average."""
+        self.counts: set[int] = set()
+        """Numbers of tokens that experts were given one by one."""
         self._choices: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
         self._shares: WeakKeyDictionary[UntypedStorage, Fraction] = WeakKeyDictionary()
 
@@ -45,6 +51,11 @@ class Routing:
             if known in self._shares:
                 self._shares[made] = self._shares[known]
 
+    def note_experts(self, rows: Fraction | int, weights: int) -> None:
+        """Note that each of these weights was multiplied by so many rows, of one token each."""
+        if self.tokens:
+            self.idle_parameters += weights * (1 - Fraction(rows, self.tokens))
+
     def answer(self, name: str, args: Any) -> Tensor | None:
         """The result of an operator whose size depends on data; None where the data are no choices."""
         if name == "nonzero":
@@ -65,4 +76,6 @@ class Routing:
         self.is_assumed = True
         if share == 1 and mask.dim() == 1:
             return torch.arange(len(mask))[:, None]  # the experts that are chosen, over which the model may loop
-        return torch.empty((round(share * mask.numel()), mask.dim()), dtype=torch.int64, device="meta")
+        count = round(share * mask.numel())
+        self.counts.add(count)
+        return torch.empty((count, mask.dim()), dtype=torch.int64, device="meta")

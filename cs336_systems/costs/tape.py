@@ -182,6 +182,8 @@ class Tape:
         """Of a user's own model, the path of the module that launches each operation; None outside of the model."""
         self.parameters: dict[str, int] = {}
         """Of a user's own model, the parameters that belong to the module of each path itself."""
+        self.idle_parameters: int | None = None
+        """Parameters of experts that a token does not choose, if experts were taken to be chosen equally often."""
         self.failure = ""
         """Why the steps could not be traced; then there are none."""
         self._set(axes)
@@ -251,6 +253,7 @@ class Tape:
             "axes": self.names.axes, "kinds": self.kinds, "makes": self.makes, "tensors": self.tensors, "events": ages,
             "launches": self.launches, "steps": self.steps,
             "places": self.places, "parameters": self.parameters, "failure": self.failure,
+            "idle_parameters": self.idle_parameters,
         }  # fmt: skip
 
     @classmethod
@@ -261,7 +264,7 @@ class Tape:
         ages = kept["events"]
         made = accumulate(map(not_, ages), initial=0)
         tape.events = [~(count - age) if age else count for age, count in zip(ages, made, strict=False)]
-        for name in ("places", "parameters", "failure"):  # shipped tapes have none
+        for name in ("places", "parameters", "failure", "idle_parameters"):  # shipped tapes have none
             setattr(tape, name, kept.get(name, getattr(tape, name)))
         tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
         return tape

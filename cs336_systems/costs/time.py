@@ -6,7 +6,7 @@ in the measured ceilings. The host launches kernels in order into a queue, from 
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from itertools import chain
@@ -315,12 +315,15 @@ OUTSIDE = "outside of the model"
 class ModuleCosts:
     """Parameters of a module, and what its kernels compute and move, all modules of a list together."""
 
-    parameters: int = 0
-    forward_flops: int = 0
-    backward_flops: int = 0
-    """What a checkpoint or fused attention computes again counts again, as in torch.utils.flop_counter."""
-    forward_moved_bytes: int = 0
-    backward_moved_bytes: int = 0
+    parameters: int
+    forward_flops: int | None = None
+    backward_flops: int | None = None
+    """None if the step is not traced.
+
+    What a checkpoint or fused attention computes again counts again, as in torch.utils.flop_counter.
+    """
+    forward_moved_bytes: int | None = None
+    backward_moved_bytes: int | None = None
 
 
 def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
@@ -340,7 +343,8 @@ def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
                     costs, operation = found[_shown(place, config.module_depth)], tape.operations[number]
                     costs[f"{phase}_flops"] += flops_of(operation)
                     costs[f"{phase}_moved_bytes"] += operation.launches * operation.moved_bytes
-    return {path: ModuleCosts(**costs) for path, costs in found.items()}
+    names = [field.name for field in fields(ModuleCosts)] if is_predictable(alone) else ["parameters"]
+    return {path: ModuleCosts(**{name: costs[name] for name in names}) for path, costs in found.items()}
 
 
 def _shown(path: str | None, depth: int) -> str:

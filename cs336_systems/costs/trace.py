@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from math import prod
 from types import MappingProxyType, SimpleNamespace
@@ -142,6 +143,11 @@ class Trace:
         self._path_changes: tuple[list[int], list[str | None]] = [], []
         """Sequence numbers of autograd's next node, and the module that runs from there on."""
         self._names: dict[int, str] = {}
+
+    @property
+    def is_first_forward(self) -> bool:
+        """Whether the first step's forward runs."""
+        return len(self.steps) == 1 and self.phase is Phase.FORWARD
 
     @property
     def place(self) -> str:
@@ -365,6 +371,8 @@ class Trace:
             tensors.append(kinds.setdefault(key, len(kinds)))
         tape = Tape(self.axes, [*kinds], [*self._operations])
         tape.tensors, tape.events, tape.launches, tape.steps = tensors, [*self.events], [*self.launches], self.steps
+        if self.routing.is_assumed:
+            tape.idle_parameters = round(self.routing.idle_parameters)
         return tape
 
     def matmul(self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1) -> None:
@@ -432,24 +440,30 @@ def _matmul(trace: Trace, call: Call) -> None:
     form = Form.FORWARD if is_transposed[1] else Form.WEIGHT if is_transposed[0] else Form.INPUT
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
     trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+    if trace.is_first_forward and sides[0] in trace.routing.counts:
+        trace.routing.note_experts(sides[0], b.numel())
 
 
 def _grouped_matmul(trace: Trace, call: Call) -> None:
     """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as they can be."""
     a, b = call.ins[:2]
-    shapes = [a.shape[-2], a.shape[-1], b.shape[-1]]
-    groups = next((len(each) for each in (b, a, call.outs[0]) if each.dim() == 3), 1)
-    divided = None if a.dim() == b.dim() == 3 else 1 if a.dim() == b.dim() else 0 if a.dim() == 2 else 2
+    sides = [a.shape[-2], a.shape[-1], b.shape[-1]]
     form = Form.FORWARD if b.stride(-2) == 1 else Form.WEIGHT if a.stride(-2) == 1 else Form.INPUT
-    if divided is None:
-        trace.matmul(form, (shapes[0], shapes[1], shapes[2]), a.element_size(), batch=groups)
+    groups = next(len(each) for each in (b, a, call.outs[0]) if each.dim() == 3)
+    if a.dim() == b.dim() == 3:
+        trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), groups)
         return
     trace.routing.is_assumed = True
-    least, more = divmod(shapes[divided], groups)
+    divided = 1  # in the gradients of weights, the rows of all tokens are the inner side
+    if a.dim() != b.dim():
+        divided = 0 if a.dim() == 2 else 2
+    if trace.is_first_forward:
+        trace.routing.note_experts(Fraction(sides[divided], groups), b.numel())
+    least, more = divmod(sides[divided], groups)
     for size, count in ((least, groups - more), (least + 1, more)):
-        shapes[divided] = size
+        sides[divided] = size
         if size and count:
-            trace.matmul(form, (shapes[0], shapes[1], shapes[2]), a.element_size(), batch=count)
+            trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), count)
 
 
 def _attention_kernel(trace: Trace, call: Call) -> None:

@@ -108,6 +108,11 @@ def own_parameters(config: RunConfig) -> dict[str, int]:
     return _tape(config).parameters
 
 
+def idle_parameters(config: RunConfig) -> int | None:
+    """Parameters of experts that a token does not choose; None of a step in which nothing is assumed of experts."""
+    return _tape(config).idle_parameters
+
+
 @lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
     """The tape that is kept so, with one more step."""
@@ -175,9 +180,13 @@ def _cache() -> Path:
 
 
 def prepare(configs: Iterable[RunConfig]) -> None:
-    """Trace the steps of which no tape is at hand, and say on standard error which of them cannot be traced."""
+    """Trace the steps of which no tape is at hand, and say on standard error which of them cannot be traced.
+
+    Nothing is said of a user's own model that cannot be used: whoever asks has no forecast then, and no parameters.
+    """
     for config in trace_missing(configs):
-        if reason := why_untraced(config):
+        reason = why_untraced(config)
+        if reason and (config.model_factory is None or own_parameters(config)):
             print_aside(f"{config.model_factory or config.label}: no forecast: {reason}")
 
 

@@ -22,7 +22,7 @@ from cs336_systems.costs.trace import Call, Trace, path_of, tracing
 from cs336_systems.costs.traces import Asked, encoded
 from cs336_systems.measure.clock import StepTimes
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.trainable import load_factory, make_model
+from cs336_systems.model.trainable import is_own_message, load_factory, make_model, told
 
 PARTIAL_ROWS = 264
 """Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (`num_programs`)."""
@@ -66,18 +66,24 @@ def _bytes_kept(parameters: Iterable[Tensor]) -> int:
 
 
 def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
-    """The tape of a user's own model; if its step cannot be traced, it has the reason, and parameters if any."""
+    """The tape of a user's own model.
+
+    If its step needs data, the tape has the reason and the parameters; if the model cannot be used, the reason alone.
+    """
     parameters: dict[str, int] = {}
     try:
         load_factory(config.model_factory or "")  # outside of the modes below, which slow imports down
         with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config):
             model = make_model(config)
             parameters = _parameters_by_module(model)
+            trace.routing.tokens = config.batch_size * config.model.context_length
             with _as_of_whole_sequences():
                 tape = _steps(config, model, trace)
             tape.places = trace.places
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+    except TraceError as error:
         tape = Tape.of_failure(_reason(error))
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        return Tape.of_failure(_reason(error))
     tape.parameters = parameters
     return tape
 
@@ -297,7 +303,9 @@ def trace_all(asked: Asked) -> dict[str, bytes]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"its code ends the process (sys.exit({error.code!r}))"
-    return (str(error) or type(error).__name__).splitlines()[0]
+    if is_own_message(error):
+        return str(error).splitlines()[0]
+    return told(error)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ What a user's model, DDP and optimizer must be is checked here, so that an error
 import functools
 import importlib
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems import find_modules_of_the_user
@@ -90,7 +92,18 @@ def checkpoint_each_block(model: nn.Module) -> None:
             "--checkpoint-blocks needs blocks in a torch.nn.ModuleList, and the model has none; leave the flag out"
         )
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        block.forward = functools.partial(_checkpointed, block.forward)
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (a user's block)
+    """Call a block under a checkpoint, and without the cache for generating: computed again, it would grow twice."""
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is not None:
+        args = tuple(None if isinstance(value, caches.Cache) else value for value in args)
+        kwargs = {name: None if isinstance(value, caches.Cache) else value for name, value in kwargs.items()}
+    if "use_cache" in kwargs:
+        kwargs["use_cache"] = False
+    return checkpoint(forward, *args, **kwargs, use_reentrant=False)
 
 
 def own_way(name: str, module: nn.Module, bucket_mib: int) -> Any:  # noqa: ANN401 (a class of the user)
@@ -171,11 +184,59 @@ def own_loss(model: nn.Module) -> Loss:
     return loss
 
 
+def own_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost line of an exception that is neither PyTorch's nor this program's; None without one."""
+    others = [Path(torch.__file__).parent, Path(__file__).parents[1]]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not frame.filename.startswith("<") and not any(map(path.is_relative_to, others)):
+            return frame
+    return None
+
+
+def is_own_message(error: BaseException) -> bool:
+    """Whether this program has raised the exception, with a message that says all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_here = bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parents[1])
+    # where a trace runs operators, PyTorch's own exceptions come from lines of this program
+    return isinstance(error, ValueError) and is_here and (frames[-1].line or "").startswith("raise")
+
+
+def told(error: BaseException) -> str:
+    """An exception of a user's code in one line: its type, its message, and the line that it comes from."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    frame = own_frame(error)
+    return text if frame is None else f"{text} ({Path(frame.filename).name}, line {frame.lineno})"
+
+
+class _UsesOf(TorchFunctionMode):
+    """Notes the exception of an operation that was given the tokens themselves.
+
+    Looking tokens up in an embedding is what they are for: where that fails, they are not the cause.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        super().__init__()
+        self.failure: Exception | None = None
+        self._tokens = tokens
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        try:
+            return function(*args, **(kwargs or {}))
+        except Exception as error:
+            given = [*args, *(kwargs or {}).values()]
+            if any(value is self._tokens for value in given) and "embedding" not in str(function):
+                self.failure = error
+            raise
+
+
 def vocabulary_of(model: nn.Module, tokens: Tensor, precision: AbstractContextManager[None], asked: int | None) -> int:
     """Tokens that the model knows: the last axis of its logits, or the entries of its token embedding if fewer.
 
     The model runs once, without gradients, on `tokens` (all 0), which show the form of a batch. `asked` is the
     vocabulary that the user wants. Raise ValueError if the model does not take tokens, or knows fewer than asked for.
+    What else the model raises is raised as it is.
     """
     entries: list[int] = []
 
@@ -183,24 +244,27 @@ def vocabulary_of(model: nn.Module, tokens: Tensor, precision: AbstractContextMa
         if isinstance(module, nn.Embedding) and inputs and inputs[0] is tokens:
             entries.append(module.num_embeddings)
 
-    handles = [each.register_forward_pre_hook(note) for each in model.modules() if isinstance(each, nn.Embedding)]
+    needed = f"the model must take int64 tokens of shape {tuple(tokens.shape)}"
     try:
-        with torch.no_grad(), precision:
+        inspect.signature(model.forward).bind(tokens)
+    except TypeError as error:
+        raise ValueError(f"{needed} and nothing else, and its forward takes no such call: {error}") from error
+    handles = [each.register_forward_pre_hook(note) for each in model.modules() if isinstance(each, nn.Embedding)]
+    uses = _UsesOf(tokens)
+    try:
+        with torch.no_grad(), precision, uses:
             output = model(tokens)
     except (torch.OutOfMemoryError, TraceError):
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        place = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"the model must take int64 tokens of shape {tuple(tokens.shape)}; given these it raised "
-            f"{type(error).__name__}: {reason} ({Path(place.filename).name}, line {place.lineno})"
-        ) from None
+        if error is not uses.failure:
+            raise
+        raise ValueError(f"{needed}; given these it raised {told(error)}") from error
     finally:
         for handle in handles:
             handle.remove()
-    if (logits := logits_of(output)) is None:
+    logits = logits_of(output)
+    if logits is None or logits.ndim == 0:
         logits = check_logits(output, tokens, asked)  # which raises
     found = min([*entries, logits.shape[-1]])
     if asked is not None and asked > found:

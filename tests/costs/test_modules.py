@@ -1,5 +1,6 @@
 """Forecasts of models that nobody here wrote: peaks measured on an H100, and PyTorch's own count of FLOPs."""
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -299,6 +300,32 @@ def test_checkpoints_of_own_blocks_change_the_memory_alone() -> None:
 def test_no_model_of_a_user_is_traced_unless_that_is_asked_for() -> None:
     config = replace(run_of("NanoGPT"), model_factory=f"{__name__}:none_such")
     assert predict_memory(config) is None
+
+
+class LossAlone(NanoGPT):
+    def forward(self, idx: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(idx)[0].sum()
+
+
+class OfImages(nn.Conv2d):
+    def __init__(self) -> None:
+        super().__init__(3, 4, 3)
+
+
+@pytest.mark.parametrize("name", ["LossAlone", "OfImages"])
+def test_a_model_that_cannot_be_used_is_refused_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["account", "--model", f"{__name__}:{name}", "--context-length", str(LENGTH)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len([line for line in said.err.splitlines() if name in line and "tracing" not in line]) == 1
+
+
+def test_what_was_not_traced_has_no_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["account", "--model", f"{__name__}:Routed", "--context-length", str(LENGTH), "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    for part in parts:
+        assert part["parameters"]
+        assert all(part[key] is None for key in part if key not in ("component", "parameters"))
 
 
 def test_an_account_of_what_cannot_be_traced_has_the_parameters(capsys: pytest.CaptureFixture[str]) -> None:

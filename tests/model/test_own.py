@@ -1,18 +1,21 @@
 """Models that this project did not write: what they return, the loss they compute, the tokens they know."""
 
 import contextlib
+import inspect
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import cross_entropy
 
 from cs336_systems.cli import main
 from cs336_systems.config import SIZES, LossKind, Mode, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.trainable import check_logits, own_loss, vocabulary_of
+from cs336_systems.model.trainable import check_logits, checkpoint_each_block, own_loss, told, vocabulary_of
 
 KNOWN, PADDED = 37, 40
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
@@ -100,6 +103,91 @@ def test_tokens_beyond_the_embedding_are_refused_and_fewer_are_taken():
     with pytest.raises(ValueError, match=f"{KNOWN + 1}.*{KNOWN}"):
         vocabulary_of(Plain(), TOKENS, contextlib.nullcontext(), KNOWN + 1)
     assert vocabulary_of(Plain(), TOKENS, contextlib.nullcontext(), 5) == 5
+
+
+class Failing(Base):
+    """Raises an exception at a place: before, between and after its operations, or within one on what they made."""
+
+    def __init__(self, place, error):
+        super().__init__()
+        self.place, self.error = place, error
+
+    def forward(self, tokens):
+        self.fail(0)
+        length = tokens.shape[1]
+        self.fail(1)
+        x = self.embedding(tokens) * length
+        self.fail(2)
+        x = self.head(x)
+        self.fail(3)
+        return x
+
+    def fail(self, place):
+        if place == self.place:
+            raise self.error
+
+
+class Misled(Base):
+    """Gives the tokens themselves to an operation that does not take them."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, tokens):
+        return self.operation(tokens)
+
+
+ERRORS = [ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_an_exception_is_told_as_what_it_is(seed):
+    draw = random.Random(seed)
+    kind, text = draw.choice(ERRORS), f"because of {draw.random()}"
+    with pytest.raises(kind, match=text) as raised:
+        vocabulary_of(Failing(draw.randrange(4), kind(text)), TOKENS, contextlib.nullcontext(), None)
+    line = inspect.getsourcelines(Failing.fail)[1] + 2
+    assert told(raised.value) == f"{kind.__name__}: {raised.value} (test_own.py, line {line})"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        nn.Linear(8, 4), nn.Conv1d(2, 4, 3), nn.Conv2d(3, 4, 3), lambda x: x @ torch.zeros(8, 4),
+        lambda x: x.softmax(-1), lambda x: F.layer_norm(x, (8,)), lambda x: F.linear(input=x, weight=torch.zeros(4, 8)),
+    ],
+)  # fmt: skip
+def test_tokens_are_to_blame_where_an_operation_does_not_take_them(operation):
+    with pytest.raises(ValueError, match=r"int64 tokens of shape \(2, 8\).*\w+Error: .* \(test_own.py, line \d+\)"):
+        vocabulary_of(Misled(operation), TOKENS, contextlib.nullcontext(), None)
+
+
+def test_a_loss_is_no_logits_and_what_is_called_otherwise_takes_no_tokens():
+    with pytest.raises(ValueError, match=r"shape \(\);.*--loss model"):
+        vocabulary_of(Misled(lambda tokens: tokens.sum()), TOKENS, contextlib.nullcontext(), None)
+    with pytest.raises(ValueError, match=r"int64 tokens of shape \(2, 8\).*labels"):
+        vocabulary_of(NeedsLabels(), TOKENS, contextlib.nullcontext(), None)
+
+
+class NeedsLabels(Base):
+    def forward(self, tokens, labels):
+        return self.logits(tokens)
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss"])
+def test_blocks_under_a_checkpoint_are_called_without_the_cache(name):
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = kind.config_class(**sizes, vocab_size=KNOWN, intermediate_size=16, head_dim=8, use_cache=True)
+    plain, saving = kind(config), kind(config)
+    saving.load_state_dict(plain.state_dict())
+    checkpoint_each_block(saving)
+    for model in (plain, saving):
+        model(TOKENS).logits.logsumexp(-1).sum().backward()
+    for one, other in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_what_cannot_be_used_is_refused_with_what_came():

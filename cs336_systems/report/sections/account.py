@@ -1,6 +1,6 @@
 """What a step costs, as tables: FLOPs and bytes by part of the model, what the peak of memory holds, what fits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from cs336_systems.config import Mode, Phase, RunConfig
@@ -13,7 +13,7 @@ from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.shards import FP32_BYTES
 from cs336_systems.costs.tape import Category
 from cs336_systems.costs.time import Limit, TimePrediction, costs_by_module
-from cs336_systems.costs.traces import why_untraced
+from cs336_systems.costs.traces import idle_parameters, own_parameters, why_untraced
 from cs336_systems.report.columns import Row, column, columns_of
 from cs336_systems.report.section import Section, Table, make_table, quantity_table
 from cs336_systems.report.words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
@@ -29,6 +29,7 @@ KINDS = tuple(Collective)
 Curves = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
 NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
+BALANCED = "Which experts a token chooses is data: each expert is taken to be chosen as often as any other."
 NOT_PREDICTED = "Not predicted: fp32 has no flash and no cuDNN attention."
 
 
@@ -81,6 +82,7 @@ def account_json(account: Account) -> dict[str, object]:
     return {
         "config": config,
         "tokens": _tokens(config),
+        "active_parameters": _active_parameters(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
         "work": None if is_own else _work(config),
         "memory": memory.predict_memory(config),
@@ -100,7 +102,7 @@ def _parts(config: RunConfig) -> dict[str, Row]:
     if config.model_factory is not None:
         return _with_sum({
             path: dict.fromkeys(CSV_COLUMNS) | {"component": path} | asdict(costs)
-            | {"step_flops": costs.forward_flops + costs.backward_flops}
+            | {"step_flops": sum_of_known([costs.forward_flops, costs.backward_flops])}
             for path, costs in costs_by_module(config).items()
         })  # fmt: skip
     rows: dict[str, Row] = {name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in accounting.Component}
@@ -116,11 +118,17 @@ def _parts(config: RunConfig) -> dict[str, Row]:
 
 
 def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
-    sums = {name: sum(row.get(name) or 0 for row in rows.values()) for name in CSV_COLUMNS[1:]}
+    sums = {name: sum_of_known(row.get(name) for row in rows.values()) for name in CSV_COLUMNS[1:]}
     rows[ALL] = {"component": ALL, **sums}
     for row in rows.values():
         row["share"] = ratio(row["step_flops"], sums["step_flops"])
     return rows
+
+
+def sum_of_known(values: Iterable[float | None]) -> float | None:
+    """The sum of the values that are known; None without any."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
 
 
 def _work(config: RunConfig) -> list[accounting.Work]:
@@ -135,10 +143,16 @@ def _tokens(config: RunConfig) -> int:
     return config.batch_size * config.model.context_length
 
 
+def _active_parameters(config: RunConfig) -> int | None:
+    """Parameters that are multiplied by a token, or looked up; None of a model without experts."""
+    idle = None if config.model_factory is None else idle_parameters(config.alone)
+    return None if idle is None else sum(own_parameters(config.alone).values()) - idle
+
+
 def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPrediction | None) -> Table:
     batch = f"batch {config.batch_size}"
     is_own = config.model_factory is not None
-    closed = [("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP")]
+    active = _active_parameters(config)
     moments = 2 * FP32_BYTES * whole["parameters"] if config.mode is Mode.TRAIN else 0
     state = [
         ("parameters", FP32_BYTES * whole["parameters"] / GIB, "GiB"),
@@ -146,12 +160,13 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     ]
     rows = [
         ("parameters", whole["parameters"], ""),
+        *([] if active is None else [("active for each token", active, "")]),
         *(
             [(f"{'' if is_own else 'model '}FLOPs of a step", whole["step_flops"] / TERA, "TFLOP")]
             if whole["step_flops"]
             else ()
         ),
-        *(() if is_own else closed),
+        *(() if is_own else [("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP")]),
         ("tokens of a step", _tokens(config), ""),
         *(state if is_own and not prediction else ()),
         *(() if is_own else [("one tensor of the residual stream", memory.residual_stream_bytes(config) / MIB, "MiB")]),
@@ -161,6 +176,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's allocator counts "
         "it, predicted, eager, on Hopper.",
         *(() if prediction else (NOT_TRACED if is_own else NOT_PREDICTED,)),
+        *(() if active is None else (BALANCED,)),
     )
     own = f"{config.model_factory}, {config.mode}, {config.precision}, context {config.model.context_length}"
     label = own if is_own else config.label
