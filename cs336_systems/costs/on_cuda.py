@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _dispatch_tls_set_dispatch_key_excluded
 
+from cs336_systems.costs.traces import MAX_FLASH_WIDTH
+
 HALF = (torch.bfloat16, torch.float16)
 KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 _KEYS = DispatchKeySet(KEY)
@@ -154,7 +156,7 @@ def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_caus
         torch.backends.cuda.flash_sdp_enabled()
         and q.dtype in HALF
         and mask is None
-        and q.shape[-1] == v.shape[-1] <= 256
+        and q.shape[-1] == v.shape[-1] <= MAX_FLASH_WIDTH
         and (not is_causal or q.shape[-2] == k.shape[-2])
     )
 
