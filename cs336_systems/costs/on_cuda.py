@@ -94,12 +94,13 @@ _library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tens
 
 
 def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
+    """The results are contiguous whatever the input is, as those of layer_norm (cuda/layer_norm_kernel.cu)."""
     rows = x.shape[: x.dim() - axes]
-    return torch.empty_like(x), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
 
 
 def _rms_norm_backward_meta(_: Tensor, x: Tensor, __: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+    return x.new_empty(x.shape), None if weight is None else torch.empty_like(weight)
 
 
 _library.impl("rms_norm", _rms_norm_meta, "Meta")
