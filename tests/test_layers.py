@@ -20,7 +20,9 @@ BASE = ("", "interrupt", "temporary", "text", "files", "ranges", "settings", "co
 TOP = ("watched", "cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
-ELSEWHERE = ("sweep.worker", "sweep.ranks", "sweep.cluster", "costs.trace", "watched")
+ELSEWHERE = (
+    "sweep.worker", "sweep.ranks", "sweep.cluster", "costs.trace", "costs.on_cuda", "costs.routing", "watched",
+)  # fmt: skip
 """Modules of such a place that run in the processes that measure or train, or in one that needs Ray."""
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _dispatch_tls_set_dispatch_key_excluded
 
+from cs336_systems.costs.traces import MAX_FLASH_WIDTH
+
 HALF = (torch.bfloat16, torch.float16)
 KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 _KEYS = DispatchKeySet(KEY)
@@ -92,12 +94,13 @@ _library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tens
 
 
 def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
+    """The results are contiguous whatever the input is, as those of layer_norm (cuda/layer_norm_kernel.cu)."""
     rows = x.shape[: x.dim() - axes]
-    return torch.empty_like(x), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
 
 
 def _rms_norm_backward_meta(_: Tensor, x: Tensor, __: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+    return x.new_empty(x.shape), None if weight is None else torch.empty_like(weight)
 
 
 _library.impl("rms_norm", _rms_norm_meta, "Meta")
@@ -154,7 +157,7 @@ def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_caus
         torch.backends.cuda.flash_sdp_enabled()
         and q.dtype in HALF
         and mask is None
-        and q.shape[-1] == v.shape[-1] <= 256
+        and q.shape[-1] == v.shape[-1] <= MAX_FLASH_WIDTH
         and (not is_causal or q.shape[-2] == k.shape[-2])
     )
 

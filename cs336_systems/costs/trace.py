@@ -3,7 +3,7 @@
 
 Nothing here knows the model. The step's real code runs with meta tensors, which have shapes and types and no data; code
 that asks sees them on a CUDA device. Where PyTorch's CUDA kernels or its autocast do otherwise than its meta kernels,
-the tables below say so, each entry with its place in PyTorch's source (2.11).
+`on_cuda.py` and the tables below say so, each entry with its place in PyTorch's source.
 """
 
 import re

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.config import CompileMode, Device, Precision, RunConfig
+from cs336_systems.config import Attention, CompileMode, Device, Precision, RunConfig
 from cs336_systems.costs.shards import axes
 from cs336_systems.costs.tape import Tape
 from cs336_systems.files import user_cache, write_atomically
@@ -34,6 +34,8 @@ SHIPPED = Path(__file__).with_name("traces.zip")
 TRACER = "cs336_systems.measure.traced"
 PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
 """Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
+MAX_FLASH_WIDTH = 256
+"""Largest width of a head that flash attention takes."""
 WITHOUT_COST = (
     "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
     "module_depth",
@@ -56,8 +58,10 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     model = replace(config.model, rope_theta=1.0)
     if config.precision is Precision.TF32:
         config = replace(config, precision=Precision.FP32)
+    # fused attention takes only some widths of heads; the one that stands for all is such a width
+    is_odd = model.attention is Attention.SDPA and (model.d_head % 8 > 0 or model.d_head > MAX_FLASH_WIDTH)
     # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
-    if config != config.without_shortcuts or config.is_shared:
+    if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
     sizes = {name: PRIMES[name] if size > 1 else size for name, size in axes(config).items()}
     model = replace(

@@ -138,3 +138,25 @@ def test_experts_have_the_flops_and_parameters_of_the_tokens_that_choose_them(se
     rows = tokens * top_k if kind == "grouped" else count * round(tokens * top_k / count)
     assert flops == 2 * rows * 3 * shape.width**2 + 2 * tokens * shape.width * count
     assert tape.idle_parameters == round(3 * shape.width**2 * (count - rows / tokens))
+
+
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rms_norm": lambda x: F.rms_norm(x, (8,)),
+    "weighted": lambda x: F.rms_norm(x, (8,), torch.ones(8, device=x.device)),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "softmax": lambda x: x.softmax(-1),
+    "gelu": F.gelu,
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_results_lie_in_memory_as_they_do_on_a_cpu(name: str) -> None:
+    def strides(device: str) -> list[tuple[int, ...]]:
+        x = torch.zeros(2, 4, 6, 8, device=device).transpose(1, 2).requires_grad_()
+        y = NORMS[name](x)
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        return [y.stride(), gradient.stride()]
+
+    with tracing({}):
+        traced = strides("cuda")
+    assert traced == strides("cpu")
