@@ -856,13 +856,7 @@ class RunConfig:
             ),
         ),
     ] = None
-    seed: Annotated[
-        int,
-        Setting(
-            "Seed of the weights and the tokens.", least=0,
-            rules=(Rule(lambda run: run.seed < 2**63, "seed must be below 2**63, got {config.seed}"),),
-        ),
-    ] = 0
+    seed: Annotated[int, Setting("Seed of the weights and the tokens.", least=0)] = 0
     repeat: Annotated[int, Setting(least=0, word="#", label=6)] = 0
     """Which of several fresh processes of the same configuration this is, from 0."""
     # fmt: on

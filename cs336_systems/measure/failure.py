@@ -11,7 +11,6 @@ import torch
 
 import cs336_systems
 from cs336_systems.config import Device
-from cs336_systems.model.trainable import is_own_message, told
 from cs336_systems.record import Failure, Status
 from cs336_systems.text import shortened
 
@@ -37,8 +36,7 @@ def classify(error: BaseException) -> Status:
 
 def describe(error: BaseException, status: Status, where: str, device: Device) -> Failure:
     """The failure as a record keeps it; `where` is the phase and step that raised `error`. Long texts are shortened."""
-    is_crash = status is Status.CRASHED and not is_own_message(error)
-    first_line = told(error) if is_crash else (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     first_line = _storable(shortened(first_line, MAX_MESSAGE_LENGTH))
     trace = _without_roots("".join(traceback.format_exception(error, limit=-20)))
     free: int | None = None
@@ -46,7 +44,7 @@ def describe(error: BaseException, status: Status, where: str, device: Device) -
         with contextlib.suppress(RuntimeError):
             free = torch.cuda.mem_get_info()[0]
     return Failure(
-        message=first_line,
+        message=first_line if status is not Status.CRASHED else f"{type(error).__name__}: {first_line}",
         where=where,
         requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
         free_bytes=free,

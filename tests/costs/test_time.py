@@ -48,7 +48,7 @@ from cs336_systems.record import read_record
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.operators import Calls
 
-MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=2, num_heads=4)
+MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=2, num_heads=3)
 RUN = RunConfig(size="custom", model=MODEL, batch_size=2, device=Device.CUDA)
 FAST = {
     "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "model": replace(MODEL, attention=Attention.SDPA),

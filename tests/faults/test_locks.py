@@ -1,5 +1,6 @@
 """One sweep at a time in a directory and on a GPU, whoever started it and however the last one ended."""
 
+import os
 import signal
 import subprocess
 import sys

@@ -56,7 +56,7 @@ def test_the_csv_holds_every_part_and_their_sum(case) -> None:
     assert tuple(rows["all"]) == CSV_COLUMNS
     for name in CSV_COLUMNS[1:]:
         parts = [int(rows[component][name] or 0) for component in Component]
-        assert sum(parts) == int(rows["all"][name]), name
+        assert sum(parts) == int(rows["all"][name] or 0), name
     assert int(rows["all"]["parameters"]) == count_parameters(case.model)
     for part in component_flops(case):
         row = rows[part.component]
