@@ -11,7 +11,7 @@ from cs336_systems.measure.run import measure
 from cs336_systems.record import Status
 from tests.drawn_models import NAMED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 DRAWN = [f"tests.drawn_models:{name}" for name in (*NAMED, *(f"of_seed_{seed}" for seed in range(12)))]
 TRANSFORMERS = [
     f"tests.gpu.transformers_models:{name}" for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3")
