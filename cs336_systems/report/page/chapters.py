@@ -35,14 +35,14 @@ from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.draw import svg_of
 from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
-from cs336_systems.report.headlines import Headline
+from cs336_systems.report.headlines import Headline, NamedRows
 from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
 from cs336_systems.report.section import Section, Table, known, labels, make_table
 from cs336_systems.report.sections.kernels.files import modules_section
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import Explained, phase_rows
 from cs336_systems.report.sections.ladder import ladder_section
-from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
+from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes
 from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_charts
 from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars
 from cs336_systems.report.words import in_percent, significant
@@ -379,17 +379,17 @@ def list_of(root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapp
 
 
 def _chapters(
-    directory: Directory, sections: Mapping[str, Sequence[Section]], glance: Glance | None, tables: Sequence[Table]
+    directory: Directory, sections: Mapping[str, Sequence[Section]], glance: Glance, tables: Sequence[Table]
 ) -> Iterator[Chapter]:
     """Findings, then pictures and tables of each subject, then all runs, and how they were measured."""
-    results, said = directory.results, glance.answer if glance is not None else ""
+    results = directory.results
     # findings of profiles stand in tables of their own
-    told = [text for own in tables for text in own.findings if text != said]
+    told = [text for own in tables for text in own.findings if text not in (glance.answer, glance.more)]
     told += directory.compared.left_out if directory.compared is not None else []
     told += [f"{lost[0].upper()}{lost[1:]}."] if results is not None and (lost := results.lost) else []
     if told:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=told)])
-    shown = [bar.parts for bars in glance.bars for bar in bars.bars] if glance is not None else []
+    shown = [bar.parts for bars in glance.bars for bar in bars.bars]
     notes = Counter(note for own in tables for note in own.notes)
     repeated = {note for note, count in notes.items() if count > 1}
     for number, (title, own) in enumerate(sections.items()):
@@ -514,8 +514,8 @@ def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
     if directory.climbed is not None:
         return headlines.of_ladder(directory.climbed.rows)
     if directory.compared is not None:
-        return headlines.of_comparison(directory.compared, rows)
-    if directory.sweep is not None and directory.sweep.memory:
+        return headlines.of_comparison(directory.compared)
+    if directory.sweep is not None and directory.subject == "memory":
         return headlines.of_memory(directory.sweep.memory, rows)
     if directory.sweep is not None and directory.sweep.kernels:
         return headlines.of_profiles(directory.sweep.kernels, rows)
@@ -526,16 +526,26 @@ def glance_at(directory: Directory) -> Glance:
     """The first screen: the headline, and of runs what their memory, their profiles or their times show."""
     results = directory.sweep
     rows = times_of(results) if results is not None else []
-    headline = headline_of(directory, rows)
-    glance = Glance(answer=headline.text, more=headline.more)
+    answer, more = headline_of(directory, rows)
+    glance = Glance(answer=answer, more=more)
     if results is None:
         return glance
+    note = "" if results.published else "with the profiler running"
+    glance = replace(glance, tiles=_tiles(rows, note), doubts=[*_failed_profiles(results), *_doubts(rows)])
     if results.memory and directory.compared is None:
         return _with_memory(glance, results.memory)
     if results.kernels and directory.compared is None:
-        return _with_profiles(glance, results, rows)
+        return _with_profiles(glance, results.kernels, rows)
     bars = Bars(title=BY_PHASE, bars=phase_bars(rows), styles=PARTS, unit="ms")
-    return replace(glance, bars=[bars], tiles=_tiles(rows), doubts=_doubts(rows), trust=_steady(rows))
+    return replace(glance, bars=[bars], trust=_steady(rows))
+
+
+def _failed_profiles(results: Results) -> list[str]:
+    """How runs under a profiler failed, where the headline is of runs without one."""
+    profiled = [record for record in results.records if record.config.profiler is not Profiler.NONE]
+    rows = [{"status": record.status} for record in profiled]
+    ends = NamedRows(rows, [record.config.label for record in profiled]).failures()
+    return [f"Under the profiler: {ends.removeprefix('; ')}."] if ends and results.published else []
 
 
 def times_of(results: Results) -> list[Row]:
@@ -544,18 +554,13 @@ def times_of(results: Results) -> list[Row]:
     return rows_of(results.frame if results.published else to_frame(profiled, results.ceilings))
 
 
-def _with_profiles(glance: Glance, results: Results, rows: Sequence[Row]) -> Glance:
-    entries = results.kernels
-    wanted = {entry.config.unprofiled for entry in entries if entry.config is not None}
-    own = [row for row in rows if row["config"].unprofiled in wanted] or rows
+def _with_profiles(glance: Glance, entries: Sequence[Explained], rows: Sequence[Row]) -> Glance:
     slowed = [row for entry in entries for row in list(phase_rows(entry))[-1:] if row["slowdown"]]
     worst = max((row["slowdown"] for row in slowed), default=1.0)
-    doubts = _doubts(own)
+    doubts = [*glance.doubts]
     if worst > 1 + MAX_SLOWDOWN:
         doubts.append(f"The profiler made a step up to {words.significant(worst, 3)} times as long as it is without.")
-    note = "" if results.published else "with the profiler running"
-    bars = list(_profile_bars(entries))
-    return replace(glance, bars=bars, tiles=_tiles(own, note), doubts=doubts, trust=_steady(own))
+    return replace(glance, bars=list(_profile_bars(entries)), doubts=doubts, trust=_steady(rows))
 
 
 def _profile_bars(entries: Sequence[Explained]) -> Iterator[Bars]:
@@ -590,51 +595,38 @@ def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
     moments = [moment for entry in entries for moment in entry.profile.boundaries]
     checked = check_words(moments) if moments else ""
     off = [text for text in (checked,) if any(map(difference_bytes, moments))]
-    where = ", ".join(dict.fromkeys(entry.profile.peak.phase for entry in entries if entry.profile.peak.phase))
-    of = f"of {counted(len(entries), 'recorded run')}{f', in {where}' if where else ''}"
-    tiles = [
-        Tile("peak", _bytes(entry.profile.peak.allocated_bytes for entry in entries), of),
-        Tile("predicted peak", _bytes(entry.predicted_peak_bytes for entry in entries), "foretold without running"),
-        Tile("reserved", _bytes(entry.profile.peak_reserved_bytes for entry in entries), "held by PyTorch at most"),
-        Tile("outside of PyTorch", _bytes(entry.profile.outside_bytes for entry in entries), "such as CUDA's context"),
-    ]
     bars = [Bars.of(chart) for chart in charts] or [of_one]
-    return replace(glance, bars=bars, tiles=tiles, doubts=off, trust=checked)
+    return replace(glance, bars=bars, doubts=[*glance.doubts, *off], trust=checked)
 
 
-def _tiles(rows: Sequence[Row], note: str = "") -> list[Tile]:
-    """Step, throughput, utilisation and memory: with the spread of one configuration, as ranges of several."""
+def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
+    """Step, throughput, utilisation and memory, as ranges; of one configuration the step with its deviation."""
     step = _range(rows, "step_mean_ms", words.milliseconds)
-    if len(rows) == 1 and rows[0]["step_mean_ms"]:
+    spread = f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
+    if len(rows) == 1 and rows[0]["step_std_ms"] is not None:
         step = f"{words.mean_and_std(rows[0]['step_mean_ms'], rows[0]['step_std_ms'])} ms"
-    number, whole = len(_timed(rows)), counted(len(rows), "configuration")
-    of = f"of {whole}" if number == len(rows) else f"of {number} of {whole}"
-    notes = note or ("mean ± standard deviation" if len(rows) == 1 else of)
-    return [
-        Tile("step", step, notes),
+        spread = "mean ± standard deviation"
+    tiles = [
+        Tile("step", step, note or spread),
         Tile("tokens/s", _range(rows, "tokens_per_s", three_digits), "in a step over its time"),
         Tile("MFU", _range(rows, "mfu", words.percent_of), "model FLOPs, of the data sheet's peak"),
-        Tile("peak of memory", _range(rows, "peak_allocated_gib", lambda value: f"{words.significant(value, 3)} GiB"),
-             "allocated at most"),
-    ]  # fmt: skip
+        Tile("peak of memory", _range(rows, "peak_allocated_gib", _gib), "allocated at most"),
+    ]
+    return [tile for tile in tiles if tile.value]
+
+
+def _gib(value: float) -> str:
+    return f"{words.significant(value, 3)} GiB"
 
 
 def _range(rows: Sequence[Row], key: str, text: Callable[[float], str]) -> str:
-    return between_two([row[key] for row in rows], text)
-
-
-def between_two(values: Iterable[float | None], text: Callable[[float], str]) -> str:
-    """The least and the largest value, the unit once; `unknown` without any."""
-    known = [value for value in values if value is not None]
+    """The least and the largest value under the key, the unit once; empty without any."""
+    known = [row[key] for row in rows if row[key] is not None]
     if not known:
-        return "unknown"
+        return ""
     low, high = text(min(known)), text(max(known))
     number, space, unit = low.partition(" ")
     return low if low == high else f"{number if high.endswith(f'{space}{unit}') else low} to {high}"
-
-
-def _bytes(values: Iterable[int | None]) -> str:
-    return between_two(values, lambda value: size(round(value)))
 
 
 def _doubts(rows: Sequence[Row]) -> list[str]:
