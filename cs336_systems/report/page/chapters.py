@@ -23,8 +23,6 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import Phase, Profiler
 from cs336_systems.files import write_atomically
@@ -42,9 +40,9 @@ from cs336_systems.report.sections.kernels.files import modules_section
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import Explained, phase_rows
 from cs336_systems.report.sections.ladder import ladder_section
-from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes
-from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_charts
-from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars
+from cs336_systems.report.sections.memory.findings import MemoryEntry, check_words, difference_bytes
+from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_bar, peak_charts
+from cs336_systems.report.sections.steps import BY_PHASE, PARTS, phase_bars
 from cs336_systems.report.words import in_percent, significant
 from cs336_systems.studies.records import PrecisionStudy
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
@@ -503,8 +501,6 @@ def _conditions(environments: Sequence[Environment]) -> Iterator[tuple[str, str]
 
 MAX_SLOWDOWN = 0.10
 """A profiler that makes a step longer by more than this share puts what it says of the step in doubt."""
-WHERE = {LaunchPhase.LOSS: str(Phase.FORWARD), LaunchPhase.UNATTRIBUTED: REST}
-"""Names of phases of launches, if not their own."""
 
 
 def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
@@ -531,13 +527,15 @@ def glance_at(directory: Directory) -> Glance:
     if results is None:
         return glance
     note = "" if results.published else "with the profiler running"
-    glance = replace(glance, tiles=_tiles(rows, note), doubts=[*_failed_profiles(results), *_doubts(rows)])
+    title = f"{BY_PHASE}, {note}" if note else BY_PHASE
+    bars = Bars(title=title, bars=phase_bars(rows), styles=PARTS, unit="ms")
+    doubts = [*_failed_profiles(results), *_doubts(rows)]
+    glance = replace(glance, bars=[bars], tiles=_tiles(rows, note), doubts=doubts, trust=_steady(rows))
     if results.memory and directory.compared is None:
         return _with_memory(glance, results.memory)
     if results.kernels and directory.compared is None:
-        return _with_profiles(glance, results.kernels, rows)
-    bars = Bars(title=BY_PHASE, bars=phase_bars(rows), styles=PARTS, unit="ms")
-    return replace(glance, bars=[bars], trust=_steady(rows))
+        return _with_profiles(glance, results.kernels)
+    return glance
 
 
 def _failed_profiles(results: Results) -> list[str]:
@@ -554,49 +552,29 @@ def times_of(results: Results) -> list[Row]:
     return rows_of(results.frame if results.published else to_frame(profiled, results.ceilings))
 
 
-def _with_profiles(glance: Glance, entries: Sequence[Explained], rows: Sequence[Row]) -> Glance:
+def _with_profiles(glance: Glance, entries: Sequence[Explained]) -> Glance:
+    """Instead of several bars by phase those by kind of work; to those of a single profile come its kinds of work."""
     slowed = [row for entry in entries for row in list(phase_rows(entry))[-1:] if row["slowdown"]]
     worst = max((row["slowdown"] for row in slowed), default=1.0)
     doubts = [*glance.doubts]
     if worst > 1 + MAX_SLOWDOWN:
         doubts.append(f"The profiler made a step up to {words.significant(worst, 3)} times as long as it is without.")
-    return replace(glance, bars=list(_profile_bars(entries)), doubts=doubts, trust=_steady(rows))
-
-
-def _profile_bars(entries: Sequence[Explained]) -> Iterator[Bars]:
-    """Of a single profile the phases on the device; of each profile the kinds of work, and how long it was idle."""
-    chart = configuration_chart([(name, own.profile) for name, own in zip(labels(entries), entries, strict=True)])
+    names = labels(entries)
+    chart = configuration_chart([(name, own.profile) for name, own in zip(names, entries, strict=True)])
     if chart is not None:
-        yield Bars.of(chart)
-        return
-    (profile,), phases = [entry.profile for entry in entries], dict[str, float]()
-    for phase in profile.phases:
-        name = WHERE.get(phase.phase, str(phase.phase))
-        phases[name] = phases.get(name, 0.0) + sum(phase.wall_s) / profile.num_steps * 1e3
-    parts = {name: phases[name] for name in PARTS if phases.get(name)}
-    yield Bars(title="One profiled step by phase", bars=[Bar(name="phases", parts=parts)], styles=PARTS, unit="ms")
-    on_device = profile.work is Work.KERNELS
-    title = (
-        "the same by kind of work on the GPU, and how long it is idle" if on_device else "the same by kind of operator"
-    )
-    yield Bars(title=title, bars=[Bar(name="work", parts=parts_ms(profile))], styles=STYLES, unit="ms")
+        return replace(glance, bars=[Bars.of(chart)], doubts=doubts)
+    work = Bar(name="work", parts=parts_ms(entries[0].profile))
+    title = f"Kinds of work, and how long the device is idle, in the profiled step of {names[0]}"
+    return replace(glance, bars=[*glance.bars, Bars(title=title, bars=[work], styles=STYLES, unit="ms")], doubts=doubts)
 
 
 def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
-    charts = peak_charts(entries)
-    parts = {
-        str(part): num_bytes / words.GIB
-        for part, num_bytes in by_category(entries[0].profile.peak).items()
-        if num_bytes
-    }
-    of_one = Bars(
-        title="What the peak consists of", bars=[Bar(name="peak", parts=parts)], styles=CATEGORIES, unit="GiB"
-    )
+    of_one = Bars(title="What the peak consists of", bars=[peak_bar("peak", entries[0])], styles=CATEGORIES, unit="GiB")
     moments = [moment for entry in entries for moment in entry.profile.boundaries]
     checked = check_words(moments) if moments else ""
-    off = [text for text in (checked,) if any(map(difference_bytes, moments))]
-    bars = [Bars.of(chart) for chart in charts] or [of_one]
-    return replace(glance, bars=bars, doubts=[*glance.doubts, *off], trust=checked)
+    doubts = [checked] if any(map(difference_bytes, moments)) else []
+    bars = [Bars.of(chart) for chart in peak_charts(entries)] or [of_one]
+    return replace(glance, bars=bars, doubts=[*glance.doubts, *doubts], trust=checked)
 
 
 def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
