@@ -469,8 +469,6 @@ def _source(directory: Directory) -> Iterator[tuple[str, str]]:
     """Where the results come from: device, software, commit and time, and the command that made them."""
     results, study = directory.results, directory.study.study if directory.study is not None else None
     records: Sequence[RunRecord] = results.records if results is not None else ()
-    if directory.compared is not None:
-        records = [record for side in directory.compared.records for record in side]
     environments = [*(record.environment for record in records), getattr(study, "environment", None)]
     yield from _conditions([own for own in environments if own is not None])
     if isinstance(study, PrecisionStudy):
@@ -580,6 +578,7 @@ def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
 def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
     """Step, throughput, utilisation and memory, as ranges; of one configuration the step with its deviation."""
     step = _range(rows, "step_mean_ms", words.milliseconds)
+    peak = _range(rows, "peak_allocated_gib", lambda gib: f"{words.significant(gib, 3)} GiB")
     spread = f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
     if len(rows) == 1 and rows[0]["step_std_ms"] is not None:
         step = f"{words.mean_and_std(rows[0]['step_mean_ms'], rows[0]['step_std_ms'])} ms"
@@ -588,13 +587,9 @@ def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
         Tile("step", step, note or spread),
         Tile("tokens/s", _range(rows, "tokens_per_s", three_digits), "in a step over its time"),
         Tile("MFU", _range(rows, "mfu", words.percent_of), "model FLOPs, of the data sheet's peak"),
-        Tile("peak of memory", _range(rows, "peak_allocated_gib", _gib), "allocated at most"),
+        Tile("peak of memory", peak, "allocated at most"),
     ]
     return [tile for tile in tiles if tile.value]
-
-
-def _gib(value: float) -> str:
-    return f"{words.significant(value, 3)} GiB"
 
 
 def _range(rows: Sequence[Row], key: str, text: Callable[[float], str]) -> str:
