@@ -19,14 +19,18 @@ from cs336_systems.record import load_records
 from cs336_systems.report.page.chapters import Directory, headline_of, times_of
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.terminal import print_run
+from cs336_systems.report.words import status_text
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_directories
+from tests.report.reading import has_extremes, numbers
 from tests.statements import h100 as h100  # whose claims are registered with its import
 from tests.statements import parallel as parallel
 from tests.statements.documents import CLAIMS, ROOT, Claim, TableClaim, read, some, table, unclaimed
 from tests.statements.results import METHOD, README, RESULTS
 
 Load = Callable[[Path], Directory]
+MOST_CHARACTERS = 180
+"""Of a headline: two lines of a window of 1,280 pixels."""
 INPUTS = ("runs", "kernels", "memory", "examples")
 """Folders of what was measured and explained; JSON files are such too."""
 COMMITTED = (".csv", ".md")
@@ -80,21 +84,32 @@ def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(loa
     assert outputs(root / FOLDER) == outputs(DATA / FOLDER)
 
 
-def expected_rows(key: str, rows: Sequence[Mapping[str, str]]) -> set[int]:
-    """The rows among which an extreme of this column must be, by the table alone: all that answer the question."""
-    known = {index for index, row in enumerate(rows) if row[key]}
-    if key == "speed_up":
-        return {index for index in known if rows[index]["version"] != "eager"}
+Rows = Sequence[Mapping[str, str]]
+
+
+def groups_of(rows: Rows, directory: Path) -> tuple[str, list[Rows]]:
+    """The column that answers the question of the directory's command, and the rows among which extremes are named."""
     if "gate" in rows[0]:
-        return {index for index in known if rows[index]["gate"] == "passed"}
-    if key == "together_mean_ms":
-        shapes = {i: (int(rows[i]["context_length"]), int(rows[i]["d_head"])) for i in known}
-        alike = {i: {j for j in known if rows[j]["precision"] == rows[i]["precision"]} for i in known}
-        return {i for i in known if shapes[i] == max(shapes[j] for j in alike[i])}
-    return known
+        passed = [row for row in rows if row["gate"] == "passed"]
+        return "step_mean_ms", [[min(passed, key=lambda row: float(row["step_mean_ms"]))]]
+    if "speed_up" in rows[0]:
+        return "speed_up", [[row for row in rows if row["version"] != "eager"]]
+    if "measured" in rows[0]:
+        words = {row["ceiling"].split()[-1] for row in rows if row["unit"] != "µs"}
+        return "measured", [[row for row in rows if row["ceiling"].endswith(word)] for word in words]
+    if "together_mean_ms" in rows[0]:
+        shapes: dict[str, list[Mapping[str, str]]] = {}
+        by_shape = sorted(rows, key=lambda row: (int(row["context_length"]), int(row["d_head"])))
+        for row in (row for row in by_shape if row["together_mean_ms"]):
+            alike = shapes.setdefault(row["precision"], [])
+            if alike and any(alike[0][key] != row[key] for key in ("context_length", "d_head")):
+                alike.clear()
+            alike.append(row)
+        return "together_mean_ms", [*shapes.values()]
+    return "peak_allocated_gib" if "memory_profiles" in directory.parts else "step_mean_ms", [rows]
 
 
-def busy_by_clock(directory: Path, runs: Sequence[Mapping[str, str]]) -> list[tuple[float, bool]]:
+def busy_by_clock(directory: Path, runs: Rows) -> list[tuple[float, bool]]:
     """Of each profiled step the busy time over the clock's step, and whether the clock's run was launch-bound."""
     found = []
     for profiled in some(table(f"{directory.relative_to(DATA)}/phases.csv"), phase="step"):
@@ -106,44 +121,33 @@ def busy_by_clock(directory: Path, runs: Sequence[Mapping[str, str]]) -> list[tu
 
 @pytest.mark.parametrize("directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA)))
 def test_a_headline_says_what_the_published_tables_have(directory: Path, loaded: Load) -> None:
-    """All numbers, the rows that they stand on and the failures, worked out again from the CSV files."""
+    """Both extremes of all rows, how many failed and how, and what limits profiled steps, by the CSV files alone."""
     own = loaded(directory)
-    told = headline_of(own, [] if own.sweep is None else times_of(own.sweep))
-    names = [name for name in ("results", "comparison", "ladder", "dtypes") if (directory / f"{name}.csv").exists()]
-    tables = [table(f"{directory.relative_to(DATA)}/{name}.csv") for name in names]
-    numbers = [float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*(?:\.\d+)?", f"{told.text} {told.more}")]
-    covered: dict[str, set[int]] = {}
-    for claim in told.claims:
-        said = claim.value * (100 if claim.key == "busy_share" else 1)
-        assert claim.key == "verdict" or any(number == pytest.approx(said, rel=5e-3) for number in numbers), claim
-        if claim.key in ("limit", "busy_share"):
-            continue
-        rows = next(rows for rows in tables if claim.key in rows[0])
-        if claim.kind == "count":
-            of = "" if claim.of is None else str(claim.of)
-            assert claim.rows == tuple(i for i, row in enumerate(rows) if of in row[claim.key].split(";")), claim
-        else:
-            values = [float(rows[index][claim.key]) for index in claim.rows]
-            assert claim.value == pytest.approx((min if claim.kind == "least" else max)(values), rel=1e-8), claim
-            covered[claim.key] = covered.get(claim.key, set()) | {*claim.rows}
-    for key, rows_of_claims in covered.items():
-        assert rows_of_claims == expected_rows(key, next(rows for rows in tables if key in rows[0])), key
-    failed = Counter(row["status"] for row in tables[0] if row.get("status", "ok") != "ok")
-    assert {str(claim.of): claim.value for claim in told.claims if claim.key == "status"} == failed
-    assert told.claims or names == ["dtypes"]
-    if shares := busy_by_clock(directory, tables[0]) if (directory / "phases.csv").exists() else []:
-        limits = {claim.of: claim.value for claim in told.claims if claim.key == "limit"}
-        assert sum(limits.values()) == len(shares)
-        assert limits["the GPU"] == sum(share >= 0.8 and not is_named for share, is_named in shares)
-        extremes = [claim.value for claim in told.claims if claim.key == "busy_share"]
-        assert extremes == pytest.approx([min(shares)[0], max(shares)[0]], rel=1e-6)
-    if names == ["dtypes"]:
-        quantities = {row["quantity"]: True for row in tables[0]}
-        for row in tables[0]:
-            quantities[row["quantity"]] &= row["dtype"] == "fp32"
-        assert told.text.partition(": ")[2].rstrip(".").split(", ") == [
-            name for name, is_so in quantities.items() if is_so
-        ]
+    text, more = headline_of(own, [] if own.sweep is None else times_of(own.sweep))
+    assert len(text) <= MOST_CHARACTERS
+    if (directory / "dtypes.csv").exists():
+        rows = table(f"{directory.relative_to(DATA)}/dtypes.csv")
+        others = {row["quantity"] for row in rows if row["dtype"] != "fp32"}
+        in_fp32 = dict.fromkeys(row["quantity"] for row in rows if row["quantity"] not in others)
+        assert text.partition(": ")[2].rstrip(".").split(", ") == [*in_fp32]
+        return
+    if own.compared is not None:
+        (row,) = table(f"{directory.relative_to(DATA)}/comparison.csv")
+        is_told = row["verdict"] != "cannot tell"
+        assert is_told == (pytest.approx(1 / float(row["ratio"]), rel=5e-3) in numbers(text)), text
+        return
+    name = "ladder" if own.climbed is not None else "results"
+    rows = table(f"{directory.relative_to(DATA)}/{name}.csv")
+    key, groups = groups_of(rows, directory)
+    for group in groups:
+        assert has_extremes(f"{text} {more}", [float(row[key]) for row in group if row[key]]), (text, more)
+    for status, count in Counter(row["status"] for row in rows if row.get("status", "ok") != "ok").items():
+        assert f"{status_text(status)} in {count} of {len(rows)}" in text
+    if (directory / "phases.csv").exists():
+        shares = busy_by_clock(directory, rows)
+        number = sum(share >= 0.8 and not is_named for share, is_named in shares)
+        assert len(shares) == 1 or f"the GPU in {number} of {len(shares)}" in text
+        assert has_extremes(more, [100 * share for share, _ in shares]), more
 
 
 DOCUMENTS = (README, RESULTS)

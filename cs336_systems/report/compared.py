@@ -255,13 +255,14 @@ def _counted(rows: Sequence[Row]) -> Iterator[str]:
     if len(rows) == 1 and rows[0]["answer"]:
         yield rows[0]["answer"]
     else:
-        yield f"Of {counted(len(rows), 'row')}: {', '.join(f'{count} {verdict}' for verdict, count in counts.items())}."
-    if any(row["ratio_is_doubted"] for row in rows):
-        yield f"{DOUBT} marks a ratio of times that are in doubt; the CSV names the warnings."
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        yield f"B against A in {counted(len(rows), 'configuration')}: {verdicts}."
 
 
 def _rules(rows: Sequence[Row], are_alternate: bool) -> Iterator[str]:
-    """What the interval of the ratio rests on."""
+    """Whether ratios are in doubt, and what their interval rests on."""
+    if any(row["ratio_is_doubted"] for row in rows):
+        yield f"{DOUBT} marks a ratio of times that are in doubt; the CSV names the warnings."
     fewest = min((min(row["a_processes"], row["b_processes"]) for row in rows if row["ratio"]), default=0)
     interval = f"{100 * compare.CONFIDENCE:g} % interval of the ratio"
     if are_alternate and fewest >= FEWEST:

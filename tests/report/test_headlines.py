@@ -1,17 +1,15 @@
 """Headlines of drawn results: never a number that leaves out rows, whatever ended how."""
 
 import random
-import re
 from collections import Counter
-
-import pytest
 
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.frame import rows_of, to_frame
-from cs336_systems.report.headlines import Headline, of_memory, of_profiles, of_steps
+from cs336_systems.report.headlines import of_memory, of_profiles, of_steps
 from cs336_systems.report.sections.memory.findings import MemoryEntry
-from cs336_systems.report.words import GIB
+from cs336_systems.report.words import GIB, status_text
 from tests.report.making import make_config, make_failure, make_record
+from tests.report.reading import has_extremes
 from tests.report.sections.kernels.test_findings import draw
 from tests.report.sections.memory.profiles import make_memory
 
@@ -23,42 +21,36 @@ def draw_runs(rng):
     least, number = rng.choice((0.0, 0.5, 1.0)), rng.choice((0, 1, 1, 2, 3, 7))
     for config in (make_config("tiny", context_length=32 * (1 + index)) for index in range(number)):
         if rng.random() < least:
-            peak_bytes = rng.choice((None, rng.randrange(2**20, 2**36)))
+            peak_bytes = rng.choice((None, rng.randrange(2**30, 2**36)))
             codes = rng.sample([WarningCode.LAUNCH_BOUND], rng.randrange(2))
             yield make_record(config, (rng.uniform(1e-3, 2),) * 2, peak_bytes=peak_bytes, codes=codes)
         else:
             yield make_failure(config, rng.choice(FAILURES))
 
 
-def check_counts(told: Headline, key: str, wanted: Counter) -> None:
-    assert {claim.of: claim.value for claim in told.claims if claim.key == key} == wanted
-
-
-def check_range(told: Headline, key: str, wanted: list[float], number: int) -> None:
-    """The claims are the extremes of all values, and all rows are spoken of only if all have one."""
-    found = [claim.value for claim in told.claims if claim.key == key]
-    assert found == pytest.approx([min(wanted), max(wanted)] if wanted else [])
-    if said := re.search(r" in (?:(\d+) of )?(\d+) configuration", told.text):
-        assert (int(said[1] or said[2]), int(said[2])) == (len(wanted), number), told.text
-    else:
-        assert number <= 1 or not wanted, told.text
+def check(text: str, measured: list[float | None], ends: Counter) -> None:
+    """The text has both extremes of the values, says how many rows have one, and how many ended how."""
+    values = [value for value in measured if value is not None]
+    assert not values or has_extremes(text, values), text
+    whole = len(measured)
+    for status, count in ends.items():
+        assert (status_text(status) + (f" in {count} of {whole}" if whole > 1 else "")) in text
+    part = f"{whole}" if len(values) == whole else f"{len(values)} of {whole}"
+    assert (f" in {part} configurations" in text) is (bool(values) and whole > 1), text
 
 
 def test_a_headline_of_runs_leaves_none_out() -> None:
     rng = random.Random(11)
     for runs in (list(draw_runs(rng)) for _ in range(60)):
         rows = rows_of(to_frame(runs)) if runs else []
-        ok = [run for run in runs if run.status is Status.OK]
         ends = Counter(run.status for run in runs if run.status is not Status.OK)
-        entries = [MemoryEntry(profile=make_memory(), config=run.config) for run in runs[:2]]
-        steps, memory = of_steps(rows), of_memory(entries, rows)
-        check_counts(steps, "status", ends)
-        check_counts(memory, "status", ends)
-        check_range(steps, "step_mean_ms", [1e3 * run.measurements[-1].mean_s for run in ok], len(runs))
-        peaks = [run.memory.peak_allocated_bytes / GIB for run in ok if run.memory is not None]
-        check_range(memory, "peak_allocated_gib", peaks, len(runs))
-        late = sum(bool(run.warnings) for run in ok)
-        check_counts(steps, "warnings", Counter({WarningCode.LAUNCH_BOUND: late} if late else {}))
+        entries = [MemoryEntry(profile=make_memory(), config=run.config) for run in runs[2:4]]
+        steps, more = of_steps(rows)
+        check(steps, [1e3 * run.measurements[-1].mean_s if run.measurements else None for run in runs], ends)
+        peaks = [run.memory.peak_allocated_bytes / GIB if run.memory else None for run in runs]
+        check(of_memory(entries, rows)[0], peaks, ends)
+        late = sum(bool(run.warnings) for run in runs)
+        assert (f"in {late} of {len(runs)}" in more) is (late > 0 and len(runs) > 1)
 
 
 def test_a_headline_of_profiles_counts_each_limit() -> None:
@@ -68,10 +60,9 @@ def test_a_headline_of_profiles_counts_each_limit() -> None:
         configs = [make_config("tiny", context_length=32 * (1 + index)) for index in range(len(drawn))]
         entries = [own.entry(config) for own, config in zip(drawn, configs, strict=True)]
         failed = make_failure(make_config("tiny", context_length=8))
-        told = of_profiles(entries, rows_of(to_frame([*(entry.plain for entry in entries), failed])))
-        check_counts(told, "limit", Counter(own.limit for own in drawn))
-        check_counts(told, "status", Counter({Status.OOM: 1}))
-        busy = [own.busy / own.whole() for own in drawn]
-        found = [claim.value for claim in told.claims if claim.key == "busy_share"]
-        assert found == pytest.approx([min(busy), max(busy)])
-        assert "out of memory" in told.text
+        text, more = of_profiles(entries, rows_of(to_frame([*(entry.plain for entry in entries), failed])))
+        for limit, count in Counter(own.limit for own in drawn).items():
+            assert f"{limit} in {count} of {len(drawn)}" in text
+        assert f"out of memory in 1 of {len(drawn) + 1}" in text
+        busy = more.partition(" of the step")[0]
+        assert has_extremes(busy, [100 * own.busy / own.whole() for own in drawn]), busy

@@ -23,8 +23,6 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Work
 from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
 from cs336_systems.config import Phase, Profiler
 from cs336_systems.files import write_atomically
@@ -35,16 +33,16 @@ from cs336_systems.report.columns import Column, Row, column, three_digits
 from cs336_systems.report.compared import Compared
 from cs336_systems.report.draw import svg_of
 from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
-from cs336_systems.report.headlines import Headline
+from cs336_systems.report.headlines import Headline, NamedRows
 from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
 from cs336_systems.report.section import Section, Table, known, labels, make_table
 from cs336_systems.report.sections.kernels.files import modules_section
 from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from cs336_systems.report.sections.kernels.tables import Explained, phase_rows
 from cs336_systems.report.sections.ladder import ladder_section
-from cs336_systems.report.sections.memory.findings import MemoryEntry, by_category, check_words, difference_bytes, size
-from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_charts
-from cs336_systems.report.sections.steps import BY_PHASE, PARTS, REST, phase_bars
+from cs336_systems.report.sections.memory.findings import MemoryEntry, check_words, difference_bytes
+from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_bar, peak_charts
+from cs336_systems.report.sections.steps import BY_PHASE, PARTS, phase_bars
 from cs336_systems.report.words import in_percent, significant
 from cs336_systems.studies.records import PrecisionStudy
 from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
@@ -379,17 +377,17 @@ def list_of(root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapp
 
 
 def _chapters(
-    directory: Directory, sections: Mapping[str, Sequence[Section]], glance: Glance | None, tables: Sequence[Table]
+    directory: Directory, sections: Mapping[str, Sequence[Section]], glance: Glance, tables: Sequence[Table]
 ) -> Iterator[Chapter]:
     """Findings, then pictures and tables of each subject, then all runs, and how they were measured."""
-    results, said = directory.results, glance.answer if glance is not None else ""
+    results = directory.results
     # findings of profiles stand in tables of their own
-    told = [text for own in tables for text in own.findings if text != said]
+    told = [text for own in tables for text in own.findings if text not in (glance.answer, glance.more)]
     told += directory.compared.left_out if directory.compared is not None else []
     told += [f"{lost[0].upper()}{lost[1:]}."] if results is not None and (lost := results.lost) else []
     if told:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=told)])
-    shown = [bar.parts for bars in glance.bars for bar in bars.bars] if glance is not None else []
+    shown = [bar.parts for bars in glance.bars for bar in bars.bars]
     notes = Counter(note for own in tables for note in own.notes)
     repeated = {note for note, count in notes.items() if count > 1}
     for number, (title, own) in enumerate(sections.items()):
@@ -471,8 +469,6 @@ def _source(directory: Directory) -> Iterator[tuple[str, str]]:
     """Where the results come from: device, software, commit and time, and the command that made them."""
     results, study = directory.results, directory.study.study if directory.study is not None else None
     records: Sequence[RunRecord] = results.records if results is not None else ()
-    if directory.compared is not None:
-        records = [record for side in directory.compared.records for record in side]
     environments = [*(record.environment for record in records), getattr(study, "environment", None)]
     yield from _conditions([own for own in environments if own is not None])
     if isinstance(study, PrecisionStudy):
@@ -503,8 +499,6 @@ def _conditions(environments: Sequence[Environment]) -> Iterator[tuple[str, str]
 
 MAX_SLOWDOWN = 0.10
 """A profiler that makes a step longer by more than this share puts what it says of the step in doubt."""
-WHERE = {LaunchPhase.LOSS: str(Phase.FORWARD), LaunchPhase.UNATTRIBUTED: REST}
-"""Names of phases of launches, if not their own."""
 
 
 def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
@@ -514,8 +508,8 @@ def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
     if directory.climbed is not None:
         return headlines.of_ladder(directory.climbed.rows)
     if directory.compared is not None:
-        return headlines.of_comparison(directory.compared, rows)
-    if directory.sweep is not None and directory.sweep.memory:
+        return headlines.of_comparison(directory.compared)
+    if directory.sweep is not None and directory.subject == "memory":
         return headlines.of_memory(directory.sweep.memory, rows)
     if directory.sweep is not None and directory.sweep.kernels:
         return headlines.of_profiles(directory.sweep.kernels, rows)
@@ -526,16 +520,28 @@ def glance_at(directory: Directory) -> Glance:
     """The first screen: the headline, and of runs what their memory, their profiles or their times show."""
     results = directory.sweep
     rows = times_of(results) if results is not None else []
-    headline = headline_of(directory, rows)
-    glance = Glance(answer=headline.text, more=headline.more)
+    answer, more = headline_of(directory, rows)
+    glance = Glance(answer=answer, more=more)
     if results is None:
         return glance
+    note = "" if results.published else "with the profiler running"
+    title = f"{BY_PHASE}, {note}" if note else BY_PHASE
+    bars = Bars(title=title, bars=phase_bars(rows), styles=PARTS, unit="ms")
+    doubts = [*_failed_profiles(results), *_doubts(rows)]
+    glance = replace(glance, bars=[bars], tiles=_tiles(rows, note), doubts=doubts, trust=_steady(rows))
     if results.memory and directory.compared is None:
         return _with_memory(glance, results.memory)
     if results.kernels and directory.compared is None:
-        return _with_profiles(glance, results, rows)
-    bars = Bars(title=BY_PHASE, bars=phase_bars(rows), styles=PARTS, unit="ms")
-    return replace(glance, bars=[bars], tiles=_tiles(rows), doubts=_doubts(rows), trust=_steady(rows))
+        return _with_profiles(glance, results.kernels)
+    return glance
+
+
+def _failed_profiles(results: Results) -> list[str]:
+    """How runs under a profiler failed, where the headline is of runs without one."""
+    profiled = [record for record in results.records if record.config.profiler is not Profiler.NONE]
+    rows = [{"status": record.status} for record in profiled]
+    ends = NamedRows(rows, [record.config.label for record in profiled]).failures()
+    return [f"Under the profiler: {ends.removeprefix('; ')}."] if ends and results.published else []
 
 
 def times_of(results: Results) -> list[Row]:
@@ -544,97 +550,56 @@ def times_of(results: Results) -> list[Row]:
     return rows_of(results.frame if results.published else to_frame(profiled, results.ceilings))
 
 
-def _with_profiles(glance: Glance, results: Results, rows: Sequence[Row]) -> Glance:
-    entries = results.kernels
-    wanted = {entry.config.unprofiled for entry in entries if entry.config is not None}
-    own = [row for row in rows if row["config"].unprofiled in wanted] or rows
+def _with_profiles(glance: Glance, entries: Sequence[Explained]) -> Glance:
+    """Instead of several bars by phase those by kind of work; to those of a single profile come its kinds of work."""
     slowed = [row for entry in entries for row in list(phase_rows(entry))[-1:] if row["slowdown"]]
     worst = max((row["slowdown"] for row in slowed), default=1.0)
-    doubts = _doubts(own)
+    doubts = [*glance.doubts]
     if worst > 1 + MAX_SLOWDOWN:
         doubts.append(f"The profiler made a step up to {words.significant(worst, 3)} times as long as it is without.")
-    note = "" if results.published else "with the profiler running"
-    bars = list(_profile_bars(entries))
-    return replace(glance, bars=bars, tiles=_tiles(own, note), doubts=doubts, trust=_steady(own))
-
-
-def _profile_bars(entries: Sequence[Explained]) -> Iterator[Bars]:
-    """Of a single profile the phases on the device; of each profile the kinds of work, and how long it was idle."""
-    chart = configuration_chart([(name, own.profile) for name, own in zip(labels(entries), entries, strict=True)])
+    names = labels(entries)
+    chart = configuration_chart([(name, own.profile) for name, own in zip(names, entries, strict=True)])
     if chart is not None:
-        yield Bars.of(chart)
-        return
-    (profile,), phases = [entry.profile for entry in entries], dict[str, float]()
-    for phase in profile.phases:
-        name = WHERE.get(phase.phase, str(phase.phase))
-        phases[name] = phases.get(name, 0.0) + sum(phase.wall_s) / profile.num_steps * 1e3
-    parts = {name: phases[name] for name in PARTS if phases.get(name)}
-    yield Bars(title="One profiled step by phase", bars=[Bar(name="phases", parts=parts)], styles=PARTS, unit="ms")
-    on_device = profile.work is Work.KERNELS
-    title = (
-        "the same by kind of work on the GPU, and how long it is idle" if on_device else "the same by kind of operator"
-    )
-    yield Bars(title=title, bars=[Bar(name="work", parts=parts_ms(profile))], styles=STYLES, unit="ms")
+        return replace(glance, bars=[Bars.of(chart)], doubts=doubts)
+    work = Bar(name="work", parts=parts_ms(entries[0].profile))
+    title = f"Kinds of work, and how long the device is idle, in the profiled step of {names[0]}"
+    return replace(glance, bars=[*glance.bars, Bars(title=title, bars=[work], styles=STYLES, unit="ms")], doubts=doubts)
 
 
 def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
-    charts = peak_charts(entries)
-    parts = {
-        str(part): num_bytes / words.GIB
-        for part, num_bytes in by_category(entries[0].profile.peak).items()
-        if num_bytes
-    }
-    of_one = Bars(
-        title="What the peak consists of", bars=[Bar(name="peak", parts=parts)], styles=CATEGORIES, unit="GiB"
-    )
+    of_one = Bars(title="What the peak consists of", bars=[peak_bar("peak", entries[0])], styles=CATEGORIES, unit="GiB")
     moments = [moment for entry in entries for moment in entry.profile.boundaries]
     checked = check_words(moments) if moments else ""
-    off = [text for text in (checked,) if any(map(difference_bytes, moments))]
-    where = ", ".join(dict.fromkeys(entry.profile.peak.phase for entry in entries if entry.profile.peak.phase))
-    of = f"of {counted(len(entries), 'recorded run')}{f', in {where}' if where else ''}"
-    tiles = [
-        Tile("peak", _bytes(entry.profile.peak.allocated_bytes for entry in entries), of),
-        Tile("predicted peak", _bytes(entry.predicted_peak_bytes for entry in entries), "foretold without running"),
-        Tile("reserved", _bytes(entry.profile.peak_reserved_bytes for entry in entries), "held by PyTorch at most"),
-        Tile("outside of PyTorch", _bytes(entry.profile.outside_bytes for entry in entries), "such as CUDA's context"),
-    ]
-    bars = [Bars.of(chart) for chart in charts] or [of_one]
-    return replace(glance, bars=bars, tiles=tiles, doubts=off, trust=checked)
+    doubts = [checked] if any(map(difference_bytes, moments)) else []
+    bars = [Bars.of(chart) for chart in peak_charts(entries)] or [of_one]
+    return replace(glance, bars=bars, doubts=[*glance.doubts, *doubts], trust=checked)
 
 
-def _tiles(rows: Sequence[Row], note: str = "") -> list[Tile]:
-    """Step, throughput, utilisation and memory: with the spread of one configuration, as ranges of several."""
+def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
+    """Step, throughput, utilisation and memory, as ranges; of one configuration the step with its deviation."""
     step = _range(rows, "step_mean_ms", words.milliseconds)
-    if len(rows) == 1 and rows[0]["step_mean_ms"]:
+    peak = _range(rows, "peak_allocated_gib", lambda gib: f"{words.significant(gib, 3)} GiB")
+    spread = f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
+    if len(rows) == 1 and rows[0]["step_std_ms"] is not None:
         step = f"{words.mean_and_std(rows[0]['step_mean_ms'], rows[0]['step_std_ms'])} ms"
-    number, whole = len(_timed(rows)), counted(len(rows), "configuration")
-    of = f"of {whole}" if number == len(rows) else f"of {number} of {whole}"
-    notes = note or ("mean ± standard deviation" if len(rows) == 1 else of)
-    return [
-        Tile("step", step, notes),
+        spread = "mean ± standard deviation"
+    tiles = [
+        Tile("step", step, note or spread),
         Tile("tokens/s", _range(rows, "tokens_per_s", three_digits), "in a step over its time"),
         Tile("MFU", _range(rows, "mfu", words.percent_of), "model FLOPs, of the data sheet's peak"),
-        Tile("peak of memory", _range(rows, "peak_allocated_gib", lambda value: f"{words.significant(value, 3)} GiB"),
-             "allocated at most"),
-    ]  # fmt: skip
+        Tile("peak of memory", peak, "allocated at most"),
+    ]
+    return [tile for tile in tiles if tile.value]
 
 
 def _range(rows: Sequence[Row], key: str, text: Callable[[float], str]) -> str:
-    return between_two([row[key] for row in rows], text)
-
-
-def between_two(values: Iterable[float | None], text: Callable[[float], str]) -> str:
-    """The least and the largest value, the unit once; `unknown` without any."""
-    known = [value for value in values if value is not None]
+    """The least and the largest value under the key, the unit once; empty without any."""
+    known = [row[key] for row in rows if row[key] is not None]
     if not known:
-        return "unknown"
+        return ""
     low, high = text(min(known)), text(max(known))
     number, space, unit = low.partition(" ")
     return low if low == high else f"{number if high.endswith(f'{space}{unit}') else low} to {high}"
-
-
-def _bytes(values: Iterable[int | None]) -> str:
-    return between_two(values, lambda value: size(round(value)))
 
 
 def _doubts(rows: Sequence[Row]) -> list[str]:

@@ -148,13 +148,13 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
     )
     return [Chart(
         name="peaks", title="What the peak of memory consists of, by configuration", settings=settings(entries),
-        panels=[Panel(label="memory at the peak (GiB)", bars=[_bar(*run) for run in runs], mark="reserved")
+        panels=[Panel(label="memory at the peak (GiB)", bars=[peak_bar(*run) for run in runs], mark="reserved")
                 for _, runs in sizes],
         styles=CATEGORIES,
     )]  # fmt: skip
 
 
-def _bar(label: str, entry: MemoryEntry) -> Bar:
+def peak_bar(label: str, entry: MemoryEntry) -> Bar:
     """What the peak consists of, with its sum and phase as words."""
     peak, found = entry.profile.peak, by_category(entry.profile.peak)
     where = f"\nin {shorten(peak.phase, LONGEST_PHASE)}" if peak.phase else ""

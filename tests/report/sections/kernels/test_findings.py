@@ -37,8 +37,6 @@ from tests.report.sections.kernels.profiles import (
     make_times,
 )
 
-CPU_IS_THE_LIMIT = "The CPU is the limit"
-
 
 def quiet(**changes):
     """A step of 50 ms wall time in two steps that nothing is wrong with: no idle time, no call but launches."""
@@ -100,23 +98,11 @@ def test_a_run_is_advised_what_it_does_not_do_already(config: RunConfig | None, 
     assert ("--" in text) is (config is PLAIN)
 
 
-@pytest.mark.parametrize("cause", IdleCause)
-def test_each_cause_of_idle_time_bounds_what_the_step_gains_without_it(cause: IdleCause) -> None:
-    """3 of 50 ms in two steps; of less than a hundredth nothing is said."""
-    bound = "The step would take at most"
-    assert f"{bound} 1.50 ms less without " in said(quiet(idle=(make_idle(BACKWARD, cause, 4, 3),)))
-    assert bound not in said(quiet(idle=(make_idle(BACKWARD, cause, 4, 0.49),)))
-
-
 def test_what_stands_out_in_order_with_its_numbers() -> None:
     limit, bounds, full, optimizer, late, waits, unknown, pause = findings(make_profile())
     # 40.2 of 52 ms busy, 6.5 ms late
     assert limit.startswith("The GPU is busy only 77.3 % of the step's 26.0 ms, and idle 12.5 %")
-    assert bounds == (
-        "The step would take at most 3.25 ms less without waiting for launches (CUDA graphs, where not in use yet), "
-        "1.50 ms less without waits of the host for the device, 0.500 ms less without pauses of the host, "
-        "0.400 ms less without idle time between kernels (torch.compile, where not in use yet)."
-    )
+    assert [float(ms) for ms in re.findall(r"([\d.]+) ms less", bounds)] == [3.25, 1.5, 0.5, 0.4]
     # 5 of 16 ms
     assert late.startswith("In forward the CPU is the limit: of 8.00 ms the GPU is idle 31.2 %")
     assert "7 kernels" in late
@@ -137,13 +123,6 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
 def test_nothing_stands_out_where_nothing_is_wrong() -> None:
     (limit,) = findings(quiet())
     assert re.findall(r"[\d.]+ (?:%|ms)", limit) == ["100 %", "25.0 ms"]
-
-
-@pytest.mark.parametrize(("late_ms", "is_limit"), [(9.9, False), (10.1, True)])
-def test_the_cpu_is_the_limit_from_a_fifth_of_the_time(late_ms: float, is_limit: bool) -> None:
-    profile = quiet(idle=(make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, late_ms),))
-    assert (limit_of(Explained(profile=profile)) is Limit.LAUNCHES) is is_limit
-    assert (CPU_IS_THE_LIMIT in said(profile)) is is_limit
 
 
 def test_the_cpu_is_the_limit_with_the_time_of_a_launch_and_of_a_kernel() -> None:
