@@ -21,8 +21,8 @@ def __getattr__(name: str) -> object:
 def find_modules_of_the_user() -> None:
     """Let imports find modules in the current directory, after all others.
 
-    Modules `cs336_systems.X` that this package does not have are those of another package of this name on the path,
-    such as that of a clone of the course's assignment.
+    Modules `cs336_systems.X` that this package does not have are those of another package of this
+    name on the path, such as that of a clone of the course's assignment.
     """
     import pkgutil  # takes longer to import than all else here, and Ctrl-C is not handled yet
 

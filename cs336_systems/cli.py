@@ -1,4 +1,6 @@
-"""The command line: argv goes to a command, and how the command ends becomes an exit status (commands/outcome.py)."""
+"""The command line: argv goes to a command, and how the command ends becomes an exit status
+(commands/outcome.py).
+"""
 
 import difflib
 import functools
@@ -11,7 +13,15 @@ from types import ModuleType
 
 from cs336_systems import __version__
 from cs336_systems.analysis.kernels import NsysError
-from cs336_systems.commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError, guard_outputs, print_last
+from cs336_systems.commands.outcome import (
+    FAILED,
+    INTERRUPTED,
+    OK,
+    USAGE,
+    UsageError,
+    guard_outputs,
+    print_last,
+)
 from cs336_systems.files import FileError, error_in_words
 from cs336_systems.interrupt import LINE
 from cs336_systems.sweep.store import LockedError, SweepError
@@ -41,13 +51,18 @@ GROUPS = {
 """The subcommands of `cs336`, by what they are for."""
 COMMANDS = tuple(name for group in GROUPS.values() for name in group)
 MODULES = dict.fromkeys(("precision", "fusion", "attention", "ceilings"), "study") | {
-    "kernels": "explain", "memory": "explain",
-}  # fmt: skip
-"""The module of commands/ that has a command, if not that of its name; it is imported only when it is called."""
+    "kernels": "explain",
+    "memory": "explain",
+}
+"""The module of commands/ that has a command, if not that of its name; it is imported only when
+it is called.
+"""
 HELP_WORD = "help"
 """What some type in the place of `--help`."""
 NO_CHATTER = "6"
-"""The level of messages of PyTorch's profiler from which it prints none, such as that it begins or finds no GPU."""
+"""The level of messages of PyTorch's profiler from which it prints none, such as that it begins
+or finds no GPU.
+"""
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 
 
@@ -82,12 +97,18 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
 
 @_exit_status
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `cs336`: the first word names the command, and the others are its arguments."""
+    """Entry point of `cs336`: the first word names the command, and the others are its
+    arguments.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == [HELP_WORD]:
         words = [*words[1:2], "--help"]
     if words and words[0] in COMMANDS:
-        return _run(words[0], f"cs336 {words[0]}", (_sides_apart(words) if words[0] == "compare" else words)[1:])
+        return _run(
+            words[0],
+            f"cs336 {words[0]}",
+            (_sides_apart(words) if words[0] == "compare" else words)[1:],
+        )
     if words and words[0] not in ("-h", "--help", "--help-all"):
         close = difflib.get_close_matches(words[0].lower(), COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
@@ -97,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{title}")
         for name, line in group.items():
             print(f"  {name:<11}{line}")
-    print("\ncs336 COMMAND --help explains a command, --help-all all of its flags; cs336 --version names the version.")
+    print(
+        "\ncs336 COMMAND --help explains a command, --help-all all of its flags; cs336 --version "
+        "names the version."
+    )
     return OK if words else USAGE
 
 
@@ -115,7 +139,9 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
 
 
 def _arguments(name: str) -> Callable[..., object]:
-    """The dataclass of the command's arguments, such as `BenchmarkArguments`, from which the parser makes flags."""
+    """The dataclass of the command's arguments, such as `BenchmarkArguments`, from which the
+    parser makes flags.
+    """
     arguments: Callable[..., object] = getattr(_module(name), f"{name.capitalize()}Arguments")
     return arguments
 
@@ -125,7 +151,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _sides_apart(words: Sequence[str]) -> list[str]:
-    """Put a space before each side of a comparison: the parser would take a side such as `--size small` for a flag."""
+    """Put a space before each side of a comparison: the parser would take a side such as `--size
+    small` for a flag.
+    """
     from cs336_systems.commands.compare import is_side
 
     return [f" {word}" if is_side(word, words) else word for word in words]

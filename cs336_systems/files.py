@@ -1,4 +1,5 @@
-"""JSON files that this project writes and reads: typed, versioned, bounded in size, written whole or not at all.
+"""JSON files that this project writes and reads: typed, versioned, bounded in size, written whole
+or not at all.
 
 Also the messages for errors of the operating system.
 """
@@ -24,13 +25,19 @@ MEMORY_NOTES = "notes on a memory snapshot"
 CEILINGS = "a study of ceilings"
 LADDER = "the rungs of a ladder"
 _KINDS: Mapping[str, tuple[frozenset[str], str]] = {
-    RECORD: (frozenset({"config", "status", "started_at"}), "`cs336 report DIR` shows with the others of its sweep"),
+    RECORD: (
+        frozenset({"config", "status", "started_at"}),
+        "`cs336 report DIR` shows with the others of its sweep",
+    ),
     KERNEL_PROFILE: (frozenset({"source", "phases_from", "num_kernels"}), "`cs336 kernels` shows"),
     MEMORY_PROFILE: (frozenset({"source", "boundaries", "at_peak"}), "`cs336 memory` shows"),
     CEILINGS: (frozenset({"grid", "streams", "launches"}), "`cs336 report DIR` shows"),
     LADDER: (frozenset({"rungs", "format_version"}), "`cs336 report DIR` shows"),
     "a trace of torch.profiler": (frozenset({"traceEvents"}), "`cs336 kernels` explains"),
-    MEMORY_NOTES: (frozenset({"marks", "sightings"}), "`cs336 memory` reads with the snapshot beside"),
+    MEMORY_NOTES: (
+        frozenset({"marks", "sightings"}),
+        "`cs336 memory` reads with the snapshot beside",
+    ),
 }
 """Each kind of JSON file: field names that identify it, and the command that reads it."""
 
@@ -45,7 +52,9 @@ class FileError(ValueError):
         super().__init__(inert_line(f"{path}: {problem}"))
         self.path = path
         self.is_newer = is_newer
-        """Whether a later version of this program wrote the file, in which case the file is not damaged."""
+        """Whether a later version of this program wrote the file, in which case the file is not
+        damaged.
+        """
 
 
 def user_cache() -> Path:
@@ -59,13 +68,22 @@ def encode_json(value: object, indent: int = 2) -> bytes:
 
 
 def read_json(
-    path: Path, kind: type[T], what: str, *, version: int, error: type[FileError], max_bytes: int = MAX_BYTES,
-    if_older: str | None = None, data: bytes | None = None,
-) -> T:  # fmt: skip
-    """Decode a file with a `format_version` as `kind`; raise `error`, which names the first thing wrong in it.
+    path: Path,
+    kind: type[T],
+    what: str,
+    *,
+    version: int,
+    error: type[FileError],
+    max_bytes: int = MAX_BYTES,
+    if_older: str | None = None,
+    data: bytes | None = None,
+) -> T:
+    """Decode a file with a `format_version` as `kind`; raise `error`, which names the first thing
+    wrong in it.
 
-    `what` names the expected content in that message, with an article. Files of earlier versions are read, unless
-    `if_older` says what the user should do instead. `data` is the content, if the caller has it already.
+    `what` names the expected content in that message, with an article. Files of earlier versions
+    are read, unless `if_older` says what the user should do instead. `data` is the content, if the
+    caller has it already.
     """
     if data is None and (problem := why_no_file(path)) is not None:
         raise error(path, f"{problem}; needed {what}, in JSON")
@@ -78,7 +96,9 @@ def read_json(
             refuse_another_kind(path, data, what, error)
         if found > version:
             raise error(
-                path, f"format version {found} is newer than this program's {version}; update it", is_newer=True
+                path,
+                f"format version {found} is newer than this program's {version}; update it",
+                is_newer=True,
             )
         if found < version and if_older is not None:
             raise error(path, f"needed format version {version}, got {found}: {if_older}")
@@ -88,8 +108,12 @@ def read_json(
         raise error(path, f"not {what}: {reason}") from reason
 
 
-def refuse_another_kind(path: Path, data: bytes | bytearray, needed: str, error: type[FileError]) -> None:
-    """Raise `error` if the data is another kind of this program's files; the message says which command reads it."""
+def refuse_another_kind(
+    path: Path, data: bytes | bytearray, needed: str, error: type[FileError]
+) -> None:
+    """Raise `error` if the data is another kind of this program's files; the message says which
+    command reads it.
+    """
     try:
         names = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -108,7 +132,8 @@ def why_no_file(path: Path) -> str | None:
         return error.strerror
     if path.is_dir():
         return "a directory, not a file"
-    return "no regular file" if path.exists() else "No such file"  # reading a pipe could wait for ever
+    # reading a pipe could wait for ever
+    return "no regular file" if path.exists() else "No such file"
 
 
 class _Versioned(msgspec.Struct):
@@ -116,7 +141,8 @@ class _Versioned(msgspec.Struct):
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Replace the file so that readers see either the old bytes or the new ones, even after a crash.
+    """Replace the file so that readers see either the old bytes or the new ones, even after a
+    crash.
 
     An OSError that this raises names `path`, not the temporary file.
     """
@@ -175,11 +201,15 @@ def error_in_words(error: OSError) -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """The error in one line; where this program has not foreseen it, with its place in the source."""
+    """The error in one line; where this program has not foreseen it, with its place in the
+    source.
+    """
     if type(error).__module__.startswith("cs336_systems."):
         return str(error)
     if isinstance(error, OSError):
         return error_in_words(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     what = "out of memory" if isinstance(error, MemoryError) else type(error).__name__
-    return ": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})"
+    return (
+        ": ".join(filter(None, [what, str(error)])) + f" ({Path(last.filename).name}:{last.lineno})"
+    )

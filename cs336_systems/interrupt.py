@@ -1,4 +1,6 @@
-"""How a command ends at once when it is interrupted: with one line on standard error, and exit status 130."""
+"""How a command ends at once when it is interrupted: with one line on standard error, and exit
+status 130.
+"""
 
 import os
 from typing import NoReturn

@@ -27,10 +27,14 @@ class Range(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseNames:
-    """Names of the ranges around phases and steps in a trace, which other programs choose freely."""
+    """Names of the ranges around phases and steps in a trace, which other programs choose
+    freely.
+    """
 
     forward: str = Range.FORWARD
-    """Range around forward. Without ranges of phases, backward is what autograd's own thread launched."""
+    """Range around forward. Without ranges of phases, backward is what autograd's own thread
+    launched.
+    """
     loss: str = Range.LOSS
     """Range around the loss, if it stands beside forward."""
     backward: str = Range.BACKWARD
@@ -55,5 +59,7 @@ def block_range(index: int) -> str:
 
 
 def rank_range(rank: int) -> str:
-    """Name of the range around the measured steps of a rank, which tells it from others in one file."""
+    """Name of the range around the measured steps of a rank, which tells it from others in one
+    file.
+    """
     return f"rank {rank}"

@@ -1,7 +1,8 @@
-"""The result of a run: raw times, memory, telemetry, environment, failure. One run is one JSON file.
+"""The result of a run: raw times, memory, telemetry, environment, failure. One run is one JSON
+file.
 
-All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `_w` watts, `_j` joules; `_c` is degrees
-Celsius.
+All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `_w` watts, `_j`
+joules; `_c` is degrees Celsius.
 """
 
 import statistics
@@ -20,7 +21,8 @@ from cs336_systems.files import RECORD, FileError, encode_json, read_json, write
 FORMAT_VERSION = 1
 MAX_TIME_S = 1e9
 """Longest time that a record may hold (thirty years), so that sums of times stay finite."""
-_stdev = lru_cache(maxsize=4096)(statistics.stdev)  # slow, and several tables ask for the same times
+# slow, and several tables ask for the same times
+_stdev = lru_cache(maxsize=4096)(statistics.stdev)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A count of at most 64 bits; JSON itself would allow any number of digits."""
@@ -54,7 +56,9 @@ class Status(StrEnum):
 
     @property
     def is_result(self) -> bool:
-        """Whether the same run or cell would be expected to end the same way again; if not, a run is tried again."""
+        """Whether the same run or cell would be expected to end the same way again; if not, a
+        run is tried again.
+        """
         return self in (Status.OK, Status.UNAVAILABLE, Status.OOM)
 
 
@@ -113,7 +117,9 @@ class Measurement:
 
     def __post_init__(self) -> None:
         if not self.times_s or not all(0 <= time_s <= MAX_TIME_S for time_s in self.times_s):
-            raise ValueError(f"{self.phase} needs at least one time, each from 0 to {MAX_TIME_S:g} s")
+            raise ValueError(
+                f"{self.phase} needs at least one time, each from 0 to {MAX_TIME_S:g} s"
+            )
 
     @property
     def mean_s(self) -> float:
@@ -140,20 +146,29 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Counters of PyTorch's CUDA allocator. Peaks are those of the measured steps unless said otherwise."""
+    """Counters of PyTorch's CUDA allocator. Peaks are those of the measured steps unless said
+    otherwise.
+    """
 
     peak_allocated_bytes: Count
     peak_reserved_bytes: Count
     first_step_peak_allocated_bytes: Count | None = None
-    """Peak of the first warm-up step, at whose end the optimizer makes its state; None without warm-up."""
+    """Peak of the first warm-up step, at whose end the optimizer makes its state; None without
+    warm-up.
+    """
     segments_allocated: Count
-    """Segments that the allocator requested from the driver during the measured steps; 0 in a steady state."""
+    """Segments that the allocator requested from the driver during the measured steps; 0 in a
+    steady state.
+    """
     alloc_retries: Count
-    """How often the allocator flushed its cache during the measured steps to satisfy an allocation."""
+    """How often the allocator flushed its cache during the measured steps to satisfy an
+    allocation.
+    """
 
 
 class MomentName(StrEnum):
-    """When a rank's memory is looked at: before the first step, and before and after the optimizer in a later step.
+    """When a rank's memory is looked at: before the first step, and before and after the optimizer
+    in a later step.
 
     The last of them is after the gradients have been dropped.
     """
@@ -197,10 +212,11 @@ class Telemetry:
     before: GpuState
     after: GpuState
     energy_per_step_j: float | None = None
-    """Energy of the whole card per measured step (skipped steps included), from the card's own counter.
+    """Energy of the whole card per measured step (skipped steps included), from the card's own
+    counter.
 
-    The counter is updated about every 0.1 s on an H200, so the value is rough where all steps together take less than
-    a second.
+    The counter is updated about every 0.1 s on an H200, so the value is rough where all steps
+    together take less than a second.
     """
 
 
@@ -243,7 +259,9 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A file of the user's that a run depends on (a model's source, a token file), as it was when the run began."""
+    """A file of the user's that a run depends on (a model's source, a token file), as it was
+    when the run began.
+    """
 
     name: str
     """The same in every run that depends on the file."""
@@ -264,15 +282,21 @@ class Durations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """What torch.compile did for the run: all of it during warm-up, unless there is a warning `recompiled`."""
+    """What torch.compile did for the run: all of it during warm-up, unless there is a warning
+    `recompiled`.
+    """
 
     seconds: Seconds
-    """Time spent compiling, as the compiler counts it; short if its cache on disk was already filled."""
+    """Time spent compiling, as the compiler counts it; short if its cache on disk was already
+    filled.
+    """
     graphs: Count
     graph_breaks: Count
     """Places where the compiler had to end a graph and return to Python."""
     recompiles: Count
-    """How often code was compiled again because an assumption that it was compiled under no longer held."""
+    """How often code was compiled again because an assumption that it was compiled under no
+    longer held.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,8 +335,9 @@ class RankRecord:
 class RunRecord:
     """Everything that is kept of one run.
 
-    Of a run on several ranks, each step and its phases are those of the rank that took longest, losses are means over
-    the ranks, memory is that of the rank with the highest peak, and what else belongs to one process is rank 0's.
+    Of a run on several ranks, each step and its phases are those of the rank that took longest,
+    losses are means over the ranks, memory is that of the rank with the highest peak, and what else
+    belongs to one process is rank 0's.
     """
 
     config: RunConfig
@@ -322,17 +347,22 @@ class RunRecord:
     format_version: int = FORMAT_VERSION
     failure: Failure | None = None
     failed_rank: Count | None = None
-    """The rank that failed first, or that the others waited for at the timeout; None if not known."""
+    """The rank that failed first, or that the others waited for at the timeout; None if not
+    known.
+    """
     measurements: tuple[Measurement, ...] = ()
     """The phases in order, then the whole step; empty unless status is ok."""
     warmup_times_s: tuple[Seconds, ...] = ()
     host_times_s: tuple[Seconds, ...] = ()
     """How long the host took to launch each measured step."""
     host_phases: tuple[Measurement, ...] = ()
-    """How long the host took to launch each phase; empty on a CPU and where the host waits after each phase, and in
-    records written before this field existed."""
+    """How long the host took to launch each phase; empty on a CPU and where the host waits after
+    each phase, and in records written before this field existed.
+    """
     between_s: tuple[Seconds, ...] = ()
-    """Of a watched loop: from the end of a step to the beginning of the next, on the device. Else empty."""
+    """Of a watched loop: from the end of a step to the beginning of the next, on the device.
+    Else empty.
+    """
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None for one that was not finite."""
     skipped_steps: Count = 0
@@ -342,17 +372,23 @@ class RunRecord:
     num_parameters: Count | None = None
     memory: Memory | None = None
     moments: tuple[MemoryMoment, ...] = ()
-    """Memory of a run on several ranks; the later moments are of a step without CUDA graphs. Empty for one process."""
+    """Memory of a run on several ranks; the later moments are of a step without CUDA graphs.
+    Empty for one process.
+    """
     ranks: tuple[RankRecord, ...] = ()
     """Empty for a run in one process, and for one that failed."""
     traffic: tuple[Traffic, ...] | None = None
-    """What one rank sends in a step, counted in a step after the measured ones; None for a run in one process."""
+    """What one rank sends in a step, counted in a step after the measured ones; None for a run
+    in one process.
+    """
     compilation: Compilation | None = None
     """None for an eager run and for one that failed."""
     telemetry: Telemetry | None = None
     environment: Environment | None = None
     inputs: tuple[Input, ...] = ()
-    """Empty for this project's model on random tokens, and in records written before this field existed."""
+    """Empty for this project's model on random tokens, and in records written before this field
+    existed.
+    """
     durations: Durations | None = None
     warnings: tuple[RunWarning, ...] = ()
 
@@ -376,7 +412,9 @@ def encode_record(record: RunRecord) -> bytes:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read and check one record; raise RecordError, which names the file and the first thing wrong in it."""
+    """Read and check one record; raise RecordError, which names the file and the first thing
+    wrong in it.
+    """
     return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
 
 

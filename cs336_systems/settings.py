@@ -1,7 +1,8 @@
-"""The declaration of a setting of a run: all that other modules need to know besides its type and default.
+"""The declaration of a setting of a run: all that other modules need to know besides its type and
+default.
 
-`fused_loss: Annotated[bool, Setting("...", rules=(...))] = False` in a configuration class gives the setting its flag,
-help, checks, place in labels, column in tables and phrase in notes.
+`fused_loss: Annotated[bool, Setting("...", rules=(...))] = False` in a configuration class gives
+the setting its flag, help, checks, place in labels, column in tables and phrase in notes.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +31,9 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByDevice:
-    """Defaults that depend on the device: the value of a single run or of a study, and the values of a sweep."""
+    """Defaults that depend on the device: the value of a single run or of a study, and the
+    values of a sweep.
+    """
 
     gpu: Any
     cpu: Any
@@ -40,7 +43,9 @@ class ByDevice:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The declaration of one setting; what it leaves out follows from the name, type and default of the field."""
+    """The declaration of one setting; what it leaves out follows from the name, type and default
+    of the field.
+    """
 
     help: str = ""
     """Help text of the flag; a setting without it has no flag."""
@@ -52,26 +57,35 @@ class Setting:
     """The default in the words of the help, where a rule decides it."""
     by_device: ByDevice | None = None
     plural: str = ""
-    """Name of the flag of a sweep, which takes several values; empty if a sweep takes one value too."""
+    """Name of the flag of a sweep, which takes several values; empty if a sweep takes one value
+    too.
+    """
     several: str = ""
     """Sentence that the help of a sweep adds."""
     chosen_by_fast: bool = False
     """--fast chooses the value, and refuses a flag that asks for another."""
     is_shortcut: bool = False
-    """Makes the same step faster: the ladder starts without it, and memory is predicted only without it."""
+    """Makes the same step faster: the ladder starts without it, and memory is predicted only
+    without it.
+    """
     least: int | None = None
     most: int | None = None
     rules: tuple[Rule, ...] = ()
     """What the setting needs, and what it cannot be combined with."""
     word: str | None = None
-    """Word before the value in labels and names, as in `batch 8`; empty for none. By default the heading."""
+    """Word before the value in labels and names, as in `batch 8`; empty for none. By default the
+    heading.
+    """
     label: int | None = 4
-    """Place in labels: smaller numbers come first, equal ones in order of declaration. A setting with 0 is always
-    shown, one with None never, and any other only if it is not at its default."""
+    """Place in labels: smaller numbers come first, equal ones in order of declaration. A setting
+    with 0 is always shown, one with None never, and any other only if it is not at its default.
+    """
     heading: str = ""
     """Heading of its column; by default the name with spaces."""
     column: str | None = None
-    """Name of its column, if it is not the field's; empty if the column of another setting shows the value."""
+    """Name of its column, if it is not the field's; empty if the column of another setting shows
+    the value.
+    """
     cells: Mapping[Any, str] = field(default_factory=dict)
     """Texts of values in the column, where they are not the values."""
     note: str = ""
@@ -84,13 +98,17 @@ _DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}
 
 
 def declared(config: object) -> tuple[tuple[Field[Any], Setting], ...]:
-    """The fields of a configuration, or of its class, each with its declaration (a default one if it has none)."""
+    """The fields of a configuration, or of its class, each with its declaration (a default one
+    if it has none).
+    """
     kind = config if isinstance(config, type) else type(config)
     if kind not in _DECLARED:
         found = []
         for each in fields(kind):
             metadata = getattr(each.type, "__metadata__", ())
-            found.append((each, next((item for item in metadata if isinstance(item, Setting)), Setting())))
+            found.append(
+                (each, next((item for item in metadata if isinstance(item, Setting)), Setting()))
+            )
         _DECLARED[kind] = tuple(found)
     return _DECLARED[kind]
 
@@ -111,7 +129,9 @@ def in_words(name: str, setting: Setting, value: object) -> str:
     if value is None or isinstance(value, bool):
         return "" if value is None else word if value else f"no {word}"
     text = text_of(value)
-    short = text if len(text) <= MAX_WORD else f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
+    short = (
+        text if len(text) <= MAX_WORD else f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
+    )
     return f"{word}{' ' if word not in ('', '#') else ''}{short}"
 
 
@@ -123,7 +143,8 @@ def in_note(name: str, setting: Setting, value: object) -> str:
 
 
 def make_choices(config: object) -> None:
-    """Replace plain strings by the enum members that they name, because code compares members by identity.
+    """Replace plain strings by the enum members that they name, because code compares members by
+    identity.
 
     Raises ValueError for other strings.
     """
@@ -133,13 +154,21 @@ def make_choices(config: object) -> None:
 
 
 def non_defaults(config: object) -> dict[str, object]:
-    """Scalar fields that differ from their defaults, so that a field added later leaves earlier keys as they are."""
+    """Scalar fields that differ from their defaults, so that a field added later leaves earlier
+    keys as they are.
+    """
     values = ((each, getattr(config, each.name)) for each, _ in declared(config))
-    return {each.name: value for each, value in values if value != each.default and not is_dataclass(value)}
+    return {
+        each.name: value
+        for each, value in values
+        if value != each.default and not is_dataclass(value)
+    }
 
 
 def check(config: object) -> None:
-    """Raise ValueError for a value outside its limits or against a rule; the message names the setting or its flag."""
+    """Raise ValueError for a value outside its limits or against a rule; the message names the
+    setting or its flag.
+    """
     settings = [(each, setting, getattr(config, each.name)) for each, setting in declared(config)]
     for each, setting, value in settings:
         if value == ():
@@ -148,8 +177,12 @@ def check(config: object) -> None:
         if setting.least is not None and min(values) < setting.least:
             raise ValueError(f"{each.name} must be at least {setting.least}, got {min(values)}")
         if isinstance(values[0], int) and max(values) > (most := setting.most or MOST):
-            raise ValueError(f"{each.name} must be at most {most}, got {shorten(str(max(values)), MAX_WORD)}")
+            raise ValueError(
+                f"{each.name} must be at most {most}, got {shorten(str(max(values)), MAX_WORD)}"
+            )
     for each, setting, value in settings:
         for rule in setting.rules if value != each.default else ():
             if not rule.is_met(config):
-                raise ValueError(rule.otherwise.format(flag=flag_of(each.name, setting), config=config))
+                raise ValueError(
+                    rule.otherwise.format(flag=flag_of(each.name, setting), config=config)
+                )

@@ -1,7 +1,8 @@
-"""The first module that every command imports: from here on Ctrl-C, SIGTERM and SIGHUP end the program with one line.
+"""The first module that every command imports: from here on Ctrl-C, SIGTERM and SIGHUP end the
+program with one line.
 
-Python's own answer, an exception in the middle of whatever is being imported, is swallowed by packages that try to
-import something and go on without it.
+Python's own answer, an exception in the middle of whatever is being imported, is swallowed by
+packages that try to import something and go on without it.
 """
 
 import gc
@@ -10,14 +11,18 @@ import signal
 from cs336_systems.interrupt import end_at_once
 
 for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    if signal.getsignal(_number) in (signal.default_int_handler, signal.SIG_DFL):  # not in a worker, nor under nohup
+    # not in a worker, nor under nohup
+    if signal.getsignal(_number) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(_number, end_at_once)
 
 
 def main(command: str = "main") -> int:
-    """Entry point of `cs336`, or of the script that is named after its command; returns the exit status."""
+    """Entry point of `cs336`, or of the script that is named after its command; returns the exit
+    status.
+    """
     from cs336_systems import cli
 
     status: int = getattr(cli, command)()
-    gc.freeze()  # Python would end by looking for garbage among all objects of PyTorch, for half a second
+    # Python would end by looking for garbage among all objects of PyTorch, for half a second
+    gc.freeze()
     return status

@@ -1,8 +1,9 @@
 """Temporary directories, and programs that run for this process: both end with it, however it ends.
 
-A process that is killed can tidy nothing, so shells that outlive it do: each waits until a pipe is closed whose other
-end this process alone has. What is left where the shell was killed too is removed by the next process that makes such
-a directory: those in use are locked, and the kernel releases a lock when its holder ends.
+A process that is killed can tidy nothing, so shells that outlive it do: each waits until a pipe is
+closed whose other end this process alone has. What is left where the shell was killed too is
+removed by the next process that makes such a directory: those in use are locked, and the kernel
+releases a lock when its holder ends.
 """
 
 import contextlib
@@ -20,7 +21,9 @@ PREFIX = "cs336_tmp-"
 
 @contextlib.contextmanager
 def temporary_directory(where: Path | None = None) -> Iterator[Path]:
-    """A directory that is removed at the end of the context, or when this process ends; by default for scratch."""
+    """A directory that is removed at the end of the context, or when this process ends; by
+    default for scratch.
+    """
     directory = tempfile.mkdtemp(dir=shared_directory()) if where is None else _made(where)
     try:
         yield Path(directory)
@@ -29,7 +32,8 @@ def temporary_directory(where: Path | None = None) -> Iterator[Path]:
 
 
 def shared_directory() -> str:
-    """The temporary directory of this process and of those that multiprocessing starts for it, sockets included.
+    """The temporary directory of this process and of those that multiprocessing starts for it,
+    sockets included.
 
     That of multiprocessing itself would be left by a process that is killed.
     """
@@ -46,15 +50,19 @@ def _made(where: Path) -> str:
     """
     _remove_leftovers(where)
     directory = ""
-    while not directory or not Path(directory).is_dir():  # another process may remove it before it is locked
+    # another process may remove it before it is locked
+    while not directory or not Path(directory).is_dir():
         directory = tempfile.mkdtemp(prefix=PREFIX, dir=where)
         with contextlib.suppress(OSError):  # raised by file systems without locks
             fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX)
-    reader, _ = os.pipe()  # the other end is closed when this process ends, and no process that it starts has it
+    # the other end is closed when this process ends, and no process that it starts has it
+    reader, _ = os.pipe()
     script = 'exec 3<&0; (trap "" INT TERM HUP; read -r _ <&3; rm -rf -- "$0") &'
     null = subprocess.DEVNULL
     words = ["/bin/sh", "-c", script, directory]
-    subprocess.run(words, stdin=reader, stdout=null, stderr=null, cwd="/", process_group=0, check=True)
+    subprocess.run(
+        words, stdin=reader, stdout=null, stderr=null, cwd="/", process_group=0, check=True
+    )
     os.close(reader)
     return directory
 
@@ -62,7 +70,8 @@ def _made(where: Path) -> str:
 def _remove_leftovers(where: Path) -> None:
     """Remove what processes have left that were killed together with their shell."""
     for left in where.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is in use, of another user, or removed by another process
+        # it is in use, of another user, or removed by another process
+        with contextlib.suppress(OSError):
             descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,16 +81,20 @@ def _remove_leftovers(where: Path) -> None:
 
 
 def run_for_this_process(command: Sequence[str], output: Path) -> int:
-    """Run the program with its output in a file, and return its exit status; all that it has started ends with it.
+    """Run the program with its output in a file, and return its exit status; all that it has
+    started ends with it.
 
-    Program and descendants end when this process does too. They are a process group of their own, in which a shell
-    waits for that. The shell is the program's parent, as a program may wait for every child that it has.
+    Program and descendants end when this process does too. They are a process group of their own,
+    in which a shell waits for that. The shell is the program's parent, as a program may wait for
+    every child that it has.
     """
     script = 'exec 3<&0 </dev/null; (read -r _ <&3; kill -9 0) >/dev/null 2>&1 & "$@" 3<&-; exit $?'
     reader, writer = os.pipe()
     with output.open("wb") as file:
         words = ["/bin/sh", "-c", script, "sh", *command]
-        program = subprocess.Popen(words, stdin=reader, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+        program = subprocess.Popen(
+            words, stdin=reader, stdout=file, stderr=subprocess.STDOUT, process_group=0
+        )
     os.close(reader)
     try:
         return program.wait()

@@ -1,8 +1,8 @@
 """Text from files, printed so that it cannot do harm, and counts in words.
 
-Such text may hold escape sequences, which a terminal would obey, or a name that is a megabyte long. It becomes inert
-where it leaves this program: here on its way to a terminal, in `report/formats.py` in tables and CSV files, in
-`report/page/chapters.py` in HTML, in `report/draw.py` in pictures.
+Such text may hold escape sequences, which a terminal would obey, or a name that is a megabyte long.
+It becomes inert where it leaves this program: here on its way to a terminal, in `report/formats.py`
+in tables and CSV files, in `report/page/chapters.py` in HTML, in `report/draw.py` in pictures.
 """
 
 import re
@@ -15,14 +15,17 @@ LONGEST_LINE = 4000
 LONGEST_PART = 300
 """Most characters of a quoted text within a message of this program."""
 _CONTROLS = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-"""Unicode categories of control characters, direction marks, lone surrogates and line separators."""
+"""Unicode categories of control characters, direction marks, lone surrogates and line
+separators.
+"""
 
 
 def inert_line(text: str, longest: int = LONGEST_LINE) -> str:
-    """The text on one line of at most `longest` characters, in which nothing controls a terminal or a parser.
+    """The text on one line of at most `longest` characters, in which nothing controls a terminal or
+    a parser.
 
-    Control characters, line ends and marks of direction become visible escapes such as `\\x1b`. A longer text loses its
-    middle, and the line says how much that was. An inert line stays as it is.
+    Control characters, line ends and marks of direction become visible escapes such as `\\x1b`. A
+    longer text loses its middle, and the line says how much that was. An inert line stays as it is.
     """
     return _cut(text, longest, _visible)
 
@@ -43,7 +46,9 @@ def plain_word(text: str) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text with all its lines; if it is longer than `longest` characters, a note in place of its middle."""
+    """The text with all its lines; if it is longer than `longest` characters, a note in place of
+    its middle.
+    """
     return _cut(text, longest, str)
 
 
@@ -53,7 +58,9 @@ def shorten(text: str, longest: int) -> str:
 
 
 def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
-    """`show(text)`, or that of the text's beginning and end where the whole would be longer than `longest`."""
+    """`show(text)`, or that of the text's beginning and end where the whole would be longer than
+    `longest`.
+    """
     if len(text) <= longest and len(whole := show(text)) <= longest:
         return whole
     room = longest - len(_left_out(len(text)))

@@ -1,4 +1,5 @@
-"""Times the steps of a training loop that exists already: three lines in the loop, hooks on model and optimizer.
+"""Times the steps of a training loop that exists already: three lines in the loop, hooks on model
+and optimizer.
 
     watched = watch(model, optimizer)
     for batch in loader:
@@ -6,10 +7,11 @@
             loss = model(batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
     print(watched)
 
-A step is what the `with` block does on the device. Its phases are data (before the first forward pass), forward (from
-where the model is called to where backward begins, so the loss is in it), backward, and optimizer (from the end of the
-last backward to the end of the block, so clipping and dropping of gradients are in it). Several forward and backward
-passes in one step are summed. On a GPU the marks are CUDA events, which are read once they have passed: nothing waits.
+A step is what the `with` block does on the device. Its phases are data (before the first forward
+pass), forward (from where the model is called to where backward begins, so the loss is in it),
+backward, and optimizer (from the end of the last backward to the end of the block, so clipping and
+dropping of gradients are in it). Several forward and backward passes in one step are summed. On a
+GPU the marks are CUDA events, which are read once they have passed: nothing waits.
 """
 
 import contextlib
@@ -51,7 +53,15 @@ from cs336_systems.measure.step import memory_since
 from cs336_systems.measure.watchers import Watch, annotator_of
 from cs336_systems.model.annotate import Annotator, annotate, set_annotator
 from cs336_systems.ranges import Range
-from cs336_systems.record import GpuState, Memory, RunRecord, Telemetry, WarningCode, read_record, write_record
+from cs336_systems.record import (
+    GpuState,
+    Memory,
+    RunRecord,
+    Telemetry,
+    WarningCode,
+    read_record,
+    write_record,
+)
 from cs336_systems.sweep.store import PROFILE_DIRECTORIES
 
 MAX_KEPT_STEPS = 10_000
@@ -90,21 +100,27 @@ class WatchedStep:
 
     times: StepTimes
     between_s: float | None
-    """From the end of the step before to the beginning of this one, on the device; None for the first."""
+    """From the end of the step before to the beginning of this one, on the device; None for the
+    first.
+    """
     tokens: int
-    """Elements of the first integer tensor that the model was given, summed over the step's forward passes."""
+    """Elements of the first integer tensor that the model was given, summed over the step's
+    forward passes.
+    """
 
 
 class Watched:
     """Watches the steps of a loop: put `with watched.step():` around each, and print the result.
 
-    `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel, torch.compile), `optimizers`
-    one or several. The first `warmup_steps` are not counted. The record goes to `output`/e2e_benchmark/`name`/runs/.
+    `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel,
+    torch.compile), `optimizers` one or several. The first `warmup_steps` are not counted. The
+    record goes to `output`/e2e_benchmark/`name`/runs/.
 
-    With `profile`, torch.profiler records PROFILED_STEPS steps after the warm-up, with the model's modules as ranges,
-    and the report says where their time went; later steps are not recorded. The record goes to kineto_profiles then.
-    With `memory`, on a GPU, the allocator's history is recorded instead, and the report says what the memory holds, by
-    which tensor it is; the record goes to memory_profiles.
+    With `profile`, torch.profiler records PROFILED_STEPS steps after the warm-up, with the model's
+    modules as ranges, and the report says where their time went; later steps are not recorded. The
+    record goes to kineto_profiles then. With `memory`, on a GPU, the allocator's history is
+    recorded instead, and the report says what the memory holds, by which tensor it is; the record
+    goes to memory_profiles.
     """
 
     def __init__(
@@ -119,18 +135,24 @@ class Watched:
         output: Path | str = "data",
     ) -> None:
         if not name.isidentifier():
-            raise ValueError(f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}")
+            raise ValueError(
+                f"watch: name must be letters, digits and underscores, as in my_model, got {name!r}"
+            )
         if warmup_steps < 0:
             raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
         if profile and memory:
             raise ValueError("watch: profile and memory record different steps: give one of them")
-        several = (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        several = (
+            (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
+        )
         # in the wrappers of Accelerate and Lightning
         several = tuple(getattr(each, "optimizer", each) for each in several)
         profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
         self.model, self.name, self.warmup_steps = model, name, warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
-        found = next((each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu")
+        found = next(
+            (each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu"
+        )
         self.device = Device.CUDA if found == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
@@ -147,23 +169,36 @@ class Watched:
         self._precision = Precision.FP32
         self._gpu = _Gpu() if self.device is Device.CUDA else None
         if profiler is Profiler.MEMORY and self.device is Device.CPU:
-            raise ValueError("watch: memory=True needs the model on a GPU, whose allocator it records; got the CPU")
+            raise ValueError(
+                "watch: memory=True needs the model on a GPU, whose allocator it records; got the "
+                "CPU"
+            )
         self._config = RunConfig(
-            size=UNSIZED, model=SIZES["tiny"], model_factory=f"{WATCHED}:{name}", device=self.device,
-            warmup_steps=warmup_steps, profiler=profiler,
-        )  # fmt: skip
+            size=UNSIZED,
+            model=SIZES["tiny"],
+            model_factory=f"{WATCHED}:{name}",
+            device=self.device,
+            warmup_steps=warmup_steps,
+            profiler=profiler,
+        )
         self._progress = Progress(config=self._config, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled = _Profiled(model, several, self._config, self.directory)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
-            *(each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER)) for each in several),
+            *(
+                each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER))
+                for each in several
+            ),
         ]
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around one step of the loop. A step that ends by an exception is not counted."""
         if self._step is not None:
-            raise RuntimeError("watched.step() is open already: one `with` block is one step, and steps do not nest")
+            raise RuntimeError(
+                "watched.step() is open already: one `with` block is one step, and steps do not "
+                "nest"
+            )
         if self._gpu is not None:
             self._gpu.look(self._begun - self.warmup_steps)
         self._profiled.before(self._begun - self.warmup_steps)
@@ -201,19 +236,27 @@ class Watched:
         if phase is not None:
             self._profiled.phase(phase)
 
-    def _forward_begins(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _forward_begins(
+        self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         if self._step is None or self._depth or torch.compiler.is_compiling():
             return  # within backward, a checkpoint calls the model again
         self._begin(Phase.FORWARD)
         self._step.forwards += 1
-        given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and each.ndim]
-        if (tokens := next((each for each in given if not each.is_floating_point()), None)) is not None:
+        given = [
+            each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and each.ndim
+        ]
+        if (
+            tokens := next((each for each in given if not each.is_floating_point()), None)
+        ) is not None:
             self._step.tokens += tokens.numel()
             self._context_length = max(1, tokens.shape[-1])
         self._precision = _precision(self.model, self.device)
 
     def _timed(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """`torch.autograd.backward` with a mark at its beginning and at its end, unless one runs within another."""
+        """`torch.autograd.backward` with a mark at its beginning and at its end, unless one runs
+        within another.
+        """
 
         @functools.wraps(backward)
         def timed(*arguments: Any, **named: Any) -> None:  # noqa: ANN401
@@ -230,7 +273,9 @@ class Watched:
         return timed
 
     def _read(self, is_ready: Callable[[_Step], bool]) -> None:
-        """Move the steps that the device has done, in order, from the pending ones to the others."""
+        """Move the steps that the device has done, in order, from the pending ones to the
+        others.
+        """
         while self._pending and is_ready(self._pending[0]):
             step = self._pending.popleft()
             is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.is_asked
@@ -242,7 +287,8 @@ class Watched:
             self._events += [mark.event for mark in step.marks if mark.event is not None]
 
     def record(self) -> RunRecord:
-        """The record of the steps so far, as of a run of benchmark.py; waits until the device has done them.
+        """The record of the steps so far, as of a run of benchmark.py; waits until the device has
+        done them.
 
         Raise RuntimeError before the first step that counts.
         """
@@ -253,8 +299,8 @@ class Watched:
         steps = list(self.measured)
         if not steps:
             raise RuntimeError(
-                f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up steps are done; "
-                "watch more steps, or give watch(..., warmup_steps=0)"
+                f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up "
+                "steps are done; watch more steps, or give watch(..., warmup_steps=0)"
             )
         progress = replace(
             self._progress,
@@ -278,7 +324,11 @@ class Watched:
         """What is known of the loop; of its model's shape, the batch and the context alone."""
         tokens = statistics.median_low([step.tokens for step in steps])
         mode = (
-            Mode.TRAIN if Phase.OPTIMIZER in seen else Mode.FORWARD_BACKWARD if Phase.BACKWARD in seen else Mode.FORWARD
+            Mode.TRAIN
+            if Phase.OPTIMIZER in seen
+            else Mode.FORWARD_BACKWARD
+            if Phase.BACKWARD in seen
+            else Mode.FORWARD
         )
         return replace(
             self._config,
@@ -292,11 +342,18 @@ class Watched:
     def _judge(self, progress: Progress, telemetry: Telemetry | None) -> None:
         """Add the warnings that follow from the times and the telemetry."""
         measured = progress.measurements()
-        progress.warnings += timing_warnings(measured[-1].times_s, launched_phases(measured, progress.host_phases()))
-        if len(self.warmup) < LEAST_TRAIN_WARMUP_STEPS and measured[-2:-1] and measured[-2].phase is Phase.OPTIMIZER:
+        progress.warnings += timing_warnings(
+            measured[-1].times_s, launched_phases(measured, progress.host_phases())
+        )
+        if (
+            len(self.warmup) < LEAST_TRAIN_WARMUP_STEPS
+            and measured[-2:-1]
+            and measured[-2].phase is Phase.OPTIMIZER
+        ):
             progress.warn(
                 WarningCode.FEW_WARMUP_STEPS,
-                f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the optimizer's state",
+                f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the "
+                "optimizer's state",
             )
         if telemetry is not None:
             progress.warn_if_throttled(telemetry)
@@ -323,7 +380,8 @@ class Watched:
         runs = self.directory / "runs"
         runs.mkdir(parents=True, exist_ok=True)
         earlier, record = self._written, self.record()
-        if earlier is not None and self._profiled.is_asked:  # the profiled steps are those of the first report
+        # the profiled steps are those of the first report
+        if earlier is not None and self._profiled.is_asked:
             print_measured(read_record(earlier), runs)
             return earlier
         # where an earlier process has left such a record, this is a repetition of it
@@ -346,9 +404,15 @@ watch = Watched
 
 
 def _precision(model: nn.Module, device: Device) -> Precision:
-    """The precision of the model's matmuls, from autocast, else from its parameters, else from the mode of fp32."""
+    """The precision of the model's matmuls, from autocast, else from its parameters, else from
+    the mode of fp32.
+    """
     kind = device.value
-    found = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype
+    found = (
+        torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind)
+        else next(model.parameters()).dtype
+    )
     if found in (torch.bfloat16, torch.float16):
         return Precision.BF16 if found is torch.bfloat16 else Precision.FP16
     is_tf32 = device is Device.CUDA and torch.get_float32_matmul_precision() != "highest"
@@ -356,10 +420,16 @@ def _precision(model: nn.Module, device: Device) -> Precision:
 
 
 class _Profiled:
-    """Has the profiler of a run, if any, record some steps, with ranges of the phases and of the model's modules."""
+    """Has the profiler of a run, if any, record some steps, with ranges of the phases and of the
+    model's modules.
+    """
 
     def __init__(
-        self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], config: RunConfig, directory: Path
+        self,
+        model: nn.Module,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        config: RunConfig,
+        directory: Path,
     ) -> None:
         if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose modules have no ranges
             config = replace(config, compile=CompileMode.DEFAULT)
@@ -376,7 +446,9 @@ class _Profiled:
         """The open ranges: around the steps, the step, its phase."""
 
     def before(self, number: int) -> None:
-        """Before measured step `number` (from 0): the first one warms the profiler up, after the last it writes."""
+        """Before measured step `number` (from 0): the first one warms the profiler up, after the
+        last it writes.
+        """
         if number == 0 and self.is_asked:
             self._begin()
             self._enter(Range.WARMUP)
@@ -387,7 +459,9 @@ class _Profiled:
             self.finish()
 
     def phase(self, phase: Phase | None) -> None:
-        """Begin the range of a phase, in that of its step, and end the one before; None ends the step."""
+        """Begin the range of a phase, in that of its step, and end the one before; None ends the
+        step.
+        """
         if self._session is None:
             return
         ended = self._step.phase
@@ -435,7 +509,9 @@ class _Profiled:
 
 
 class _Gpu:
-    """The counters of the GPU that this process uses: its allocator's, and those of the driver's library."""
+    """The counters of the GPU that this process uses: its allocator's, and those of the driver's
+    library.
+    """
 
     def __init__(self) -> None:
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
@@ -445,12 +521,16 @@ class _Gpu:
         self._before = torch.cuda.memory_stats()
 
     def look(self, number: int) -> None:
-        """Before measured step `number` (from 0): start to count at the first, and read the GPU's state at some."""
+        """Before measured step `number` (from 0): start to count at the first, and read the
+        GPU's state at some.
+        """
         if number == 0:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_stats()
         # a reading takes milliseconds of the CPU, so they become rarer: steps 0, 8, 16, 32, ...
-        if self._monitor is not None and (number == 0 or (number >= 8 and number & (number - 1) == 0)):
+        if self._monitor is not None and (
+            number == 0 or (number >= 8 and number & (number - 1) == 0)
+        ):
             with contextlib.suppress(pynvml.NVMLError):
                 self._states.append(self._monitor.state())
 
@@ -466,8 +546,8 @@ class _Gpu:
 def _resolved(step: _Step, before: _Mark | None) -> WatchedStep:
     """The times of a step whose marks have all passed.
 
-    What lies between a backward pass and another forward pass of the same step belongs to data, like what comes before
-    the first forward pass.
+    What lies between a backward pass and another forward pass of the same step belongs to data,
+    like what comes before the first forward pass.
     """
     first, last = step.marks[0], step.marks[-1]
     phases: dict[Phase, float] = {}

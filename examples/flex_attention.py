@@ -1,4 +1,6 @@
-"""Attention by PyTorch's flex_attention, which compiles a fused kernel: an example for `cs336 attention --own`."""
+"""Attention by PyTorch's flex_attention, which compiles a fused kernel: an example for `cs336
+attention --own`.
+"""
 
 from functools import cache
 
@@ -19,6 +21,8 @@ def _sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Attention of queries, keys and values (batch, seq, d_head), where each token may see those before it alone."""
+    """Attention of queries, keys and values (batch, seq, d_head), where each token may see those
+    before it alone.
+    """
     mask = _causal(q.shape[1], q.device) if is_causal else None
     return _compiled(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), block_mask=mask).squeeze(1)

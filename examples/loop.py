@@ -16,7 +16,9 @@ class LanguageModel(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, VOCABULARY)
 

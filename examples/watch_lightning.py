@@ -9,7 +9,9 @@ from cs336_systems import watch
 
 
 class Watched(Callback):  # type: ignore[misc]
-    """`model` is the attribute of the LightningModule that its `training_step` calls; `options` go to `watch`."""
+    """`model` is the attribute of the LightningModule that its `training_step` calls; `options`
+    go to `watch`.
+    """
 
     def __init__(self, model: str, **options: Any) -> None:
         self.model, self.options = model, options

@@ -9,7 +9,9 @@ from cs336_systems import watch
 
 
 class Watched(TrainerCallback):  # type: ignore[misc]
-    """A step is what lies between the Trainer's own beginning and end of it; `options` are those of `watch`."""
+    """A step is what lies between the Trainer's own beginning and end of it; `options` are those
+    of `watch`.
+    """
 
     def __init__(self, **options: Any) -> None:
         self.options = options

@@ -1,4 +1,6 @@
-"""The published results, which are under version control. Tests read no other results of the checkout."""
+"""The published results, which are under version control. Tests read no other results of the
+checkout.
+"""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Shapes are checked in the modules of CHECKED, unless steps are timed; GPU tests run only where there is a GPU."""
+"""Shapes are checked in the modules of CHECKED, unless steps are timed; GPU tests run only where
+there is a GPU.
+"""
 
 import contextlib
 import gc
@@ -19,25 +21,48 @@ from cs336_systems.sweep import isolation
 from cs336_systems.sweep.process import STOP_SIGNALS
 
 CHECKED = (
-    "model.transformer", "model.optimizer", "model.batches", "model.fast.blocks",
-    "model.fast.cross_entropy", "measure.step", "studies.precision",
-)  # fmt: skip
-"""Modules whose annotated shapes are checked. The compiler cannot trace checked functions, so tests that compile use
-tests/plain.py. After a change here, delete __pycache__ of the package: it holds modules without the checks."""
+    "model.transformer",
+    "model.optimizer",
+    "model.batches",
+    "model.fast.blocks",
+    "model.fast.cross_entropy",
+    "measure.step",
+    "studies.precision",
+)
+"""Modules whose annotated shapes are checked. The compiler cannot trace checked functions, so tests
+that compile use tests/plain.py. After a change here, delete __pycache__ of the package: it holds
+modules without the checks.
+"""
 
 LONG = (
-    "test_interrupts", "test_interpreted_kernels", "test_hostile_texts", "test_explaining", "test_disk", "test_imports",
-    "test_statements", "test_nsys", "test_runs", "test_installed", "test_profiled_runs", "test_modules",
-    "test_browser", "test_start_up", "test_worker_faults", "test_fast", "test_ways",
-)  # fmt: skip
+    "test_interrupts",
+    "test_interpreted_kernels",
+    "test_hostile_texts",
+    "test_explaining",
+    "test_disk",
+    "test_imports",
+    "test_statements",
+    "test_nsys",
+    "test_runs",
+    "test_installed",
+    "test_profiled_runs",
+    "test_modules",
+    "test_browser",
+    "test_start_up",
+    "test_worker_faults",
+    "test_fast",
+    "test_ways",
+)
 """Files with few tests that take ten seconds and more."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_hear_signals() -> None:
-    """Programs that tests start end by signals, also where the tests were started under nohup or in the background.
+    """Programs that tests start end by signals, also where the tests were started under nohup or in
+    the background.
 
-    A program inherits which signals are ignored, but not which have a handler: this process goes on without any effect.
+    A program inherits which signals are ignored, but not which have a handler: this process goes on
+    without any effect.
     """
     for number in (*STOP_SIGNALS, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -54,19 +79,25 @@ def ctrl_c_is_heard() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def without_kernel_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What --fast chooses is the same where QuACK and FlashAttention 4 are installed; tests of it say that they are."""
+    """What --fast chooses is the same where QuACK and FlashAttention 4 are installed; tests of
+    it say that they are.
+    """
     monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: False)
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current directory, so that all that commands make is seen, and no ceilings of the checkout's user."""
+    """An empty current directory, so that all that commands make is seen, and no ceilings of the
+    checkout's user.
+    """
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 class HostTime:
-    """A clock that stands still but for those who sleep by it, so that times are exact on a busy machine."""
+    """A clock that stands still but for those who sleep by it, so that times are exact on a busy
+    machine.
+    """
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -84,17 +115,20 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With `-m gpu ...` steps are timed in this process, to which the checks add half a millisecond a block.
+    """With `-m gpu ...` steps are timed in this process, to which the checks add half a millisecond
+    a block.
 
     pytest-xdist sets COLUMNS, which would fold what is printed.
     """
     os.environ.pop("COLUMNS", None)
-    # Models this small gain nothing from more threads, and lose much of it where other programs are at work.
+    # Models this small gain nothing from more threads, and lose much of it where other programs are
+    # at work.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Compiling headers ahead saves time for hundreds of kernels; a test has a few.
     os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
     config.option.loadscopereorder = False  # pytest-xdist: see pytest_collection_modifyitems
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # in a new clone each compiles what the other does not
+    # in a new clone each compiles what the other does not
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         large = ("torch._dynamo", "ray", "pandas", "matplotlib.figure", "scipy.stats")
         for name in large if worker == "gw0" else reversed(large):
             with contextlib.suppress(ImportError):
@@ -105,14 +139,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Files need not survive a crash of this machine: thousands of them would wait some milliseconds each.
+    """Files need not survive a crash of this machine: thousands of them would wait some
+    milliseconds each.
 
-    The fork server serves all tests of this process, so it imports once what any run, study or rank of tests asks for,
-    and looks for programs first in the folder that this returns, where a test can put one.
+    The fork server serves all tests of this process, so it imports once what any run, study or rank
+    of tests asks for, and looks for programs first in the folder that this returns, where a test
+    can put one.
     """
     programs = tmp_path_factory.mktemp("bin")
-    more = ("cs336_systems.model.fast.model", "cs336_systems.studies.operator_cell", "tests.parallel.checks")
-    modules = [*isolation._PRELOAD, *isolation.EXPLAINING, *more, "torch.distributed.fsdp", "scipy.special"]
+    more = (
+        "cs336_systems.model.fast.model",
+        "cs336_systems.studies.operator_cell",
+        "tests.parallel.checks",
+    )
+    modules = [
+        *isolation._PRELOAD,
+        *isolation.EXPLAINING,
+        *more,
+        "torch.distributed.fsdp",
+        "scipy.special",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolation, "_PRELOAD", (*modules,))
         patch.setattr(os, "fsync", lambda _descriptor: None)
@@ -121,13 +167,19 @@ def no_waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def look_once_at_flags() -> Iterator[None]:
-    """The command line of a user is one; here are hundreds, for each of which tyro would look at all classes again."""
+    """The command line of a user is one; here are hundreds, for each of which tyro would look at
+    all classes again.
+    """
     from tyro._parsers import ParserSpecification as Looked
 
     kept, look = {}, Looked.from_callable_or_type
 
     def look_once(kind, **how):
-        key = (kind, how["description"], how["intern_prefix"]) if not how["parent_classes"] else object()
+        key = (
+            (kind, how["description"], how["intern_prefix"])
+            if not how["parent_classes"]
+            else object()
+        )
         return kept.get(key) or kept.setdefault(key, look(kind, **how))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -140,25 +192,35 @@ flags_looked_at_once = pytest.fixture(look_once_at_flags, scope="session", autou
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are planned but not drawn, which takes a tenth of a second each; tests of plots draw them."""
+    """Pictures are planned but not drawn, which takes a tenth of a second each; tests of plots
+    draw them.
+    """
     monkeypatch.setattr("cs336_systems.report.draw.png_of", lambda _picture: b"a picture")
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _figure, file, **_: file.write(b"a picture"))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda _figure, file, **_: file.write(b"a picture")
+    )
 
 
 @pytest.fixture
 def fp8_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers in fp8 call the operation on this CPU that they call on a GPU, whose calls a test counts."""
+    """Linear layers in fp8 call the operation on this CPU that they call on a GPU, whose calls a
+    test counts.
+    """
     import torch
 
     def matmul(a, b, a_unit, b_unit, dtype, bias=None, use_fast_accum=False):
-        return torch._scaled_mm(a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
+        return torch._scaled_mm(
+            a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
+        )
 
     monkeypatch.setattr("cs336_systems.model.fast.fp8._matmul", matmul)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_locks() -> Iterator[None]:
-    """Each process of `-n` has its own temporary directory, in which sweeps lock a GPU and see others on a CPU."""
+    """Each process of `-n` has its own temporary directory, in which sweeps lock a GPU and see
+    others on a CPU.
+    """
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None:
         yield
@@ -177,7 +239,8 @@ def own_locks() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, LONG comes first, then the others by their tests.
 
-    Otherwise, a file that takes long could be the last one, while the other processes have nothing to do.
+    Otherwise, a file that takes long could be the last one, while the other processes have nothing
+    to do.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         counts = Counter(item.path for item in items)

@@ -1,4 +1,6 @@
-"""Language models that a seed draws from parts that users' models have: `--model tests.drawn_models:of_seed_3`."""
+"""Language models that a seed draws from parts that users' models have: `--model
+tests.drawn_models:of_seed_3`.
+"""
 
 import random
 from collections.abc import Callable
@@ -48,7 +50,11 @@ class Norm(nn.Module):
             wide = x.float()
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
             return self.weight * wide.to(x.dtype)
-        return F.layer_norm(x, size, self.weight) if self.kind == "layer" else F.rms_norm(x, size, self.weight)
+        return (
+            F.layer_norm(x, size, self.weight)
+            if self.kind == "layer"
+            else F.rms_norm(x, size, self.weight)
+        )
 
 
 class Attention(nn.Module):
@@ -62,13 +68,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         shape = self.shape
-        q, k = (part(x).unflatten(-1, (-1, shape.key_width)).transpose(1, 2) for part in (self.q, self.k))
+        q, k = (
+            part(x).unflatten(-1, (-1, shape.key_width)).transpose(1, 2)
+            for part in (self.q, self.k)
+        )
         v = self.v(x).unflatten(-1, (-1, shape.value_width)).transpose(1, 2)
-        k, v = (part.repeat_interleave(shape.shared_by, dim=1) if shape.shared_by > 1 else part for part in (k, v))
+        k, v = (
+            part.repeat_interleave(shape.shared_by, dim=1) if shape.shared_by > 1 else part
+            for part in (k, v)
+        )
         if shape.attention == "normed":
             q, k = (F.rms_norm(part, part.shape[-1:]).to(v.dtype) for part in (q, k))
         if shape.attention == "written":
-            scores = (q @ k.transpose(-2, -1) * shape.key_width**-0.5).masked_fill(~mask, -torch.inf)
+            scores = (q @ k.transpose(-2, -1) * shape.key_width**-0.5).masked_fill(
+                ~mask, -torch.inf
+            )
             y = scores.softmax(-1).to(v.dtype) @ v
         elif shape.attention == "masked":
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -89,16 +103,27 @@ class Dense(nn.Module):
         if self.kind == "gated":
             gate, x = x.chunk(2, -1)
             return self.down(F.silu(gate) * x)
-        acts = {"gelu": F.gelu, "squared": lambda x: F.relu(x).square(), "powered": lambda x: F.relu(x) ** 2}
+        acts = {
+            "gelu": F.gelu,
+            "squared": lambda x: F.relu(x).square(),
+            "powered": lambda x: F.relu(x) ** 2,
+        }
         return self.down(acts[self.kind](x))
 
 
 class Experts(nn.Module):
-    """Tokens sorted by expert and grouped matmuls, as in transformers 5, or a loop over the experts, as before."""
+    """Tokens sorted by expert and grouped matmuls, as in transformers 5, or a loop over the
+    experts, as before.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.kind, self.top_k, self.count, hidden = shape.feed_forward, shape.top_k, shape.experts, shape.width
+        self.kind, self.top_k, self.count, hidden = (
+            shape.feed_forward,
+            shape.top_k,
+            shape.experts,
+            shape.width,
+        )
         self.router = nn.Linear(shape.width, shape.experts, bias=False)
         self.up = nn.Parameter(torch.randn(shape.experts, 2 * hidden, shape.width) * 0.02)
         self.down = nn.Parameter(torch.randn(shape.experts, shape.width, hidden) * 0.02)
@@ -138,7 +163,9 @@ class Drawn(nn.Module):
             nn.Embedding(shape.vocab_size, width),
             nn.Linear(width, shape.vocab_size, bias=False),
         )
-        kind: Callable[[Shape], nn.Module] = Experts if shape.feed_forward in FEED_FORWARDS[-2:] else Dense
+        kind: Callable[[Shape], nn.Module] = (
+            Experts if shape.feed_forward in FEED_FORWARDS[-2:] else Dense
+        )
         self.attention = nn.ModuleList(Attention(shape) for _ in range(shape.layers))
         self.feed_forward = nn.ModuleList(kind(shape) for _ in range(shape.layers))
         self.norms = nn.ModuleList(Norm(shape.norm, width) for _ in range(2 * shape.layers + 1))
@@ -159,8 +186,14 @@ NAMED: dict[str, dict[str, Any]] = {
     "mixtral": {"norm": "upcast", "shared_by": 4, "feed_forward": "grouped"},
     "deepseek": {"norm": "upcast", "key_width": 192, "value_width": 128, "feed_forward": "grouped"},
     "block": {"norm": "bare", "feed_forward": "squared", "cap": 15.0, "attention": "normed"},
-    "gemma": {"norm": "upcast", "heads": 4, "key_width": 256, "value_width": 256, "attention": "masked"},
-}  # fmt: skip
+    "gemma": {
+        "norm": "upcast",
+        "heads": 4,
+        "key_width": 256,
+        "value_width": 256,
+        "attention": "masked",
+    },
+}
 """Parts of models that exist."""
 
 
@@ -170,9 +203,16 @@ def drawn(seed: int, **sizes: int) -> Shape:
     attention = choose(ATTENTIONS)
     widths = choose([(64, 64), (128, 128), (48, 48), (192, 128), (96, 32), (256, 256), (320, 320)])
     return Shape(
-        norm=choose(NORMS), attention=attention, feed_forward=choose(FEED_FORWARDS), cap=choose([0.0, 15.0]),
-        key_width=widths[0], value_width=widths[1], shared_by=choose([1, 2]), top_k=choose([1, 2, 3]), **sizes,
-    )  # fmt: skip
+        norm=choose(NORMS),
+        attention=attention,
+        feed_forward=choose(FEED_FORWARDS),
+        cap=choose([0.0, 15.0]),
+        key_width=widths[0],
+        value_width=widths[1],
+        shared_by=choose([1, 2]),
+        top_k=choose([1, 2, 3]),
+        **sizes,
+    )
 
 
 def __getattr__(name: str) -> Callable[[], nn.Module]:

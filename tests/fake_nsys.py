@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Stands in for nsys where there is neither nsys nor a GPU: FAKE_NSYS says how it ends.
 
-`profile` writes the record that the run would have left, and a report; `export` makes a database of a report, which is
-one already.
+`profile` writes the record that the run would have left, and a report; `export` makes a database of
+a report, which is one already.
 """
 
 import os
@@ -16,7 +16,15 @@ import msgspec
 from cs336_systems.config import Phase, RunConfig
 from cs336_systems.ranges import rank_range
 from cs336_systems.record import Measurement, RunRecord, Status, write_record
-from tests.analysis.kernels.tracing import AUTOGRAD, PROCESS, Kernel, Recording, Span, process_of, write_export
+from tests.analysis.kernels.tracing import (
+    AUTOGRAD,
+    PROCESS,
+    Kernel,
+    Recording,
+    Span,
+    process_of,
+    write_export,
+)
 
 FATE = os.environ.get("FAKE_NSYS", "")
 
@@ -26,15 +34,22 @@ def option(name: str) -> Path:
 
 
 def record_of(config: RunConfig) -> RunRecord:
-    times = tuple(Measurement(phase, (0.5, 0.5)) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+    times = tuple(
+        Measurement(phase, (0.5, 0.5)) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+    )
     step = Measurement(Phase.STEP, (1.5, 1.5))
     return RunRecord(
-        config=config, status=Status.OK, started_at="2026-11-21T00:00:00+00:00", measurements=(*times, step)
+        config=config,
+        status=Status.OK,
+        started_at="2026-11-21T00:00:00+00:00",
+        measurements=(*times, step),
     )
 
 
 def recording() -> Recording:
-    """One measured step: two kernels in forward, three in backward on autograd's thread, one in the optimizer."""
+    """One measured step: two kernels in forward, three in backward on autograd's thread, one in
+    the optimizer.
+    """
     spans = [Span("measure", 0, 1000), Span("step", 10, 900), Span("forward", 20, 200)]
     spans += [Span("backward", 200, 500), Span("optimizer", 500, 800)]
     made = Recording(spans=spans)
@@ -47,15 +62,21 @@ def recording() -> Recording:
 
 
 def on_ranks(ranks: int) -> Recording:
-    """The step on each rank, in a process that nsys sees only if it is asked to, with an all-reduce in backward."""
+    """The step on each rank, in a process that nsys sees only if it is asked to, with an
+    all-reduce in backward.
+    """
     made = Recording()
     for rank in range(ranks if "--trace-fork-before-exec=true" in sys.argv else 0):
         own = recording()
-        own.kernels.append(Kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 240, AUTOGRAD, 100_300, 40, 16))
+        own.kernels.append(
+            Kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 240, AUTOGRAD, 100_300, 40, 16)
+        )
         own.spans.append(Span(rank_range(rank), 1, 999))
         for row in (*own.kernels, *own.spans):
             moved = (process_of(PROCESS) + (rank << 24)) + row.thread - process_of(row.thread)
-            (made.kernels if isinstance(row, Kernel) else made.spans).append(replace(row, thread=moved))
+            (made.kernels if isinstance(row, Kernel) else made.spans).append(
+                replace(row, thread=moved)
+            )
     return made
 
 

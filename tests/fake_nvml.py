@@ -1,4 +1,6 @@
-"""A driver's management library that tells what a test wants it to, in place of the machine's own."""
+"""A driver's management library that tells what a test wants it to, in place of the machine's
+own.
+"""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,7 +25,9 @@ def unsupported(*_: object, **__: object) -> None:
 
 
 def fake_driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """One with two GPUs; a test may change its answers, and put slices, or gaps among them, into `slices`."""
+    """One with two GPUs; a test may change its answers, and put slices, or gaps among them, into
+    `slices`.
+    """
     slices: dict[str, list[Slice | None]] = {}
 
     def memory(handle: str | Slice, version: int = 1) -> SimpleNamespace:
@@ -43,13 +47,18 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetHandleByIndex=lambda index: f"GPU-{index}",
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetUUID=lambda handle: handle.uuid if isinstance(handle, Slice) else handle,
-        nvmlDeviceGetName=lambda handle: handle.name if isinstance(handle, Slice) else "NVIDIA H100 80GB HBM3",
+        nvmlDeviceGetName=lambda handle: (
+            handle.name if isinstance(handle, Slice) else "NVIDIA H100 80GB HBM3"
+        ),
         nvmlDeviceGetMigMode=lambda handle: [1, 1] if handle in slices else unsupported(),
         nvmlDeviceGetMaxMigDeviceCount=lambda handle: len(slices[handle]),
         nvmlDeviceGetMigDeviceHandleByIndex=slice_of,
         nvmlSystemGetDriverVersion=lambda: "580.1",
         nvmlDeviceGetMemoryInfo=memory,
-        nvmlDeviceGetClockInfo=lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1755, pynvml.NVML_CLOCK_MEM: 2619}[kind],
+        nvmlDeviceGetClockInfo=lambda handle, kind: {
+            pynvml.NVML_CLOCK_SM: 1755,
+            pynvml.NVML_CLOCK_MEM: 2619,
+        }[kind],
         nvmlDeviceGetMaxClockInfo=lambda handle, kind: {pynvml.NVML_CLOCK_SM: 1980}[kind],
         nvmlDeviceGetPowerUsage=lambda handle: 698_250,
         nvmlDeviceGetTemperature=lambda handle, kind: 61,
@@ -59,7 +68,9 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     for name in vars(answers):
         monkeypatch.setattr(
-            pynvml, name, lambda *arguments, name=name, **options: getattr(answers, name)(*arguments, **options)
+            pynvml,
+            name,
+            lambda *arguments, name=name, **options: getattr(answers, name)(*arguments, **options),
         )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     answers.slices = slices

@@ -1,4 +1,6 @@
-"""Pairs of valid configurations that differ in one setting alone, for every setting there is: a new one takes part."""
+"""Pairs of valid configurations that differ in one setting alone, for every setting there is: a
+new one takes part.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -19,36 +21,66 @@ from cs336_systems.config import (
 
 
 def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfig, ...]:
-    """Configurations to begin from; no single one has valid neighbours in all settings, as some need others."""
+    """Configurations to begin from; no single one has valid neighbours in all settings, as some
+    need others.
+    """
     shape = model(context_length=128, d_model=64, d_ff=256, num_layers=2, num_heads=4)
     return (
         run(size="custom", model=shape, device=Device.CUDA),
         run(size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA),
         run(
-            size="custom", model=shape, device=Device.CUDA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
-            compile=CompileMode.DEFAULT, compile_blocks=True, cast_once=True,
+            size="custom",
+            model=shape,
+            device=Device.CUDA,
+            precision=Precision.BF16,
+            optimizer=OptimizerKind.FUSED,
+            compile=CompileMode.DEFAULT,
+            compile_blocks=True,
+            cast_once=True,
         ),
         run(
-            size="custom", model=replace(shape, num_heads=1, attention=Attention.SDPA), device=Device.CUDA,
-            precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, fused_loss=True,
+            size="custom",
+            model=replace(shape, num_heads=1, attention=Attention.SDPA),
+            device=Device.CUDA,
+            precision=Precision.BF16,
+            optimizer=OptimizerKind.FUSED,
+            cast_once=True,
+            fused_blocks=True,
+            fused_loss=True,
             checkpoint_blocks=1,
         ),
         run(
-            size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA, precision=Precision.BF16,
-            optimizer=OptimizerKind.FUSED, cast_once=True, fused_blocks=True, checkpoint_blocks=1,
+            size="custom",
+            model=replace(shape, attention=Attention.SDPA),
+            device=Device.CUDA,
+            precision=Precision.BF16,
+            optimizer=OptimizerKind.FUSED,
+            cast_once=True,
+            fused_blocks=True,
+            checkpoint_blocks=1,
             selective_checkpoints=True,
         ),
         run(
-            size="custom", model=shape, device=Device.CUDA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
-            cast_once=True, cuda_graph=True,
+            size="custom",
+            model=shape,
+            device=Device.CUDA,
+            precision=Precision.BF16,
+            optimizer=OptimizerKind.FUSED,
+            cast_once=True,
+            cuda_graph=True,
         ),
         run(size="custom", model=shape, parallel=Parallel.DDP_FLAT),
         run(size="custom", model=shape, model_factory="mine:make"),
         run(
-            size="custom", model=shape, parallel=Parallel.OWN, own_ddp="mine:DDP", optimizer=OptimizerKind.OWN,
-            own_optimizer="mine:SGD", device=Device.CUDA,
+            size="custom",
+            model=shape,
+            parallel=Parallel.OWN,
+            own_ddp="mine:DDP",
+            optimizer=OptimizerKind.OWN,
+            own_optimizer="mine:SGD",
+            device=Device.CUDA,
         ),
-    )  # fmt: skip
+    )
 
 
 def settings_of(config: RunConfig) -> list[tuple[str, "Field[Any]"]]:
@@ -73,10 +105,16 @@ def other_values(value: object) -> Sequence[object]:
 def replaced(config: RunConfig, where: str, name: str, value: object) -> RunConfig:
     """The configuration with another value of one setting."""
     change: dict[str, Any] = {name: value}
-    return replace(config, model=replace(config.model, **change)) if where else replace(config, **change)
+    return (
+        replace(config, model=replace(config.model, **change))
+        if where
+        else replace(config, **change)
+    )
 
 
-def neighbours(bases: Sequence[RunConfig], where: str, name: str, **fixed: Any) -> list[tuple[RunConfig, RunConfig]]:
+def neighbours(
+    bases: Sequence[RunConfig], where: str, name: str, **fixed: Any
+) -> list[tuple[RunConfig, RunConfig]]:
     """Pairs that differ in this setting alone, one for each base that has any."""
     found: dict[RunConfig, tuple[RunConfig, RunConfig]] = {}
     for base in bases:

@@ -34,7 +34,10 @@ def flash(*factors):
             with torch.enable_grad():
                 inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
                 gradients = torch.autograd.grad(right(*inputs, ctx.is_causal), inputs, upstream)
-            return (*(factor * gradient for factor, gradient in zip(factors, gradients, strict=True)), None)
+            return (
+                *(factor * gradient for factor, gradient in zip(factors, gradients, strict=True)),
+                None,
+            )
 
     return Made
 
@@ -74,7 +77,10 @@ def without_the_scale(q, k, v, is_causal):
 
 def products_in_tf32(q, k, v, is_causal):
     """Factors lose the 13 bits that tf32 does not have, and gradients pass as if they did not."""
-    q, k, v = (x + (((x.view(torch.int32) + 2**12) & -(2**13)).view(torch.float32) - x).detach() for x in (q, k, v))
+    q, k, v = (
+        x + (((x.view(torch.int32) + 2**12) & -(2**13)).view(torch.float32) - x).detach()
+        for x in (q, k, v)
+    )
     return right(q, k, v, is_causal)
 
 

@@ -13,7 +13,9 @@ from cs336_systems.model.annotate import annotate
 
 
 class BasicsTransformerLM(nn.Module):
-    """A look-alike of the course's own model: its signature, the keys of its state dict, its formulas."""
+    """A look-alike of the course's own model: its signature, the keys of its state dict, its
+    formulas.
+    """
 
     def __init__(
         self,
@@ -27,11 +29,15 @@ class BasicsTransformerLM(nn.Module):
     ) -> None:
         super().__init__()
         self.token_embeddings = nn.Embedding(vocab_size, d_model)
-        self.layers = nn.ModuleList(_BasicsBlock(d_model, num_heads, d_ff) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            _BasicsBlock(d_model, num_heads, d_ff) for _ in range(num_layers)
+        )
         self.ln_final = nn.RMSNorm(d_model, eps=1e-5)
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         d_head = d_model // num_heads
-        angles = torch.arange(context_length)[:, None] / rope_theta ** (torch.arange(0, d_head, 2) / d_head)
+        angles = torch.arange(context_length)[:, None] / rope_theta ** (
+            torch.arange(0, d_head, 2) / d_head
+        )
         self.register_buffer("cos_sin", torch.stack((angles.cos(), angles.sin())), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -47,7 +53,10 @@ class _BasicsBlock(nn.Module):
     def __init__(self, d_model: int, num_heads: int, d_ff: int) -> None:
         super().__init__()
         self.ln1, self.ln2 = nn.RMSNorm(d_model, eps=1e-5), nn.RMSNorm(d_model, eps=1e-5)
-        self.attn, self.ffn = _BasicsAttention(d_model, num_heads), _BasicsFeedForward(d_model, d_ff)
+        self.attn, self.ffn = (
+            _BasicsAttention(d_model, num_heads),
+            _BasicsFeedForward(d_model, d_ff),
+        )
 
 
 class _BasicsAttention(nn.Module):
@@ -65,8 +74,10 @@ class _BasicsAttention(nn.Module):
             return torch.stack((cos * even - sin * odd, sin * even + cos * odd), dim=-1).flatten(-2)
 
         batch, seq, _ = x.shape
-        q, k, v = (proj(x).reshape(batch, seq, self.num_heads, -1).transpose(1, 2)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))  # fmt: skip
+        q, k, v = (
+            proj(x).reshape(batch, seq, self.num_heads, -1).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         scores = torch.einsum("bhqd,bhkd->bhqk", rotated(q), rotated(k)) / q.shape[-1] ** 0.5
         mask = torch.arange(seq, device=x.device)[:, None] >= torch.arange(seq, device=x.device)
         weights = torch.softmax(torch.where(mask, scores, -torch.inf), dim=-1)
@@ -76,7 +87,10 @@ class _BasicsAttention(nn.Module):
 class _BasicsFeedForward(nn.Module):
     def __init__(self, d_model: int, d_ff: int) -> None:
         super().__init__()
-        self.w1, self.w3 = nn.Linear(d_model, d_ff, bias=False), nn.Linear(d_model, d_ff, bias=False)
+        self.w1, self.w3 = (
+            nn.Linear(d_model, d_ff, bias=False),
+            nn.Linear(d_model, d_ff, bias=False),
+        )
         self.w2 = nn.Linear(d_ff, d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,8 +116,11 @@ def leaves_float64_as_default(vocab_size: int) -> nn.Module:
 
 
 def one_parameter_in_bf16(vocab_size: int, d_model: int) -> nn.Module:
-    return nn.Sequential(nn.Embedding(vocab_size, d_model, dtype=torch.bfloat16), To(torch.float32),
-                         nn.Linear(d_model, vocab_size))  # fmt: skip
+    return nn.Sequential(
+        nn.Embedding(vocab_size, d_model, dtype=torch.bfloat16),
+        To(torch.float32),
+        nn.Linear(d_model, vocab_size),
+    )
 
 
 def logits_in_bf16(vocab_size: int) -> nn.Module:
@@ -157,7 +174,9 @@ class Cut(Ranged):
 
 
 class Uneven(nn.Module):
-    """A model with what makes autograd's graph uneven: parts that nobody uses, detach, fail or come again."""
+    """A model with what makes autograd's graph uneven: parts that nobody uses, detach, fail or
+    come again.
+    """
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
         super().__init__()
@@ -167,7 +186,9 @@ class Uneven(nn.Module):
         self.around = Ranged(d_model, "around", Cut(d_model, "cut", torch.tanh))
         self.failing = Ranged(d_model, "failing", lambda x: x.reshape(0))
         self.twice = Ranged(d_model, "twice", torch.tanh)
-        self.again = nn.Sequential(Ranged(d_model, "again.0", torch.sigmoid), Ranged(d_model, "again.1", torch.sigmoid))
+        self.again = nn.Sequential(
+            Ranged(d_model, "again.0", torch.sigmoid), Ranged(d_model, "again.1", torch.sigmoid)
+        )
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:

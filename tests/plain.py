@@ -20,7 +20,9 @@ def plain_model() -> ModuleType:
 
 @functools.cache
 def plain_blocks() -> ModuleType:
-    """The module of the fast model's blocks loaded once more, with classes derived from those of `plain_model`."""
+    """The module of the fast model's blocks loaded once more, with classes derived from those of
+    `plain_model`.
+    """
     with patch.dict(sys.modules, {transformer.__name__: plain_model()}):
         found = _loaded(blocks)
     sys.modules[found.__name__] = found  # where the compiler looks for a function's globals
@@ -29,7 +31,9 @@ def plain_blocks() -> ModuleType:
 
 def _loaded(module: ModuleType) -> ModuleType:
     assert module.__file__ is not None
-    spec = importlib.util.spec_from_file_location(f"plain_{module.__name__.rpartition('.')[2]}", module.__file__)
+    spec = importlib.util.spec_from_file_location(
+        f"plain_{module.__name__.rpartition('.')[2]}", module.__file__
+    )
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)

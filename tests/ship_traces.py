@@ -1,7 +1,8 @@
-"""Rewrites the tapes that come with the program: `python -m tests.ship_traces`, after a change of the step.
+"""Rewrites the tapes that come with the program: `python -m tests.ship_traces`, after a change of
+the step.
 
-Run it with PyTorch 2.11, by which the published records were measured: from 2.13 on autocast runs RMSNorm in fp32,
-which the tapes of PyTorch's FSDP in bf16 would show.
+Run it with PyTorch 2.11, by which the published records were measured: from 2.13 on autocast runs
+RMSNorm in fp32, which the tapes of PyTorch's FSDP in bf16 would show.
 """
 
 import itertools
@@ -12,7 +13,16 @@ from typing import Any
 
 import torch  # noqa: F401  so that this process traces, and not one for each step
 
-from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Parallel, Precision, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.costs import traces
 from cs336_systems.costs.memory import is_predictable
 from cs336_systems.costs.time import is_fast_step
@@ -21,40 +31,70 @@ from cs336_systems.record import read_record
 from tests.committed import DATA
 
 
-def on_gpu(size: str, attention: Attention = Attention.NAIVE, context_length: int = 512, **settings: Any) -> RunConfig:
+def on_gpu(
+    size: str, attention: Attention = Attention.NAIVE, context_length: int = 512, **settings: Any
+) -> RunConfig:
     model = replace(SIZES[size], attention=attention, context_length=context_length)
     return RunConfig(size=size, model=model, device=Device.CUDA, **settings)
 
 
 def shipped() -> Iterator[RunConfig]:
-    """Steps whose tapes come with the program: measured ones, alone and shared; what --fast and --fit ask first."""
+    """Steps whose tapes come with the program: measured ones, alone and shared; what --fast and
+    --fit ask first.
+    """
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
         yield from (config, config.alone)
     precisions = (Precision.FP32, Precision.BF16)
-    for size, attention, precision, mode in itertools.product(("tiny", "small"), Attention, precisions, Mode):
+    for size, attention, precision, mode in itertools.product(
+        ("tiny", "small"), Attention, precisions, Mode
+    ):
         yield on_gpu(size, attention, precision=precision, mode=mode)
-    for size, precision in (("tiny", Precision.FP32), ("small", Precision.FP32), ("xl", Precision.BF16)):
+    for size, precision in (
+        ("tiny", Precision.FP32),
+        ("small", Precision.FP32),
+        ("xl", Precision.BF16),
+    ):
         for batch_size, context_length in ((1, 512), (4, 1)):
-            yield on_gpu(size, context_length=context_length, batch_size=batch_size, precision=precision)
+            yield on_gpu(
+                size, context_length=context_length, batch_size=batch_size, precision=precision
+            )
     for size in ("small", "medium", "xl"):
         fast = fastest(on_gpu(size), "NVIDIA H100", lambda _: False)
-        yield from (fast, fast.without_shortcuts, replace(fast.without_shortcuts, checkpoint_blocks=1))
+        yield from (
+            fast,
+            fast.without_shortcuts,
+            replace(fast.without_shortcuts, checkpoint_blocks=1),
+        )
     yield on_gpu("10B")
     every = tuple(way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN))
-    for size, ways in {"small": every, "xl": every, "2.7B": (Parallel.FSDP,), "8B": (Parallel.NONE,)}.items():
+    for size, ways in {
+        "small": every,
+        "xl": every,
+        "2.7B": (Parallel.FSDP,),
+        "8B": (Parallel.NONE,),
+    }.items():
         for way, shards in itertools.product(ways, (False, True)):
             if not shards or (size, way) == ("small", Parallel.DDP_NAIVE):
                 yield on_gpu(
-                    size, Attention.SDPA, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, parallel=way,
-                    ranks=1 if way is Parallel.NONE else 2, shard_optimizer=shards,
-                )  # fmt: skip
+                    size,
+                    Attention.SDPA,
+                    precision=Precision.BF16,
+                    optimizer=OptimizerKind.FUSED,
+                    parallel=way,
+                    ranks=1 if way is Parallel.NONE else 2,
+                    shard_optimizer=shards,
+                )
 
 
 def wanted() -> dict[str, RunConfig]:
     """The steps by the names of their tapes."""
     own = (each for each in shipped() if each.model_factory is None)
-    return {traces._name(traces.traced_as(each)[0]): each for each in own if is_predictable(each) or is_fast_step(each)}
+    return {
+        traces._name(traces.traced_as(each)[0]): each
+        for each in own
+        if is_predictable(each) or is_fast_step(each)
+    }
 
 
 def main() -> None:

@@ -34,8 +34,17 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 ROOT = Path(__file__).parents[1]
 STEP = [
-    "--device", "cpu", "--vocab-size", "11", "--batch-size", "1", "--measured-steps", "2", "--warmup-steps", "2",
-]  # fmt: skip
+    "--device",
+    "cpu",
+    "--vocab-size",
+    "11",
+    "--batch-size",
+    "1",
+    "--measured-steps",
+    "2",
+    "--warmup-steps",
+    "2",
+]
 SMALL = [*STEP, "--d-model", "8", "--d-ff", "12", "--num-layers", "1", "--num-heads", "2"]
 ONE, ONE_OF_OWN = [*SMALL, "--context-length", "8"], [*STEP, "--context-length", "8", "--model"]
 GRID = [*SMALL, "--context-lengths", "8"]
@@ -62,7 +71,9 @@ def status_of(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> i
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     argv = [sys.executable, *arguments]
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=100, **options)
+    return subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=100, **options
+    )
 
 
 @pytest.mark.parametrize("command", [cli.benchmark, cli.sweep, cli.precision, cli.main])
@@ -95,7 +106,9 @@ def test_every_command_is_listed_and_starts(capsys: pytest.CaptureFixture[str]) 
 # One run
 
 
-def test_a_table_says_where_the_record_is(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+def test_a_table_says_where_the_record_is(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
     assert cli.benchmark([*ONE, "--output", "elsewhere"]) == 0
     [path] = empty_directory.rglob("*.json")
     text = capsys.readouterr().out
@@ -105,8 +118,11 @@ def test_a_table_says_where_the_record_is(capsys: pytest.CaptureFixture[str], em
         assert phase in text
 
 
-def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
-    """Record, trace and explanation stay together where reports read them; another run's files are left alone.
+def test_the_same_run_again_keeps_the_earlier_one(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
+    """Record, trace and explanation stay together where reports read them; another run's files are
+    left alone.
 
     The trace is named, with what opens it.
     """
@@ -127,9 +143,14 @@ def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[
     present = {path.relative_to(single): path.read_bytes() for path in single.glob("*/*")}
     stamp = kept.suffixes[-2] + kept.suffix
     assert {
-        Path(str(path).removesuffix(stamp)): text for path, text in present.items() if str(path).endswith(stamp)
+        Path(str(path).removesuffix(stamp)): text
+        for path, text in present.items()
+        if str(path).endswith(stamp)
     } == first
-    assert {path for path in present if not str(path).endswith(stamp)} == {*first, other.relative_to(single)}
+    assert {path for path in present if not str(path).endswith(stamp)} == {
+        *first,
+        other.relative_to(single),
+    }
 
 
 @pytest.mark.parametrize(
@@ -137,7 +158,11 @@ def test_the_same_run_again_keeps_the_earlier_one(capsys: pytest.CaptureFixture[
     [("out_of_memory", 0, "oom"), ("ends_the_process", 1, "crashed"), ("interrupted", 130, None)],
 )
 def test_the_exit_status_says_how_it_ended(
-    factory: str, status: int, record_status: str | None, empty_directory: Path, ctrl_c_is_heard: None
+    factory: str,
+    status: int,
+    record_status: str | None,
+    empty_directory: Path,
+    ctrl_c_is_heard: None,
 ) -> None:
     assert cli.benchmark([*ONE_OF_OWN, f"tests.own_models:{factory}"]) == status
     statuses = [json.loads(path.read_text())["status"] for path in empty_directory.rglob("*.json")]
@@ -147,9 +172,13 @@ def test_the_exit_status_says_how_it_ended(
 def test_a_step_that_the_machine_cannot_hold_is_refused_and_a_grid_goes_on(
     capsys: pytest.CaptureFixture[str], empty_directory: Path
 ) -> None:
-    """The scores of half a million tokens need 0.5 TiB and more in each head of a block; none of them may be made."""
+    """The scores of half a million tokens need 0.5 TiB and more in each head of a block; none of
+    them may be made.
+    """
     assert cli.benchmark([*SMALL, "--context-length", str(2**19)]) == 2
-    needed = r"error: this step needs at least \d{4,}\.\d GiB of memory, and this machine has .* GiB.*\n"
+    needed = (
+        r"error: this step needs at least \d{4,}\.\d GiB of memory, and this machine has .* GiB.*\n"
+    )
     assert re.fullmatch(needed, capsys.readouterr().err)
     assert [*empty_directory.iterdir()] == []
     grid = [*SMALL, "--context-lengths", "8", str(2**19)]
@@ -197,7 +226,9 @@ def test_a_directory_that_cannot_be_written_is_said_at_once(
         assert command([*flags, "--output", "file"]) == 1
         said = capsys.readouterr()
         *_, last = said.err.splitlines()
-        assert re.fullmatch(r"error: file/e2e_benchmark/.*cannot write there .*choose another --output", last)
+        assert re.fullmatch(
+            r"error: file/e2e_benchmark/.*cannot write there .*choose another --output", last
+        )
         assert said.out == ""
     assert [path.name for path in empty_directory.rglob("*")] == ["file"]
 
@@ -216,10 +247,14 @@ def directory_of(path: Path, records: Sequence[RunRecord]) -> Path:
     return path
 
 
-def test_a_report_needs_no_torch_and_imports_no_model_that_a_record_names(empty_directory: Path) -> None:
+def test_a_report_needs_no_torch_and_imports_no_model_that_a_record_names(
+    empty_directory: Path,
+) -> None:
     (empty_directory / "trap.py").write_text("open('sprung', 'w')\ndef model(vocab_size): pass\n")
     failed = make_failure(make_config("tiny", seed=1))
-    sweep = directory_of(empty_directory / "sweep", [record(0.125), failed, record(0.5, model_factory="trap:model")])
+    sweep = directory_of(
+        empty_directory / "sweep", [record(0.125), failed, record(0.5, model_factory="trap:model")]
+    )
     code = """
 import sys
 class WithoutTorch:
@@ -234,7 +269,9 @@ sys.exit(main())
     assert done.returncode == 0, done.stderr
     with (sweep / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    means = sorted((row["status"], row["step_mean_ms"] and float(row["step_mean_ms"])) for row in rows)
+    means = sorted(
+        (row["status"], row["step_mean_ms"] and float(row["step_mean_ms"])) for row in rows
+    )
     assert means == [("ok", 125), ("ok", 500), ("oom", "")]
     assert {path.suffix for path in sweep.glob("results.*")} == {".csv", ".md", ".tex", ".typ"}
     assert not (empty_directory / "sprung").exists()
@@ -256,11 +293,19 @@ def files_in(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("profiler", "table"), [(Profiler.MEMORY, "peaks.csv"), (Profiler.KINETO, "phases.csv")])
+@pytest.mark.parametrize(
+    ("profiler", "table"), [(Profiler.MEMORY, "peaks.csv"), (Profiler.KINETO, "phases.csv")]
+)
 def test_a_report_does_not_write_over_tables_of_more_runs(
-    profiler: Profiler, table: str, capsys: pytest.CaptureFixture[str], empty_directory: Path, no_pictures: None
+    profiler: Profiler,
+    table: str,
+    capsys: pytest.CaptureFixture[str],
+    empty_directory: Path,
+    no_pictures: None,
 ) -> None:
-    """Three runs that ended well and one that ran out of memory, which need not have left a profile."""
+    """Three runs that ended well and one that ran out of memory, which need not have left a
+    profile.
+    """
     runs = [record(0.125, seed=seed, profiler=profiler) for seed in range(3)]
     runs.append(make_failure(make_config("tiny", seed=3, profiler=profiler)))
     sweep = directory_of(empty_directory / "sweep", runs)
@@ -330,12 +375,18 @@ def compare(*argv: object) -> int:
     return cli.main(["compare", *map(str, argv)])
 
 
-@pytest.mark.parametrize("sides", [("", "--no-ranges"), ("--sync-phases", ""), ("--precision=bf16", "--size tiny")])
+@pytest.mark.parametrize(
+    "sides", [("", "--no-ranges"), ("--sync-phases", ""), ("--precision=bf16", "--size tiny")]
+)
 def test_a_side_may_be_one_flag_or_none(
     sides: tuple[str, str], monkeypatch: pytest.MonkeyPatch, empty_directory: Path
 ) -> None:
     asked: list[RunConfig] = []
-    monkeypatch.setattr(compare_command, "measure_all", lambda configs, *_, **__: asked.extend(configs) or cli.FAILED)
+    monkeypatch.setattr(
+        compare_command,
+        "measure_all",
+        lambda configs, *_, **__: asked.extend(configs) or cli.FAILED,
+    )
     assert compare(*sides, "--repeats=2") == 1
     a, b = (next(config for config in asked if config.repeat % 2 == side) for side in (0, 1))
     assert len(asked) == 4
@@ -350,17 +401,25 @@ def test_no_side_is_taken_from_an_earlier_comparison(
     """Its times are of another hour: alternately measured is what the verdict says and rests on."""
     directories: list[Path] = []
 
-    def measure_nothing(configs: Sequence[RunConfig], directory: Path, measuring: MeasuringArguments) -> int:
+    def measure_nothing(
+        configs: Sequence[RunConfig], directory: Path, measuring: MeasuringArguments
+    ) -> int:
         if measuring.fresh:
             shutil.rmtree(directory / "runs")
         (directory / "runs").mkdir(parents=True, exist_ok=True)
         for config in configs:
-            write_record(make_record(config, (0.1 + 0.001 * config.repeat,) * 3), directory / "runs")
+            write_record(
+                make_record(config, (0.1 + 0.001 * config.repeat,) * 3), directory / "runs"
+            )
         directories.append(directory)
         return 0
 
     monkeypatch.setattr(compare_command, "measure_all", measure_nothing)
-    baseline, first, second = "--device cpu", "--device cpu --no-ranges", "--device cpu --sync-phases"
+    baseline, first, second = (
+        "--device cpu",
+        "--device cpu --no-ranges",
+        "--device cpu --sync-phases",
+    )
     for b in (first, second, first):
         assert compare(baseline, b) == 0
     assert directories[0] == directories[2] != directories[1]
@@ -389,18 +448,27 @@ def test_a_against_a_runs_every_process_and_writes_the_verdict(
     assert len({json.dumps(r["config"] | {"repeat": 0}) for r in records}) == 1
     by_start = {r["config"]["repeat"]: r for r in records}
     step_ms = [
-        1e3 * np.mean([next(m["times_s"] for m in by_start[repeat]["measurements"] if m["phase"] == "step")
-                       for repeat in (side, side + 2)])
+        1e3
+        * np.mean(
+            [
+                next(m["times_s"] for m in by_start[repeat]["measurements"] if m["phase"] == "step")
+                for repeat in (side, side + 2)
+            ]
+        )
         for side in (0, 1)
-    ]  # fmt: skip
+    ]
     with (base / "comparison.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert [float(row[f"{side}_step_mean_ms"]) for side in "ab"] == pytest.approx(step_ms), "even repeats are A, odd B"
+    assert [float(row[f"{side}_step_mean_ms"]) for side in "ab"] == pytest.approx(step_ms), (
+        "even repeats are A, odd B"
+    )
     assert (row["a_processes"], row["b_processes"]) == ("2", "2")
     assert "A against B" in capsys.readouterr().out
 
 
-def test_a_sweep_measures_what_its_dry_run_promised(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+def test_a_sweep_measures_what_its_dry_run_promised(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
     flags = [*GRID, "--modes", "train", "inference", "--name", "mine"]
     assert cli.sweep([*flags, "--dry-run"]) == 0
     promised = capsys.readouterr().out.splitlines()
@@ -414,7 +482,9 @@ def test_a_sweep_measures_what_its_dry_run_promised(capsys: pytest.CaptureFixtur
     assert json.loads((base / "environment.json").read_text())["identity"]["driver"] is None
 
 
-def test_json_is_the_record_and_nothing_else(capsys: pytest.CaptureFixture[str], empty_directory: Path) -> None:
+def test_json_is_the_record_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], empty_directory: Path
+) -> None:
     assert cli.benchmark([*ONE, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed.pop("statistics").keys() == {"step", "forward", "backward", "optimizer"}

@@ -50,7 +50,9 @@ def run(model: ModelConfig | None = None, **changes: object) -> RunConfig:
 
 
 def test_published_presets_are_as_published() -> None:
-    assert {n: (m.d_model, m.d_ff, m.num_layers, m.num_heads) for n, m in SIZES.items()}.items() >= PUBLISHED.items()
+    assert {
+        n: (m.d_model, m.d_ff, m.num_layers, m.num_heads) for n, m in SIZES.items()
+    }.items() >= PUBLISHED.items()
     for name in PUBLISHED:
         model = SIZES[name]
         gpt2 = name.startswith("gpt2")
@@ -81,7 +83,9 @@ def test_a_shape_that_cannot_be_is_refused_by_name(name: str, value: int) -> Non
         ({"sdpa_backend": "flash"}, "sdpa_backend flash needs attention sdpa, got attention naive"),
     ],
 )
-def test_a_shape_that_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_shape_that_contradicts_itself_is_refused(
+    changes: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         shape(**changes)
     assert shape(arch=Arch.GPT2, d_model=6, num_heads=2).d_head == 3, "only RoPE needs an even head"
@@ -105,7 +109,18 @@ def test_a_shape_that_contradicts_itself_is_refused(changes: dict[str, object], 
         ({"tokens": "/data/\udcff.npy"}, "tokens needs a file name that is valid UTF-8"),
         *(
             ({"model_factory": name}, "model must be package.module:factory")
-            for name in ("os", "os:", ":system", "a b:c", "../a:b", "a.b:c d", "a:b()", "a..b:c", "a:b.", "a:b\0")
+            for name in (
+                "os",
+                "os:",
+                ":system",
+                "a b:c",
+                "../a:b",
+                "a.b:c d",
+                "a:b()",
+                "a..b:c",
+                "a:b.",
+                "a:b\0",
+            )
         ),
         ({"mode": "sleep"}, "'sleep' is not a valid Mode"),
     ],
@@ -120,58 +135,130 @@ def test_a_factory_is_not_imported() -> None:
 
 
 ALL = RunConfig(
-    size="custom", model=ModelConfig(d_model=128, d_ff=64, num_layers=2, num_heads=2, attention=Attention.SDPA),
-    precision=Precision.BF16, device=Device.CUDA, optimizer=OptimizerKind.FUSED, compile=CompileMode.DEFAULT,
-    compile_blocks=True, pad_vocabulary=64, cast_once=True, split_masters=True, fused_loss=True, loss_chunks=2,
-    fused_blocks=True, fused_activations=True, packed_attention=True, bf16_moments=True, cuda_graph=True,
-)  # fmt: skip
+    size="custom",
+    model=ModelConfig(d_model=128, d_ff=64, num_layers=2, num_heads=2, attention=Attention.SDPA),
+    precision=Precision.BF16,
+    device=Device.CUDA,
+    optimizer=OptimizerKind.FUSED,
+    compile=CompileMode.DEFAULT,
+    compile_blocks=True,
+    pad_vocabulary=64,
+    cast_once=True,
+    split_masters=True,
+    fused_loss=True,
+    loss_chunks=2,
+    fused_blocks=True,
+    fused_activations=True,
+    packed_attention=True,
+    bf16_moments=True,
+    cuda_graph=True,
+)
 """All shortcuts that go together."""
 NO_COPIES: dict[str, object] = {
-    "split_masters": False, "loss_chunks": 1, "fused_blocks": False, "fused_activations": False,
-    "packed_attention": False, "bf16_moments": False,
-}  # fmt: skip
-SELECTIVE: dict[str, object] = {"checkpoint_blocks": 1, "selective_checkpoints": True, "fused_activations": False}
+    "split_masters": False,
+    "loss_chunks": 1,
+    "fused_blocks": False,
+    "fused_activations": False,
+    "packed_attention": False,
+    "bf16_moments": False,
+}
+SELECTIVE: dict[str, object] = {
+    "checkpoint_blocks": 1,
+    "selective_checkpoints": True,
+    "fused_activations": False,
+}
 FP8: dict[str, object] = {"fp8": True, "fused_activations": False}
 REFUSED: tuple[tuple[dict[str, object], str], ...] = (
-    ({"compile": "none"}, "--compile-blocks needs a mode, as in --compile default, got --compile none"),
+    (
+        {"compile": "none"},
+        "--compile-blocks needs a mode, as in --compile default, got --compile none",
+    ),
     ({"model_factory": "a:b"}, "--compile-blocks needs this project's model, got --model 'a:b'"),
     ({"compile_blocks": False}, "--fused-loss needs --compile-blocks, as a whole model"),
     ({"optimizer": "adamw"}, "--cast-once needs --optimizer fused, got --optimizer adamw"),
     ({"precision": "tf32"}, "--cast-once needs --precision bf16, got --precision tf32"),
-    ({"model": replace(ALL.model, d_model=132)}, "--cast-once needs a d_model that is a multiple of 8"),
+    (
+        {"model": replace(ALL.model, d_model=132)},
+        "--cast-once needs a d_model that is a multiple of 8",
+    ),
     ({"cast_once": False}, "--split-masters needs --cast-once, got none"),
     ({"mode": "forward"}, "--split-masters needs --mode train, got --mode forward"),
-    ({"mode": "forward", "split_masters": False}, "--bf16-moments needs --mode train, got --mode forward"),
+    (
+        {"mode": "forward", "split_masters": False},
+        "--bf16-moments needs --mode train, got --mode forward",
+    ),
     ({"fused_loss": False}, "--loss-chunks needs --fused-loss, got none"),
     ({"fused_blocks": False}, "--fused-activations needs --fused-blocks, got none"),
-    ({"fused_blocks": False, "fused_activations": False}, "--packed-attention needs --fused-blocks, got none"),
-    ({"model": replace(ALL.model, d_ff=60)}, "--fused-activations needs a d_ff that is a multiple of 8"),
-    ({"checkpoint_blocks": 1, "selective_checkpoints": True}, "cannot be combined with --selective-checkpoints"),
-    ({**SELECTIVE, "checkpoint_blocks": 2}, "needs --checkpoint-blocks 1, as each block is a checkpoint, got --check"),
+    (
+        {"fused_blocks": False, "fused_activations": False},
+        "--packed-attention needs --fused-blocks, got none",
+    ),
+    (
+        {"model": replace(ALL.model, d_ff=60)},
+        "--fused-activations needs a d_ff that is a multiple of 8",
+    ),
+    (
+        {"checkpoint_blocks": 1, "selective_checkpoints": True},
+        "cannot be combined with --selective-checkpoints",
+    ),
+    (
+        {**SELECTIVE, "checkpoint_blocks": 2},
+        "needs --checkpoint-blocks 1, as each block is a checkpoint, got --check",
+    ),
     ({"keep_hidden": 1}, "--keep-hidden needs --selective-checkpoints, got none"),
     ({**SELECTIVE, "keep_hidden": 3}, "--keep-hidden 3 is more than the 2 blocks of the model"),
-    ({"model": replace(ALL.model, attention="naive")}, "--packed-attention needs --attention sdpa, got --attention"),
-    ({"model": replace(ALL.model, sdpa_backend="math")}, "cannot be combined with --sdpa-backend math"),
+    (
+        {"model": replace(ALL.model, attention="naive")},
+        "--packed-attention needs --attention sdpa, got --attention",
+    ),
+    (
+        {"model": replace(ALL.model, sdpa_backend="math")},
+        "cannot be combined with --sdpa-backend math",
+    ),
     ({"model": replace(ALL.model, num_heads=4)}, "needs heads of a width in (64, 96, 128)"),
     ({"fp8": True}, "--fused-activations cannot be combined with --fp8"),
-    ({**FP8, "batch_size": 3, "model": replace(ALL.model, context_length=8)}, "got batch_size x context_length = 24"),
+    (
+        {**FP8, "batch_size": 3, "model": replace(ALL.model, context_length=8)},
+        "got batch_size x context_length = 24",
+    ),
     ({**NO_COPIES, **FP8, "cast_once": False}, "--fp8 needs --cast-once, got none"),
     ({"warmup_steps": 3}, "at least --warmup-steps 4: it records the step after 3 others, got 3"),
     ({"device": "cpu"}, "--cuda-graph needs --device cuda, got --device cpu"),
     ({"profiler": "memory"}, "--cuda-graph cannot be combined with --memory"),
-    ({**NO_COPIES, "cast_once": False, "precision": "fp16"}, "whose loss is not scaled, got --precision fp16"),
-    ({"compile": "reduce-overhead"}, "a mode of --compile without graphs of its own, got --compile reduce-overhead"),
-    ({"shard_optimizer": True}, "--shard-optimizer needs a way that leaves all gradients to each rank"),
+    (
+        {**NO_COPIES, "cast_once": False, "precision": "fp16"},
+        "whose loss is not scaled, got --precision fp16",
+    ),
+    (
+        {"compile": "reduce-overhead"},
+        "a mode of --compile without graphs of its own, got --compile reduce-overhead",
+    ),
+    (
+        {"shard_optimizer": True},
+        "--shard-optimizer needs a way that leaves all gradients to each rank",
+    ),
     ({"ranks": 2}, "--ranks needs a way to share a step"),
     ({"parallel": "ddp"}, "--parallel ddp cannot be combined with --cuda-graph yet"),
-    ({"parallel": "ddp-push", "cuda_graph": False, "expandable_segments": True}, "ranks open each other's memory"),
     (
-        {"parallel": "ddp-flat", "cuda_graph": False, "split_masters": False, "bf16_moments": False, "mode": "forward"},
+        {"parallel": "ddp-push", "cuda_graph": False, "expandable_segments": True},
+        "ranks open each other's memory",
+    ),
+    (
+        {
+            "parallel": "ddp-flat",
+            "cuda_graph": False,
+            "split_masters": False,
+            "bf16_moments": False,
+            "mode": "forward",
+        },
         "--parallel needs gradients, so --mode forward-backward or train, got --mode forward",
     ),
     ({"parallel": "fsdp", "cuda_graph": False, "shard_optimizer": True}, "got --parallel fsdp"),
     ({"loss": "model"}, "loss needs your own model"),
-    ({"parallel": "fsdp", "sync_phases": True}, "with --cuda-graph cannot be combined with --sync-phases"),
+    (
+        {"parallel": "fsdp", "sync_phases": True},
+        "with --cuda-graph cannot be combined with --sync-phases",
+    ),
 )
 
 
@@ -196,7 +283,20 @@ def test_every_setting_changes_the_key() -> None:
     assert len({config.key for config in configs}) == len(configs)
 
 
-HOSTILE = ("../../x", "/etc/x", "a\\b", "", ".hidden", "-rf", "x" * 300, "a\0b", "a\nb", "<b>|x", "CON:", "Größe")
+HOSTILE = (
+    "../../x",
+    "/etc/x",
+    "a\\b",
+    "",
+    ".hidden",
+    "-rf",
+    "x" * 300,
+    "a\0b",
+    "a\nb",
+    "<b>|x",
+    "CON:",
+    "Größe",
+)
 
 
 def test_hostile_text_makes_a_plain_and_unique_key() -> None:
@@ -207,12 +307,20 @@ def test_hostile_text_makes_a_plain_and_unique_key() -> None:
 
 
 def test_the_key_is_a_digest_of_what_differs_from_the_defaults() -> None:
-    """Written out by hand, so that no change of the code takes finished records for those of another run."""
+    """Written out by hand, so that no change of the code takes finished records for those of
+    another run.
+    """
     run_part = '{"measured_steps": 3, "mode": "forward", "size": "tiny"}'
-    model_part = '{"context_length": 64, "d_ff": 512, "d_model": 128, "num_heads": 4, "num_layers": 2}'
+    model_part = (
+        '{"context_length": 64, "d_ff": 512, "d_model": 128, "num_heads": 4, "num_layers": 2}'
+    )
     digest = hashlib.sha256(f"[{run_part}, {model_part}]".encode()).hexdigest()[:10]
     config = RunConfig(
-        size="tiny", model=replace(SIZES["tiny"], context_length=64), mode=Mode.FORWARD, measured_steps=3, repeat=7
+        size="tiny",
+        model=replace(SIZES["tiny"], context_length=64),
+        mode=Mode.FORWARD,
+        measured_steps=3,
+        repeat=7,
     )
     assert config.key == f"tiny_ctx64_b4_forward_fp32_{digest}_r7"
 
@@ -248,17 +356,32 @@ def test_repeats_share_their_configuration() -> None:
 
 def test_the_label_says_what_is_unusual() -> None:
     small = replace(SIZES["small"], context_length=64)
-    assert RunConfig(size="small", model=small, mode=Mode.FORWARD).label == "small ctx 64 forward fp32"
+    assert (
+        RunConfig(size="small", model=small, mode=Mode.FORWARD).label == "small ctx 64 forward fp32"
+    )
     config = RunConfig(
-        size="small", model=replace(small, attention=Attention.SDPA), precision=Precision.BF16,
-        optimizer=OptimizerKind.FUSED, warmup_steps=2, batch_size=8, repeat=3,
-    )  # fmt: skip
+        size="small",
+        model=replace(small, attention=Attention.SDPA),
+        precision=Precision.BF16,
+        optimizer=OptimizerKind.FUSED,
+        warmup_steps=2,
+        batch_size=8,
+        repeat=3,
+    )
     assert config.label == "small ctx 64 train bf16 sdpa fused warm-up 2 batch 8 #3"
-    assert "d_model 128" in replace(config, size="custom", model=replace(small, d_model=128, num_heads=2)).label
+    assert (
+        "d_model 128"
+        in replace(config, size="custom", model=replace(small, d_model=128, num_heads=2)).label
+    )
 
 
 def test_a_choice_may_be_named_by_a_string() -> None:
-    """It compares equal to the choice, and must then be the same one wherever something is remembered by it."""
-    named = run(ModelConfig(d_model=8, d_ff=8, num_layers=1, num_heads=2, attention="sdpa"), mode="inference")
+    """It compares equal to the choice, and must then be the same one wherever something is
+    remembered by it.
+    """
+    named = run(
+        ModelConfig(d_model=8, d_ff=8, num_layers=1, num_heads=2, attention="sdpa"),
+        mode="inference",
+    )
     assert named.mode is Mode.INFERENCE
     assert named.model.attention is Attention.SDPA

@@ -29,7 +29,9 @@ class Tokens(torch.utils.data.Dataset):
 
 def tiny_gpt2():
     transformers = pytest.importorskip("transformers")
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64))
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=64)
+    )
 
 
 def step_of(directory):
@@ -49,11 +51,19 @@ def test_a_trainer_of_hugging_face_is_watched(tmp_path):
     from examples.watch_trainer import Watched
 
     arguments = transformers.TrainingArguments(
-        tmp_path / "out", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=6, report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
+        tmp_path / "out",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=6,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
     watched = Watched(warmup_steps=2, output=tmp_path)
-    transformers.Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[watched]).train()
+    transformers.Trainer(
+        model=model, args=arguments, train_dataset=Tokens(), callbacks=[watched]
+    ).train()
     config = step_of(tmp_path).config
     assert (config.measured_steps, config.batch_size, config.model.context_length) == (4, 4, 8)
 
@@ -75,9 +85,14 @@ def test_a_trainer_of_lightning_is_watched(tmp_path):
 
     watched = Watched("model", warmup_steps=2, output=tmp_path)
     trainer = lightning.Trainer(
-        max_steps=6, accelerator="cpu", callbacks=[watched], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+        max_steps=6,
+        accelerator="cpu",
+        callbacks=[watched],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader(Tokens(), batch_size=2))
     config = step_of(tmp_path).config
     assert (config.measured_steps, config.batch_size, config.model.context_length) == (4, 2, 8)

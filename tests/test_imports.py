@@ -1,4 +1,6 @@
-"""What a command imports, and when: the packages that take half a second and more, in a fresh process."""
+"""What a command imports, and when: the packages that take half a second and more, in a fresh
+process.
+"""
 
 import subprocess
 import sys
@@ -17,11 +19,15 @@ gc.freeze()
 
 def passes(code: str, directory: Path) -> None:
     script = SCRIPT.format(code)
-    done = subprocess.run([sys.executable, "-c", script], cwd=directory, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=directory, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_help_and_what_needs_no_run_import_neither_torch_nor_drawing_nor_data_frames(tmp_path: Path) -> None:
+def test_help_and_what_needs_no_run_import_neither_torch_nor_drawing_nor_data_frames(
+    tmp_path: Path,
+) -> None:
     code = """
 def status(command, argv):
     try:
@@ -29,8 +35,12 @@ def status(command, argv):
     except SystemExit as end:
         return end.code
 
+
 assert status(cli.main, ["account"]) == 0
-assert status(cli.main, ["account", "--parameters", "7e9", "--tokens", "1e9", "--peak-tflops", "1"]) == 0
+assert (
+    status(cli.main, ["account", "--parameters", "7e9", "--tokens", "1e9", "--peak-tflops", "1"])
+    == 0
+)
 assert status(cli.main, ["--help"]) == 0  # which imports the flags of every command
 for command in (cli.benchmark, cli.sweep, cli.precision):
     assert status(command, ["--help"]) == 0
@@ -42,17 +52,40 @@ assert not found, found
 
 def test_an_eager_run_imports_no_compiler_and_no_step_imports_anything(tmp_path: Path) -> None:
     code = """
-SMALL = ["--device", "cpu", "--vocab-size", "11", "--context-length", "8", "--d-model", "8", "--num-heads", "2"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--vocab-size",
+    "11",
+    "--context-length",
+    "8",
+    "--d-model",
+    "8",
+    "--num-heads",
+    "2",
+]
 compiler, tables = "torch._dynamo", {"pandas", "matplotlib"}
-others = {"rich.console", *(f"cs336_systems.{name}" for name in (
-    "model.fast.model", "parallel.data_parallel", "measure.memory", "sweep.run", "studies.ceilings_records",
-))}  # of fast, shared, profiled and several runs, and of printing
+others = {
+    "rich.console",
+    *(
+        f"cs336_systems.{name}"
+        for name in (
+            "model.fast.model",
+            "parallel.data_parallel",
+            "measure.memory",
+            "sweep.run",
+            "studies.ceilings_records",
+        )
+    ),
+}  # of fast, shared, profiled and several runs, and of printing
 first = set()  # all that was loaded when the first step ended
 loaded = set()  # of these, when the last step ended
 steps = []  # of each, what it imported
 
 import cs336_systems.measure.step
+
 call = cs336_systems.measure.step.TrainingStep.__call__
+
 
 def watched(self, clock):
     before = set(sys.modules)
@@ -62,8 +95,10 @@ def watched(self, clock):
     loaded.update({compiler, *tables} & set(sys.modules))
     return result
 
+
 cs336_systems.measure.step.TrainingStep.__call__ = watched
 import cs336_systems.commands.benchmark
+
 cs336_systems.commands.benchmark.print_measured = lambda *_: None
 for flags in ([], ["--mixed-precision"], ["--mode", "inference"]):
     assert cli.benchmark([*SMALL, "--warmup-steps", "2", "--measured-steps", "2", *flags]) == 0

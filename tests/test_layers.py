@@ -13,7 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = "cs336_systems"
 
-FOLDERS = ("costs", "analysis", "model", "parallel", "measure", "sweep", "studies", "report", "commands")
+FOLDERS = (
+    "costs",
+    "analysis",
+    "model",
+    "parallel",
+    "measure",
+    "sweep",
+    "studies",
+    "report",
+    "commands",
+)
 """From the bottom up: each imports from itself, from those before it, and from BASE."""
 BASE = ("", "interrupt", "temporary", "text", "files", "ranges", "settings", "config", "record")
 """Modules of the package root that every folder may import, from the bottom up."""
@@ -21,9 +31,17 @@ TOP = ("watched", "cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
 ELSEWHERE = (
-    "sweep.worker", "sweep.ranks", "sweep.cluster", "costs.trace", "costs.on_cuda", "costs.routing", "watched",
-)  # fmt: skip
-"""Modules of such a place that run in the processes that measure or train, or in one that needs Ray."""
+    "sweep.worker",
+    "sweep.ranks",
+    "sweep.cluster",
+    "costs.trace",
+    "costs.on_cuda",
+    "costs.routing",
+    "watched",
+)
+"""Modules of such a place that run in the processes that measure or train, or in one that needs
+Ray.
+"""
 
 
 @cache
@@ -32,7 +50,10 @@ def modules() -> dict[str, Path]:
     base = ROOT / PACKAGE
     files = [path for path in base.rglob("*.py") if "__pycache__" not in path.parts]
     names = [path.relative_to(base).with_suffix("").as_posix().replace("/", ".") for path in files]
-    return {name.removesuffix("__init__").removesuffix("."): path for name, path in zip(names, files, strict=True)}
+    return {
+        name.removesuffix("__init__").removesuffix("."): path
+        for name, path in zip(names, files, strict=True)
+    }
 
 
 def rank(module: str) -> tuple[int, int]:
@@ -44,7 +65,9 @@ def rank(module: str) -> tuple[int, int]:
 
 
 def imports(tree: ast.AST, at_top: bool) -> Iterator[str]:
-    """Full names that `tree` imports; with `at_top`, only those that importing the module itself runs."""
+    """Full names that `tree` imports; with `at_top`, only those that importing the module itself
+    runs.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,12 +93,16 @@ def within(names: Iterator[str]) -> set[str]:
 @cache
 def imported(module: str) -> frozenset[str]:
     found = within(imports(ast.parse(modules()[module].read_text()), at_top=False))
-    return frozenset(found - {"watched"} if not module else found)  # the package itself offers `watch`, on demand
+    # the package itself offers `watch`, on demand
+    return frozenset(found - {"watched"} if not module else found)
 
 
 def test_imports_go_down() -> None:
     above = [
-        (module, other) for module in sorted(modules()) for other in imported(module) if rank(other) > rank(module)
+        (module, other)
+        for module in sorted(modules())
+        for other in imported(module)
+        if rank(other) > rank(module)
     ]
     assert above == [], "a module imports another that stands above it"
 
@@ -88,7 +115,9 @@ def test_no_import_comes_back() -> None:
 def test_a_cycle_would_be_found() -> None:
     with pytest.raises(graphlib.CycleError):
         list(graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).static_order())
-    tree = ast.parse("import cs336_systems.cli\ndef f():\n    from cs336_systems import config, record\n")
+    tree = ast.parse(
+        "import cs336_systems.cli\ndef f():\n    from cs336_systems import config, record\n"
+    )
     assert within(imports(tree, at_top=True)) == {"cli"}
     assert within(imports(tree, at_top=False)) == {"cli", "config", "record"}
 
@@ -97,12 +126,19 @@ def test_scripts_import_the_command_line_only() -> None:
     for script in ("benchmark.py", "benchmark_sweep.py", "precision.py"):
         tree = ast.parse((ROOT / script).read_text())
         assert within(imports(tree, at_top=False)) == {"start"}, script
-        assert {name.partition(".")[0] for name in imports(tree, at_top=False)} == {"sys", PACKAGE}, script
+        assert {name.partition(".")[0] for name in imports(tree, at_top=False)} == {
+            "sys",
+            PACKAGE,
+        }, script
 
 
 def test_results_are_read_and_sweeps_are_run_without_torch() -> None:
     """In fact and not only by the source: no third package may bring torch along either."""
-    free = [name for name in sorted(modules()) if "." not in name or name.partition(".")[0] in TORCH_FREE]
+    free = [
+        name
+        for name in sorted(modules())
+        if "." not in name or name.partition(".")[0] in TORCH_FREE
+    ]
     free = [name for name in free if name not in ELSEWHERE]
     code = f"""
 import sys
@@ -110,5 +146,7 @@ sys.modules["torch"] = sys.modules["ray"] = None  # importing them is now an Imp
 for name in {[f"{PACKAGE}.{name}".rstrip(".") for name in free]}:
     __import__(name)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,6 @@
-"""Records survive the way to disk and back; whatever else lies there is a clear error and nothing more."""
+"""Records survive the way to disk and back; whatever else lies there is a clear error and
+nothing more.
+"""
 
 import errno
 import json
@@ -57,28 +59,63 @@ from tests.neighbours import each_configuration
 CONFIG = RunConfig(
     size="custom",
     model=ModelConfig(
-        arch=Arch.GPT2, vocab_size=11, context_length=8, d_model=16, d_ff=48, num_layers=2, num_heads=2, rope_theta=9.5,
-        attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH,
+        arch=Arch.GPT2,
+        vocab_size=11,
+        context_length=8,
+        d_model=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        rope_theta=9.5,
+        attention=Attention.SDPA,
+        sdpa_backend=SdpaBackend.MATH,
     ),
-    batch_size=2, mode=Mode.FORWARD, precision=Precision.FP16, optimizer=OptimizerKind.FUSED,
-    compile=CompileMode.REDUCE_OVERHEAD, compile_blocks=True, device=Device.CUDA, warmup_steps=2, measured_steps=3,
-    seed=2**63 - 1, sync_phases=True, ranges=False, tokens="täglich 日\t\"'\\.npy", repeat=4,
-    profiler=Profiler.KINETO, checkpoint_blocks=2, pad_vocabulary=64, learning_rate=1 / 3,
-)  # fmt: skip
+    batch_size=2,
+    mode=Mode.FORWARD,
+    precision=Precision.FP16,
+    optimizer=OptimizerKind.FUSED,
+    compile=CompileMode.REDUCE_OVERHEAD,
+    compile_blocks=True,
+    device=Device.CUDA,
+    warmup_steps=2,
+    measured_steps=3,
+    seed=2**63 - 1,
+    sync_phases=True,
+    ranges=False,
+    tokens="täglich 日\t\"'\\.npy",
+    repeat=4,
+    profiler=Profiler.KINETO,
+    checkpoint_blocks=2,
+    pad_vocabulary=64,
+    learning_rate=1 / 3,
+)
 STATE = GpuState(
-    sm_clock_hz=1_980_000_000, max_sm_clock_hz=2_000_000_000, memory_clock_hz=3_000_000_000, power_w=700.25,
-    temperature_c=-1, throttle_reasons=("power cap", "hardware thermal"), other_processes=2,
-)  # fmt: skip
+    sm_clock_hz=1_980_000_000,
+    max_sm_clock_hz=2_000_000_000,
+    memory_clock_hz=3_000_000_000,
+    power_w=700.25,
+    temperature_c=-1,
+    throttle_reasons=("power cap", "hardware thermal"),
+    other_processes=2,
+)
 FULL = RunRecord(
     config=CONFIG,
     status=Status.OK,
     started_at="2026-01-02T03:04:05+00:00",
     format_version=FORMAT_VERSION,
     failure=Failure(
-        message="no\nway\0", where="step 3", requested_bytes=2**40, free_bytes=0, signal="SIGKILL", traceback="a\nb",
+        message="no\nway\0",
+        where="step 3",
+        requested_bytes=2**40,
+        free_bytes=0,
+        signal="SIGKILL",
+        traceback="a\nb",
         log_tail="<script>",
     ),
-    measurements=(Measurement(Phase.FORWARD, (0.1, 1 / 3, 5e-324)), Measurement(Phase.STEP, (0.2, 0.5, 1e-9))),
+    measurements=(
+        Measurement(Phase.FORWARD, (0.1, 1 / 3, 5e-324)),
+        Measurement(Phase.STEP, (0.2, 0.5, 1e-9)),
+    ),
     warmup_times_s=(1.5, 1e9),
     host_times_s=(0.1, 0.2, 0.3),
     between_s=(0.01, 0.02),
@@ -88,41 +125,74 @@ FULL = RunRecord(
     collector_on=False,
     num_parameters=2**53 + 1,
     memory=Memory(
-        peak_allocated_bytes=2**53 + 1, peak_reserved_bytes=1, first_step_peak_allocated_bytes=2, segments_allocated=3,
+        peak_allocated_bytes=2**53 + 1,
+        peak_reserved_bytes=1,
+        first_step_peak_allocated_bytes=2,
+        segments_allocated=3,
         alloc_retries=4,
     ),
     failed_rank=3,
     moments=(
         MemoryMoment(
-            moment=MomentName.BEFORE_OPTIMIZER, allocated_bytes=2**40, parameters_bytes=1, gradients_bytes=2,
+            moment=MomentName.BEFORE_OPTIMIZER,
+            allocated_bytes=2**40,
+            parameters_bytes=1,
+            gradients_bytes=2,
             optimizer_state_bytes=3,
         ),
     ),
     ranks=(
         RankRecord(
-            rank=1, measurements=(Measurement(Phase.STEP, (0.2, 0.5)),), warmup_times_s=(2.5,), host_times_s=(0.1, 0.2),
-            losses=(None, 1.5), device_uuid="GPU-2", warnings=(RunWarning(code=WarningCode.DRIFT, message="up"),),
+            rank=1,
+            measurements=(Measurement(Phase.STEP, (0.2, 0.5)),),
+            warmup_times_s=(2.5,),
+            host_times_s=(0.1, 0.2),
+            losses=(None, 1.5),
+            device_uuid="GPU-2",
+            warnings=(RunWarning(code=WarningCode.DRIFT, message="up"),),
         ),
     ),
     traffic=(Traffic(collective="allreduce", count=2, payload_bytes=2**40, sent_bytes=2**40 + 1),),
     compilation=Compilation(seconds=0.1, graphs=2, graph_breaks=3, recompiles=4),
     telemetry=Telemetry(before=STATE, after=replace(STATE, power_w=0.1), energy_per_step_j=0.3),
     environment=Environment(
-        identity=Identity(device_name="NVIDIA H100", driver="580.1", torch="2.13.0", code="0123456789abcdef"),
-        device_uuid="GPU-1", device_memory_bytes=2**36, cuda="13.0", cudnn="91002", quack="0.6.5",
-        flash_attention_4="4.0.0b36", python="3.11.7", platform="Linux", host="node-1", cpu="AMD", cpu_count=2,
-        load_1min=0.5, torch_threads=1, float32_matmul_precision="highest", allow_tf32_matmul=False,
-        allow_tf32_cudnn=True, git_commit="f" * 40, git_dirty=True, package_version="1.0",
+        identity=Identity(
+            device_name="NVIDIA H100", driver="580.1", torch="2.13.0", code="0123456789abcdef"
+        ),
+        device_uuid="GPU-1",
+        device_memory_bytes=2**36,
+        cuda="13.0",
+        cudnn="91002",
+        quack="0.6.5",
+        flash_attention_4="4.0.0b36",
+        python="3.11.7",
+        platform="Linux",
+        host="node-1",
+        cpu="AMD",
+        cpu_count=2,
+        load_1min=0.5,
+        torch_threads=1,
+        float32_matmul_precision="highest",
+        allow_tf32_matmul=False,
+        allow_tf32_cudnn=True,
+        git_commit="f" * 40,
+        git_dirty=True,
+        package_version="1.0",
     ),
-    inputs=(Input(name="source of a.b:c", state="0123456789abcdef"), Input(name="token file t.npy", state=None)),
+    inputs=(
+        Input(name="source of a.b:c", state="0123456789abcdef"),
+        Input(name="token file t.npy", state=None),
+    ),
     durations=Durations(setup_s=1.0, warmup_s=2.0, measured_s=3.0, total_s=6.5),
     warnings=tuple(RunWarning(code=code, message=f"about {code}") for code in WarningCode),
-)  # fmt: skip
+)
 
 
 def minimal() -> RunRecord:
     return RunRecord(
-        config=RunConfig(size="tiny", model=SIZES["tiny"]), status=Status.OOM, started_at="2026-01-02T03:04:05+00:00"
+        config=RunConfig(size="tiny", model=SIZES["tiny"]),
+        status=Status.OOM,
+        started_at="2026-01-02T03:04:05+00:00",
     )
 
 
@@ -139,7 +209,9 @@ def at_default(value: object, path: str = "record") -> list[str]:
 
 
 def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: Path) -> None:
-    assert [name for name in at_default(FULL) if not name.startswith("record.config.")] == ["record.format_version"]
+    assert [name for name in at_default(FULL) if not name.startswith("record.config.")] == [
+        "record.format_version"
+    ]
     for config in {FULL.config, *each_configuration()}:
         record = replace(FULL, config=config)
         path = write_record(record, tmp_path)
@@ -169,8 +241,12 @@ def test_fields_that_are_missing_or_unknown_are_no_obstacle(tmp_path: Path) -> N
 @pytest.mark.parametrize("rest", [{}, {"config": "elsewhere", "status": 3}])
 def test_a_newer_format_is_told_from_a_broken_one(tmp_path: Path, rest: dict[str, object]) -> None:
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(json.loads(encode_record(FULL)) | {"format_version": FORMAT_VERSION + 1} | rest))
-    with pytest.raises(RecordError, match=rf"^{path}: format version 2 is newer than this program's 1; update it$"):
+    path.write_text(
+        json.dumps(json.loads(encode_record(FULL)) | {"format_version": FORMAT_VERSION + 1} | rest)
+    )
+    with pytest.raises(
+        RecordError, match=rf"^{path}: format version 2 is newer than this program's 1; update it$"
+    ):
         read_record(path)
 
 
@@ -217,8 +293,13 @@ BROKEN = {
     "loss a string": changed("losses", to=["0.5"]),
     "environment without identity": changed("environment", to={}),
     "deep lists": b"[" * 1_000_000,
-    "deep in an unknown field": b'{"format_version":1,"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "deep in a known field": changed("losses", to="DEEP").replace(b'"DEEP"', b"[" * 100_000 + b"]" * 100_000),
+    "deep in an unknown field": b'{"format_version":1,"x":'
+    + b"[" * 100_000
+    + b"]" * 100_000
+    + b"}",
+    "deep in a known field": changed("losses", to="DEEP").replace(
+        b'"DEEP"', b"[" * 100_000 + b"]" * 100_000
+    ),
 }
 
 
@@ -246,7 +327,9 @@ def test_a_file_larger_than_any_record_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with path.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(RecordError, match=f"1099511627776 bytes are more than a record .* ever has .{MAX_BYTES}."):
+    with pytest.raises(
+        RecordError, match=f"1099511627776 bytes are more than a record .* ever has .{MAX_BYTES}."
+    ):
         read_record(path)
 
 
@@ -274,10 +357,16 @@ def test_a_directory_gives_its_records_and_its_problems(tmp_path: Path) -> None:
 
 
 def test_out_of_memory_is_a_result_and_a_crash_is_not() -> None:
-    assert {status for status in Status if status.is_result} == {Status.OK, Status.UNAVAILABLE, Status.OOM}
+    assert {status for status in Status if status.is_result} == {
+        Status.OK,
+        Status.UNAVAILABLE,
+        Status.OOM,
+    }
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 @pytest.mark.parametrize("step", ["fsync", "replace"])
 def test_a_write_that_ends_at_any_step_leaves_the_old_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
@@ -315,7 +404,9 @@ def test_a_reader_sees_the_old_bytes_or_the_new_ones(tmp_path: Path) -> None:
     assert seen <= set(contents)
 
 
-def test_what_is_written_reaches_the_disk_before_its_name_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_reaches_the_disk_before_its_name_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     fsync, rename = os.fsync, Path.replace
 

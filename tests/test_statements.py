@@ -1,5 +1,5 @@
-"""Published tables are, to the byte, what the code makes of the records; documents say what both have, README what
-is printed. The forecasts of the published runs are made once for all.
+"""Published tables are, to the byte, what the code makes of the records; documents say what both
+have, README what is printed. The forecasts of the published runs are made once for all.
 """
 
 import re
@@ -49,7 +49,9 @@ def outputs(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """Reads a copy of a results directory once; the copies of all of them, without tables, are beside each other."""
+    """Reads a copy of a results directory once; the copies of all of them, without tables, are
+    beside each other.
+    """
     data = tmp_path_factory.mktemp("published") / "data"
     for path in (path for directory in committed_directories() for path in directory.iterdir()):
         made = data / path.relative_to(DATA)
@@ -63,7 +65,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA)))
+@pytest.mark.parametrize(
+    "directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA))
+)
 def test_committed_tables_are_those_of_the_committed_records(directory: Path, loaded: Load) -> None:
     own = loaded(directory)
     given = {path.name: path.read_bytes() for path in own.path.glob("*.json")}
@@ -88,7 +92,9 @@ Rows = Sequence[Mapping[str, str]]
 
 
 def groups_of(rows: Rows, directory: Path) -> tuple[str, list[Rows]]:
-    """The column that answers the question of the directory's command, and the rows among which extremes are named."""
+    """The column that answers the question of the directory's command, and the rows among which
+    extremes are named.
+    """
     if "gate" in rows[0]:
         passed = [row for row in rows if row["gate"] == "passed"]
         return "step_mean_ms", [[min(passed, key=lambda row: float(row["step_mean_ms"]))]]
@@ -96,7 +102,9 @@ def groups_of(rows: Rows, directory: Path) -> tuple[str, list[Rows]]:
         return "speed_up", [[row for row in rows if row["version"] != "eager"]]
     if "measured" in rows[0]:
         words = {row["ceiling"].split()[-1] for row in rows if row["unit"] != "µs"}
-        return "measured", [[row for row in rows if row["ceiling"].endswith(word)] for word in words]
+        return "measured", [
+            [row for row in rows if row["ceiling"].endswith(word)] for word in words
+        ]
     if "together_mean_ms" in rows[0]:
         shapes: dict[str, list[Mapping[str, str]]] = {}
         by_shape = sorted(rows, key=lambda row: (int(row["context_length"]), int(row["d_head"])))
@@ -110,18 +118,28 @@ def groups_of(rows: Rows, directory: Path) -> tuple[str, list[Rows]]:
 
 
 def busy_by_clock(directory: Path, runs: Rows) -> list[tuple[float, bool]]:
-    """Of each profiled step the busy time over the clock's step, and whether the clock's run was launch-bound."""
+    """Of each profiled step the busy time over the clock's step, and whether the clock's run was
+    launch-bound.
+    """
     found = []
     for profiled in some(table(f"{directory.relative_to(DATA)}/phases.csv"), phase="step"):
-        (run,) = [row for row in runs if all(row[key] == profiled[key] for key in row.keys() & profiled.keys())]
+        (run,) = [
+            row
+            for row in runs
+            if all(row[key] == profiled[key] for key in row.keys() & profiled.keys())
+        ]
         share = float(profiled["busy_mean_ms"]) / float(run["step_mean_ms"])
         found.append((share, "launch-bound" in run["warnings"]))
     return found
 
 
-@pytest.mark.parametrize("directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA)))
+@pytest.mark.parametrize(
+    "directory", committed_directories(), ids=lambda path: str(path.relative_to(DATA))
+)
 def test_a_headline_says_what_the_published_tables_have(directory: Path, loaded: Load) -> None:
-    """Both extremes of all rows, how many failed and how, and what limits profiled steps, by the CSV files alone."""
+    """Both extremes of all rows, how many failed and how, and what limits profiled steps, by the
+    CSV files alone.
+    """
     own = loaded(directory)
     text, more = headline_of(own, [] if own.sweep is None else times_of(own.sweep))
     assert len(text) <= MOST_CHARACTERS
@@ -140,8 +158,13 @@ def test_a_headline_says_what_the_published_tables_have(directory: Path, loaded:
     rows = table(f"{directory.relative_to(DATA)}/{name}.csv")
     key, groups = groups_of(rows, directory)
     for group in groups:
-        assert has_extremes(f"{text} {more}", [float(row[key]) for row in group if row[key]]), (text, more)
-    for status, count in Counter(row["status"] for row in rows if row.get("status", "ok") != "ok").items():
+        assert has_extremes(f"{text} {more}", [float(row[key]) for row in group if row[key]]), (
+            text,
+            more,
+        )
+    for status, count in Counter(
+        row["status"] for row in rows if row.get("status", "ok") != "ok"
+    ).items():
         assert f"{status_text(status)} in {count} of {len(rows)}" in text
     if (directory / "phases.csv").exists():
         shares = busy_by_clock(directory, rows)
@@ -171,7 +194,9 @@ SETTINGS = (
 """Numbers that were chosen, not found; all others have a claim in tests/statements/."""
 
 
-@pytest.mark.parametrize("claimed", CLAIMS, ids=[f"{item.compute.__wrapped__.__name__}" for item in CLAIMS])
+@pytest.mark.parametrize(
+    "claimed", CLAIMS, ids=[f"{item.compute.__wrapped__.__name__}" for item in CLAIMS]
+)
 def test_the_document_says_what_the_file_has(claimed: Claim | TableClaim) -> None:
     assert list(claimed.problems(read(claimed.document))) == []
 
@@ -185,15 +210,23 @@ def test_every_figure_has_a_source(document: str) -> None:
     assert unclaimed(document, read(document), SETTINGS) == []
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, METHOD, "data/published/README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, METHOD, "data/published/README.md", "CONTRIBUTING.md"]
+)
 def test_what_is_linked_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert ((ROOT / document).parent / target).exists(), target
 
 
-SCRIPTS = {"python benchmark.py": "benchmark", "python benchmark_sweep.py": "sweep", "sweep": "sweep"}
-COMMAND = re.compile(rf"(?m)(?:^|`|\$ )((?:{'|'.join(map(re.escape, SCRIPTS))}|cs336 [a-z]+) [^`#\n]*)")
+SCRIPTS = {
+    "python benchmark.py": "benchmark",
+    "python benchmark_sweep.py": "sweep",
+    "sweep": "sweep",
+}
+COMMAND = re.compile(
+    rf"(?m)(?:^|`|\$ )((?:{'|'.join(map(re.escape, SCRIPTS))}|cs336 [a-z]+) [^`#\n]*)"
+)
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, METHOD])
@@ -203,10 +236,15 @@ def test_commands_are_spelt_as_the_program_takes_them(document: str) -> None:
     assert commands
     for command in commands:
         script = next((script for script in SCRIPTS if command.startswith(f"{script} ")), None)
-        name, words = (SCRIPTS[script], command[len(script) :]) if script else command.split(" ", 2)[1:]
+        name, words = (
+            (SCRIPTS[script], command[len(script) :]) if script else command.split(" ", 2)[1:]
+        )
         argv = shlex.split(words)
         if argv and argv != ["--help"] and "..." not in command:
-            argv = [f" {word}" if name == "compare" and word.startswith("--size ") else word for word in argv]
+            argv = [
+                f" {word}" if name == "compare" and word.startswith("--size ") else word
+                for word in argv
+            ]
             parse(cli._arguments(name), command, argv)  # prints what is wrong, and exits
 
 
@@ -242,4 +280,8 @@ def print_committed_run(command: str) -> None:
         f"{record.config.model.context_length} --mixed-precision"
         and record.config.precision == "bf16"
     )
-    print_run(record, directory / "runs" / f"{record.key}.json", load_ceilings(Path("data/published/ceilings")))
+    print_run(
+        record,
+        directory / "runs" / f"{record.key}.json",
+        load_ceilings(Path("data/published/ceilings")),
+    )

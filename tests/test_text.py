@@ -1,4 +1,6 @@
-"""One function makes a text inert; what is left must be what stood there, and no more of it than was asked for."""
+"""One function makes a text inert; what is left must be what stood there, and no more of it than
+was asked for.
+"""
 
 import unicodedata
 
@@ -9,7 +11,11 @@ from cs336_systems.text import inert_line, shortened
 
 def test_every_control_character_is_an_escape_that_python_reads_back() -> None:
     kinds = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-    harmful = [character for character in map(chr, range(0x110000)) if unicodedata.category(character) in kinds]
+    harmful = [
+        character
+        for character in map(chr, range(0x110000))
+        if unicodedata.category(character) in kinds
+    ]
     assert len(harmful) > 2000, "halves of characters among them"
     for character in harmful:
         shown = inert_line(f"a{character}b")
@@ -17,7 +23,9 @@ def test_every_control_character_is_an_escape_that_python_reads_back() -> None:
         assert shown.encode().decode("unicode_escape") == f"a{character}b"
 
 
-@pytest.mark.parametrize("text", ["", "plain", "C:\\new\\x1b", "Größe 5 µs ± 1 — ✓", "日本語", "a b", "e\u0301"])
+@pytest.mark.parametrize(
+    "text", ["", "plain", "C:\\new\\x1b", "Größe 5 µs ± 1 — ✓", "日本語", "a b", "e\u0301"]
+)
 def test_a_harmless_text_stays_as_it_is(text: str) -> None:
     assert inert_line(text) == shortened(text, 100) == text
 
@@ -26,7 +34,9 @@ def test_a_harmless_text_stays_as_it_is(text: str) -> None:
 @pytest.mark.parametrize("text", ["ab" * 5_000, "\x1b[2J" * 1_000, "\U000e0001" * 300])
 def test_a_long_text_keeps_its_ends_and_says_what_is_missing(text: str, longest: int) -> None:
     shown = inert_line(text, longest)
-    first, count, last = (part.encode().decode("unicode_escape") for part in shown.replace("…", "/").split(" / "))
+    first, count, last = (
+        part.encode().decode("unicode_escape") for part in shown.replace("…", "/").split(" / ")
+    )
     assert len(shown) <= longest
     assert text.startswith(first)
     assert text.endswith(last)

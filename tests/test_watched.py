@@ -1,4 +1,6 @@
-"""A loop of one's own, watched: times on a clock that only sleeping moves, and numbers that stay the same."""
+"""A loop of one's own, watched: times on a clock that only sleeping moves, and numbers that stay
+the same.
+"""
 
 import contextlib
 import copy
@@ -105,7 +107,9 @@ def phases(record):
     return {each.phase: each.times_s for each in record.measurements}
 
 
-@pytest.mark.parametrize("is_checkpointed", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize(
+    "is_checkpointed", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"]
+)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_phases_are_what_was_slept_in_them(clock, tmp_path, micro_batches, is_checkpointed):
     model = Model(clock, is_checkpointed)
@@ -114,9 +118,11 @@ def test_phases_are_what_was_slept_in_them(clock, tmp_path, micro_batches, is_ch
     loop(model, clock, watched, micro_batches=micro_batches, optimizers=[optimizer])
     record = watched.record()
     expected = {
-        Phase.DATA: micro_batches * LOAD, Phase.FORWARD: micro_batches * (FORWARD + LOSS),
-        Phase.BACKWARD: micro_batches * BACKWARD, Phase.OPTIMIZER: OPTIMIZER,
-    }  # fmt: skip
+        Phase.DATA: micro_batches * LOAD,
+        Phase.FORWARD: micro_batches * (FORWARD + LOSS),
+        Phase.BACKWARD: micro_batches * BACKWARD,
+        Phase.OPTIMIZER: OPTIMIZER,
+    }
     expected[Phase.STEP] = sum(expected.values())
     assert phases(record) == {phase: pytest.approx([time] * 3) for phase, time in expected.items()}
     assert record.between_s == pytest.approx([100 * MS] * 3)
@@ -206,7 +212,9 @@ def test_wrappers_around_the_model(clock, tmp_path):
     loop(compiled, clock, watched)
     assert phases(watched.record())[Phase.BACKWARD] == pytest.approx([BACKWARD] * 3)
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         shared = nn.parallel.DistributedDataParallel(Model(clock))
         watched = watch(shared, warmup_steps=1)
@@ -216,7 +224,9 @@ def test_wrappers_around_the_model(clock, tmp_path):
         dist.destroy_process_group()
 
 
-def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_path, capsys, no_pictures):
+def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(
+    clock, tmp_path, capsys, no_pictures
+):
     for _ in range(2):
         model = Model(clock)
         watched = watch(model, name="mine", warmup_steps=1, output=tmp_path)
@@ -227,13 +237,17 @@ def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(clock, tmp_
     records, problems = load_records(tmp_path / "e2e_benchmark/mine/runs")
     assert (sorted(each.config.repeat for each in records), problems) == ([0, 1], [])
     assert read_record(path).measurement(Phase.STEP).times_s == pytest.approx([76 * MS] * 3)
-    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mine "))
+    row = next(
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mine ")
+    )
     assert row[:4] == ["mine", "8", "fp32", "76.00"]
     assert main(["report", str(tmp_path)]) == 0
     assert ",76," in (tmp_path / "e2e_benchmark/mine/results.csv").read_text()
 
 
-def test_two_processes_that_report_at_once_have_a_record_each(clock, tmp_path, monkeypatch, no_pictures):
+def test_two_processes_that_report_at_once_have_a_record_each(
+    clock, tmp_path, monkeypatch, no_pictures
+):
     both = []
     for _ in range(2):
         both.append(watch(model := Model(clock), warmup_steps=1, output=tmp_path))
@@ -262,11 +276,16 @@ def test_a_profiled_loop_is_explained_with_modules_and_phases(tmp_path, micro_ba
     profile = decode_profile((path.parents[1] / "kernels" / path.name).read_bytes())
     assert profile.num_steps == PROFILED_STEPS
     products = {
-        (part.path[:2], part.phase): part.count for part in profile.modules if part.path[:2] == ("Model", "head")
-    }  # fmt: skip
+        (part.path[:2], part.phase): part.count
+        for part in profile.modules
+        if part.path[:2] == ("Model", "head")
+    }
     counts = {phase: num_matmuls(profile, phase) for phase in LaunchPhase}
     assert {key[1] for key in products} == {"forward", "backward"}
     steps = PROFILED_STEPS * micro_batches
-    assert {phase: count for phase, count in counts.items() if count} == {"forward": steps, "backward": 2 * steps}
+    assert {phase: count for phase, count in counts.items() if count} == {
+        "forward": steps,
+        "backward": 2 * steps,
+    }
     assert "Model > head" in capsys.readouterr().out
     assert annotate("anything") is annotate("other"), "nothing is annotated afterwards"

@@ -1,1 +1,3 @@
-"""What happened: readers of profiles and snapshots, statistics, and warnings drawn from raw times."""
+"""What happened: readers of profiles and snapshots, statistics, and warnings drawn from raw
+times.
+"""

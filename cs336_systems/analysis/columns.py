@@ -21,7 +21,9 @@ class ProfileError(FileError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Base of tables whose columns are numpy arrays of equal length; row i of all columns describes event i."""
+    """Base of tables whose columns are numpy arrays of equal length; row i of all columns
+    describes event i.
+    """
 
     def __post_init__(self) -> None:
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
@@ -37,13 +39,20 @@ SomeColumns = TypeVar("SomeColumns", bound=Columns)
 
 def joined(first: SomeColumns, *others: SomeColumns) -> SomeColumns:
     """The rows of `first`, followed by those of the others."""
-    parts = {field.name: [getattr(table, field.name) for table in (first, *others)] for field in fields(first)}
+    parts = {
+        field.name: [getattr(table, field.name) for table in (first, *others)]
+        for field in fields(first)
+    }
     return type(first)(**{name: np.concatenate(columns) for name, columns in parts.items()})
 
 
 def chosen(columns: SomeColumns, rows: Mask | Ints) -> SomeColumns:
-    """The rows of the table for which the mask is true, or those with these numbers, in their order."""
-    return type(columns)(**{field.name: getattr(columns, field.name)[rows] for field in fields(columns)})
+    """The rows of the table for which the mask is true, or those with these numbers, in their
+    order.
+    """
+    return type(columns)(
+        **{field.name: getattr(columns, field.name)[rows] for field in fields(columns)}
+    )
 
 
 def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
@@ -60,7 +69,9 @@ _COMPRESSORS = {b"\xfd7zXZ\0": "xz", GZIP_MAGIC: "gzip", b"\x28\xb5\x2f\xfd": "z
 
 
 def read_head(path: Path, num_bytes: int, needed: str) -> bytes:
-    """The first bytes of a regular file; raise ProfileError, which says what was `needed`, for anything else."""
+    """The first bytes of a regular file; raise ProfileError, which says what was `needed`, for
+    anything else.
+    """
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -71,16 +82,24 @@ def read_head(path: Path, num_bytes: int, needed: str) -> bytes:
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
     except ValueError as error:  # a NUL in the name
-        raise error if isinstance(error, ProfileError) else ProfileError(path, f"no name of a file: {error}") from error
+        raise (
+            error
+            if isinstance(error, ProfileError)
+            else ProfileError(path, f"no name of a file: {error}")
+        ) from error
 
 
 def what_it_is(path: Path, head: bytes) -> str:
-    """What kind of file this is, in words, and what to do with it if that is known; for a file of the wrong kind."""
+    """What kind of file this is, in words, and what to do with it if that is known; for a file
+    of the wrong kind.
+    """
     if path.suffix == ".nsys-rep":
         return f"it is the report itself: export it with `nsys export --type=sqlite {path.name}`"
     for magic, compressor in _COMPRESSORS.items():
         if head.startswith(magic):
-            return f"it is compressed with {compressor}: decompress it first, with `{compressor} -dk`"
+            return (
+                f"it is compressed with {compressor}: decompress it first, with `{compressor} -dk`"
+            )
     if head[:1] == b"\x80":
         return "it is a pickle, as PyTorch's memory snapshots are: `cs336 memory` explains those"
     return "it is something else" if head else "it is empty"

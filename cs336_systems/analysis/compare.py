@@ -1,12 +1,14 @@
-"""Whether B is faster than A: a verdict from fresh processes of each side, and which configurations belong together.
+"""Whether B is faster than A: a verdict from fresh processes of each side, and which configurations
+belong together.
 
-The effect is relative, and swapping A and B inverts it: all that follows is of the logarithms of the processes' means.
-Sides that were measured in turn are compared block by block: Student's t of the blocks' differences, in which a
-drift between blocks cancels. Sides that were measured each at a time of its own are compared by their means, by Welch,
-with SESSION_DEVIATION in addition, which more processes do not reduce.
+The effect is relative, and swapping A and B inverts it: all that follows is of the logarithms of
+the processes' means. Sides that were measured in turn are compared block by block: Student's t of
+the blocks' differences, in which a drift between blocks cancels. Sides that were measured each at a
+time of its own are compared by their means, by Welch, with SESSION_DEVIATION in addition, which
+more processes do not reduce.
 
-Where fewer than FEWEST processes show how much they scatter, the scatter is assumed: PROCESS_DEVIATION, and besides
-STEP_FACTOR times the standard deviation of a process's steps.
+Where fewer than FEWEST processes show how much they scatter, the scatter is assumed:
+PROCESS_DEVIATION, and besides STEP_FACTOR times the standard deviation of a process's steps.
 """
 
 import math
@@ -28,24 +30,33 @@ CONFIDENCE = 0.95
 LEAST_EFFECT = 0.005
 """Smallest relative difference that matters."""
 SESSION_DEVIATION = 0.02
-"""Relative standard deviation of the difference between two times at which equal sides are measured: the card, its
-clocks, its temperature. In data/published the largest between two sweeps of one card and one version is 1.6 %."""
+"""Relative standard deviation of the difference between two times at which equal sides are
+measured: the card, its clocks, its temperature. In data/published the largest between two sweeps of
+one card and one version is 1.6 %.
+"""
 PROCESS_DEVIATION = 0.05
-"""Relative standard deviation between processes of one configuration, assumed where too few processes show it.
+"""Relative standard deviation between processes of one configuration, assumed where too few
+processes show it.
 
-It is about the largest in data/published: 5.2 % between two processes of one configuration on an H200. Over all that
-were repeated, it is 1.5 % on H200s and 0.2 % on H100s.
+It is about the largest in data/published: 5.2 % between two processes of one configuration on an
+H200. Over all that were repeated, it is 1.5 % on H200s and 0.2 % on H100s.
 """
 STEP_FACTOR = 2.0
-"""Standard deviation between processes over that of the steps within one, where the steps scatter more."""
-ONE_PROCESS_TELLS = math.exp(statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(2) * PROCESS_DEVIATION)
+"""Standard deviation between processes over that of the steps within one, where the steps
+scatter more.
+"""
+ONE_PROCESS_TELLS = math.exp(
+    statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(2) * PROCESS_DEVIATION
+)
 """Ratio below which the times of one process each may differ by chance."""
 MAX_FREEDOM = 1e6
 """Degrees of freedom from which on Student's t is the normal distribution."""
 
 
 Blocks: TypeAlias = Mapping[int, Measurement]
-"""Step times of a side's processes, by the number of the block of runs, one after the other, that each belongs to."""
+"""Step times of a side's processes, by the number of the block of runs, one after the other,
+that each belongs to.
+"""
 
 
 class Verdict(StrEnum):
@@ -70,26 +81,41 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """CANNOT_TELL without an interval, when it includes 1, or when all of it is within LEAST_EFFECT of 1."""
-        if self.low is None or self.high is None or self.low <= 1 <= self.high or self.is_within_least_effect:
+        """CANNOT_TELL without an interval, when it includes 1, or when all of it is within
+        LEAST_EFFECT of 1.
+        """
+        if (
+            self.low is None
+            or self.high is None
+            or self.low <= 1 <= self.high
+            or self.is_within_least_effect
+        ):
             return Verdict.CANNOT_TELL
         return Verdict.FASTER if self.ratio < 1 else Verdict.SLOWER
 
     @property
     def is_within_least_effect(self) -> bool:
         """Whether the difference is surely too small to matter."""
-        return all(end is not None and abs(end - 1) <= LEAST_EFFECT for end in (self.low, self.high))
+        return all(
+            end is not None and abs(end - 1) <= LEAST_EFFECT for end in (self.low, self.high)
+        )
 
     @property
     def least_shown(self) -> float | None:
-        """Relative difference of step times below which these processes show none; None without an interval."""
-        return None if self.low is None or self.high is None else math.sqrt(self.high / self.low) - 1
+        """Relative difference of step times below which these processes show none; None without
+        an interval.
+        """
+        return (
+            None if self.low is None or self.high is None else math.sqrt(self.high / self.low) - 1
+        )
 
 
 def compare_in_turn(a: Blocks, b: Blocks) -> Comparison:
-    """Compare B with A by the blocks, given by number, in which both were measured one after the other.
+    """Compare B with A by the blocks, given by number, in which both were measured one after the
+    other.
 
-    With fewer than FEWEST blocks that both have, the sides are compared as if measured each at a time of its own.
+    With fewer than FEWEST blocks that both have, the sides are compared as if measured each at a
+    time of its own.
     """
     blocks = a.keys() & b.keys()
     if len(blocks) < FEWEST:
@@ -109,7 +135,9 @@ def compare_apart(a: Blocks, b: Blocks) -> Comparison:
 
 
 Variances: TypeAlias = list[tuple[float | None, float]]
-"""Parts of a variance with their degrees of freedom: infinitely many if it is assumed. None is not known."""
+"""Parts of a variance with their degrees of freedom: infinitely many if it is assumed. None is
+not known.
+"""
 
 
 def _shown(logarithms: Sequence[float]) -> Variances:
@@ -118,7 +146,9 @@ def _shown(logarithms: Sequence[float]) -> Variances:
 
 
 def _assumed(side: Sequence[Measurement]) -> Variances:
-    """The variance of the mean of too few processes to show it; one that has a single step tells nothing."""
+    """The variance of the mean of too few processes to show it; one that has a single step tells
+    nothing.
+    """
     variances: Variances = [(PROCESS_DEVIATION**2 / len(side), math.inf)]
     for measured in side:
         of_steps = None if measured.cv is None else (STEP_FACTOR * measured.cv / len(side)) ** 2
@@ -127,7 +157,9 @@ def _assumed(side: Sequence[Measurement]) -> Variances:
 
 
 def _comparison(a: Sequence[float], b: Sequence[float], variances: Variances) -> Comparison:
-    """Compare the logarithms of means, whose difference has these variances; None among them gives no interval."""
+    """Compare the logarithms of means, whose difference has these variances; None among them
+    gives no interval.
+    """
     difference = statistics.fmean(b) - statistics.fmean(a)
     low = high = None
     known = [(variance, freedom) for variance, freedom in variances if variance is not None]
@@ -151,24 +183,29 @@ def _half_width(variances: Sequence[tuple[float, float]]) -> float:
 
 def _exp(logarithm: float) -> float:
     """The ratio whose logarithm this is, as far as a float holds it."""
-    return math.exp(min(logarithm, 700))  # two processes 10x apart give an interval beyond what a float holds
+    # two processes 10x apart give an interval beyond what a float holds
+    return math.exp(min(logarithm, 700))
 
 
 def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
-    """The order A B B A A B ... as pairs of configuration and repeat, in which a steady drift does not favour a side.
+    """The order A B B A A B ... as pairs of configuration and repeat, in which a steady drift does
+    not favour a side.
 
-    The drift cancels exactly if `repeats` is even; with an odd number, the drift of one repeat remains.
+    The drift cancels exactly if `repeats` is even; with an odd number, the drift of one repeat
+    remains.
     """
     forward = range(num_configs)
     return [
         (config, repeat)
         for repeat in range(repeats)
         for config in (forward if repeat % 2 == 0 else reversed(forward))
-    ]  # fmt: skip
+    ]
 
 
 def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> Blocks:
-    """Step times per token of one configuration's runs that ended well; a block of runs has so many of its repeats."""
+    """Step times per token of one configuration's runs that ended well; a block of runs has so
+    many of its repeats.
+    """
     found = {}
     for record in records:
         tokens, measured = record.config.tokens_per_step, record.measurement(Phase.STEP)
@@ -193,11 +230,13 @@ class Matching:
 
 
 def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
-    """Match the rows of two sweeps by all settings except those in which the sweeps differ as wholes.
+    """Match the rows of two sweeps by all settings except those in which the sweeps differ as
+    wholes.
 
-    All configurations of a sweep are different. The sweeps differ as wholes in a setting if they share no value of it,
-    so that one configuration matches any other. If a side would have a configuration twice without these settings, only
-    those with a single value on each side are left out.
+    All configurations of a sweep are different. The sweeps differ as wholes in a setting if they
+    share no value of it, so that one configuration matches any other. If a side would have a
+    configuration twice without these settings, only those with a single value on each side are left
+    out.
     """
     names = list(a[0] if a else ())
     values = {name: ({row[name] for row in a}, {row[name] for row in b}) for name in names}
@@ -223,42 +262,63 @@ def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
 
 
 def refuse_other_work(a: RunConfig, b: RunConfig) -> None:
-    """Raise ValueError, in one line, if the modes of A and B compute other phases; those of inference are forward's."""
+    """Raise ValueError, in one line, if the modes of A and B compute other phases; those of
+    inference are forward's.
+    """
     work = [Mode.FORWARD if config.mode is Mode.INFERENCE else config.mode for config in (a, b)]
     if work[0] is not work[1]:
-        raise ValueError(f"A is of mode {a.mode} and B of mode {b.mode}, which is other work: compare runs of one mode")
+        raise ValueError(
+            f"A is of mode {a.mode} and B of mode {b.mode}, which is other work: compare runs of "
+            "one mode"
+        )
 
 
 def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> None:
-    """Raise ValueError, in one line, for times under a profiler and, unless allowed, for unlike conditions."""
+    """Raise ValueError, in one line, for times under a profiler and, unless allowed, for unlike
+    conditions.
+    """
     for name, side in zip("AB", sides, strict=True):
         if any(record.config.profiler is not Profiler.NONE for record in side):
-            raise ValueError(f"{name} has times under a profiler, which makes a run slower; compare runs without one")
+            raise ValueError(
+                f"{name} has times under a profiler, which makes a run slower; compare runs "
+                "without one"
+            )
     if allow_mixed:
         return
     if apart := _conditions_apart(record for side in sides for record in side):
         raise ValueError(
-            f"the records come from different hardware or software ({apart}); compare them with --allow-mixed"
+            f"the records come from different hardware or software ({apart}); compare them with "
+            "--allow-mixed"
         )
     if any(map(_has_changed_inputs, sides)):
         raise ValueError(
-            "the records of one side come from different versions of a model's source or of a token file; "
-            "compare them with --allow-mixed"
+            "the records of one side come from different versions of a model's source or of a "
+            "token file; compare them with --allow-mixed"
         )
 
 
 def _conditions_apart(records: Iterable[RunRecord]) -> str:
-    """In what the conditions of the records differ: `driver 580 and 590`; empty where they do not."""
+    """In what the conditions of the records differ: `driver 580 and 590`; empty where they do
+    not.
+    """
     found: dict[str, set[str]] = {}
     for identity in {record.environment.identity for record in records if record.environment}:
         for name, value in msgspec.to_builtins(identity).items():
             found.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
-    words = (f"{name.replace('_', ' ')} {' and '.join(sorted(own))}" for name, own in found.items() if len(own) > 1)
+    words = (
+        f"{name.replace('_', ' ')} {' and '.join(sorted(own))}"
+        for name, own in found.items()
+        if len(own) > 1
+    )
     return ", ".join(words)
 
 
 def _has_changed_inputs(side: Sequence[RunRecord]) -> bool:
-    """Whether records of one side come from different versions of a model's source or of a token file."""
+    """Whether records of one side come from different versions of a model's source or of a token
+    file.
+    """
     states = {(found.name, found.state) for record in side for found in record.inputs}
     of_configurations = {(record.config.configuration, record.inputs) for record in side}
-    return any(len(found) > len({name for name, _ in found}) for found in (states, of_configurations))
+    return any(
+        len(found) > len({name for name, _ in found}) for found in (states, of_configurations)
+    )

@@ -6,23 +6,35 @@ import statistics
 from collections.abc import Sequence
 
 FEWEST = 3
-"""Fewest values for an interval of their mean: the one difference between two values says little about the scatter."""
+"""Fewest values for an interval of their mean: the one difference between two values says little
+about the scatter.
+"""
 
 MIN_CORRELATED = 10
 """Fewest values whose correlation is known well enough."""
 
 
 def summary(times_s: Sequence[float]) -> dict[str, float | None]:
-    """Mean, median, standard deviation (None for a single time), minimum and maximum of these times, in seconds."""
+    """Mean, median, standard deviation (None for a single time), minimum and maximum of these
+    times, in seconds.
+    """
     stdev_s = statistics.stdev(times_s) if len(times_s) > 1 else None
     mean_s, median_s = statistics.fmean(times_s), statistics.median(times_s)
-    return {"mean_s": mean_s, "median_s": median_s, "stdev_s": stdev_s, "min_s": min(times_s), "max_s": max(times_s)}
+    return {
+        "mean_s": mean_s,
+        "median_s": median_s,
+        "stdev_s": stdev_s,
+        "min_s": min(times_s),
+        "max_s": max(times_s),
+    }
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than FEWEST values.
+    """Confidence interval of the mean (Student's t), in the unit of `values`; None for fewer than
+    FEWEST values.
 
-    Valid for independent values: means of fresh processes, not the steps of one process, which resemble each other.
+    Valid for independent values: means of fresh processes, not the steps of one process, which
+    resemble each other.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
@@ -41,7 +53,8 @@ def standard_error(values: Sequence[float]) -> float:
 
 
 def quotient_stdev(quotient: float, *cvs: float | None) -> float | None:
-    """Standard deviation of a quotient of independent values, each with this coefficient of variation, to first order.
+    """Standard deviation of a quotient of independent values, each with this coefficient of
+    variation, to first order.
 
     None if one of these is unknown.
     """
@@ -50,9 +63,11 @@ def quotient_stdev(quotient: float, *cvs: float | None) -> float | None:
 
 
 def lag1_autocorrelation(values: Sequence[float]) -> float | None:
-    """Correlation of each value with the next, in [-1, 1]; None for fewer than 3 values or when all are equal.
+    """Correlation of each value with the next, in [-1, 1]; None for fewer than 3 values or when all
+    are equal.
 
-    The usual estimator (Box and Jenkins): one mean, one variance; its expectation without any correlation is -1/n.
+    The usual estimator (Box and Jenkins): one mean, one variance; its expectation without any
+    correlation is -1/n.
     """
     if len(values) < 3 or min(values) == max(values):
         return None
@@ -63,10 +78,11 @@ def lag1_autocorrelation(values: Sequence[float]) -> float | None:
 
 
 def steady_interval(values: Sequence[float], confidence: float = 0.95) -> float | None:
-    """Half the confidence interval of the mean, relative to it, of values of which each may resemble the last.
+    """Half the confidence interval of the mean, relative to it, of values of which each may
+    resemble the last.
 
-    With lag-1 autocorrelation r > 0, n values are worth n (1 - r) / (1 + r) independent ones. None for fewer than 10
-    values, from which r is not known.
+    With lag-1 autocorrelation r > 0, n values are worth n (1 - r) / (1 + r) independent ones. None
+    for fewer than 10 values, from which r is not known.
     """
     if len(values) < MIN_CORRELATED:
         return None
@@ -81,21 +97,27 @@ def steady_interval(values: Sequence[float], confidence: float = 0.95) -> float 
 def slope(values: Sequence[float]) -> tuple[float, float]:
     """Least-squares slope per position and its standard error, of at least 3 values."""
     line = statistics.linear_regression(range(len(values)), values)
-    squares = math.fsum((value - line.intercept - line.slope * i) ** 2 for i, value in enumerate(values))
-    spread = len(values) * (len(values) ** 2 - 1) / 12  # sum of squared deviations of 0, 1, ..., n - 1
+    squares = math.fsum(
+        (value - line.intercept - line.slope * i) ** 2 for i, value in enumerate(values)
+    )
+    # sum of squared deviations of 0, 1, ..., n - 1
+    spread = len(values) * (len(values) ** 2 - 1) / 12
     return line.slope, math.sqrt(squares / (len(values) - 2) / spread)
 
 
 def outliers(values: Sequence[float], alpha: float) -> list[int]:
-    """Positions of outliers among normal values, in order, by the generalized extreme studentized deviate test.
+    """Positions of outliers among normal values, in order, by the generalized extreme studentized
+    deviate test.
 
-    Of samples without outliers, about a share `alpha` has one, from about 10 values on (Rosner 1983). Fewer than half
-    of the values can be outliers; fewer than 3 values have none. The time grows as that of sorting: the farthest value
-    is the least or the greatest that is left, and the sums of the others follow by a subtraction, exact in integers.
+    Of samples without outliers, about a share `alpha` has one, from about 10 values on (Rosner
+    1983). Fewer than half of the values can be outliers; fewer than 3 values have none. The time
+    grows as that of sorting: the farthest value is the least or the greatest that is left, and the
+    sums of the others follow by a subtraction, exact in integers.
     """
     scaled = _integers(values)
     rising = sorted(range(len(values)), key=scaled.__getitem__)
-    falling = sorted(range(len(values)), key=scaled.__getitem__, reverse=True)  # equal values keep their order
+    # equal values keep their order
+    falling = sorted(range(len(values)), key=scaled.__getitem__, reverse=True)
     total, squares = sum(scaled), sum(value * value for value in scaled)
     removed, deviations = list[int](), list[float]()
     num_low = 0
@@ -108,7 +130,8 @@ def outliers(values: Sequence[float], alpha: float) -> list[int]:
         farthest = least if is_low else greatest
         num_low += is_low
         value = scaled[farthest]
-        variance = (n * squares - total * total) * n  # that of the values is this divided by n * n * (n - 1)
+        # that of the values is this divided by n * n * (n - 1)
+        variance = (n * squares - total * total) * n
         deviations.append(math.sqrt((n * value - total) ** 2 * (n - 1) / variance))
         removed.append(farthest)
         total -= value
@@ -126,7 +149,9 @@ def outliers(values: Sequence[float], alpha: float) -> list[int]:
 
 
 def _integers(values: Sequence[float]) -> list[int]:
-    """The values in the largest unit of which each of them is a whole number; a float is a fraction of a power of 2."""
+    """The values in the largest unit of which each of them is a whole number; a float is a
+    fraction of a power of 2.
+    """
     ratios = [value.as_integer_ratio() for value in values]
     unit = max((denominator for _, denominator in ratios), default=1)
     return [numerator * (unit // denominator) for numerator, denominator in ratios]

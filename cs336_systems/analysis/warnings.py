@@ -1,7 +1,9 @@
-"""Warnings about the raw step times of one run, and ways to make a step shorter. No time is ever dropped.
+"""Warnings about the raw step times of one run, and ways to make a step shorter. No time is ever
+dropped.
 
-Thresholds of significance are such that independent noise rarely warns: of runs of 10 independent steps, fewer than 1
-in 100 gets a warning about drift. Thresholds of size leave out differences that would change no conclusion.
+Thresholds of significance are such that independent noise rarely warns: of runs of 10 independent
+steps, fewer than 1 in 100 gets a warning about drift. Thresholds of size leave out differences that
+would change no conclusion.
 """
 
 import math
@@ -29,28 +31,39 @@ from cs336_systems.costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
 from cs336_systems.record import Measurement, RunRecord, RunWarning, Telemetry, WarningCode
 
 MAX_CV = 0.05
-"""Largest coefficient of variation. A quiet machine stays below 1 to 2 % after warm-up; above 5 %, the mean of 10 steps
-is not known to 3 %."""
+"""Largest coefficient of variation. A quiet machine stays below 1 to 2 % after warm-up; above 5 %,
+the mean of 10 steps is not known to 3 %.
+"""
 OUTLIER_ALPHA = 0.005
-"""Share of runs of independent normal steps that the test of outliers names; of runs of 5 steps, 1 %."""
+"""Share of runs of independent normal steps that the test of outliers names; of runs of 5 steps,
+1 %.
+"""
 MIN_OUTLIER = 0.05
 """Least distance of an outlier from the median, relative to it; smaller ones do not matter."""
 FULL_CLOCK = 0.995
 """Share of the maximal SM clock from which on a GPU is not throttled, whatever reason it names."""
 MIN_DRIFT = 0.01
-"""Least drift, relative to the mean: of the last step from the first, of the second half from the first, or the
-coefficient of variation of correlated steps."""
+"""Least drift, relative to the mean: of the last step from the first, of the second half from the
+first, or the coefficient of variation of correlated steps.
+"""
 MIN_DRIFT_STEPS = 10
 """Fewest steps for a warning about drift; with fewer, noise looks like drift too often."""
 MAX_T = 4.5
-"""Standard errors above which a slope, or the difference between halves, is significant: by chance in 1 of 500 runs of
-10 independent steps, in fewer of longer runs."""
+"""Standard errors above which a slope, or the difference between halves, is significant: by chance
+in 1 of 500 runs of 10 independent steps, in fewer of longer runs.
+"""
 MIN_LAG1 = 0.5
-"""Least lag-1 autocorrelation r that warns: 3 such steps are worth 1 independent step, by (1 + r) / (1 - r)."""
+"""Least lag-1 autocorrelation r that warns: 3 such steps are worth 1 independent step, by (1 +
+r) / (1 - r).
+"""
 MAX_LAG1_Z = 2.5
-"""Standard errors by which the lag-1 autocorrelation must exceed -1/n, its mean for independent steps."""
+"""Standard errors by which the lag-1 autocorrelation must exceed -1/n, its mean for independent
+steps.
+"""
 MAX_LISTED = 5
-OF_TIMES = frozenset({WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT, WarningCode.LAUNCH_BOUND})
+OF_TIMES = frozenset(
+    {WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT, WarningCode.LAUNCH_BOUND}
+)
 """Warnings that follow from the times in a record alone."""
 DOUBTFUL = frozenset(
     {
@@ -70,7 +83,9 @@ DOUBTFUL = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """What was timed repeatedly, in words for a warning; `warmup` and `more` are advice that follows `use`."""
+    """What was timed repeatedly, in words for a warning; `warmup` and `more` are advice that
+    follows `use`.
+    """
 
     name: str
     plural: str
@@ -81,10 +96,23 @@ class Repeated:
 
 
 STEPS = Repeated(
-    name="step", plural="steps", warmup="more --warmup-steps", more="more --warmup-steps and --measured-steps"
+    name="step",
+    plural="steps",
+    warmup="more --warmup-steps",
+    more="more --warmup-steps and --measured-steps",
 )
-PASSES = Repeated(name="pass", plural="passes", warmup="more --warmup-passes", more="more --warmup-passes and --passes")
-LOOPS = Repeated(name="loop", plural="loops", warmup="a longer --loop-s", more="more --loops and a longer --loop-s")
+PASSES = Repeated(
+    name="pass",
+    plural="passes",
+    warmup="more --warmup-passes",
+    more="more --warmup-passes and --passes",
+)
+LOOPS = Repeated(
+    name="loop",
+    plural="loops",
+    warmup="a longer --loop-s",
+    more="more --loops and a longer --loop-s",
+)
 
 
 def in_doubt(codes: Iterable[str]) -> bool:
@@ -92,14 +120,28 @@ def in_doubt(codes: Iterable[str]) -> bool:
     return not DOUBTFUL.isdisjoint(codes)
 
 
-def measurement_warnings(measured: Measurement | None, repeated: Repeated) -> tuple[RunWarning, ...]:
-    """Warnings about the times; none without times, or if a time is 0, which a coarse clock may show."""
-    return timing_warnings(measured.times_s, repeated=repeated) if measured and all(measured.times_s) else ()
+def measurement_warnings(
+    measured: Measurement | None, repeated: Repeated
+) -> tuple[RunWarning, ...]:
+    """Warnings about the times; none without times, or if a time is 0, which a coarse clock may
+    show.
+    """
+    return (
+        timing_warnings(measured.times_s, repeated=repeated)
+        if measured and all(measured.times_s)
+        else ()
+    )
 
 
-def launched_phases(measurements: Iterable[Measurement], host_phases: Iterable[Measurement]) -> dict[Phase, float]:
-    """The phases of a run that wait for the host's launches, with their mean times; none if those were not timed."""
-    on_device, on_host = ({each.phase: each.times_s for each in own} for own in (measurements, host_phases))
+def launched_phases(
+    measurements: Iterable[Measurement], host_phases: Iterable[Measurement]
+) -> dict[Phase, float]:
+    """The phases of a run that wait for the host's launches, with their mean times; none if
+    those were not timed.
+    """
+    on_device, on_host = (
+        {each.phase: each.times_s for each in own} for own in (measurements, host_phases)
+    )
     on_device.pop(Phase.STEP, None)
     return limited_by_launches(on_device, on_host)
 
@@ -107,14 +149,17 @@ def launched_phases(measurements: Iterable[Measurement], host_phases: Iterable[M
 def judged(record: RunRecord) -> RunRecord:
     """The record with the warnings that follow from its times, in the place of those that it has.
 
-    A process that measures writes its record first, so that no time limit can lose the times while they are judged.
+    A process that measures writes its record first, so that no time limit can lose the times while
+    they are judged.
     """
     steps = record.measurement(Phase.STEP)
     if steps is None or not all(steps.times_s):  # which a coarse clock may show
         return record
     others = [warning for warning in record.warnings if warning.code not in OF_TIMES]
     launched_s = launched_phases(record.measurements, record.host_phases)
-    return replace(record, warnings=(*others, *timing_warnings(steps.times_s, launched_s, record.config)))
+    return replace(
+        record, warnings=(*others, *timing_warnings(steps.times_s, launched_s, record.config))
+    )
 
 
 def timing_warnings(
@@ -125,13 +170,16 @@ def timing_warnings(
 ) -> tuple[RunWarning, ...]:
     """Warnings about the raw times of the measured steps, or of what else was repeated, in order.
 
-    `launched_s` are the times of the phases that wait for launches. With the `config` of the run, the advice leaves out
-    what the run does already.
+    `launched_s` are the times of the phases that wait for launches. With the `config` of the run,
+    the advice leaves out what the run does already.
     """
     name = repeated.name
     for number, time_s in enumerate(times_s, start=1):
         if not 0 < time_s < math.inf:
-            raise ValueError(f"{name} times must be positive and finite seconds, got {time_s} for {name} {number}")
+            raise ValueError(
+                f"{name} times must be positive and finite seconds, got {time_s} for {name} "
+                f"{number}"
+            )
     if not times_s:
         return ()
     messages = {
@@ -140,20 +188,26 @@ def timing_warnings(
         WarningCode.DRIFT: _drift(times_s, repeated),
         WarningCode.LAUNCH_BOUND: _launch_bound(times_s, launched_s or {}, config),
     }
-    return tuple(RunWarning(code=code, message=message) for code, message in messages.items() if message is not None)
+    return tuple(
+        RunWarning(code=code, message=message)
+        for code, message in messages.items()
+        if message is not None
+    )
 
 
 def _unstable(times_s: Sequence[float], repeated: Repeated) -> str | None:
     if (cv := _cv(times_s)) <= MAX_CV:
         return None
     return (
-        f"the standard deviation is {_percent(cv)} of the mean {repeated.name}, over {_percent(MAX_CV)}: "
-        f"close other programs, or use {repeated.more}"
+        f"the standard deviation is {_percent(cv)} of the mean {repeated.name}, over "
+        f"{_percent(MAX_CV)}: close other programs, or use {repeated.more}"
     )
 
 
 def throttled(telemetry: Telemetry) -> str | None:
-    """Why the driver lowered the clock before or after the measured steps, and to which share; None if it did not."""
+    """Why the driver lowered the clock before or after the measured steps, and to which share;
+    None if it did not.
+    """
     slowed = [state for state in (telemetry.before, telemetry.after) if state.throttle_reasons]
     clock = min((state.sm_clock_hz / state.max_sm_clock_hz for state in slowed), default=1.0)
     if clock >= FULL_CLOCK:
@@ -181,15 +235,20 @@ def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
     is_first = found[0].startswith(f"{repeated.name} 1 ")
     remedy = f"use {repeated.warmup}" if is_first else "close other programs"
     return (
-        f"{len(found)} of {len(times_s)} {repeated.plural} lie far from the median of {median_s * 1e3:.4g} ms "
-        f"({', '.join(found[:MAX_LISTED])}{more}); they are kept: {remedy}, or rely on the median"
+        f"{len(found)} of {len(times_s)} {repeated.plural} lie far from the median of "
+        f"{median_s * 1e3:.4g} ms ({', '.join(found[:MAX_LISTED])}{more}); they are kept: "
+        f"{remedy}, or rely on the median"
     )
 
 
 def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
     if len(times_s) < MIN_DRIFT_STEPS:
         return None
-    seen = _slope_seen(times_s, repeated) or _halves_seen(times_s, repeated) or _correlation_seen(times_s, repeated)
+    seen = (
+        _slope_seen(times_s, repeated)
+        or _halves_seen(times_s, repeated)
+        or _correlation_seen(times_s, repeated)
+    )
     if seen is None:
         return None
     return f"{seen}: use {repeated.warmup}, and look at the clocks and the temperature"
@@ -201,7 +260,8 @@ def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
     if abs(per_step) <= MAX_T * error or abs(change) < MIN_DRIFT:
         return None
     return (
-        f"the {repeated.name} time changed steadily by {_signed_percent(change)} over {len(times_s)} {repeated.plural}"
+        f"the {repeated.name} time changed steadily by {_signed_percent(change)} over "
+        f"{len(times_s)} {repeated.plural}"
     )
 
 
@@ -213,21 +273,31 @@ def _halves_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
     change = difference / statistics.fmean(times_s)
     if abs(difference) <= MAX_T * error or abs(change) < MIN_DRIFT:
         return None
-    return f"the second half of the {repeated.plural} took {_signed_percent(change)} against the first half"
+    return (
+        f"the second half of the {repeated.plural} took {_signed_percent(change)} against the "
+        "first half"
+    )
 
 
 def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
     n = len(times_s)
     lag1 = lag1_autocorrelation(times_s)
     error = (n - 2) / (n * math.sqrt(n - 1))  # exact for independent normal values (Moran 1948)
-    if lag1 is None or lag1 <= max(MIN_LAG1, MAX_LAG1_Z * error - 1 / n) or _cv(times_s) < MIN_DRIFT:
+    if (
+        lag1 is None
+        or lag1 <= max(MIN_LAG1, MAX_LAG1_Z * error - 1 / n)
+        or _cv(times_s) < MIN_DRIFT
+    ):
         return None
     return (
-        f"each {repeated.name} resembles the one before (lag-1 autocorrelation {lag1:.2f} over {n} {repeated.plural})"
+        f"each {repeated.name} resembles the one before (lag-1 autocorrelation {lag1:.2f} "
+        f"over {n} {repeated.plural})"
     )
 
 
-def _launch_bound(times_s: Sequence[float], launched_s: Mapping[Phase, float], config: RunConfig | None) -> str | None:
+def _launch_bound(
+    times_s: Sequence[float], launched_s: Mapping[Phase, float], config: RunConfig | None
+) -> str | None:
     share = sum(launched_s.values()) / statistics.fmean(times_s)
     if share <= MIN_LAUNCHED_SHARE:
         return None
@@ -251,10 +321,11 @@ NOT_IN_USE = "where not in use yet"
 
 
 class Remedy(Enum):
-    """A way to make a step shorter, in words, and as flags of this project for a run that does not use it already.
+    """A way to make a step shorter, in words, and as flags of this project for a run that does not
+    use it already.
 
-    If the configuration is unknown, for example of another program's trace, the advice names no flags and may include
-    ways that are in use.
+    If the configuration is unknown, for example of another program's trace, the advice names no
+    flags and may include ways that are in use.
     """
 
     COMPILE = "torch.compile"
@@ -275,7 +346,9 @@ class Remedy(Enum):
             return None
 
     def named_for(self, config: RunConfig | None) -> str:
-        """The flags of this change, and those that they need; its words if the configuration is unknown."""
+        """The flags of this change, and those that they need; its words if the configuration is
+        unknown.
+        """
         if config is None:
             return self.value
         changes = _changes(self, config)
@@ -284,33 +357,47 @@ class Remedy(Enum):
     def is_open_to(self, config: RunConfig | None) -> bool:
         """Whether the run could use it and does not; True if the configuration is unknown.
 
-        Steps of several ranks that overlap communication already have another way: a larger batch computes longer for
-        the same bytes.
+        Steps of several ranks that overlap communication already have another way: a larger batch
+        computes longer for the same bytes.
         """
         if config is None or self is Remedy.OVERLAP:
             return config is None or config.is_shared
         return self.applied_to(config) is not None
 
 
-OF_PRECISION = {Precision.TF32: Remedy.TF32, Precision.BF16: Remedy.BF16, Precision.FP16: Remedy.FP16}
+OF_PRECISION = {
+    Precision.TF32: Remedy.TF32,
+    Precision.BF16: Remedy.BF16,
+    Precision.FP16: Remedy.FP16,
+}
 
 
 def _changes(remedy: Remedy, config: RunConfig) -> dict[str, Any]:
-    """The settings that the remedy changes, and those that it needs; empty for a run that has it or cannot have it."""
+    """The settings that the remedy changes, and those that it needs; empty for a run that has it
+    or cannot have it.
+    """
     match remedy:
         case Remedy.COMPILE if config.compile is CompileMode.NONE:
             return {"compile": CompileMode.DEFAULT}
-        case Remedy.ATTENTION if config.model_factory is None and config.model.attention is Attention.NAIVE:
+        case Remedy.ATTENTION if (
+            config.model_factory is None and config.model.attention is Attention.NAIVE
+        ):
             return {"model": replace(config.model, attention=Attention.SDPA)}
-        case Remedy.OPTIMIZER if config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED:
+        case Remedy.OPTIMIZER if (
+            config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED
+        ):
             return {"optimizer": OptimizerKind.FUSED}
-        case Remedy.GRAPHS if not config.cuda_graph and config.compile is not CompileMode.REDUCE_OVERHEAD:
+        case Remedy.GRAPHS if (
+            not config.cuda_graph and config.compile is not CompileMode.REDUCE_OVERHEAD
+        ):
             least = EAGER_STEPS_BEFORE_GRAPH + 1
             warmup = {"warmup_steps": least} if config.warmup_steps < least else {}
             return {"cuda_graph": True, **_changes(Remedy.OPTIMIZER, config), **warmup}
         case Remedy.TF32 | Remedy.BF16 | Remedy.FP16:
             (precision,) = (each for each, own in OF_PRECISION.items() if own is remedy)
-            slower = (Precision.FP32,) if remedy is Remedy.TF32 else (Precision.FP32, Precision.TF32)
+            slower = (
+                (Precision.FP32,) if remedy is Remedy.TF32 else (Precision.FP32, Precision.TF32)
+            )
             return {"precision": precision} if config.precision in slower else {}
         case Remedy.OVERLAP if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT):
             return {"parallel": Parallel.DDP_OVERLAP}

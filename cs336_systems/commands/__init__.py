@@ -1,1 +1,3 @@
-"""What can be typed: one module per command, its flags and what it does. None imports torch before it must."""
+"""What can be typed: one module per command, its flags and what it does. None imports torch
+before it must.
+"""

@@ -13,7 +13,14 @@ from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceiling
 from cs336_systems.config import Device, Precision, RunConfig
 from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
 from cs336_systems.costs.curves import Curves, data_sheet_curves
-from cs336_systems.costs.hardware import DEVICES, DeviceSpec, bare_name, devices_called, find_device, is_short_for
+from cs336_systems.costs.hardware import (
+    DEVICES,
+    DeviceSpec,
+    bare_name,
+    devices_called,
+    find_device,
+    is_short_for,
+)
 from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts
 from cs336_systems.costs.traces import one_tracer, own_parameters, why_untraced
 from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
@@ -51,11 +58,15 @@ class ParametersArguments:
             raise ValueError("--parameters needs --tokens, such as --tokens 15e12")
 
     def peak(self, device: DeviceSpec | None, precision: Precision) -> tuple[float, str]:
-        """Peak FLOP/s of one GPU and the source of that number; raise ValueError if no peak is known."""
+        """Peak FLOP/s of one GPU and the source of that number; raise ValueError if no peak is
+        known.
+        """
         if self.peak_tflops is not None:
             return self.peak_tflops * 1e12, "given"
         if device is None:
-            raise ValueError("needed --device-name or --peak-tflops: this machine has no GPU whose peak is known")
+            raise ValueError(
+                "needed --device-name or --peak-tflops: this machine has no GPU whose peak is known"
+            )
         peak, name = device.peak_flops_per_s.get(precision), device.names[0]
         if peak is None:
             raise ValueError(f"no peak of {name} at {precision} is known: give --peak-tflops")
@@ -63,20 +74,31 @@ class ParametersArguments:
 
 
 @flags.with_flags(
-    "size", "context_length", "batch_size", "mode", "precision", "optimizer", "checkpoint_blocks", "parallel", "ranks",
-    "shard_optimizer", "loss", "module_depth",
+    "size",
+    "context_length",
+    "batch_size",
+    "mode",
+    "precision",
+    "optimizer",
+    "checkpoint_blocks",
+    "parallel",
+    "ranks",
+    "shard_optimizer",
+    "loss",
+    "module_depth",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
-)  # fmt: skip
+)
 class AccountArguments(flags.Flags):
-    """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the model, the peak of
-    memory by what it holds, and the time.
+    """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
+    model, the peak of memory by what it holds, and the time.
 
-    The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch. Memory is predicted
-    for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they are those of one rank: the one that keeps
-    most.
+    The numbers are those of an eager step on a GPU; computing them needs neither a GPU nor torch.
+    Memory is predicted for NVIDIA Hopper: other GPUs need up to 48 MiB less. With --parallel they
+    are those of one rank: the one that keeps most.
 
-    With --parameters in the place of a size: how many days training on so many --tokens takes (6 N T FLOPs over count x
-    peak x MFU). --parameters 70e9 --tokens 15e12 --device-name H100 --count 1024 --mfu 0.5 is about 144 days.
+    With --parameters in the place of a size: how many days training on so many --tokens takes (6 N
+    T FLOPs over count x peak x MFU). --parameters 70e9 --tokens 15e12 --device-name H100 --count
+    1024 --mfu 0.5 is about 144 days.
     """
 
     mixed_precision: flags.Switch = False
@@ -86,23 +108,33 @@ class AccountArguments(flags.Flags):
     fit: flags.Switch = False
     """Say the largest batch, and the longest context, that fit."""
     memory_gib: Annotated[float | None, flags.unset("GIB", "that of the GPU")] = None
-    """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the smallest; of a GPU
-    that is not here, that of its data sheet."""
-    device_name: Annotated[str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
+    """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
+    smallest; of a GPU that is not here, that of its data sheet.
+    """
+    device_name: Annotated[
+        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
+    ] = None
     """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
     ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`), from which the step and the collectives of --parallel have
-    times. If all are of one device, that is the GPU, whether it is here or not. Those of an H100 and an H200 come with
-    the program."""
+    """Directory of measured ceilings (`cs336 ceilings`), from which the step and the collectives of
+    --parallel have times. If all are of one device, that is the GPU, whether it is here or not.
+    Those of an H100 and an H200 come with the program.
+    """
     top: int = 12
     """Rows to show of what the peak consists of."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
-    """Directory for the tables (account.md, .tex, .typ) and the numbers of each part (account.csv)."""
+    output: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
+    ] = None
+    """Directory for the tables (account.md, .tex, .typ) and the numbers of each part
+    (account.csv).
+    """
     json: flags.Switch = False
     """Print JSON instead of tables."""
 
     def config(self) -> RunConfig:
-        """The configuration of these flags; raise ValueError for flags that contradict each other."""
+        """The configuration of these flags; raise ValueError for flags that contradict each
+        other.
+        """
         precision = flags.one_precision(self.precision, self.mixed_precision)
         settings = {"size": "small", **self.given(), **self.model.given(), "precision": precision}
         given = self.given() | self.model.given()
@@ -113,15 +145,19 @@ class AccountArguments(flags.Flags):
         if self.top < 1:
             raise ValueError(f"--top must be at least 1, got {self.top}")
         if self.memory_gib is not None and not 0 < self.memory_gib < 1e6:
-            raise ValueError(f"--memory-gib must be positive and below a million, got {self.memory_gib}")
+            raise ValueError(
+                f"--memory-gib must be positive and below a million, got {self.memory_gib}"
+            )
         if self.known.parameters is not None and self._of_a_configuration() == ["--fit"]:
             raise ValueError(
-                "--fit needs a model's shape, which --parameters does not tell: give --size, --model, or flags of the "
-                "shape such as --d-model in its place"
+                "--fit needs a model's shape, which --parameters does not tell: give --size, "
+                "--model, or flags of the shape such as --d-model in its place"
             )
         self.known.check()
         if self.known.parameters is not None and (others := self._of_a_configuration()):
-            raise ValueError(f"--parameters stands for a whole model: leave out {', '.join(others)}")
+            raise ValueError(
+                f"--parameters stands for a whole model: leave out {', '.join(others)}"
+            )
         if self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
         check_ceilings(self.ceilings)
@@ -130,11 +166,16 @@ class AccountArguments(flags.Flags):
         """Flags that describe a step, which a number of parameters alone has not."""
         usual = AccountArguments()
         settings, unchanged = self.given() | self.model.given(), usual.given() | usual.model.given()
-        names = [name for name, value in settings.items() if name != "precision" and value != unchanged.get(name)]
+        names = [
+            name
+            for name, value in settings.items()
+            if name != "precision" and value != unchanged.get(name)
+        ]
         return [f"--{name.replace('_', '-')}" for name in (*names, *(["fit"] if self.fit else []))]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
-        """Memory that the step must fit, by default the data sheet's of a device that is named, or that is not here.
+        """Memory that the step must fit, by default the data sheet's of a device that is named, or
+        that is not here.
 
         None without --fit. Raises ValueError if no size is given or known.
         """
@@ -143,34 +184,45 @@ class AccountArguments(flags.Flags):
         if self.memory_gib is not None:
             return round(self.memory_gib * GIB)
         gpus = visible_gpus()
-        is_here = bool(gpus) and (bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None)
+        is_here = bool(gpus) and (
+            bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None
+        )
         if self.device_name is not None or not (name is None or is_here):
             if device is None or device.memory_bytes is None:
                 named = self.device_name or name
-                raise ValueError(f"--fit needs --memory-gib here: no data sheet says how much {named} has")
+                raise ValueError(
+                    f"--fit needs --memory-gib here: no data sheet says how much {named} has"
+                )
             return device.memory_bytes
         if (usable_bytes := usable_gpu_bytes()) is None:
             raise ValueError(
-                "--fit needs --memory-gib or --device-name here: this machine has no NVIDIA GPU that tells how much "
-                "memory it has"
+                "--fit needs --memory-gib or --device-name here: this machine has no NVIDIA GPU "
+                "that tells how much memory it has"
             )
         return usable_bytes
 
 
 def check_ceilings(directory: Path | None) -> None:
-    """Raise ValueError for a directory without ceilings; None is the usual one, which need not exist."""
+    """Raise ValueError for a directory without ceilings; None is the usual one, which need not
+    exist.
+    """
     if directory is not None and not ceilings_files(directory):
-        raise ValueError(f"--ceilings {directory}: no directory with ceilings; `cs336 ceilings` makes one")
+        raise ValueError(
+            f"--ceilings {directory}: no directory with ceilings; `cs336 ceilings` makes one"
+        )
 
 
 def ceilings_in(directory: Path | None) -> Ceilings:
-    """The ceilings in the directory; damage is an error if it is the directory of one study, otherwise a warning."""
+    """The ceilings in the directory; damage is an error if it is the directory of one study,
+    otherwise a warning.
+    """
     chosen = directory or CEILINGS
     return (load_ceilings if (chosen / FILE_NAME).exists() else load_ceilings_or_warn)(chosen)
 
 
 def device_meant(name: str | None) -> DeviceSpec | None:
-    """The data sheet of the device of this name, which may be short; by default of this machine's GPU, None if unknown.
+    """The data sheet of the device of this name, which may be short; by default of this machine's
+    GPU, None if unknown.
 
     Raises ValueError for a name that is unknown or ambiguous.
     """
@@ -181,24 +233,35 @@ def device_meant(name: str | None) -> DeviceSpec | None:
         return found[0]
     if found:
         names = ", ".join(name for device in found for name in device.names)
-        raise ValueError(f"--device-name {name[:40]!r} may be {names}, which differ in their data sheets: give one")
+        raise ValueError(
+            f"--device-name {name[:40]!r} may be {names}, which differ in their data sheets: give "
+            "one"
+        )
     known = [name for device in DEVICES for name in device.names]
     alike = [other for other in known if name and name.casefold() in other.casefold()]
     close = alike or difflib.get_close_matches(name[:40], known, n=3) or known
-    raise ValueError(f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?")
+    raise ValueError(
+        f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?"
+    )
 
 
-def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> tuple[str | None, DeviceSpec | None]:
-    """The name by which ceilings have the device that is meant, or else its own, and its data sheet.
+def machine_meant(
+    name: str | None, ceilings: Ceilings, *, are_asked: bool
+) -> tuple[str | None, DeviceSpec | None]:
+    """The name by which ceilings have the device that is meant, or else its own, and its data
+    sheet.
 
-    A name may be short if it fits one device of the ceilings. Without a name this machine's GPU is meant; if there is
-    none, or the ceilings `are_asked` for, their only device. Both are None if neither tells. Raises ValueError for a
-    name that neither ceilings nor a data sheet have.
+    A name may be short if it fits one device of the ceilings. Without a name this machine's GPU is
+    meant; if there is none, or the ceilings `are_asked` for, their only device. Both are None if
+    neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
     """
     known, gpus = ceilings.device_names, visible_gpus()
     if name is not None:
         exact = [each for each in known if each == bare_name(name)]
-        short = ([each for each in names if is_short_for(name, each)] for names in (ceilings.measured_names, known))
+        short = (
+            [each for each in names if is_short_for(name, each)]
+            for names in (ceilings.measured_names, known)
+        )
         meant = exact or next(filter(None, short), [])
     elif are_asked or not gpus:
         meant = ceilings.measured_names
@@ -211,8 +274,12 @@ def machine_meant(name: str | None, ceilings: Ceilings, *, are_asked: bool) -> t
     return next((each for each in device.names if each in known), device.names[0]), device
 
 
-def curves_meant(name: str | None, device: DeviceSpec | None, config: RunConfig, ceilings: Ceilings) -> Curves | None:
-    """The device's measured times, if they tell those of such a step, or else what its data sheet promises."""
+def curves_meant(
+    name: str | None, device: DeviceSpec | None, config: RunConfig, ceilings: Ceilings
+) -> Curves | None:
+    """The device's measured times, if they tell those of such a step, or else what its data
+    sheet promises.
+    """
     measured = None if name is None else ceilings.curves(name)
     if measured is not None and has_large_matmuls(config, measured):
         return measured
@@ -226,9 +293,10 @@ def run(arguments: AccountArguments) -> int:
     ceilings = ceilings_in(arguments.ceilings)
     meant = functools.partial(
         machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
-    )  # fmt: skip
+    )
     name, device = checked(meant)
-    if arguments.known.parameters is not None:  # without a name, not the CPU that the user's own ceilings may be of
+    # without a name, not the CPU that the user's own ceilings may be of
+    if arguments.known.parameters is not None:
         return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
@@ -253,10 +321,17 @@ def run(arguments: AccountArguments) -> int:
     section = account_section(account, arguments.top)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output)
-    show(section.tables, arguments.output, json=encode_json(account_json(account)) if arguments.json else None)
+    show(
+        section.tables,
+        arguments.output,
+        json=encode_json(account_json(account)) if arguments.json else None,
+    )
     if name is None and ceilings.device_names:
         choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
-        said = f"no times are predicted, as no GPU is named and this machine has none that is known; try {choices}"
+        said = (
+            "no times are predicted, as no GPU is named and this machine has none that is "
+            f"known; try {choices}"
+        )
         print_aside(said)
     return OK
 
@@ -267,7 +342,9 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     from cs336_systems.report.sections.account import days_table
 
     known = arguments.known
-    precision = flags.one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
+    precision = flags.one_precision(
+        arguments.precision or Precision.BF16, arguments.mixed_precision
+    )
     peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
     days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
     del days["peak_tflops"]

@@ -1,4 +1,6 @@
-"""`benchmark.py`: one configuration, measured in this process itself, so that nsys can record it."""
+"""`benchmark.py`: one configuration, measured in this process itself, so that nsys can record
+it.
+"""
 
 import contextlib
 import os
@@ -29,27 +31,32 @@ TOP = 10
 class BenchmarkArguments(flags.Flags):
     """Time one step of training: forward, backward and optimizer, with warm-up and synchronisation.
 
-    The record, with every raw time, goes to OUTPUT/e2e_benchmark/single/runs/. Under `nsys profile` the same
-    command makes a report with named ranges.
+    The record, with every raw time, goes to OUTPUT/e2e_benchmark/single/runs/. Under `nsys profile`
+    the same command makes a report with named ranges.
     """
 
     mixed_precision: flags.Switch = False
     """Short for --precision bf16."""
     fast: flags.Switch = False
-    """Compute the same step in the fastest way known for this device, on a GPU in bf16. Rules choose the settings, and
-    they are printed; flags that contradict them are refused."""
+    """Compute the same step in the fastest way known for this device, on a GPU in bf16. Rules
+    choose the settings, and they are printed; flags that contradict them are refused.
+    """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
     step: flags.Flat[flags.StepArguments] = field(default_factory=flags.StepArguments)
     profile: flags.Switch = False
-    """Record the measured steps with torch.profiler, and say where the time went, kernel by kernel (on a CPU, operator
-    by operator). The run is slower for it, and its times are not for publication."""
+    """Record the measured steps with torch.profiler, and say where the time went, kernel by kernel
+    (on a CPU, operator by operator). The run is slower for it, and its times are not for
+    publication.
+    """
     memory: flags.Switch = False
     """Record the allocator's history over two steps, and say where the memory went."""
     memory_first_step: flags.Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
     until_stable: flags.Switch = False
-    """Go on after --measured-steps until the 95 % interval of this process's mean, in which steps that resemble each
-    other count less, is within 1 %, at most 200 steps. Another process may differ by more: `compare` takes several."""
+    """Go on after --measured-steps until the 95 % interval of this process's mean, in which steps
+    that resemble each other count less, is within 1 %, at most 200 steps. Another process may
+    differ by more: `compare` takes several.
+    """
     timeout_s: float = 600.0
     """Longest time for a run on several ranks (seconds); a run in one process has no limit."""
     output: Path = Path("data")
@@ -59,8 +66,12 @@ class BenchmarkArguments(flags.Flags):
 
     def __post_init__(self) -> None:
         flags.check_timeout(self.timeout_s)
-        if self.until_stable and (self.profile or self.memory or self.memory_first_step or self.step.ranks):
-            raise ValueError("--until-stable goes on in one process without a profiler; leave out the other flag")
+        if self.until_stable and (
+            self.profile or self.memory or self.memory_first_step or self.step.ranks
+        ):
+            raise ValueError(
+                "--until-stable goes on in one process without a profiler; leave out the other flag"
+            )
 
     def config(self) -> RunConfig:
         """The run that these flags describe; raise ValueError if they contradict each other."""
@@ -72,16 +83,27 @@ class BenchmarkArguments(flags.Flags):
         }
         plain = flags.config_of(device, asked, point, fast=self.fast)
         if (lacking := lacking_memory(plain)) is not None:
-            raise ValueError(f"this step {lacking}: choose a smaller --size, --batch-size or --context-length")
-        return flags.checked_here(flags.profiled_config(plain, self._profiler(), first_step=self.memory_first_step))
+            raise ValueError(
+                f"this step {lacking}: choose a smaller --size, --batch-size or --context-length"
+            )
+        return flags.checked_here(
+            flags.profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
+        )
 
     def _profiler(self) -> Profiler:
         asked = flags.chosen_profiler(self)
         if not is_under_nsys():
             return asked
         if asked is not Profiler.NONE:
-            raise ValueError("two profilers cannot watch one process: leave out nsys or the flag of the other one")
-        return Profiler.NSYS if flags.resolve_device(self.step.device) is Device.CUDA else Profiler.NONE
+            raise ValueError(
+                "two profilers cannot watch one process: leave out nsys or the flag of the other "
+                "one"
+            )
+        return (
+            Profiler.NSYS
+            if flags.resolve_device(self.step.device) is Device.CUDA
+            else Profiler.NONE
+        )
 
 
 def run(arguments: BenchmarkArguments) -> int:
@@ -91,20 +113,33 @@ def run(arguments: BenchmarkArguments) -> int:
     if arguments.fast:
         flags.explain_fast([config])
     if config.is_shared and is_under_nsys():
-        print_aside(f"note: nsys records ranks only with {FORKED}, and whole with {' '.join(CAPTURED_STEPS)}")
-    runs = store.make_writable(arguments.output / store.PROFILE_DIRECTORIES[config.profiler] / "single" / "runs")
+        print_aside(
+            f"note: nsys records ranks only with {FORKED}, and whole with "
+            f"{' '.join(CAPTURED_STEPS)}"
+        )
+    runs = store.make_writable(
+        arguments.output / store.PROFILE_DIRECTORIES[config.profiler] / "single" / "runs"
+    )
     gpus = alike(visible_gpus())[: config.ranks]
     with contextlib.ExitStack() as stack:
         print_json = stack.enter_context(outcome.json_alone(arguments.json))
         for gpu in gpus if config.device is Device.CUDA else ():
-            stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
-        stack.enter_context(store.exclusive(runs.with_name(f".{config.key}.lock"), f"this configuration in {runs}"))
+            stack.enter_context(
+                store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
+            )
+        stack.enter_context(
+            store.exclusive(runs.with_name(f".{config.key}.lock"), f"this configuration in {runs}")
+        )
         flags.look_at_machine(config.device)
         if (kept := store.set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:
             # nsys writes its report to the path in its own command line
-            profile = None if config.profiler is Profiler.NSYS else store.fresh_profile_path(config, runs.absolute())
+            profile = (
+                None
+                if config.profiler is Profiler.NSYS
+                else store.fresh_profile_path(config, runs.absolute())
+            )
             if config.is_shared:
                 from cs336_systems.sweep.run import measure_one
 
@@ -129,7 +164,9 @@ def run(arguments: BenchmarkArguments) -> int:
     return outcome.status_of([record], unexplained)
 
 
-def _measure(config: RunConfig, profile: Path | None, status: StatusLine, until_stable: bool) -> RunRecord:
+def _measure(
+    config: RunConfig, profile: Path | None, status: StatusLine, until_stable: bool
+) -> RunRecord:
     """Measure in this process."""
     status("importing PyTorch")
     from cs336_systems.measure.run import measure
@@ -142,12 +179,18 @@ def _measure(config: RunConfig, profile: Path | None, status: StatusLine, until_
 
 
 def print_measured(record: RunRecord, runs: Path) -> None:
-    """The tables of the run, and where its time or memory went if that was recorded, also if the run failed."""
+    """The tables of the run, and where its time or memory went if that was recorded, also if the
+    run failed.
+    """
     from cs336_systems.report.terminal import print_run
     from cs336_systems.studies.ceilings_files import ceilings_beside
     from cs336_systems.sweep.keep import has_explanation
 
-    print_run(record, runs / f"{record.key}.json", outcome.load_ceilings_or_warn(ceilings_beside(runs.parent)))
+    print_run(
+        record,
+        runs / f"{record.key}.json",
+        outcome.load_ceilings_or_warn(ceilings_beside(runs.parent)),
+    )
     if record.config.profiler is not Profiler.NONE and has_explanation(record.config, runs):
         from cs336_systems.report.sections.kernels.files import tables_of_one as kernel_tables
         from cs336_systems.report.sections.kernels.tables import load_profiled

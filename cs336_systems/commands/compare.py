@@ -28,28 +28,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArguments(flags.MeasuringArguments):
-    """Say which of two configurations is faster, slower, or that one cannot tell; or the same of two sweeps.
+    """Say which of two configurations is faster, slower, or that one cannot tell; or the same of
+    two sweeps.
 
-    A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their runs are
-    interleaved A B B A, every one a fresh process, and the verdict rests on the differences of neighbours. Or they
-    are directories of finished sweeps: each configuration has a row with its own verdict. Rows are matched by all
-    settings but those in which the sweeps differ throughout. Steps of unequal work are compared by tokens per second.
+    A and B are each the flags of benchmark.py in quotes, such as "--size small --no-ranges"; their
+    runs are interleaved A B B A, every one a fresh process, and the verdict rests on the
+    differences of neighbours. Or they are directories of finished sweeps: each configuration has a
+    row with its own verdict. Rows are matched by all settings but those in which the sweeps differ
+    throughout. Steps of unequal work are compared by tokens per second.
 
-    What is measured is written as tables and as a page (index.html), which `cs336 report` makes again.
+    What is measured is written as tables and as a page (index.html), which `cs336 report` makes
+    again.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
     """Flags in quotes, or the directory of a sweep."""
-    b: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="B", help_behavior_hint="")] = None
+    b: Annotated[
+        str | None, tyro.conf.Positional, tyro.conf.arg(metavar="B", help_behavior_hint="")
+    ] = None
     """What to compare it with; none with --baseline."""
     baseline: Annotated[str | None, flags.unset("NAME", "compare with B")] = None
-    """Compare the directory A with the results kept under this name, in OUTPUT/baselines; the first time, keep them."""
+    """Compare the directory A with the results kept under this name, in OUTPUT/baselines; the
+    first time, keep them.
+    """
     a_against_a: flags.Switch = False
     """Allow equal sides, which show how much the machine scatters."""
     repeats: int = 5
     """Fresh processes of each."""
     allow_mixed: flags.Switch = False
-    """Go on with records that come from another GPU, driver, torch, code, own model, token file or warm-up."""
+    """Go on with records that come from another GPU, driver, torch, code, own model, token file
+    or warm-up.
+    """
     name: Annotated[str | None, flags.unset("NAME", "made of A and B")] = None
     """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
     output: Path = Path("data")
@@ -65,9 +74,15 @@ def run(arguments: CompareArguments) -> int:
     from cs336_systems.report.compared import Sides, compare_sides, records_at
 
     if arguments.baseline is not None:
-        kept = arguments.output / "baselines" / checked(functools.partial(flags.checked_name, arguments.baseline))
+        kept = (
+            arguments.output
+            / "baselines"
+            / checked(functools.partial(flags.checked_name, arguments.baseline))
+        )
         if arguments.b is not None or not both_on_disk(arguments.a, arguments.a):
-            raise UsageError("--baseline compares one directory of results with those kept earlier; leave out B")
+            raise UsageError(
+                "--baseline compares one directory of results with those kept earlier; leave out B"
+            )
         if not kept.exists():
             records = checked(functools.partial(records_at, Path(arguments.a)))
             with temporary_directory(make_writable(kept.parent)) as begun:
@@ -81,7 +96,8 @@ def run(arguments: CompareArguments) -> int:
         raise UsageError("needed two sides, got one: add B, or --baseline NAME")
     else:
         names = (arguments.a, arguments.b)
-    shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]  # JSON has no lone surrogates
+    # JSON has no lone surrogates
+    shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]
     sides = Sides(a=shown[0], b=shown[1])
     if not both_on_disk(*names):
         configs = configs_of(names)
@@ -91,12 +107,18 @@ def run(arguments: CompareArguments) -> int:
     paths = [Path(name) for name in names]
     _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
     mixed = arguments.allow_mixed
-    return _show(checked(lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed)))
+    return _show(
+        checked(
+            lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed)
+        )
+    )
 
 
 def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
     if are_equal and not arguments.a_against_a:
-        raise UsageError("A and B are the same; to see how much the machine scatters, add --a-against-a")
+        raise UsageError(
+            "A and B are the same; to see how much the machine scatters, add --a-against-a"
+        )
 
 
 def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig]) -> int:
@@ -126,7 +148,9 @@ def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunC
 
 
 def _show(compared: "Compared", page: Path | None = None) -> int:
-    """Print the tables of the comparison, and where its page is if it was written; return the exit status."""
+    """Print the tables of the comparison, and where its page is if it was written; return the
+    exit status.
+    """
     from cs336_systems.report.terminal import print_table
 
     for left_out in compared.left_out:
@@ -143,54 +167,84 @@ def _show(compared: "Compared", page: Path | None = None) -> int:
 
 
 def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:
-    """Raise UsageError if the directory has records of another comparison: they were not interleaved with these runs.
+    """Raise UsageError if the directory has records of another comparison: they were not
+    interleaved with these runs.
 
     Even repeats are A's and odd ones B's.
     """
     for record in load_records_or_warn(directory / "runs") if directory.is_dir() else ():
         if record.config.configuration != configs[record.config.repeat % 2].configuration:
             raise UsageError(
-                f"{directory} holds another comparison ({record.config.label} is in it): both sides are measured "
-                "alternately, so none of its times can stand for one of them; choose another --name, or --fresh"
+                f"{directory} holds another comparison ({record.config.label} is in it): both "
+                "sides are measured alternately, so none of its times can stand for one of them; "
+                "choose another --name, or --fresh"
             )
 
 
 def is_side(word: str, words: Sequence[str]) -> bool:
-    """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that `compare` lacks."""
-    own = {*flags.HELP, flags.HELP_ALL, *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments))}
-    alone = words[0] == "compare" and word.startswith("--") and word.partition("=")[0].replace("_", "-") not in own
+    """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that
+    `compare` lacks.
+    """
+    own = {
+        *flags.HELP,
+        flags.HELP_ALL,
+        *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments)),
+    }
+    alone = (
+        words[0] == "compare"
+        and word.startswith("--")
+        and word.partition("=")[0].replace("_", "-") not in own
+    )
     return word.startswith("-") and (" " in word or alone)
 
 
 def both_on_disk(a: str, b: str) -> bool:
-    """Whether the sides are records, not flags; raise UsageError for a side that is neither, and for one of each."""
+    """Whether the sides are records, not flags; raise UsageError for a side that is neither, and
+    for one of each.
+    """
     exist = [_exists(side) for side in (a, b)]
     for side, exists in zip((a, b), exist, strict=True):
         if not exists and side.strip() and not side.strip().startswith("-"):
-            raise UsageError(f"{side}: no such directory or record; needed one, or flags of benchmark.py in quotes")
+            raise UsageError(
+                f"{side}: no such directory or record; needed one, or flags of benchmark.py in "
+                "quotes"
+            )
     if exist[0] != exist[1]:
-        raise UsageError("A and B must both be directories of finished sweeps, or both flags of benchmark.py in quotes")
+        raise UsageError(
+            "A and B must both be directories of finished sweeps, or both flags of benchmark.py "
+            "in quotes"
+        )
     return exist[0]
 
 
 def _exists(text: str) -> bool:
     try:
-        return bool(text.strip()) and Path(text).exists()  # an empty text means no flags, not the current directory
+        # an empty text means no flags, not the current directory
+        return bool(text.strip()) and Path(text).exists()
     except OSError:  # flags may be longer than any file name
         return False
 
 
 def configs_of(sides: Sequence[str]) -> list[RunConfig]:
-    """The configuration that the flags of each side name; raise UsageError for a profiler, and for flags of output."""
+    """The configuration that the flags of each side name; raise UsageError for a profiler, and
+    for flags of output.
+    """
     asked = [
-        flags.parse(BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side))) for side in sides
+        flags.parse(
+            BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side))
+        )
+        for side in sides
     ]
     configs = [checked(each.config) for each in asked]
     for side, each, config in zip(sides, asked, configs, strict=True):
         if config.profiler is not Profiler.NONE:
-            raise UsageError(f"{side.strip()}: a profiler makes a run slower; compare runs without one")
+            raise UsageError(
+                f"{side.strip()}: a profiler makes a run slower; compare runs without one"
+            )
         if each.json or each.output != BenchmarkArguments.output:
-            raise UsageError(f"{side.strip()}: a side has no output of its own; leave out --json and --output")
+            raise UsageError(
+                f"{side.strip()}: a side has no output of its own; leave out --json and --output"
+            )
     for device in dict.fromkeys(each.step.device for each in asked):
         flags.explain_cpu_fallback(device)
     return configs

@@ -1,4 +1,6 @@
-"""`cs336 kernels` and `cs336 memory`: where the time, or the memory, of steps went, from the file of any program."""
+"""`cs336 kernels` and `cs336 memory`: where the time, or the memory, of steps went, from the
+file of any program.
+"""
 
 import functools
 from collections.abc import Callable
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
     from cs336_systems.analysis.kernels.step_profile import StepProfile
 
 Explanation: TypeAlias = tuple[Callable[..., Any], ...]
-"""What is left to do with an explained file: write it into a directory and make its tables, both with a number of rows
-to list; the lines of its answer; and its JSON."""
+"""What is left to do with an explained file: write it into a directory and make its tables, both
+with a number of rows to list; the lines of its answer; and its JSON.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,9 @@ class FileArguments:
     """What a profiler or PyTorch wrote, as said above."""
     top: int = 10
     """Most kernels, or allocations, that a table lists."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    output: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
+    ] = None
     """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
     json: Switch = False
     """Print JSON instead of tables."""
@@ -44,17 +49,23 @@ class FileArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsArguments(FileArguments):
-    """Say where the time of profiled steps went: by phase, kind of work, module and kernel, and when the GPU was idle.
+    """Say where the time of profiled steps went: by phase, kind of work, module and kernel, and
+    when the GPU was idle.
 
-    FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler (.json, .json.gz), or
-    what this command or a sweep has kept of one (profile.json, kernels/*.json).
-    A kernel belongs to the phase in which it was launched, by whatever thread. A trace of a CPU has operators in the
-    place of kernels. Of a run on several ranks, traces beside FILE are read too (rank1_FILE, ...).
+    FILE is a report of nsys (.nsys-rep; needs nsys), its SQLite export, a trace of torch.profiler
+    (.json, .json.gz), or what this command or a sweep has kept of one (profile.json,
+    kernels/*.json). A kernel belongs to the phase in which it was launched, by whatever thread. A
+    trace of a CPU has operators in the place of kernels. Of a run on several ranks, traces beside
+    FILE are read too (rank1_FILE, ...).
     """
 
     NEEDED = "a report of nsys, its SQLite export, or a trace of torch.profiler"
-    record: Annotated[Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")] = None
-    """Record of the profiled run; it gives attention its FLOPs, and says which advice the run follows already."""
+    record: Annotated[
+        Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")
+    ] = None
+    """Record of the profiled run; it gives attention its FLOPs, and says which advice the run
+    follows already.
+    """
     ranges: Flat[PhaseNames] = field(default_factory=PhaseNames)
 
     def explained(self) -> Explanation:
@@ -64,26 +75,35 @@ class KernelsArguments(FileArguments):
         from cs336_systems.analysis.kernels.explain import explain
         from cs336_systems.analysis.kernels.phases import RangeNameError
         from cs336_systems.analysis.kernels.step_profile import read_profile
-        from cs336_systems.report.sections.kernels.files import answer_of, tables_of_one, write_kernels
+        from cs336_systems.report.sections.kernels.files import (
+            answer_of,
+            tables_of_one,
+            write_kernels,
+        )
         from cs336_systems.report.sections.kernels.tables import Explained, plain_run
 
         try:
-            profile = read_profile(self.file) or explain(self.file, record.config if record else None, self.ranges)
+            profile = read_profile(self.file) or explain(
+                self.file, record.config if record else None, self.ranges
+            )
         except RangeNameError as error:
             raise UsageError(f"{self.file}: {error}") from error
         plain = plain_run(record, load_records(path.parent)[0]) if record and path else None
         entry = Explained(profile=profile, profiled=record, plain=plain)
         ways = (write_kernels, tables_of_one, answer_of)
-        return *(functools.partial(each, entry) for each in ways), functools.partial(_with_statistics, profile)
+        return *(functools.partial(each, entry) for each in ways), functools.partial(
+            _with_statistics, profile
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryArguments(FileArguments):
-    """Explain where the memory of recorded steps went: by category, phase, block of the model and line of code.
+    """Explain where the memory of recorded steps went: by category, phase, block of the model and
+    line of code.
 
-    FILE is a snapshot that any program wrote with torch.cuda.memory._dump_snapshot, or the profile that this command or
-    a sweep has kept of one (memory.json, memory/*.json). Snapshots of this project have notes beside them, which say
-    what each block of memory held.
+    FILE is a snapshot that any program wrote with torch.cuda.memory._dump_snapshot, or the profile
+    that this command or a sweep has kept of one (memory.json, memory/*.json). Snapshots of this
+    project have notes beside them, which say what each block of memory held.
     """
 
     NEEDED = "a memory snapshot of PyTorch, or a memory profile"
@@ -95,7 +115,9 @@ class MemoryArguments(FileArguments):
         from cs336_systems.report.sections.memory.findings import answer
         from cs336_systems.report.sections.memory.tables import tables_of_one, write_memory
 
-        profile = (read_memory_profile if self.file.suffix == ".json" else explain_memory)(self.file)
+        profile = (read_memory_profile if self.file.suffix == ".json" else explain_memory)(
+            self.file
+        )
         ways = (write_memory, tables_of_one, answer, encode_memory_profile)
         return tuple(functools.partial(each, profile) for each in ways)
 
@@ -113,16 +135,23 @@ def run(arguments: FileArguments) -> int:
         if arguments.output is not None:
             status("drawing and writing")
             write(arguments.output, arguments.top)
-    show(tables(arguments.top), arguments.output, answer(), json=encode() if arguments.json else None)
+    show(
+        tables(arguments.top), arguments.output, answer(), json=encode() if arguments.json else None
+    )
     return OK
 
 
 def _with_statistics(profile: "StepProfile") -> bytes:
-    """The profile in JSON, and before it the statistics of the wall times of step and phases over the steps."""
+    """The profile in JSON, and before it the statistics of the wall times of step and phases
+    over the steps.
+    """
     from cs336_systems.analysis.statistics import summary
     from cs336_systems.files import encode_json
 
-    walls_s = {"step": profile.step_s, **{str(phase.phase): phase.wall_s for phase in profile.phases}}
+    walls_s = {
+        "step": profile.step_s,
+        **{str(phase.phase): phase.wall_s for phase in profile.phases},
+    }
     found = {name: summary(times_s) for name, times_s in walls_s.items() if times_s}
     return encode_json({"statistics": found, **msgspec.to_builtins(profile)})
 
@@ -133,6 +162,11 @@ def record_path(arguments: KernelsArguments) -> Path | None:
         return existing(arguments.record, "a record of a run, in JSON")
     from cs336_systems.analysis.kernels.communication import without_rank
 
-    stem = without_rank(arguments.file.name).removesuffix(".gz").removesuffix(".json").removesuffix(".nsys-rep")
+    stem = (
+        without_rank(arguments.file.name)
+        .removesuffix(".gz")
+        .removesuffix(".json")
+        .removesuffix(".nsys-rep")
+    )
     beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
     return beside if beside.is_file() else None

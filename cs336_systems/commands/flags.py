@@ -50,15 +50,50 @@ Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavi
 Flat = Annotated[T, tyro.conf.OmitArgPrefixes]
 """A group of flags, under its own heading in the help and without a prefix."""
 DeviceChoice = Literal["auto", "cpu", "cuda"]
-DeviceFlag = Annotated[DeviceChoice, tyro.conf.arg(help="Where to run; auto is the GPU if there is one.")]
+DeviceFlag = Annotated[
+    DeviceChoice, tyro.conf.arg(help="Where to run; auto is the GPU if there is one.")
+]
 
 
-COMMON = frozenset({
-    "size", "sizes", "context_length", "context_lengths", "batch_size", "mode", "modes", "precision", "precisions",
-    "mixed_precision", "attention", "optimizer", "compile", "model", "parallel", "ranks", "device", "warmup_steps",
-    "measured_steps", "fast", "profile", "nsys", "memory", "repeats", "name", "output", "dry_run", "json", "fit",
-    "memory_gib", "device_name", "parameters", "tokens", "rungs", "network_gb_per_s",
-})  # fmt: skip
+COMMON = frozenset(
+    {
+        "size",
+        "sizes",
+        "context_length",
+        "context_lengths",
+        "batch_size",
+        "mode",
+        "modes",
+        "precision",
+        "precisions",
+        "mixed_precision",
+        "attention",
+        "optimizer",
+        "compile",
+        "model",
+        "parallel",
+        "ranks",
+        "device",
+        "warmup_steps",
+        "measured_steps",
+        "fast",
+        "profile",
+        "nsys",
+        "memory",
+        "repeats",
+        "name",
+        "output",
+        "dry_run",
+        "json",
+        "fit",
+        "memory_gib",
+        "device_name",
+        "parameters",
+        "tokens",
+        "rungs",
+        "network_gb_per_s",
+    }
+)
 """Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
 FEW = 20
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
@@ -71,18 +106,23 @@ NEEDED = {
 """What a flag needs, by the parser's error for another text."""
 
 
-def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None) -> T:
-    """The arguments in `argv`; raise UsageError for those that are wrong, and SystemExit after help."""
+def parse(
+    kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None
+) -> T:
+    """The arguments in `argv`; raise UsageError for those that are wrong, and SystemExit after
+    help.
+    """
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
     if os.environ.get("NO_COLOR"):
         getattr(tyro, "_experimental_options", {})["ansi_codes"] = False  # tyro has no public way
     words = list(sys.argv[1:] if argv is None else argv)
     names = flag_names(kind)
+    description = _unwrapped(description or inspect.getdoc(kind) or "")
     if HELP_ALL in words:
         words = [HELP[-1]]
     elif len(names) > FEW and not set(words).isdisjoint(HELP):
         kind = _with_common_flags(kind)
-        description = f"{description or inspect.getdoc(kind)}\n\n{prog} {HELP_ALL} shows {len(names)} flags."
+        description += f"\n\n{prog} {HELP_ALL} shows {len(names)} flags."
     said = io.StringIO()
     try:
         args = [_as_declared(word, names) for word in words]
@@ -94,6 +134,11 @@ def parse(kind: Callable[..., T], prog: str, argv: Sequence[str] | None, descrip
         if not end.code:
             raise
         raise UsageError(f"{_in_a_line(said.getvalue())} ({prog} --help)") from None
+
+
+def _unwrapped(text: str) -> str:
+    """The text with a line for each paragraph; indented lines, such as examples, stay."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
 def _in_a_line(box: str) -> str:
@@ -120,7 +165,9 @@ def flag_names(kind: Callable[..., object]) -> frozenset[str]:
     if not (isinstance(kind, type) and is_dataclass(kind)):
         return frozenset()
     groups = {each.name: _group_of(each) for each in fields(kind)}
-    return frozenset().union(*({name} if group is None else flag_names(group) for name, group in groups.items()))
+    return frozenset().union(
+        *({name} if group is None else flag_names(group) for name, group in groups.items())
+    )
 
 
 def _group_of(each: Field[Any]) -> type | None:
@@ -130,7 +177,9 @@ def _group_of(each: Field[Any]) -> type | None:
 
 
 def _as_declared(word: str, names: Collection[str]) -> str:
-    """The word, with `--size` for `--sizes` and the other way round where the command has only the other one."""
+    """The word, with `--size` for `--sizes` and the other way round where the command has only
+    the other one.
+    """
     flag, equals, value = word.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
@@ -153,7 +202,9 @@ def _with_common_flags(kind: Any) -> Any:  # noqa: ANN401 (a class of arguments)
 
 
 def unset(metavar: str | None, default: object, text: str | None = None) -> object:
-    """What the help shows for a flag whose default is chosen by a rule; `text` is its help if it has no docstring."""
+    """What the help shows for a flag whose default is chosen by a rule; `text` is its help if it
+    has no docstring.
+    """
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
 
 
@@ -191,17 +242,29 @@ FIELDS = {each.name: (each, setting) for each, setting in _all_settings()}
 AXES = tuple(name for name, (_, setting) in FIELDS.items() if setting.plural)
 """Settings that a sweep takes several values of."""
 FIRST = ("size", "context_length", "mode", "precision", "warmup_steps", "checkpoint_blocks")
-"""Settings whose flags, and parts of default names, come before those of the model and of the step."""
+"""Settings whose flags, and parts of default names, come before those of the model and of the
+step.
+"""
 OF_MODEL = tuple(
-    name for name, (each, setting) in FIELDS.items()
-    if setting.help and name not in FIRST and (name == "model_factory" or (each, setting) in declared(ModelConfig))
-)  # fmt: skip
-OF_STEP = tuple(name for name, (_, setting) in FIELDS.items() if setting.help and name not in (*FIRST, *OF_MODEL))
+    name
+    for name, (each, setting) in FIELDS.items()
+    if setting.help
+    and name not in FIRST
+    and (name == "model_factory" or (each, setting) in declared(ModelConfig))
+)
+OF_STEP = tuple(
+    name
+    for name, (_, setting) in FIELDS.items()
+    if setting.help and name not in (*FIRST, *OF_MODEL)
+)
 NOT_ALONE = tuple(
-    name for name, (each, setting) in FIELDS.items()
+    name
+    for name, (each, setting) in FIELDS.items()
     if setting.rules and (each.default is False or (setting.is_shortcut and each.default == 0))
-)  # fmt: skip
-"""Switches and numbers with rules. Most rules require other settings, which --fast may have to choose first."""
+)
+"""Switches and numbers with rules. Most rules require other settings, which --fast may have to
+choose first.
+"""
 
 
 class Flags:
@@ -217,24 +280,34 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401
 
     def given(self) -> dict[str, Any]:
-        """The settings whose flags have a value, by name; the others are left to the configuration's rules."""
+        """The settings whose flags have a value, by name; the others are left to the
+        configuration's rules.
+        """
         values = {name: getattr(self, flag) for flag, name in self.settings.items()}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def with_flags(
-    *names: str, many: Collection[str] = (), rules: Mapping[str, str] | None = None, **defaults: object
+    *names: str,
+    many: Collection[str] = (),
+    rules: Mapping[str, str] | None = None,
+    **defaults: object,
 ) -> Callable[[type[T]], type[T]]:
     """Make a class of arguments a dataclass that begins with a flag for each of these settings.
 
-    Flags of the settings in `many` take several values. `defaults` are the command's own default values, by the names
-    of settings. `rules` are defaults that the command chooses by a rule, in the words of the help; such a flag is None
-    if it is not given.
+    Flags of the settings in `many` take several values. `defaults` are the command's own default
+    values, by the names of settings. `rules` are defaults that the command chooses by a rule, in
+    the words of the help; such a flag is None if it is not given.
     """
 
     def add(kind: type[T]) -> type[T]:
         flags = {
-            name: _made(*FIELDS[name], many=name in many, rule=(rules or {}).get(name), own_default=defaults.get(name))
+            name: _made(
+                *FIELDS[name],
+                many=name in many,
+                rule=(rules or {}).get(name),
+                own_default=defaults.get(name),
+            )
             for name in names
         }
         return _add_flags(kind, flags)
@@ -243,7 +316,8 @@ def with_flags(
 
 
 def with_flags_of(config: type) -> Callable[[type[T]], type[T]]:
-    """Make a class of arguments a dataclass that begins with a flag for each setting that `config` declares.
+    """Make a class of arguments a dataclass that begins with a flag for each setting that `config`
+    declares.
 
     The flag of a tuple takes several values.
     """
@@ -259,16 +333,26 @@ def _add_flags(kind: type[T], flags: Mapping[str, tuple[str, object, object]]) -
     """Make the class a dataclass that begins with these flags, by the names of their settings."""
     for flag, _, default in flags.values():
         setattr(kind, flag, default)
-    kind.__annotations__ = {flag: annotation for flag, annotation, _ in flags.values()} | kind.__annotations__
+    kind.__annotations__ = {
+        flag: annotation for flag, annotation, _ in flags.values()
+    } | kind.__annotations__
     made = dataclass(frozen=True, kw_only=True)(kind)
-    made.settings = MappingProxyType({flag: name for name, (flag, _, _) in flags.items()})  # type: ignore[attr-defined]
+    settings = {flag: name for name, (flag, _, _) in flags.items()}
+    made.settings = MappingProxyType(settings)  # type: ignore[attr-defined]
     return made
 
 
 def _made(
-    each: Field[Any], setting: Setting, *, many: bool, rule: str | None = None, own_default: object = None
+    each: Field[Any],
+    setting: Setting,
+    *,
+    many: bool,
+    rule: str | None = None,
+    own_default: object = None,
 ) -> tuple[str, object, object]:
-    """Name, annotated type and default of the flag of a setting; the default is None where a rule chooses."""
+    """Name, annotated type and default of the flag of a setting; the default is None where a
+    rule chooses.
+    """
     declared_type, *_ = get_args(each.type)
     kind = next(iter(get_args(declared_type)), declared_type)  # of `str | None`, str
     default = each.default if own_default is None else own_default
@@ -276,7 +360,11 @@ def _made(
     flag = (setting.plural if many else setting.flag) or each.name
     rule = rule or _rule(setting, many) or (str(default) if setting.chosen_by_fast else "")
     if isinstance(default, bool):
-        switch = (tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")) if not default else ()
+        switch = (
+            (tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint=""))
+            if not default
+            else ()
+        )
         return flag, Annotated[bool, *switch, tyro.conf.arg(help=text)], default
     values = tuple[kind, ...] if many else kind  # type: ignore[valid-type]
     if not rule:
@@ -284,7 +372,9 @@ def _made(
         return flag, Annotated[values, tyro.conf.arg(help=text)], (default,) if is_one else default
     is_choice = issubclass(kind, StrEnum)
     word = setting.metavar or kind.__name__.upper()
-    metavar = None if is_choice and not setting.metavar else f"{word} [{word} ...]" if many else word
+    metavar = (
+        None if is_choice and not setting.metavar else f"{word} [{word} ...]" if many else word
+    )
     parser = (choices(kind, many=many),) if is_choice else ()
     return flag, Annotated[values | None, *parser, unset(metavar, rule, text)], None
 
@@ -294,9 +384,14 @@ def _rule(setting: Setting, many: bool) -> str:
     if (found := setting.by_device) is None:
         return setting.default
     if many:
-        gpu, cpu = (" ".join(map(str, each)) for each in (found.gpu_sweep or found.gpu, found.cpu_sweep or found.cpu))
+        gpu, cpu = (
+            " ".join(map(str, each))
+            for each in (found.gpu_sweep or found.gpu, found.cpu_sweep or found.cpu)
+        )
         return f"{gpu} on a GPU, {cpu} on a CPU"
-    return ", ".join(filter(None, (f"{found.gpu} on a GPU", f"{found.cpu} on a CPU", setting.default)))
+    return ", ".join(
+        filter(None, (f"{found.gpu} on a GPU", f"{found.cpu} on a CPU", setting.default))
+    )
 
 
 @with_flags(*OF_MODEL)
@@ -330,7 +425,9 @@ class KeepingArguments:
     fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""
     allow_mixed: Switch = False
-    """Go on with records that come from another GPU, driver, torch, code, own model or token file."""
+    """Go on with records that come from another GPU, driver, torch, code, own model or token
+    file.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +435,9 @@ class MeasuringArguments(KeepingArguments):
     """How the runs of a sweep are measured, and when they are measured again."""
 
     timeout_s: float = 600.0
-    """Longest time for one run (seconds); the start of its process may take as long, and at least 60 s."""
+    """Longest time for one run (seconds); the start of its process may take as long, and at
+    least 60 s.
+    """
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
@@ -357,8 +456,11 @@ def check_repeats(repeats: int, least: int = 1) -> None:
 
 
 def check_tokens(name: str, context_length: int) -> None:
-    """Raise ValueError unless the file begins as one of enough tokens does; the tokens themselves are not read."""
-    from cs336_systems.model.tokens import open_tokens  # numpy is slow to import, and few command lines need it
+    """Raise ValueError unless the file begins as one of enough tokens does; the tokens
+    themselves are not read.
+    """
+    # numpy is slow to import, and few command lines need it
+    from cs336_systems.model.tokens import open_tokens
 
     if not Path(name).is_file():
         raise ValueError(f"--tokens needs a .npy file of integers, and {name!r} is no file")
@@ -368,8 +470,16 @@ def check_tokens(name: str, context_length: int) -> None:
         raise ValueError(f"--tokens {error}".replace("\n", "\\n")) from error
 
 
-def make_config(device: Device, *, size: str, context_length: int | None = None, **settings: Any) -> RunConfig:  # noqa: ANN401
-    """One configuration from settings; raise ValueError for a value that is unknown or cannot be run."""
+def make_config(
+    device: Device,
+    *,
+    size: str,
+    context_length: int | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> RunConfig:
+    """One configuration from settings; raise ValueError for a value that is unknown or cannot be
+    run.
+    """
     if size not in SIZES:
         by_lower = {name.lower(): name for name in SIZES}
         close = difflib.get_close_matches(size.lower(), by_lower, n=1)
@@ -377,27 +487,41 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
         raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
     parallel = settings.get("parallel", Parallel.NONE)
     if parallel is not Parallel.NONE and "ranks" not in settings:
-        raise ValueError(f"--parallel {parallel} needs --ranks, the number of processes that share a step, got none")
+        raise ValueError(
+            f"--parallel {parallel} needs --ranks, the number of processes that share a step, got "
+            "none"
+        )
     preset = SIZES[size]
     if context_length is None:
-        usual = default_on(device, "context_length") if preset.arch is Arch.CS336 else preset.context_length
+        usual = (
+            default_on(device, "context_length")
+            if preset.arch is Arch.CS336
+            else preset.context_length
+        )
         context_length = int(usual)
     of_model = {each.name for each in fields(ModelConfig)} & settings.keys()
-    shape = replace(preset, context_length=context_length, **{name: settings.pop(name) for name in of_model})
+    shape = replace(
+        preset, context_length=context_length, **{name: settings.pop(name) for name in of_model}
+    )
     checkpoint_blocks = settings.get("checkpoint_blocks", 0)
     if checkpoint_blocks > shape.num_layers and settings.get("model_factory") is None:
         raise ValueError(
-            f"--checkpoint-blocks must be from 0 to the {shape.num_layers} blocks that {size} has here, "
-            f"got {checkpoint_blocks}"
+            f"--checkpoint-blocks must be from 0 to the {shape.num_layers} blocks that {size} has "
+            f"here, got {checkpoint_blocks}"
         )
     if "tokens" in settings:
         check_tokens(settings["tokens"], shape.context_length)
     is_changed = any(
-        getattr(shape, name) != getattr(preset, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")
+        getattr(shape, name) != getattr(preset, name)
+        for name in ("d_model", "d_ff", "num_layers", "num_heads")
     )
     size = "custom" if is_changed else size
     config = RunConfig(size=size, model=shape, device=device, **settings)
-    named = {"--model": config.model_factory, "--own-ddp": config.own_ddp, "--own-optimizer": config.own_optimizer}
+    named = {
+        "--model": config.model_factory,
+        "--own-ddp": config.own_ddp,
+        "--own-optimizer": config.own_optimizer,
+    }
     for flag, name in named.items():
         if name is not None:
             check_factory(name, flag)
@@ -405,19 +529,32 @@ def make_config(device: Device, *, size: str, context_length: int | None = None,
 
 
 def config_of(
-    device: Device, given: Mapping[str, Any], point: Mapping[str, Any], *, fast: bool, many: bool = False
+    device: Device,
+    given: Mapping[str, Any],
+    point: Mapping[str, Any],
+    *,
+    fast: bool,
+    many: bool = False,
 ) -> RunConfig:
-    """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of those of `point` first."""
+    """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of
+    those of `point` first.
+    """
     settings = {**given, **point}
     if not many:  # a sweep has several values of the settings that others need
         settings = _with_own_parts(settings)
     asked = {name: settings[name] for name in given if name in settings}
-    config = make_fast_config(device, asked, many=many, **settings) if fast else make_config(device, **settings)
+    config = (
+        make_fast_config(device, asked, many=many, **settings)
+        if fast
+        else make_config(device, **settings)
+    )
     return checked_factory(config, given, many=many)
 
 
 def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with `own` where one names an own part; raise ValueError for one that another makes useless."""
+    """The settings with `own` where one names an own part; raise ValueError for one that another
+    makes useless.
+    """
     for name, (other, values) in USED_WITH.items():
         if settings.get(name, FIELDS[name][0].default) == FIELDS[name][0].default:
             continue
@@ -426,34 +563,49 @@ def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
         if settings.get(other) not in values:
             needed = " or ".join(values)
             flag, of_other = (flag_of(each, FIELDS[each][1]) for each in (name, other))
-            raise ValueError(f"{flag} needs {of_other} {needed}, got {settings.get(other) or 'none'}")
+            raise ValueError(
+                f"{flag} needs {of_other} {needed}, got {settings.get(other) or 'none'}"
+            )
     return settings
 
 
 def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
-    """The run itself; raise ValueError for a flag of the model's shape that the user's own factory does not take.
+    """The run itself; raise ValueError for a flag of the model's shape that the user's own factory
+    does not take.
 
-    `given` are the names of the settings that the user gave, with `many` by the flags of a sweep. The vocabulary and
-    the context shape the tokens of any model, so they always have an effect. A factory whose source does not tell its
-    parameters is accepted.
+    `given` are the names of the settings that the user gave, with `many` by the flags of a sweep.
+    The vocabulary and the context shape the tokens of any model, so they always have an effect. A
+    factory whose source does not tell its parameters is accepted.
     """
     taken = None if config.model_factory is None else parameters_of(config.model_factory)
     if taken is None:
         return config
-    values = {name: getattr(config.model, name) for name in OF_MODEL if name not in ("model_factory", "vocab_size")}
-    ignored = {name: value for name, value in values.items() if name not in taken and value != FIELDS[name][0].default}
+    values = {
+        name: getattr(config.model, name)
+        for name in OF_MODEL
+        if name not in ("model_factory", "vocab_size")
+    }
+    ignored = {
+        name: value
+        for name, value in values.items()
+        if name not in taken and value != FIELDS[name][0].default
+    }
     preset = SIZES.get(config.size)
     if preset and preset.vocab_size == FIELDS["vocab_size"][0].default and not taken & {*values}:
         ignored |= {"size": config.size} if config.size != default_on(config.device, "size") else {}
     for name in [name for name in ignored if name in given]:
         raise ValueError(
-            f"{_typed(name, many)} {ignored[name]} would do nothing: the factory {config.model_factory} does not take "
+            f"{_typed(name, many)} {ignored[name]} would do nothing: the factory "
+            f"{config.model_factory} does not take "
             f"{'any dimension of the model' if name == 'size' else name}; leave it out"
         )
     if taken & ({*values} - {"context_length"}):
         return config
-    shape = config.model  # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
-    model = replace(SIZES["small"], vocab_size=shape.vocab_size, context_length=shape.context_length)
+    # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
+    shape = config.model
+    model = replace(
+        SIZES["small"], vocab_size=shape.vocab_size, context_length=shape.context_length
+    )
     return replace(config, size=UNSIZED, model=model)
 
 
@@ -466,14 +618,22 @@ def _typed(name: str, many: bool) -> str:
 def checked_here(config: RunConfig) -> RunConfig:
     """The run itself; raise ValueError if it cannot run here.
 
-    It then has too many ranks, or more than this process sees GPUs of one kind, or needs a package that cannot be used.
+    It then has too many ranks, or more than this process sees GPUs of one kind, or needs a package
+    that cannot be used.
     """
     if config.ranks > MAX_MEASURED_RANKS:
-        raise ValueError(f"--ranks must be at most {MAX_MEASURED_RANKS} for a step that is run, got {config.ranks}")
-    if config.ranks > 1 and config.device is Device.CUDA and (found := len(alike(visible_gpus()))) < config.ranks:
         raise ValueError(
-            f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see (CUDA_VISIBLE_DEVICES), "
-            f"found {found}"
+            f"--ranks must be at most {MAX_MEASURED_RANKS} for a step that is run, got "
+            f"{config.ranks}"
+        )
+    if (
+        config.ranks > 1
+        and config.device is Device.CUDA
+        and (found := len(alike(visible_gpus()))) < config.ranks
+    ):
+        raise ValueError(
+            f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see "
+            f"(CUDA_VISIBLE_DEVICES), found {found}"
         )
     check_packages(config)
     return config
@@ -493,15 +653,18 @@ def make_fast_config(
     many: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> RunConfig:
-    """The configuration of these settings in the fastest way known for this machine's device (--fast).
+    """The configuration of these settings in the fastest way known for this machine's device
+    (--fast).
 
-    `asked` are the settings that the user gave, with `many` by the flags of a sweep. Raises ValueError for one that
-    cannot be combined with --fast, or that differs from what --fast chooses. Unless --checkpoint-blocks is given, there
-    are checkpoints where the step does not fit the GPU without.
+    `asked` are the settings that the user gave, with `many` by the flags of a sweep. Raises
+    ValueError for one that cannot be combined with --fast, or that differs from what --fast
+    chooses. Unless --checkpoint-blocks is given, there are checkpoints where the step does not fit
+    the GPU without.
     """
     from cs336_systems.costs.fast_memory import with_checkpoints
 
-    # a switch that needs other settings is valid only once --fast has chosen these, so it is set at the end
+    # a switch that needs other settings is valid only once --fast has chosen these, so it is set at
+    # the end
     first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
     if first.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
         first.setdefault("attention", Attention.SDPA)
@@ -512,7 +675,9 @@ def make_fast_config(
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
             flag = _typed(name, many)
             what = flag.removeprefix("--").replace("-", " ")
-            raise ValueError(f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}")
+            raise ValueError(
+                f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}"
+            )
     switches: dict[str, Any] = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
     if asked.get("fp8") or asked.get("selective_checkpoints"):
         switches.setdefault("fused_activations", False)  # neither can be combined with it
@@ -526,12 +691,18 @@ def make_fast_config(
 
 
 def explain_fast(configs: Iterable[RunConfig]) -> None:
-    """Print on standard error what --fast chose, and what it does without because a package cannot be used."""
+    """Print on standard error what --fast chose, and what it does without because a package
+    cannot be used.
+    """
     configs = list(configs)
     for chosen in dict.fromkeys(map(describe_fast, configs)):
         print_aside(f"fast: {chosen}")
     gpus = visible_gpus()
-    missing = (line for config in configs for line in missing_packages(config, gpus[0].name if gpus else None))
+    missing = (
+        line
+        for config in configs
+        for line in missing_packages(config, gpus[0].name if gpus else None)
+    )
     for line in dict.fromkeys(missing):
         print_aside(f"note: {line}")
 
@@ -555,7 +726,9 @@ def chosen_profiler(arguments: object) -> Profiler:
 
 
 def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
-    """The same run under a profiler. The memory profiler records at most two steps, as steady steps are alike."""
+    """The same run under a profiler. The memory profiler records at most two steps, as steady
+    steps are alike.
+    """
     if profiler is not Profiler.MEMORY:
         return replace(plain, profiler=profiler)
     # a replayed graph allocates nothing, and the analysis of the history assumes fixed segments
@@ -566,9 +739,13 @@ def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = Fal
 
 
 def one_precision(precision: Precision | None, mixed_precision: bool) -> Precision:
-    """The precision asked for, by default fp32; raise ValueError if --mixed-precision contradicts it."""
+    """The precision asked for, by default fp32; raise ValueError if --mixed-precision
+    contradicts it.
+    """
     if mixed_precision and precision not in (None, Precision.BF16):
-        raise ValueError(f"--mixed-precision means bf16, but the precision asked for is {precision}")
+        raise ValueError(
+            f"--mixed-precision means bf16, but the precision asked for is {precision}"
+        )
     return Precision.BF16 if mixed_precision else value_or(precision, Precision.FP32)
 
 
@@ -576,8 +753,8 @@ def checked_name(name: str) -> str:
     """The name itself; raise ValueError unless it is a plain, portable directory name."""
     if not re.fullmatch(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_NAME_LENGTH - 1}}}", name):
         raise ValueError(
-            f"--name must be 1 to {MAX_NAME_LENGTH} letters, digits, '_', '.', '+' or '-', beginning with a letter, "
-            f"digit or '_'; got {name[:120]!r}"
+            f"--name must be 1 to {MAX_NAME_LENGTH} letters, digits, '_', '.', '+' or '-', "
+            f"beginning with a letter, digit or '_'; got {name[:120]!r}"
         )
     return name
 
@@ -588,10 +765,14 @@ def value_or(value: T | None, default: T) -> T:
 
 
 def study_name(name: str | None, precisions: Sequence[Precision], device: DeviceChoice) -> str:
-    """The name given, or precisions and device, so that machines that share a directory do not collide."""
+    """The name given, or precisions and device, so that machines that share a directory do not
+    collide.
+    """
     if name is not None:
         return checked_name(name)
-    return "_".join((plain_word("-".join(dict.fromkeys(precisions))), device_word(resolve_device(device))))
+    return "_".join(
+        (plain_word("-".join(dict.fromkeys(precisions))), device_word(resolve_device(device)))
+    )
 
 
 def resolve_device(device: DeviceChoice) -> Device:
@@ -599,14 +780,16 @@ def resolve_device(device: DeviceChoice) -> Device:
     found = bool(visible_gpus())
     if device == "cuda" and not found:
         raise ValueError(
-            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), found none; "
-            "try --device cpu"
+            "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), "
+            "found none; try --device cpu"
         )
     return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
 
 
 def explain_cpu_fallback(device: DeviceChoice) -> None:
-    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of them is visible."""
+    """Print on standard error why `auto` means the CPU although the machine has GPUs, if none of
+    them is visible.
+    """
     if device == "auto" and (why := why_none_visible()) is not None:
         print_aside(f"note: --device auto takes the CPU: {why}")
 
@@ -618,9 +801,15 @@ def look_at_machine(device: Device) -> None:
 
 
 def in_flags(message: str, names: Collection[str]) -> str:
-    """The message with the flags in place of the fields of these names, unless they are part of a longer word."""
+    """The message with the flags in place of the fields of these names, unless they are part of
+    a longer word.
+    """
     long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
-    return re.sub(rf"(?<![\w./\"'-])({long})(?![\w./\"'-])", lambda name: f"--{name[0].replace('_', '-')}", message)
+    return re.sub(
+        rf"(?<![\w./\"'-])({long})(?![\w./\"'-])",
+        lambda name: f"--{name[0].replace('_', '-')}",
+        message,
+    )
 
 
 def _number(words: list[str]) -> float:

@@ -1,4 +1,6 @@
-"""`cs336 ladder`: from the slow way to the fast way, one change at a time, each measured and each checked."""
+"""`cs336 ladder`: from the slow way to the fast way, one change at a time, each measured and
+each checked.
+"""
 
 from collections.abc import Sequence
 from dataclasses import field, replace
@@ -8,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from cs336_systems.analysis.compare import interleave
 from cs336_systems.commands import flags
-from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
+from cs336_systems.commands.outcome import (
+    OK,
+    UsageError,
+    checked,
+    load_ceilings_or_warn,
+    load_records_or_warn,
+    show,
+)
 from cs336_systems.commands.sweep import measure_all
 from cs336_systems.config import Device, RunConfig
 from cs336_systems.measure.nvml import visible_gpus
@@ -39,32 +48,51 @@ LADDER_FILE = "ladder.json"
 
 
 @flags.with_flags(
-    "size", "context_length", "batch_size", "vocab_size", "d_model", "d_ff", "num_layers", "num_heads", "model_factory",
-    "warmup_steps", "measured_steps", "learning_rate", "tokens", "seed", warmup_steps=10,
+    "size",
+    "context_length",
+    "batch_size",
+    "vocab_size",
+    "d_model",
+    "d_ff",
+    "num_layers",
+    "num_heads",
+    "model_factory",
+    "warmup_steps",
+    "measured_steps",
+    "learning_rate",
+    "tokens",
+    "seed",
+    warmup_steps=10,
     rules={
-        "size": "gpt2 on a GPU, tiny on a CPU", "context_length": "1024 for gpt2, else 512 on a GPU, 128 on a CPU",
-        "batch_size": "16 on a GPU, 4 on a CPU", "learning_rate": "0.005 / d_model",
+        "size": "gpt2 on a GPU, tiny on a CPU",
+        "context_length": "1024 for gpt2, else 512 on a GPU, 128 on a CPU",
+        "batch_size": "16 on a GPU, 4 on a CPU",
+        "learning_rate": "0.005 / d_model",
     },
-)  # fmt: skip
+)
 class LadderArguments(flags.Flags):
-    """Climb from fp32 and eager to the fastest known step, one change at a time, and say what each change is worth.
+    """Climb from fp32 and eager to the fastest known step, one change at a time, and say what each
+    change is worth.
 
-    Each rung runs in fresh processes, interleaved with the others, and once more under torch.profiler for the reason. A
-    rung whose losses leave those of the first is marked, and nothing is credited to it. Results go to
-    OUTPUT/ladder/NAME/; the same command again goes on where an interrupted one stopped.
+    Each rung runs in fresh processes, interleaved with the others, and once more under
+    torch.profiler for the reason. A rung whose losses leave those of the first is marked, and
+    nothing is credited to it. Results go to OUTPUT/ladder/NAME/; the same command again goes on
+    where an interrupted one stopped.
 
-    Losses are compared over 20 steps: as many must be run, warm-up included. With a larger learning rate, rounding
-    alone drives the losses of large models apart. Rungs that change the inside of the model are left out for --model.
+    Losses are compared over 20 steps: as many must be run, warm-up included. With a larger learning
+    rate, rounding alone drives the losses of large models apart. Rungs that change the inside of
+    the model are left out for --model.
     """
 
     rungs: Annotated[
         tuple[str, ...] | None,
         flags.unset(
-            "NAME [NAME ...]", "all that apply",
-            f"Rungs to run, of {' '.join(RUNG_NAMES)}. A rung also has the changes of all rungs before it, named or "
-            "not; fp32 always runs.",
+            "NAME [NAME ...]",
+            "all that apply",
+            f"Rungs to run, of {' '.join(RUNG_NAMES)}. A rung also has the changes of all rungs "
+            "before it, named or not; fp32 always runs.",
         ),
-    ] = None  # fmt: skip
+    ] = None
     repeats: Annotated[int | None, flags.unset("INT", "3 on a GPU, 1 on a CPU")] = None
     """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True
@@ -74,7 +102,9 @@ class LadderArguments(flags.Flags):
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    measuring: flags.Flat[flags.MeasuringArguments] = field(default_factory=flags.MeasuringArguments)
+    measuring: flags.Flat[flags.MeasuringArguments] = field(
+        default_factory=flags.MeasuringArguments
+    )
     dry_run: flags.Switch = False
     """Print what would run, and stop."""
 
@@ -82,15 +112,21 @@ class LadderArguments(flags.Flags):
         flags.check_repeats(flags.value_or(self.repeats, 1))
         if self.warmup_steps + self.measured_steps < GATE_STEPS:
             raise ValueError(
-                f"--warmup-steps and --measured-steps must come to at least {GATE_STEPS}, over which the losses are "
-                f"compared, got {self.warmup_steps} + {self.measured_steps}"
+                f"--warmup-steps and --measured-steps must come to at least {GATE_STEPS}, over "
+                f"which the losses are compared, got {self.warmup_steps} + {self.measured_steps}"
             )
 
     def base(self) -> RunConfig:
-        """The first rung's shape, batch, data and steps; raise ValueError where the flags mean none."""
+        """The first rung's shape, batch, data and steps; raise ValueError where the flags mean
+        none.
+        """
         device = flags.resolve_device(self.device)
         on_gpu = device is Device.CUDA
-        usual = {"size": GPU_SIZE, "batch_size": GPU_BATCH} if on_gpu else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
+        usual = (
+            {"size": GPU_SIZE, "batch_size": GPU_BATCH}
+            if on_gpu
+            else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
+        )
         given = self.given()
         config = flags.checked_factory(flags.make_config(device, **{**usual, **given}), given)
         if self.learning_rate is not None:
@@ -104,9 +140,13 @@ class LadderArguments(flags.Flags):
         return every if self.rungs is None else chosen(every, self.rungs)
 
     def runs(self, ladder: Sequence[Rung]) -> tuple[RunConfig, ...]:
-        """All runs in order: the rungs up and down again (A B B A), then each under the profiler."""
+        """All runs in order: the rungs up and down again (A B B A), then each under the
+        profiler.
+        """
         on_gpu = ladder[0].config.device is Device.CUDA
-        order = interleave(len(ladder), flags.value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS))
+        order = interleave(
+            len(ladder), flags.value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS)
+        )
         plain = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
         return (*plain, *(map(reason_run, ladder) if self.reasons else ()))
 
@@ -116,7 +156,11 @@ class LadderArguments(flags.Flags):
             return self.output / "ladder" / flags.checked_name(self.name)
         base = self.base()
         shape = f"ctx{base.model.context_length}_b{base.batch_size}"
-        return self.output / "ladder" / "_".join((plain_word(base.size), shape, flags.device_word(base.device)))
+        return (
+            self.output
+            / "ladder"
+            / "_".join((plain_word(base.size), shape, flags.device_word(base.device)))
+        )
 
 
 def run(arguments: LadderArguments) -> int:
@@ -130,13 +174,19 @@ def run(arguments: LadderArguments) -> int:
         print_line(f"{counted(len(configs), 'run')} into {directory}")
         return OK
     if is_under_nsys():
-        raise UsageError("a ladder under nsys would take its times for those of plain runs: leave nsys out")
+        raise UsageError(
+            "a ladder under nsys would take its times for those of plain runs: leave nsys out"
+        )
     begin, names = partial(_begin, ladder, directory, arguments.measuring.fresh), _names(ladder)
-    return measure_all(configs, directory, arguments.measuring, show=_report, names=names, begin=begin)
+    return measure_all(
+        configs, directory, arguments.measuring, show=_report, names=names, begin=begin
+    )
 
 
 def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
-    """Write the ladder; raise UsageError if the directory has that of another step, whose tables would be lost."""
+    """Write the ladder; raise UsageError if the directory has that of another step, whose tables
+    would be lost.
+    """
     file, first = directory / LADDER_FILE, ladder[0].config
     if not fresh and file.is_file() and (there := read_ladder(file)[0].config) != first:
         raise UsageError(
@@ -147,13 +197,17 @@ def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
-    """All configurations of a ladder, each with its name: that of its rung, or for other runs what they are for."""
+    """All configurations of a ladder, each with its name: that of its rung, or for other runs
+    what they are for.
+    """
     names = {rung.config: rung.name for rung in ladder}
     return names | {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
 
 
 def load(directory: Path, beside: Ceilings) -> "Climbed":
-    """The ladder in a directory: rungs, records, profiles and table rows, with shares of the ceilings `beside`."""
+    """The ladder in a directory: rungs, records, profiles and table rows, with shares of the
+    ceilings `beside`.
+    """
     from cs336_systems.report.page.chapters import Climbed
     from cs336_systems.report.results import Results
     from cs336_systems.report.sections.kernels.tables import load_profiled
@@ -161,10 +215,16 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 
     ladder = read_ladder(directory / LADDER_FILE)
     own = _names(ladder)  # the directory may have runs of ladders with other flags
-    records = [each for each in load_records_or_warn(directory / "runs") if each.config.configuration in own]
+    records = [
+        each
+        for each in load_records_or_warn(directory / "runs")
+        if each.config.configuration in own
+    ]
     profiled = load_profiled(records, directory)
     rows = ladder_rows(ladder, records, profiled, beside)
-    return Climbed(results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows))
+    return Climbed(
+        results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows)
+    )
 
 
 def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:

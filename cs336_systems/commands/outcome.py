@@ -1,8 +1,8 @@
 """How a command ends: its exit status, and the errors that mean wrong usage.
 
-0: every configuration has a result (running out of memory is one); 1: something crashed, hung or was killed, a profile
-could not be explained, or one of several records is damaged; 2: wrong usage, or a file that is missing or not what it
-should be; 130: interrupted.
+0: every configuration has a result (running out of memory is one); 1: something crashed, hung or
+was killed, a profile could not be explained, or one of several records is damaged; 2: wrong usage,
+or a file that is missing or not what it should be; 130: interrupted.
 """
 
 import atexit
@@ -48,20 +48,28 @@ def checked(make: Callable[[], T]) -> T:
 
 
 def existing(path: Path, needed: str) -> Path:
-    """Return the path if it is a regular file; otherwise raise UsageError, which says what was `needed`."""
+    """Return the path if it is a regular file; otherwise raise UsageError, which says what was
+    `needed`.
+    """
     if (problem := why_no_file(path)) is not None:
         raise UsageError(f"{path}: {problem}; needed {needed}")
     return path
 
 
 def status_of(records: Sequence[RunRecord], unexplained: Container[RunConfig] = ()) -> int:
-    """The exit status for these records; a run in `unexplained` lacks the explanation of its profile."""
-    is_well = all(record.status.is_result and record.config not in unexplained for record in records)
+    """The exit status for these records; a run in `unexplained` lacks the explanation of its
+    profile.
+    """
+    is_well = all(
+        record.status.is_result and record.config not in unexplained for record in records
+    )
     return OK if is_well else FAILED
 
 
 def load_records_or_warn(runs: Path) -> list[RunRecord]:
-    """The records in `runs`; one that cannot be read is left out, with a warning on standard error."""
+    """The records in `runs`; one that cannot be read is left out, with a warning on standard
+    error.
+    """
     records, problems = load_records(runs)
     for problem in problems:
         print_aside(f"warning: {problem}")
@@ -81,10 +89,11 @@ def load_ceilings_or_warn(directory: Path) -> "Ceilings":
 
 @contextlib.contextmanager
 def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
-    """Yield a function that takes the command's JSON, which is printed at the end of the block; None without --json.
+    """Yield a function that takes the command's JSON, which is printed at the end of the block;
+    None without --json.
 
-    The JSON is alone on standard output: everything else printed in the block goes to standard error, whether this
-    program, a user's model, a library or a child process prints it.
+    The JSON is alone on standard output: everything else printed in the block goes to standard
+    error, whether this program, a user's model, a library or a child process prints it.
     """
     if not is_asked:
         yield None
@@ -97,7 +106,11 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
 
 
 def show(
-    tables: Iterable["Table"], directory: Path | None = None, answer: Iterable[str] = (), *, json: bytes | None = None
+    tables: Iterable["Table"],
+    directory: Path | None = None,
+    answer: Iterable[str] = (),
+    *,
+    json: bytes | None = None,
 ) -> None:
     """Print the answer in sentences and the tables, or only the JSON, and where the files are."""
     from cs336_systems.report.terminal import print_sentences, print_table
@@ -140,7 +153,9 @@ def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
     """Print where the raw profiles of these runs are, and which viewer opens them."""
     profiled = [config for config in configs if config.profiler is not Profiler.NONE]
     for profiler in dict.fromkeys(config.profiler for config in profiled):
-        paths = (raw_profile_path(config, runs) for config in profiled if config.profiler is profiler)
+        paths = (
+            raw_profile_path(config, runs) for config in profiled if config.profiler is profiler
+        )
         found = [path for path in paths if path.is_file()]
         if found:
             folder = found[0].parent
@@ -149,13 +164,16 @@ def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
 
 
 _CLOSED = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe whose reader has ended (`| head`, Ctrl-C in `| tee log`) and of a closed terminal."""
+"""Errors of a pipe whose reader has ended (`| head`, Ctrl-C in `| tee log`) and of a closed
+terminal.
+"""
 
 
 class _Output(io.FileIO):
     """A standard stream that is redirected to the null device when a write fails.
 
-    Results that cannot be written are an error, unless their reader has gone; messages that cannot be are dropped.
+    Results that cannot be written are an error, unless their reader has gone; messages that cannot
+    be are dropped.
     """
 
     is_discarded = False
@@ -174,7 +192,9 @@ class _Output(io.FileIO):
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """What stands for characters that the stream's encoding does not have: escapes that JSON knows too."""
+    """What stands for characters that the stream's encoding does not have: escapes that JSON
+    knows too.
+    """
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
@@ -183,9 +203,11 @@ codecs.register_error("cs336.escaped", _escaped)
 
 
 def guard_outputs() -> None:
-    """Make each standard stream of this process survive the end of its reader, independently of the other.
+    """Make each standard stream of this process survive the end of its reader, independently of the
+    other.
 
-    A stream that is closed already is redirected to the null device, so that no file gets its descriptor.
+    A stream that is closed already is redirected to the null device, so that no file gets its
+    descriptor.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -205,7 +227,9 @@ def print_last(text: str) -> None:
 
 
 def _guarded(stream: TextIO | None, original: TextIO | None, descriptor: int) -> TextIO:
-    """The stream on an `_Output`; a stream that has replaced the original one, as in a test, is left alone."""
+    """The stream on an `_Output`; a stream that has replaced the original one, as in a test, is
+    left alone.
+    """
     if stream is None:
         return open(descriptor, "w", closefd=False)
     if stream is not original or not isinstance(stream, io.TextIOWrapper):

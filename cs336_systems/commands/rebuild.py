@@ -1,8 +1,10 @@
-"""Reads all results directories below a directory, and writes their tables, plots and pages again from the records.
+"""Reads all results directories below a directory, and writes their tables, plots and pages again
+from the records.
 
-It also writes the errors of the predicted times of steps, by what limits the steps, by device and by settings. A
-forecast whose matmuls were measured for these very shapes is mostly a look-up. So each such step is predicted once
-more, as if none of its matmuls had been measured: that is what a forecast of another configuration is worth.
+It also writes the errors of the predicted times of steps, by what limits the steps, by device and
+by settings. A forecast whose matmuls were measured for these very shapes is mostly a look-up. So
+each such step is predicted once more, as if none of its matmuls had been measured: that is what a
+forecast of another configuration is worth.
 """
 
 import math
@@ -27,7 +29,14 @@ from cs336_systems.report.columns import Row, columns_of
 from cs336_systems.report.compared import COMPARISON_FILE, load_compared
 from cs336_systems.report.formats import texts_of, write_files
 from cs336_systems.report.identity import settings_of
-from cs336_systems.report.page.chapters import PAGE_FILE, Directory, Page, list_of, write_page, write_page_of
+from cs336_systems.report.page.chapters import (
+    PAGE_FILE,
+    Directory,
+    Page,
+    list_of,
+    write_page,
+    write_page_of,
+)
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
 from cs336_systems.report.section import Section, Table, make_table
@@ -39,12 +48,35 @@ from cs336_systems.text import counted, print_aside, print_line
 
 FOLDER = "forecast"
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-ERROR_KEYS = ("scored", "num_scored", "median_error", "error_of_nine", "largest_error", "median_bias")
+ERROR_KEYS = (
+    "scored",
+    "num_scored",
+    "median_error",
+    "error_of_nine",
+    "largest_error",
+    "median_bias",
+)
 SETTINGS = (
-    "size", "context_length", "batch_size", "mode", "precision", "attention", "optimizer", "cuda_graph",
+    "size",
+    "context_length",
+    "batch_size",
+    "mode",
+    "precision",
+    "attention",
+    "optimizer",
+    "cuda_graph",
     "checkpoint_blocks",
-)  # fmt: skip
-GROUPS = ("device_name", "size", "context_length", "precision", "mode", "attention", "checkpoint_blocks", "fast")
+)
+GROUPS = (
+    "device_name",
+    "size",
+    "context_length",
+    "precision",
+    "mode",
+    "attention",
+    "checkpoint_blocks",
+    "fast",
+)
 """Columns by whose values the errors are also given: the device, and settings."""
 
 
@@ -55,10 +87,13 @@ class Shapes(StrEnum):
     UNMEASURED = "unmeasured"
 
 
-OF_SHAPES = {Shapes.UNMEASURED: "matmuls of shapes that were not measured", Shapes.MEASURED: "measured matmuls"}
+OF_SHAPES = {
+    Shapes.UNMEASURED: "matmuls of shapes that were not measured",
+    Shapes.MEASURED: "measured matmuls",
+}
 AS_IF = (
-    "Each step is predicted as if none of its own matmuls had been measured: that is what a forecast of another "
-    "configuration is worth."
+    "Each step is predicted as if none of its own matmuls had been measured: that is what a "
+    "forecast of another configuration is worth."
 )
 OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
 
@@ -66,12 +101,12 @@ OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by l
 def scored(
     sweeps: Mapping[Path, Sequence[RunRecord]], ceilings_of: Callable[[Path], Ceilings]
 ) -> tuple[list[Row], int]:
-    """A row for each measured configuration of a sweep whose time is predicted, and the number of the others.
+    """A row for each measured configuration of a sweep whose time is predicted, and the number of
+    the others.
 
-    A step that the device limits and whose matmuls were measured has a second row, predicted without them; its `shapes`
-    are UNMEASURED.
-    Several processes of one configuration count as one, with the median of their medians. Times are in ms, errors in
-    percent of what was measured.
+    A step that the device limits and whose matmuls were measured has a second row, predicted
+    without them; its `shapes` are UNMEASURED. Several processes of one configuration count as one,
+    with the median of their medians. Times are in ms, errors in percent of what was measured.
     """
     rows: list[Row] = []
     others = 0
@@ -90,31 +125,55 @@ def scored(
 
 
 def _rows(
-    directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction, curves: Curves
+    directory: Path,
+    config: RunConfig,
+    records: Sequence[RunRecord],
+    found: TimePrediction,
+    curves: Curves,
 ) -> Iterator[Row]:
     is_measured = measured_share(config, curves) > 1 / 2
     row = _row(directory, config, records, found)
     yield row | {"shapes": Shapes.MEASURED if is_measured else Shapes.UNMEASURED}
     others = without_own_products(config, curves)
-    if is_measured and row["limit"] is Limit.DEVICE and (again := predicted_time(config, others)) is not None:
+    if (
+        is_measured
+        and row["limit"] is Limit.DEVICE
+        and (again := predicted_time(config, others)) is not None
+    ):
         yield _row(directory, config, records, again) | {"shapes": Shapes.UNMEASURED}
 
 
-def _row(directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction) -> Row:
+def _row(
+    directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction
+) -> Row:
     codes = {warning.code for record in records for warning in record.warnings}
     limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
-    row: Row = {"directory": directory.as_posix(), "key": config.key, "device_name": records[0].device_name}
+    row: Row = {
+        "directory": directory.as_posix(),
+        "key": config.key,
+        "device_name": records[0].device_name,
+    }
     settings = settings_of(config)
     row |= {key: settings[key] for key in SETTINGS} | {"fast": config.fused_blocks}
     for phase in (*PHASES, Phase.STEP):
         predicted_s = found.step_s if phase is Phase.STEP else found.phases_s.get(phase)
-        measured = [each.median_s for record in records if (each := record.measurement(phase)) is not None]
+        measured = [
+            each.median_s for record in records if (each := record.measurement(phase)) is not None
+        ]
         measured_s = statistics.median(measured) if measured and predicted_s is not None else None
         row[f"{phase}_ms"] = None if measured_s is None else 1e3 * measured_s
         row[f"predicted_{phase}_ms"] = None if predicted_s is None else 1e3 * predicted_s
-        row[f"{phase}_error"] = None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
-    limit_of = attrgetter("limit" if any(record.host_phases for record in records) else "limit_of_whole")
-    row |= {"limit": limit, "predicted_limit": limit_of(found), "predicted_busy_share": found.busy_share}
+        row[f"{phase}_error"] = (
+            None if not measured_s or predicted_s is None else 100 * (predicted_s / measured_s - 1)
+        )
+    limit_of = attrgetter(
+        "limit" if any(record.host_phases for record in records) else "limit_of_whole"
+    )
+    row |= {
+        "limit": limit,
+        "predicted_limit": limit_of(found),
+        "predicted_busy_share": found.busy_share,
+    }
     return row | {"warnings": ";".join(sorted(codes))}
 
 
@@ -124,15 +183,19 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
     first = list({(row["directory"], row["key"]): row for row in reversed(rows)}.values())[::-1]
     tables = [
         *(
-            _table(f"{OF_LIMIT[Limit.DEVICE]}, {words}", own, *([AS_IF] if shapes is Shapes.UNMEASURED else []))
+            _table(
+                f"{OF_LIMIT[Limit.DEVICE]}, {words}",
+                own,
+                *([AS_IF] if shapes is Shapes.UNMEASURED else []),
+            )
             for shapes, words in OF_SHAPES.items()
             if (own := [row for row in by_device if row["shapes"] is shapes])
         ),
         _table(OF_LIMIT[Limit.LAUNCHES], [row for row in first if row["limit"] is Limit.LAUNCHES]),
     ]
     note = (
-        f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for the whole of --fast, "
-        "such steps on several ranks, and devices without ceilings."
+        f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for "
+        "the whole of --fast, such steps on several ranks, and devices without ceilings."
     )
     last = replace(tables[-1], notes=(*tables[-1].notes, *([note] if others else ())))
     return Section(name="errors", tables=(*tables[:-1], last), rows=rows)
@@ -145,8 +208,8 @@ def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
         [_summary(name, some) for name, some in _groups(rows) if some],
         [
             *notes,
-            "A step is limited by launches if its record says so. The forecast knows the configuration and the "
-            "ceilings.",
+            "A step is limited by launches if its record says so. The forecast knows the "
+            "configuration and the ceilings.",
         ],
     )
 
@@ -154,7 +217,10 @@ def _table(which: str, rows: Sequence[Row], *notes: str) -> Table:
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
     yield "all", [*rows]
     unstable = {WarningCode.UNSTABLE, WarningCode.DRIFT}
-    yield "without unstable ones", [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))]
+    yield (
+        "without unstable ones",
+        [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))],
+    )
     for key in GROUPS:
         values = list(dict.fromkeys(row[key] for row in rows))
         for value in values if len(values) > 1 else ():
@@ -172,7 +238,9 @@ def _summary(name: str, rows: Sequence[Row]) -> Row:
         "error_of_nine": sizes[math.ceil(0.9 * len(sizes)) - 1],
         "largest_error": sizes[-1],
         "median_bias": statistics.median(errors),
-        "named_right": 100 * sum(row["limit"] is row["predicted_limit"] for row in rows) / len(rows),
+        "named_right": 100
+        * sum(row["limit"] is row["predicted_limit"] for row in rows)
+        / len(rows),
     }
 
 
@@ -181,14 +249,20 @@ PUBLISHED = "published"
 
 
 def results_below(root: Path) -> list[Path]:
-    """The results directories among `root` and the three levels below it, as in ROOT/OUTPUT/KIND/NAME.
+    """The results directories among `root` and the three levels below it, as in
+    ROOT/OUTPUT/KIND/NAME.
 
-    Results in `root`/published belong to the repository and not to the user: only a root in that folder finds them.
+    Results in `root`/published belong to the repository and not to the user: only a root in that
+    folder finds them.
     """
     found: set[Path] = set()
     below = (path for depth in ("*", "*/*", "*/*/*") for path in sorted(root.glob(depth)))
-    for directory in (root, *(path for path in below if path.relative_to(root).parts[0] != PUBLISHED)):
-        is_within = not found.isdisjoint(directory.parents)  # such as earlier runs that --fresh set aside
+    for directory in (
+        root,
+        *(path for path in below if path.relative_to(root).parts[0] != PUBLISHED),
+    ):
+        # such as earlier runs that --fresh set aside
+        is_within = not found.isdisjoint(directory.parents)
         kept = {name for name in _KINDS if (directory / name).exists()}
         if kept == {RUNS} and not any((directory / RUNS).glob("*.json")):
             continue  # a sweep that was interrupted before its first record
@@ -197,25 +271,33 @@ def results_below(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def load(directory: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn) -> Directory:
+def load(
+    directory: Path, ceilings_at: Callable[[Path], Ceilings] = load_ceilings_or_warn
+) -> Directory:
     """The results of one directory; raise where they cannot be read."""
     return _KINDS[_source(directory)](directory, ceilings_at)
 
 
 def rebuild_all(root: Path, status: StatusLine) -> int:
-    """Rebuild every results directory below `root` with its page, and report what was done; continue after a failure.
+    """Rebuild every results directory below `root` with its page, and report what was done;
+    continue after a failure.
 
     The page of the root lists all others.
     """
     if not root.is_dir() or not (directories := results_below(root)):
-        raise UsageError(f"{root}: no results in or below it; needed a sweep's directory, or one that holds several")
+        raise UsageError(
+            f"{root}: no results in or below it; needed a sweep's directory, or one that holds "
+            "several"
+        )
     problems: dict[Path, str] = {}
     found: list[Directory] = []
     pages: dict[Path, tuple[str, Page]] = {}
     is_explained, ceilings_at = True, cache(load_ceilings_or_warn)
     for number, directory in enumerate(directories):
         try:
-            is_explained &= not explain_again(load_records(directory / RUNS)[0], directory / RUNS, status)
+            is_explained &= not explain_again(
+                load_records(directory / RUNS)[0], directory / RUNS, status
+            )
             status(f"reading {directory}", number, len(directories))
             own = load(directory, ceilings_at)
             write(own, status)
@@ -236,7 +318,9 @@ def rebuild_all(root: Path, status: StatusLine) -> int:
         print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
-        lost = {path.relative_to(root): text.replace(f"{root}/", "") for path, text in problems.items()}
+        lost = {
+            path.relative_to(root): text.replace(f"{root}/", "") for path, text in problems.items()
+        }
         page = root / PAGE_FILE
         write_page(list_of(root, pages, lost), page)
     status.end()
@@ -260,7 +344,9 @@ def write(found: Directory, status: StatusLine) -> None:
 
 
 def score_forecast(found: Sequence[Directory], root: Path, status: StatusLine) -> None:
-    """Write the errors of the step times predicted from ceilings, over all measured steps, if there are ceilings."""
+    """Write the errors of the step times predicted from ceilings, over all measured steps, if
+    there are ceilings.
+    """
     status("predicting the times of all steps")
     measured = {own.path.relative_to(root): own.results for own in found if own.results is not None}
     sweeps = {path: results.published for path, results in measured.items()}
@@ -292,8 +378,12 @@ def _study(directory: Path, _: object, subject: str) -> Directory:
 
 RUNS = "runs"
 _KINDS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = {
-    ladder.LADDER_FILE: lambda path, at: Directory(path=path, climbed=ladder.load(path, at(ceilings_beside(path)))),
+    ladder.LADDER_FILE: lambda path, at: Directory(
+        path=path, climbed=ladder.load(path, at(ceilings_beside(path)))
+    ),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES},
     RUNS: _sweep,
 }
-"""The function that reads a directory, by a file or folder that it contains; the first match in this order decides."""
+"""The function that reads a directory, by a file or folder that it contains; the first match in
+this order decides.
+"""

@@ -25,43 +25,70 @@ MAX_GB_PER_S = 1e6
 
 
 @flags.with_flags(
-    "size", "context_length", "batch_size", "precision", "optimizer", "checkpoint_blocks",
-    rules={"size": "small", "context_length": "512, and 1024 for gpt2", "precision": "bf16", "optimizer": "fused"},
-)  # fmt: skip
+    "size",
+    "context_length",
+    "batch_size",
+    "precision",
+    "optimizer",
+    "checkpoint_blocks",
+    rules={
+        "size": "small",
+        "context_length": "512, and 1024 for gpt2",
+        "precision": "bf16",
+        "optimizer": "fused",
+    },
+)
 class ScaleArguments(flags.Flags):
-    """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of ddp (data parallel,
-    PyTorch's) and fsdp (fully sharded, ours), and from how many ranks on communication takes longer than computing, in
-    tensor parallelism (tp) too.
+    """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of
+    ddp (data parallel, PyTorch's) and fsdp (fully sharded, ours), and from how many ranks on
+    communication takes longer than computing, in tensor parallelism (tp) too.
 
-    Nothing is run, and no GPU is needed. Attention is fused unless --attention says otherwise. Each GPU has
-    --batch-size sequences.
+    Nothing is run, and no GPU is needed. Attention is fused unless --attention says otherwise. Each
+    GPU has --batch-size sequences.
     """
 
-    ranks: Annotated[tuple[int, ...] | None, flags.unset("INT [INT ...]", "powers of 2 up to a node")] = None
+    ranks: Annotated[
+        tuple[int, ...] | None, flags.unset("INT [INT ...]", "powers of 2 up to a node")
+    ] = None
     """Numbers of GPUs; beyond one node they must fill nodes."""
     gpus_per_node: int = 8
     """GPUs that NVLink connects."""
     network_gb_per_s: Annotated[float | None, flags.unset("GB/S", "no network: one node")] = None
-    """Rate at which each GPU sends to other nodes while the others of its node do too (GB/s): that of its adapter."""
-    node_gb_per_s: Annotated[float | None, flags.unset("GB/S", "measured, or else by the data sheet")] = None
+    """Rate at which each GPU sends to other nodes while the others of its node do too (GB/s):
+    that of its adapter.
+    """
+    node_gb_per_s: Annotated[
+        float | None, flags.unset("GB/S", "measured, or else by the data sheet")
+    ] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
-    device_name: Annotated[str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")] = None
+    device_name: Annotated[
+        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
+    ] = None
     """GPU to train on, such as H200."""
     ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`). If all are of one device, that is the GPU. A device without
-    any takes its data sheet's rates at stated efficiencies."""
+    """Directory of measured ceilings (`cs336 ceilings`). If all are of one device, that is the GPU.
+    A device without any takes its data sheet's rates at stated efficiencies.
+    """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
+    output: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
+    ] = None
     """Directory for the tables (scale.md, .tex, .typ) and their values (scale.csv)."""
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other."""
         usual = {
-            "size": "small", "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "attention": Attention.SDPA
-        }  # fmt: skip
+            "size": "small",
+            "precision": Precision.BF16,
+            "optimizer": OptimizerKind.FUSED,
+            "attention": Attention.SDPA,
+        }
         config = flags.make_config(Device.CUDA, **usual | self.given() | self.model.given())
         if config.precision is Precision.FP16:
-            raise ValueError("--precision fp16 is not predicted: its gradient scaler waits for the device; use bf16")
+            raise ValueError(
+                "--precision fp16 is not predicted: its gradient scaler waits for the device; use "
+                "bf16"
+            )
         return config
 
     @property
@@ -74,68 +101,116 @@ class ScaleArguments(flags.Flags):
         """Raise ValueError for values out of range and for flags that do not go together."""
         check_ceilings(self.ceilings)
         if self.model.model is not None:
-            raise ValueError("the cost of a model of your own is not known from its flags: leave --model out")
+            raise ValueError(
+                "the cost of a model of your own is not known from its flags: leave --model out"
+            )
         for flag, numbers, most in (
             ("--gpus-per-node", (self.gpus_per_node,), 1024),
             ("--ranks", self.rank_counts, MAX_RANKS),
         ):
             if not numbers or not 1 <= min(numbers) <= max(numbers) <= most:
-                raise ValueError(f"{flag} must be from 1 to {most}, got {' '.join(map(str, numbers)) or 'none'}")
-        for flag, rate in (("--network-gb-per-s", self.network_gb_per_s), ("--node-gb-per-s", self.node_gb_per_s)):
+                raise ValueError(
+                    f"{flag} must be from 1 to {most}, got {' '.join(map(str, numbers)) or 'none'}"
+                )
+        for flag, rate in (
+            ("--network-gb-per-s", self.network_gb_per_s),
+            ("--node-gb-per-s", self.node_gb_per_s),
+        ):
             if rate is not None and not 0 < rate <= MAX_GB_PER_S:
                 raise ValueError(f"{flag} must be above 0 and at most {MAX_GB_PER_S:g}, got {rate}")
         most = max(self.rank_counts)
         if most > self.gpus_per_node and self.network_gb_per_s is None:
-            raise ValueError(f"{most} ranks need several nodes of {self.gpus_per_node} GPUs: give --network-gb-per-s")
-        if wrong := [ranks for ranks in self.rank_counts if ranks > self.gpus_per_node and ranks % self.gpus_per_node]:
-            raise ValueError(f"--ranks {wrong[0]} does not fill nodes of --gpus-per-node {self.gpus_per_node}")
+            raise ValueError(
+                f"{most} ranks need several nodes of {self.gpus_per_node} GPUs: give "
+                "--network-gb-per-s"
+            )
+        if wrong := [
+            ranks
+            for ranks in self.rank_counts
+            if ranks > self.gpus_per_node and ranks % self.gpus_per_node
+        ]:
+            raise ValueError(
+                f"--ranks {wrong[0]} does not fill nodes of --gpus-per-node {self.gpus_per_node}"
+            )
 
 
-def _links(arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceilings: Ceilings) -> tuple[Links, str]:
-    """How the GPUs are connected, and where the rate within a node comes from; raise ValueError if it is not known."""
+def _links(
+    arguments: ScaleArguments, name: str, device: DeviceSpec | None, ceilings: Ceilings
+) -> tuple[Links, str]:
+    """How the GPUs are connected, and where the rate within a node comes from; raise ValueError
+    if it is not known.
+    """
     size = arguments.gpus_per_node
     network = None if arguments.network_gb_per_s is None else arguments.network_gb_per_s * GIGA
     if arguments.node_gb_per_s is not None:
         rate = arguments.node_gb_per_s * GIGA
-        return Links(gpus_per_node=size, node_bytes_per_s=rate, network_bytes_per_s=network), "given"
+        return Links(
+            gpus_per_node=size, node_bytes_per_s=rate, network_bytes_per_s=network
+        ), "given"
     if (measured := measured_links(ceilings.collectives(name), size, network)) is not None:
         return measured, f"best collective measured among {measured.measured_ranks} of them"
     promised = None if device is None else data_sheet_link(device)
     if promised is None:
         raise ValueError(
-            f"needed --node-gb-per-s: no collectives among several {name} were measured, and how they are connected "
-            "is not in its data sheet"
+            f"needed --node-gb-per-s: no collectives among several {name} were measured, and how "
+            "they are connected is not in its data sheet"
         )
     source = f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
     return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), source
 
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:
-    """The forecast that the flags ask for; raise ValueError if too little is known of the device."""
-    name, device = machine_meant(arguments.device_name, ceilings, are_asked=arguments.ceilings is not None)
+    """The forecast that the flags ask for; raise ValueError if too little is known of the
+    device.
+    """
+    name, device = machine_meant(
+        arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
+    )
     if name is None:
-        found = f"; there are ceilings of {', '.join(ceilings.device_names)}" if ceilings.device_names else ""
-        raise ValueError(f"needed --device-name: this machine has no GPU whose data sheet is known{found}")
+        found = (
+            f"; there are ceilings of {', '.join(ceilings.device_names)}"
+            if ceilings.device_names
+            else ""
+        )
+        raise ValueError(
+            f"needed --device-name: this machine has no GPU whose data sheet is known{found}"
+        )
     links, source = _links(arguments, name, device, ceilings)
     curves = curves_meant(name, device, config, ceilings)
     peak = None if device is None else device.peak_flops_per_s.get(config.precision)
-    rate = ceilings.flops_per_s(name, config.precision) if curves is not None and curves.is_measured else None
+    rate = (
+        ceilings.flops_per_s(name, config.precision)
+        if curves is not None and curves.is_measured
+        else None
+    )
     rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
     if curves is None or rate is None:
-        raise ValueError(f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a data sheet")
+        raise ValueError(
+            f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a "
+            "data sheet"
+        )
     paper = Paper(
         tokens=max(arguments.rank_counts) * arguments.batch_size * config.model.context_length,
-        feed=feed(config.model), flops_per_s=rate, links=links, element_bytes=factor_bytes(config.precision),
-    )  # fmt: skip
+        feed=feed(config.model),
+        flops_per_s=rate,
+        links=links,
+        element_bytes=factor_bytes(config.precision),
+    )
     steps = tuple(
         (scheme, ranks, scale_step(config, scheme, ranks, curves, links))
         for scheme in PARALLEL
         for ranks in arguments.rank_counts
     )
     return Scale(
-        config=config, steps=steps, paper=paper, curves=curves, device_name=name, peak_flops_per_s=peak,
-        memory_bytes=None if device is None else device.memory_bytes, link_source=source,
-    )  # fmt: skip
+        config=config,
+        steps=steps,
+        paper=paper,
+        curves=curves,
+        device_name=name,
+        peak_flops_per_s=peak,
+        memory_bytes=None if device is None else device.memory_bytes,
+        link_source=source,
+    )
 
 
 def run(arguments: ScaleArguments) -> int:

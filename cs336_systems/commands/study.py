@@ -1,4 +1,6 @@
-"""`cs336 attention`, `fusion`, `ceilings` and `precision`, and what they share: flags, files and printing."""
+"""`cs336 attention`, `fusion`, `ceilings` and `precision`, and what they share: flags, files and
+printing.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +48,9 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
     """Directory for results."""
 
     def grid(self, **others: Any) -> Any:  # noqa: ANN401 (each study has its own)
-        """The grid that the flags mean, with other fields; raise ValueError if there is no such grid."""
+        """The grid that the flags mean, with other fields; raise ValueError if there is no such
+        grid.
+        """
         device = flags.resolve_device(self.device)
         defaults = {
             each.name: setting.by_device.gpu if device is Device.CUDA else setting.by_device.cpu
@@ -60,7 +64,9 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         return self.output / self.FOLDER / flags.study_name(self.name, self.precisions, self.device)
 
     def run(self) -> int:
-        """Measure the cells that have no result yet, keeping each, and write the results and print them."""
+        """Measure the cells that have no result yet, keeping each, and write the results and
+        print them.
+        """
         flags.explain_cpu_fallback(self.device)
         grid, directory = checked(self.grid), checked(self.directory)
         flags.look_at_machine(flags.resolve_device(self.device))
@@ -71,11 +77,14 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
             from cs336_systems.studies.runner import resume, run_study
 
             folder = make_writable(directory / "cells")
-            cells = resume(grid, STUDIES[self.FOLDER], folder, fresh=self.fresh, allow_mixed=self.allow_mixed)
+            cells = resume(
+                grid, STUDIES[self.FOLDER], folder, fresh=self.fresh, allow_mixed=self.allow_mixed
+            )
             keep_earlier(record, cells.study() if cells.measured else None)
 
             def on_progress() -> None:
-                if self.FOLDER != "ceilings":  # forecasts would take the best so far for the ceilings
+                # forecasts would take the best so far for the ceilings
+                if self.FOLDER != "ceilings":
                     write_atomically(record, encode_json(cells.study()))
 
             return run_study(grid, status, cells, on_progress)
@@ -86,7 +95,9 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
 
 
 def keep_earlier(present: Path, study: object) -> None:
-    """Copy the study that is in the file, if it is another, to one beside it that is named after the time; say so."""
+    """Copy the study that is in the file, if it is another, to one beside it that is named after
+    the time; say so.
+    """
     if not present.is_file() or (earlier := present.read_bytes()) == encode_json(study):
         return
     copies = present.parent.glob(f"{present.stem}-before-*{present.suffix}")
@@ -103,23 +114,27 @@ def with_grid(kind: type[ArgumentsT]) -> type[ArgumentsT]:
 
 @with_grid
 class AttentionArguments(StudyArguments):
-    """Time attention alone over head dimensions and context lengths, each way to compute it, and say what it holds.
+    """Time attention alone over head dimensions and context lengths, each way to compute it, and
+    say what it holds.
 
-    Without heads, as in the course's exercise. Cells that run out of memory or for which there is no kernel have rows
-    of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw time, tables, plots and index.html.
+    Without heads, as in the course's exercise. Cells that run out of memory or for which there is
+    no kernel have rows of their own. Results go to OUTPUT/attention/NAME/, as JSON with every raw
+    time, tables, plots and index.html.
 
-    --own flash:FlashAttention adds yours, from flash.py in this directory; examples/flex_attention.py of the
-    repository is one. Where it is over 10 times as far from float64 as PyTorch's kernel, it is marked WRONG, its times
-    are in no table, and the exit status is 1. Without a backward (NotImplementedError) only forward is timed. The
-    course's grid for it:
-    --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256 512 1024 2048 4096
-    8192 16384 32768 65536.
+    --own flash:FlashAttention adds yours, from flash.py in this directory;
+    examples/flex_attention.py of the repository is one. Where it is over 10 times as far from
+    float64 as PyTorch's kernel, it is marked WRONG, its times are in no table, and the exit status
+    is 1. Without a backward (NotImplementedError) only forward is timed. The course's grid for it:
+    --batch-size 1 --causal --precisions bf16 fp32 --d-heads 16 32 64 128 --context-lengths 128 256
+    512 1024 2048 4096 8192 16384 32768 65536.
     """
 
     GRID, FOLDER = AttentionGrid, "attention"
 
     def grid(self, **others: object) -> AttentionGrid:
-        """The grid that the flags mean, with the state of the user's source; ValueError if there is no such name."""
+        """The grid that the flags mean, with the state of the user's source; ValueError if there
+        is no such name.
+        """
         grid: AttentionGrid = super().grid(**others)
         if grid.own is None:
             return grid
@@ -129,10 +144,12 @@ class AttentionArguments(StudyArguments):
 
 @with_grid
 class FusionArguments(StudyArguments):
-    """Show what fusing does to GELU, softmax, RMSNorm and attention: written out, compiled, and PyTorch's own.
+    """Show what fusing does to GELU, softmax, RMSNorm and attention: written out, compiled, and
+    PyTorch's own.
 
-    For each, forward and backward: kernels launched, bytes moved, time, share of the memory bandwidth, error. Results
-    go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables, plots and index.html.
+    For each, forward and backward: kernels launched, bytes moved, time, share of the memory
+    bandwidth, error. Results go to OUTPUT/fusion/NAME/, as JSON with every raw time, tables, plots
+    and index.html.
     """
 
     GRID, FOLDER = FusionGrid, "fusion"
@@ -147,31 +164,40 @@ MIB = 2**20
 
 @with_grid
 class CeilingsArguments(StudyArguments):
-    """Measure what this machine reaches: matrix products by precision and size, memory, launches (also those of a
-    training step), and collectives among several GPUs (--device cpu --world-size 6: among processes, over gloo).
+    """Measure what this machine reaches: matrix products by precision and size, memory, launches
+    (also those of a training step), and collectives among several GPUs (--device cpu --world-size
+    6: among processes, over gloo).
 
-    Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables, plots and index.html; other commands take
-    them for the measured ceilings of this device.
+    Results go to OUTPUT/ceilings/NAME/, as JSON with every raw time, tables, plots and index.html;
+    other commands take them for the measured ceilings of this device.
     """
 
     GRID, FOLDER = CeilingsGrid, "ceilings"
     sizes: Annotated[
-        tuple[int, ...] | None, flags.unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU")
+        tuple[int, ...] | None,
+        flags.unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU"),
     ] = None
     """Sides of square matrices."""
     presets: Annotated[
-        tuple[str, ...] | None, flags.unset("[SIZE ...]", "small medium large xl 2.7B gpt2 on a GPU, tiny on a CPU")
+        tuple[str, ...] | None,
+        flags.unset("[SIZE ...]", "small medium large xl 2.7B gpt2 on a GPU, tiny on a CPU"),
     ] = None
-    """Model sizes whose layer shapes are measured: the first feed-forward matrix product (at batch 4 and the size's
-    context) and, if the vocabulary is no multiple of 8, the LM head with and without padding."""
+    """Model sizes whose layer shapes are measured: the first feed-forward matrix product (at batch
+    4 and the size's context) and, if the vocabulary is no multiple of 8, the LM head with and
+    without padding.
+    """
     memory_mib: Annotated[
-        tuple[int, ...] | None, flags.unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 64 128 on a CPU")
+        tuple[int, ...] | None,
+        flags.unset("INT [INT ...]", "1 to 4096 on a GPU, 1 16 64 128 on a CPU"),
     ] = None
     """What a copy, a sum and an AdamW step move; with some smaller ones, also the tensors of
     collectives (MiB). The largest counts."""
-    step_presets: Annotated[tuple[str, ...] | None, flags.unset("[SIZE ...]", "none on a GPU, tiny on a CPU")] = None
-    """Model sizes of whose training steps the matrices of every kernel are measured too, with passes over memory as
-    steps make them: what makes the forecast of times exact for these steps."""
+    step_presets: Annotated[
+        tuple[str, ...] | None, flags.unset("[SIZE ...]", "none on a GPU, tiny on a CPU")
+    ] = None
+    """Model sizes of whose training steps the matrices of every kernel are measured too, with
+    passes over memory as steps make them: what makes the forecast of times exact for these steps.
+    """
     name: Annotated[str | None, flags.unset("NAME", "the device's")] = None
     """Name of the directory."""
 
@@ -183,7 +209,9 @@ class CeilingsArguments(StudyArguments):
         layers = layer_shapes(flags.value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
         memory_mib = flags.value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
         if on_gpu and self.world_size is not None and self.world_size > num_gpus:
-            raise ValueError(f"--world-size {self.world_size} needs as many GPUs, this process sees {num_gpus}")
+            raise ValueError(
+                f"--world-size {self.world_size} needs as many GPUs, this process sees {num_gpus}"
+            )
         grid: CeilingsGrid = super().grid(
             shapes=(*squares, *layers),
             stream_bytes=tuple(size * MIB for size in memory_mib),
@@ -194,12 +222,17 @@ class CeilingsArguments(StudyArguments):
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        name = flags.checked_name(self.name) if self.name else flags.device_word(flags.resolve_device(self.device))
+        name = (
+            flags.checked_name(self.name)
+            if self.name
+            else flags.device_word(flags.resolve_device(self.device))
+        )
         return self.output / self.FOLDER / name
 
 
 def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
-    """The first feed-forward matmul of each preset, and its LM head if the vocabulary is not aligned.
+    """The first feed-forward matmul of each preset, and its LM head if the vocabulary is not
+    aligned.
 
     Raises ValueError for an unknown preset.
     """
@@ -209,30 +242,51 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
     for name in dict.fromkeys(presets):
         model = SIZES[name]
         tokens = BATCH_SIZE * model.context_length
-        shapes.append(Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward"))
+        shapes.append(
+            Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward")
+        )
         if model.vocab_size % ALIGNMENT:
-            head = Shape(rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head")
+            head = Shape(
+                rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head"
+            )
             padded = -(-model.vocab_size // NICE_VOCABULARY) * NICE_VOCABULARY
-            shapes += [head, Shape(rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head{PADDED}")]
+            shapes += [
+                head,
+                Shape(
+                    rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head{PADDED}"
+                ),
+            ]
     return tuple(shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionArguments:
-    """Show what accumulation, layer norm and autocast do to precision, as observed on this machine."""
+    """Show what accumulation, layer norm and autocast do to precision, as observed on this
+    machine.
+    """
 
     device: flags.DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")] = None
-    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON, and index.html."""
+    output: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
+    ] = None
+    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON,
+    and index.html.
+    """
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
         chosen = flags.resolve_device(self.device)
-        return (Device.CPU, Device.CUDA) if self.device == "auto" and chosen is Device.CUDA else (chosen,)
+        return (
+            (Device.CPU, Device.CUDA)
+            if self.device == "auto" and chosen is Device.CUDA
+            else (chosen,)
+        )
 
     def run(self) -> int:
-        """Observe sums, layer norm and data types, print them, and write them into the directory if one is given."""
+        """Observe sums, layer norm and data types, print them, and write them into the directory
+        if one is given.
+        """
         flags.explain_cpu_fallback(self.device)
         devices = checked(self.devices)
         if self.output is not None:
@@ -254,7 +308,9 @@ def run(arguments: StudyArguments | PrecisionArguments) -> int:
 
 
 def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) -> StudyT:
-    """Measure, showing progress; write the results into the directory, if one is given; print and return them."""
+    """Measure, showing progress; write the results into the directory, if one is given; print
+    and return them.
+    """
     from cs336_systems.report.page.chapters import Directory, write_page_of
     from cs336_systems.report.results import StudyResults
     from cs336_systems.report.terminal import print_table

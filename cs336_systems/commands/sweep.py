@@ -1,4 +1,6 @@
-"""`benchmark_sweep.py`: a grid of configurations, each in a fresh process, and its tables and plots."""
+"""`benchmark_sweep.py`: a grid of configurations, each in a fresh process, and its tables and
+plots.
+"""
 
 import functools
 import hashlib
@@ -28,7 +30,14 @@ from cs336_systems.config import USED_WITH, Device, Mode, Parallel, Precision, P
 from cs336_systems.costs.curves import Curves
 from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
 from cs336_systems.costs.hardware import devices_called
-from cs336_systems.costs.memory import fits, host_bytes, needs_tape, outside_bytes, predict_memory, predicted_peak_bytes
+from cs336_systems.costs.memory import (
+    fits,
+    host_bytes,
+    needs_tape,
+    outside_bytes,
+    predict_memory,
+    predicted_peak_bytes,
+)
 from cs336_systems.costs.ranks_time import predicted_time
 from cs336_systems.costs.time import prepare_forecasts
 from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
@@ -57,22 +66,35 @@ class Plan:
     """Configurations that are predicted to run out of memory."""
 
 
-def make_plan(configs: Sequence[RunConfig], memory_bytes: int | None, *, of_users: bool = False) -> Plan:
-    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` of their device.
+def make_plan(
+    configs: Sequence[RunConfig], memory_bytes: int | None, *, of_users: bool = False
+) -> Plan:
+    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` of their
+    device.
 
-    Memory that is not known is None. It is predicted only without shortcuts. So a configuration with shortcuts, such as
-    a compiled model, is ordered by the peak that it would have without them, and on a GPU it is never in `too_large`.
-    Configurations without any prediction (on a CPU, and users' own models unless `of_users`, which traces them) follow
-    in their given order.
+    Memory that is not known is None. It is predicted only without shortcuts. So a configuration
+    with shortcuts, such as a compiled model, is ordered by the peak that it would have without
+    them, and on a GPU it is never in `too_large`. Configurations without any prediction (on a CPU,
+    and users' own models unless `of_users`, which traces them) follow in their given order.
     """
     wanted = [each for config in configs for each in (config, config.without_shortcuts)]
     if memory_bytes is not None:  # a tape is that of a GPU
-        wanted += [replace(each, device=Device.CUDA) for each in configs if needs_tape(each, memory_bytes)]
+        wanted += [
+            replace(each, device=Device.CUDA) for each in configs if needs_tape(each, memory_bytes)
+        ]
     prepare_forecasts(wanted, of_users=of_users)
-    too_large = {config for config in configs if memory_bytes is not None and _is_too_large(config, memory_bytes)}
+    too_large = {
+        config
+        for config in configs
+        if memory_bytes is not None and _is_too_large(config, memory_bytes)
+    }
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
-    ordered = sorted(configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0))
-    return Plan(configs=tuple(ordered), too_large=tuple(config for config in ordered if config in too_large))
+    ordered = sorted(
+        configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0)
+    )
+    return Plan(
+        configs=tuple(ordered), too_large=tuple(config for config in ordered if config in too_large)
+    )
 
 
 def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
@@ -86,45 +108,60 @@ def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
 
 @flags.with_flags(*flags.FIRST, many=flags.AXES)
 class SweepArguments(flags.Flags):
-    """Time a grid of sizes, context lengths, modes, precisions and other settings, each run in a fresh process, and
-    write tables.
+    """Time a grid of sizes, context lengths, modes, precisions and other settings, each run in a
+    fresh process, and write tables.
 
-    Every flag that takes several values is an axis of the grid: --compile none default --attention naive sdpa makes
-    four runs of each configuration.
+    Every flag that takes several values is an axis of the grid: --compile none default --attention
+    naive sdpa makes four runs of each configuration.
 
-    Records, tables (CSV, Markdown, LaTeX, Typst) and plots go to OUTPUT/e2e_benchmark/NAME/. The same command
-    again goes on where an interrupted sweep stopped; what ran out of memory or failed has a row of its own.
+    Records, tables (CSV, Markdown, LaTeX, Typst) and plots go to OUTPUT/e2e_benchmark/NAME/. The
+    same command again goes on where an interrupted sweep stopped; what ran out of memory or failed
+    has a row of its own.
     """
 
     mixed_precision: flags.Switch = False
     """Short for --precisions bf16."""
     repeats: int = 1
-    """Fresh processes per configuration, interleaved; three or more give a confidence interval over their means."""
+    """Fresh processes per configuration, interleaved; three or more give a confidence interval
+    over their means.
+    """
     fast: flags.Switch = False
-    """Compute the same steps in the fastest way known for this device, on a GPU in bf16. Rules choose the settings, and
-    they are printed; flags that contradict them are refused."""
+    """Compute the same steps in the fastest way known for this device, on a GPU in bf16. Rules
+    choose the settings, and they are printed; flags that contradict them are refused.
+    """
     model: flags.Flat[flags.SweepModelArguments] = field(default_factory=flags.SweepModelArguments)
     step: flags.Flat[flags.SweepStepArguments] = field(default_factory=flags.SweepStepArguments)
     nsys: flags.Switch = False
-    """Run every configuration once more under Nsight Systems, and say where its time went, kernel by kernel. Results go
-    to OUTPUT/nsys_profiles/NAME/, the reports (.nsys-rep) too."""
+    """Run every configuration once more under Nsight Systems, and say where its time went, kernel
+    by kernel. Results go to OUTPUT/nsys_profiles/NAME/, the reports (.nsys-rep) too.
+    """
     profile: flags.Switch = False
-    """Like --nsys, but with torch.profiler, which needs no nsys and works on a CPU too (operator by operator); into
-    OUTPUT/kineto_profiles/NAME/."""
+    """Like --nsys, but with torch.profiler, which needs no nsys and works on a CPU too (operator by
+    operator); into OUTPUT/kineto_profiles/NAME/.
+    """
     memory: flags.Switch = False
-    """Run every configuration once more with the allocator's history, and say where its memory went; into
-    OUTPUT/memory_profiles/NAME/, with snapshots for PyTorch's viewer. Two steps are recorded, after the warm-up."""
+    """Run every configuration once more with the allocator's history, and say where its memory
+    went; into OUTPUT/memory_profiles/NAME/, with snapshots for PyTorch's viewer. Two steps are
+    recorded, after the warm-up.
+    """
     memory_first_step: flags.Switch = False
     """Like --memory, but for the very first step, in which the optimizer's state is made."""
-    name: Annotated[str | None, flags.unset("NAME", "mode, precision, what differs from the defaults, device")] = None
+    name: Annotated[
+        str | None, flags.unset("NAME", "mode, precision, what differs from the defaults, device")
+    ] = None
     """Name of the directory."""
     output: Path = Path("data")
     """Directory for results."""
-    measuring: flags.Flat[flags.MeasuringArguments] = field(default_factory=flags.MeasuringArguments)
+    measuring: flags.Flat[flags.MeasuringArguments] = field(
+        default_factory=flags.MeasuringArguments
+    )
     cluster: Annotated[str | None, flags.unset("ADDRESS", "this machine alone")] = None
-    """Measure on all machines of the Ray cluster at this address; auto is the cluster that this machine belongs to.
-    Profiles are brought from there."""
-    require_device: Annotated[str | None, flags.unset("NAME", "that of the largest group of like machines")] = None
+    """Measure on all machines of the Ray cluster at this address; auto is the cluster that this
+    machine belongs to. Profiles are brought from there.
+    """
+    require_device: Annotated[
+        str | None, flags.unset("NAME", "that of the largest group of like machines")
+    ] = None
     """With --cluster, measure only on machines whose device has this in its name, such as H200."""
     wait_nodes_s: float = 180.0
     """With --cluster, how long to wait for a machine while none is at work (seconds)."""
@@ -145,7 +182,10 @@ class SweepArguments(flags.Flags):
                 raise ValueError("--require-device needs --cluster")
             return
         if not re.fullmatch(r"auto|(?!\w+://)\S+:\d+", self.cluster):
-            raise ValueError(f"--cluster needs auto or HOST:PORT, as `ray status` shows it; got {self.cluster[:120]!r}")
+            raise ValueError(
+                "--cluster needs auto or HOST:PORT, as `ray status` shows it; got "
+                f"{self.cluster[:120]!r}"
+            )
         if not 0 < self.wait_nodes_s < float("inf"):
             raise ValueError(f"--wait-nodes-s must be positive and finite, got {self.wait_nodes_s}")
 
@@ -160,8 +200,11 @@ class SweepArguments(flags.Flags):
         device = self.device()
         on_gpu = device is Device.CUDA
         given, grid = self._given(), self._grid(on_gpu)
-        once = dict.fromkeys(flags.config_of(device, given, point, fast=self.fast, many=True) for point in grid)
-        of_cpus = host_memory_bytes() if self.cluster is None else None  # that of other machines is not known
+        once = dict.fromkeys(
+            flags.config_of(device, given, point, fast=self.fast, many=True) for point in grid
+        )
+        # that of other machines is not known
+        of_cpus = host_memory_bytes() if self.cluster is None else None
         memory_bytes = usable_gpu_bytes() if on_gpu else of_cpus
         plan = make_plan(list(once), memory_bytes, of_users=self.dry_run)
         order = interleave(len(plan.configs), self.repeats)
@@ -170,25 +213,33 @@ class SweepArguments(flags.Flags):
             profiled = functools.partial(
                 flags.profiled_config, profiler=self.profiler, first_step=self.memory_first_step
             )
-            pairs = ((plain, profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats)
+            pairs = (
+                (plain, profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats
+            )
             repeats = list(itertools.chain.from_iterable(pairs))
         if self.cluster is None:
             repeats = list(map(flags.checked_here, repeats))
         return replace(plan, configs=tuple(repeats))
 
     def device(self) -> Device:
-        """The device to measure on; with --cluster, a device named by --device need not be in this machine."""
+        """The device to measure on; with --cluster, a device named by --device need not be in
+        this machine.
+        """
         if self.cluster is not None and self.step.device == "cuda":
             return Device.CUDA
         return flags.resolve_device(self.step.device)
 
     @property
     def profiler(self) -> Profiler:
-        """The profiler of the additional run of each configuration; raise ValueError if several are asked for."""
+        """The profiler of the additional run of each configuration; raise ValueError if several
+        are asked for.
+        """
         return flags.chosen_profiler(self)
 
     def _axes(self, on_gpu: bool) -> dict[str, tuple[Any, ...]]:
-        """The values of each axis of the grid by the name of its setting, in the order in which they are varied."""
+        """The values of each axis of the grid by the name of its setting, in the order in which
+        they are varied.
+        """
         usual = {
             name: found.gpu_sweep if on_gpu else found.cpu_sweep
             for name in flags.AXES
@@ -203,20 +254,27 @@ class SweepArguments(flags.Flags):
     def _grid(self, on_gpu: bool) -> list[dict[str, Any]]:
         """Every combination of the axes' values, by the names of their settings.
 
-        If other ways to share a step are in the grid, `none` gets one rank; alone it is refused with several ranks.
+        If other ways to share a step are in the grid, `none` gets one rank; alone it is refused
+        with several ranks.
         """
         axes = self._axes(on_gpu)
-        grid = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        grid = [
+            dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
+        ]
         if all(point["parallel"] is Parallel.NONE for point in grid):
             return grid
-        return [point | {"ranks": 1} if point["parallel"] is Parallel.NONE else point for point in grid]
+        return [
+            point | {"ranks": 1} if point["parallel"] is Parallel.NONE else point for point in grid
+        ]
 
     def _given(self) -> dict[str, Any]:
         """The flags of all groups by the names of their settings."""
         return {**self.given(), **self.model.given(), **self.step.given()}
 
     def directory(self) -> Path:
-        """Where this sweep's results go; raise ValueError for a name that is no plain directory name."""
+        """Where this sweep's results go; raise ValueError for a name that is no plain directory
+        name.
+        """
         return (
             self.output
             / PROFILE_DIRECTORIES[self.profiler]
@@ -225,7 +283,9 @@ class SweepArguments(flags.Flags):
 
 
 def default_name(sweep: SweepArguments) -> str:
-    """Modes, precisions, what differs from the defaults, and the device, so that machines do not collide."""
+    """Modes, precisions, what differs from the defaults, and the device, so that machines do not
+    collide.
+    """
     device = sweep.device()
     groups = (sweep, sweep.model, sweep.step)
     axes, *different = [_differences(group, skip=("modes", "precisions")) for group in groups]
@@ -233,11 +293,16 @@ def default_name(sweep: SweepArguments) -> str:
     parts = [
         "-".join(dict.fromkeys(sweep.modes)),
         "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
-        *axes, *repeats, *itertools.chain.from_iterable(different), flags.device_word(device),
-    ]  # fmt: skip
+        *axes,
+        *repeats,
+        *itertools.chain.from_iterable(different),
+        flags.device_word(device),
+    ]
     name = "_".join(plain_word(part) for part in parts)
     if len(name) > flags.MAX_NAME_LENGTH:
-        name = f"{name[: flags.MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        name = (
+            f"{name[: flags.MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        )
     return name
 
 
@@ -262,9 +327,14 @@ def run(arguments: SweepArguments) -> int:
     if arguments.dry_run:
         machines, curves = _machines(arguments), _curves(arguments, directory)
         if curves is None and arguments.cluster is None:
-            print_aside("note: no times are predicted, as `cs336 ceilings` has not measured this device")
+            print_aside(
+                "note: no times are predicted, as `cs336 ceilings` has not measured this device"
+            )
         elif curves is not None:
-            for note, is_true in ((SHIPPED, curves.is_shipped), (DOUBTED_FORECAST, curves.is_in_doubt)):
+            for note, is_true in (
+                (SHIPPED, curves.is_shipped),
+                (DOUBTED_FORECAST, curves.is_in_doubt),
+            ):
                 if is_true:
                     print_aside(f"note: {note}")
         _print_plan(plan, directory, curves)
@@ -279,7 +349,10 @@ def run(arguments: SweepArguments) -> int:
             find_nsys()
     except NsysError as missing:
         print_aside(f"error: no profile: {missing}. The times are measured all the same.")
-        configs, has_profiler = tuple(config for config in configs if config.profiler is Profiler.NONE), False
+        configs, has_profiler = (
+            tuple(config for config in configs if config.profiler is Profiler.NONE),
+            False,
+        )
     status = measure_all(configs, directory, arguments.measuring, _elsewhere(arguments))
     return status if has_profiler or status != OK else FAILED
 
@@ -287,7 +360,9 @@ def run(arguments: SweepArguments) -> int:
 def _curves(arguments: SweepArguments, directory: Path) -> Curves | None:
     """The ceilings of the device that measures the runs; None without any."""
     if arguments.require_device is not None:
-        names = [name for device in devices_called(arguments.require_device) for name in device.names]
+        names = [
+            name for device in devices_called(arguments.require_device) for name in device.names
+        ]
     elif arguments.cluster is not None:
         names = []
     elif arguments.device() is Device.CPU:
@@ -303,10 +378,12 @@ def _print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
     for config in plan.configs:
         is_slowed = config.profiler is not Profiler.NONE or config in plan.too_large
         time = None if curves is None or is_slowed else predicted_time(config, curves)
-        step = "" if time is None else f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
+        step = (
+            "" if time is None else f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
+        )
         print(
-            f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} steps{step}"
-            f"{_predicted(config)}"
+            f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} "
+            f"steps{step}{_predicted(config)}"
         )
     for config in plan.too_large:
         print(f"will not fit: {config.label} {_outlook(config)}")
@@ -314,23 +391,33 @@ def _print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
 
 
 def _outlook(config: RunConfig) -> str:
-    """What becomes of a run that will not fit: a GPU fails at once, and a machine would hardly answer any more."""
+    """What becomes of a run that will not fit: a GPU fails at once, and a machine would hardly
+    answer any more.
+    """
     if (lacking := lacking_memory(config)) is not None:
         return f"is not run, and gets a row that says so: it {lacking}"
     return f"will not fit on this GPU, and comes last{_predicted(config)}"
 
 
 def _predicted(config: RunConfig) -> str:
-    """The predicted peak of memory in words; that of `--fast` is in closed form, without the allocator's rounding."""
+    """The predicted peak of memory in words; that of `--fast` is in closed form, without the
+    allocator's rounding.
+    """
     peak_bytes, about = predicted_peak_bytes(config), ""
-    is_fast = config.fused_blocks and config.fused_loss and config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
+    is_fast = (
+        config.fused_blocks
+        and config.fused_loss
+        and config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
+    )
     if peak_bytes is None and is_fast:
         peak_bytes, about = fast_peak_bytes(config), "about "
     return "" if peak_bytes is None else f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
 
 
 def _check_ray() -> None:
-    """Raise UsageError, which says what to install, where Ray is missing; to import it would take seconds."""
+    """Raise UsageError, which says what to install, where Ray is missing; to import it would
+    take seconds.
+    """
     if importlib.util.find_spec("ray") is None:
         raise UsageError('--cluster needs Ray: pip install "cs336-systems-benchmark[cluster]"')
 
@@ -372,7 +459,10 @@ def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
         print_line(f"{machine.host} ({machine.address}), {what}{has}: {use}")
     at_once = sum(machine.runs_at_once(device) for machine in machines)
     what = "a GPU for each rank" if device is Device.CUDA else "a machine for each run"
-    print(f"{counted(len(machines), 'machine')}, {counted(at_once, 'rank')} at a time ({what}); Ray places the runs")
+    print(
+        f"{counted(len(machines), 'machine')}, {counted(at_once, 'rank')} at a time ({what}); Ray "
+        "places the runs"
+    )
 
 
 def measure_all(
@@ -384,14 +474,16 @@ def measure_all(
     names: Mapping[RunConfig, str] | None = None,
     begin: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run the configurations that have no result yet, and `show` what came of all, as `show_results` does.
+    """Run the configurations that have no result yet, and `show` what came of all, as
+    `show_results` does.
 
-    `elsewhere` measures them on other machines in place of `run_sweep`. `names` are shown while they run.
-    `begin` is called first, once no other process writes into the directory.
+    `elsewhere` measures them on other machines in place of `run_sweep`. `names` are shown while
+    they run. `begin` is called first, once no other process writes into the directory.
     """
     if is_under_nsys():
         raise UsageError(
-            "a sweep under nsys would take its times for those of plain runs: leave nsys out, and use --nsys instead"
+            "a sweep under nsys would take its times for those of plain runs: leave nsys out, and "
+            "use --nsys instead"
         )
     from cs336_systems.sweep.run import run_sweep
 
@@ -401,15 +493,21 @@ def measure_all(
     with StatusLine(names, first) as status, writing(directory):
         begin()
         outcome = (elsewhere or run_sweep)(
-            configs, directory, status,
-            timeout_s=measuring.timeout_s, fresh=measuring.fresh, allow_mixed=measuring.allow_mixed,
-        )  # fmt: skip
+            configs,
+            directory,
+            status,
+            timeout_s=measuring.timeout_s,
+            fresh=measuring.fresh,
+            allow_mixed=measuring.allow_mixed,
+        )
         (show or show_results)(outcome.records, directory, status)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
     wanted = {config.key for config in configs}
-    return status_of([record for record in outcome.records if record.key in wanted], outcome.unexplained)
+    return status_of(
+        [record for record in outcome.records if record.key in wanted], outcome.unexplained
+    )
 
 
 def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
@@ -432,9 +530,12 @@ def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLi
 def write_results(results: "Results", directory: Path, status: StatusLine) -> None:
     """Write the tables and pictures of the sweep into its directory.
 
-    Tables of profiles that would lose runs, which cannot be explained any more, stay as they are, with a warning.
+    Tables of profiles that would lose runs, which cannot be explained any more, stay as they are,
+    with a warning.
     """
-    if not all(raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile):
+    if not all(
+        raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile
+    ):
         what = "the tables of profiles stay as they were; --fresh measures these runs again"
         print_aside(f"warning: {directory}: {results.lost}, and {what}")
         results = replace(results, kernels=(), memory=())
@@ -442,13 +543,15 @@ def write_results(results: "Results", directory: Path, status: StatusLine) -> No
 
 
 def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
-    """Say on standard error which visible GPUs a sweep of these does not use, and what may put its times in doubt."""
+    """Say on standard error which visible GPUs a sweep of these does not use, and what may put
+    its times in doubt.
+    """
     from cs336_systems.sweep.run import gpus_left_out
 
     flags.look_at_machine(configs[0].device if configs else Device.CPU)
 
     for gpu in gpus_left_out(configs):
         print_aside(
-            f"note: GPU {gpu.index} ({gpu.name}) is left out: it is of another kind than the first visible one; "
-            "choose with CUDA_VISIBLE_DEVICES"
+            f"note: GPU {gpu.index} ({gpu.name}) is left out: it is of another kind than the "
+            "first visible one; choose with CUDA_VISIBLE_DEVICES"
         )

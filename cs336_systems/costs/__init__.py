@@ -1,1 +1,3 @@
-"""Costs on paper: FLOPs, bytes, hardware peaks and the forecast of memory. Nothing here imports torch."""
+"""Costs on paper: FLOPs, bytes, hardware peaks and the forecast of memory. Nothing here imports
+torch.
+"""

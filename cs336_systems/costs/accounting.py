@@ -1,13 +1,22 @@
 """Parameters, bytes, FLOPs and MFU in closed form, from the configuration alone.
 
-FLOPs are those of matmuls, in which a multiply-add counts as two. Norms, softmax, RoPE, the loss and the optimizer are
-left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says otherwise.
+FLOPs are those of matmuls, in which a multiply-add counts as two. Norms, softmax, RoPE, the loss
+and the optimizer are left out, as is usual (Chowdhery et al. 2022, appendix B), unless a name says
+otherwise.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cs336_systems.config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import (
+    Arch,
+    Attention,
+    Mode,
+    ModelConfig,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
 
@@ -28,9 +37,11 @@ class Component(StrEnum):
 
 
 def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
-    """Trainable parameters of each part that has any. A table shared by embedding and head counts for the head.
+    """Trainable parameters of each part that has any. A table shared by embedding and head counts
+    for the head.
 
-    cs336: no biases, RMSNorm (d_model each), SwiGLU. gpt2: biases, LayerNorm (2 d_model each), learned positions, tied.
+    cs336: no biases, RMSNorm (d_model each), SwiGLU. gpt2: biases, LayerNorm (2 d_model each),
+    learned positions, tied.
     """
     d_model, d_ff, num_layers = model.d_model, model.d_ff, model.num_layers
     gpt2 = model.arch is Arch.GPT2
@@ -67,18 +78,26 @@ def _ffn_matrices(model: ModelConfig) -> int:
     return 3 if model.arch is Arch.CS336 else 2
 
 
-def forward_flops(model: ModelConfig, batch_size: int, *, causal: bool = False) -> dict[Component, int]:
+def forward_flops(
+    model: ModelConfig, batch_size: int, *, causal: bool = False
+) -> dict[Component, int]:
     """FLOPs of each part in one forward pass; the embedding is a lookup and has none.
 
-    Attention counts in full, all T x T pairs, as in a matmul of whole matrices. With `causal` only the T (T + 1) / 2
-    pairs count in which the key is not after the query, the fewest that are needed.
+    Attention counts in full, all T x T pairs, as in a matmul of whole matrices. With `causal` only
+    the T (T + 1) / 2 pairs count in which the key is not after the query, the fewest that are
+    needed.
     """
     context_length = model.context_length
     tokens = batch_size * context_length
     pairs = context_length * (context_length + 1) // 2 if causal else context_length**2
     attention = 2 * model.num_layers * batch_size * pairs * model.d_model
     linear = {component: 2 * tokens * weights for component, weights in _weights(model).items()}
-    return {Component.EMBEDDING: 0, Component.SCORES: attention, Component.VALUES: attention, **linear}
+    return {
+        Component.EMBEDDING: 0,
+        Component.SCORES: attention,
+        Component.VALUES: attention,
+        **linear,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +117,14 @@ class ComponentFlops:
 def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[ComponentFlops, ...]:
     """FLOPs of one step of this project's model, part by part; `causal` as in forward_flops.
 
-    Left out: what backward computes again, between checkpoints or in fused attention, and the surplus of a padded
-    vocabulary. Raises ValueError for a user's own model.
+    Left out: what backward computes again, between checkpoints or in fused attention, and the
+    surplus of a padded vocabulary. Raises ValueError for a user's own model.
     """
     if config.model_factory is not None:
-        raise ValueError(f"FLOPs are known only of this project's model, got model_factory {config.model_factory!r}")
+        raise ValueError(
+            "FLOPs are known only of this project's model, got model_factory "
+            f"{config.model_factory!r}"
+        )
     forward = forward_flops(config.model, config.batch_size, causal=causal)
     passes = 2 if config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) else 0
     return tuple(
@@ -113,11 +135,17 @@ def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[Compone
 
 
 def step_flops(config: RunConfig) -> int | None:
-    """Model FLOPs of one step in the run's mode; None for a user's own model, whose matmuls are not known.
+    """Model FLOPs of one step in the run's mode; None for a user's own model, whose matmuls are not
+    known.
 
-    Attention counts in full. Recomputation is left out: these are the model's FLOPs, not the hardware's.
+    Attention counts in full. Recomputation is left out: these are the model's FLOPs, not the
+    hardware's.
     """
-    return None if config.model_factory is not None else sum(part.step for part in component_flops(config))
+    return (
+        None
+        if config.model_factory is not None
+        else sum(part.step for part in component_flops(config))
+    )
 
 
 def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | None:
@@ -131,7 +159,9 @@ def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | N
 
 
 SOFTMAX_FORWARD_FLOPS = 5
-"""For each score: compare with the row's maximum, subtract it, exponentiate, add to the row's sum, divide by it."""
+"""For each score: compare with the row's maximum, subtract it, exponentiate, add to the row's
+sum, divide by it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +176,15 @@ class AttentionFlops:
 def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
     """FLOPs of naive attention in one forward pass, without the linear layers around it.
 
-    Every operation of the softmax counts as one. Attention counts in full; scaling and masking are left out.
+    Every operation of the softmax counts as one. Attention counts in full; scaling and masking are
+    left out.
     """
     flops = forward_flops(model, batch_size)
     weights = model.num_layers * batch_size * model.num_heads * model.context_length**2
     softmax = SOFTMAX_FORWARD_FLOPS * weights
-    return AttentionFlops(scores=flops[Component.SCORES], softmax=softmax, values=flops[Component.VALUES])
+    return AttentionFlops(
+        scores=flops[Component.SCORES], softmax=softmax, values=flops[Component.VALUES]
+    )
 
 
 def parameter_bytes(config: RunConfig) -> int:
@@ -162,7 +195,9 @@ def parameter_bytes(config: RunConfig) -> int:
 
 
 def updated_parameters(config: RunConfig) -> int:
-    """Number of parameters that a rank's optimizer updates: all, or the share of the rank that has most."""
+    """Number of parameters that a rank's optimizer updates: all, or the share of the rank that
+    has most.
+    """
     if config.parallel.shards_parameters or config.shard_optimizer:
         return sum(updated_elements(config).values())
     return count_parameters(config.model)
@@ -192,25 +227,34 @@ def is_fused(model: ModelConfig) -> bool:
 def forward_work(config: RunConfig) -> tuple[Work, ...]:
     """The matmuls of one forward pass and the lookup of the embedding.
 
-    Attention's FLOPs are those of causal pairs where a fused kernel computes it, which skips the others, else in full.
+    Attention's FLOPs are those of causal pairs where a fused kernel computes it, which skips the
+    others, else in full.
 
-    Every factor and result of a matmul counts once, in the type of the run's matmuls. A factor that several matmuls of
-    a part share, such as the input of queries, keys and values, counts once in all. The scores of fused attention move
-    no bytes. `fp8` makes no difference here.
+    Every factor and result of a matmul counts once, in the type of the run's matmuls. A factor that
+    several matmuls of a part share, such as the input of queries, keys and values, counts once in
+    all. The scores of fused attention move no bytes. `fp8` makes no difference here.
     """
-    element_bytes = HALF_BYTES if config.precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
-    moved_bytes = {part: element_bytes * elements for part, elements in _matmul_elements(config).items()}
+    element_bytes = (
+        HALF_BYTES if config.precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
+    )
+    moved_bytes = {
+        part: element_bytes * elements for part, elements in _matmul_elements(config).items()
+    }
     moved_bytes[Component.EMBEDDING] = _embedding_bytes(config)
     flops = forward_flops(config.model, config.batch_size, causal=is_fused(config.model))
     return tuple(
-        Work(name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision)
+        Work(
+            name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision
+        )
         for part in Component
         if part in flops
     )
 
 
 def _matmul_elements(config: RunConfig) -> dict[Component, int]:
-    """Elements of the factors, results and biases of all layers' matmuls of each part; a shared factor counts once."""
+    """Elements of the factors, results and biases of all layers' matmuls of each part; a shared
+    factor counts once.
+    """
     model, layers = config.model, config.model.num_layers
     tokens = config.batch_size * model.context_length
     stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
@@ -229,7 +273,9 @@ def _matmul_elements(config: RunConfig) -> dict[Component, int]:
 
 
 def _embedding_bytes(config: RunConfig) -> int:
-    """Bytes of the token ids, the rows looked up (repeated ones too), gpt2's positions and the result, all in fp32."""
+    """Bytes of the token ids, the rows looked up (repeated ones too), gpt2's positions and the
+    result, all in fp32.
+    """
     model = config.model
     tokens = config.batch_size * model.context_length
     positions = model.context_length * model.d_model if model.arch is Arch.GPT2 else 0
@@ -237,22 +283,32 @@ def _embedding_bytes(config: RunConfig) -> int:
 
 
 ADAMW_FLOPS = 13
-"""For each parameter: 3 for the first moment, 4 for the second, 2 for the denominator, 1 for decay, 3 for the update.
-Factors that all parameters share are left out."""
+"""For each parameter: 3 for the first moment, 4 for the second, 2 for the denominator, 1 for decay,
+3 for the update. Factors that all parameters share are left out.
+"""
 ADAMW_BYTES = 7 * FP32_BYTES
-"""For each parameter: read the parameter, its gradient and both moments; write all but the gradient."""
+"""For each parameter: read the parameter, its gradient and both moments; write all but the
+gradient.
+"""
 
 
 def optimizer_work(config: RunConfig) -> Work:
-    """AdamW's update, of the parameters that a rank updates, in one pass over all tensors, as in a fused kernel."""
+    """AdamW's update, of the parameters that a rank updates, in one pass over all tensors, as in
+    a fused kernel.
+    """
     parameters = updated_parameters(config)
     return Work(
-        name="optimizer", flops=ADAMW_FLOPS * parameters, moved_bytes=ADAMW_BYTES * parameters, precision=Precision.FP32
+        name="optimizer",
+        flops=ADAMW_FLOPS * parameters,
+        moved_bytes=ADAMW_BYTES * parameters,
+        precision=Precision.FP32,
     )
 
 
 def least_time_s(work: Work, device: DeviceSpec) -> float | None:
-    """The longer of the times at the data sheet's peak and at its bandwidth; None if no peak is known."""
+    """The longer of the times at the data sheet's peak and at its bandwidth; None if no peak is
+    known.
+    """
     peak = device.peak_flops_per_s.get(work.precision)
     if peak is None:
         return None
@@ -262,7 +318,9 @@ def least_time_s(work: Work, device: DeviceSpec) -> float | None:
 FORWARD_FLOPS = 2
 """Forward FLOPs for each parameter and token: one multiply-add."""
 TRAINING_FLOPS = 6
-"""FLOPs of a step for each parameter and token: backward has two matmuls for each one of forward."""
+"""FLOPs of a step for each parameter and token: backward has two matmuls for each one of
+forward.
+"""
 SECONDS_PER_DAY = 86_400
 
 
@@ -271,7 +329,11 @@ def rule_of_thumb_flops(parameters: float, tokens: float) -> float:
     return TRAINING_FLOPS * parameters * tokens
 
 
-def training_days(*, parameters: float, tokens: float, peak_flops_per_s: float, count: int, mfu: float) -> float:
-    """Days until `count` devices have trained on `tokens` tokens, each at the share `mfu` of its peak."""
+def training_days(
+    *, parameters: float, tokens: float, peak_flops_per_s: float, count: int, mfu: float
+) -> float:
+    """Days until `count` devices have trained on `tokens` tokens, each at the share `mfu` of its
+    peak.
+    """
     flops_per_s = count * peak_flops_per_s * mfu
     return rule_of_thumb_flops(parameters, tokens) / flops_per_s / SECONDS_PER_DAY

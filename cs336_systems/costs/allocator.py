@@ -1,4 +1,6 @@
-"""A simulation of PyTorch's CUDA caching allocator: allocated and reserved bytes for a sequence of requests."""
+"""A simulation of PyTorch's CUDA caching allocator: allocated and reserved bytes for a sequence
+of requests.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -7,16 +9,22 @@ MIB = 2**20
 ROUND_BYTES = 512
 """Sizes of blocks are multiples of this (kMinBlockSize)."""
 SMALL_BYTES = MIB
-"""Requests up to this size come from segments of 2 MiB; a larger block is only split if more than this remains."""
+"""Requests up to this size come from segments of 2 MiB; a larger block is only split if more
+than this remains.
+"""
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Segments for requests below MIN_OWN_SEGMENT_BYTES (kLargeBuffer)."""
 MIN_OWN_SEGMENT_BYTES = 10 * MIB
-"""Requests from this size on get a segment of their own size, in steps of 2 MiB (kMinLargeAlloc, kRoundLarge)."""
+"""Requests from this size on get a segment of their own size, in steps of 2 MiB (kMinLargeAlloc,
+kRoundLarge).
+"""
 
 ADDRESS_BITS = 48
 ADDRESS_MASK = 2**ADDRESS_BITS - 1
-"""Addresses are below this number of ROUND_BYTES, 128 PiB: segments of a step that fits no GPU get addresses too."""
+"""Addresses are below this number of ROUND_BYTES, 128 PiB: segments of a step that fits no GPU
+get addresses too.
+"""
 
 
 class OutOfMemoryError(Exception):
@@ -24,10 +32,12 @@ class OutOfMemoryError(Exception):
 
 
 class CachingAllocator:
-    """Places tensors as PyTorch does with default settings: best fit, blocks split and merged, free segments kept.
+    """Places tensors as PyTorch does with default settings: best fit, blocks split and merged, free
+    segments kept.
 
-    Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Addresses grow with time here,
-    so of two free blocks of one size the one in the older segment is taken; the driver may order them differently.
+    Follows c10/cuda/CUDACachingAllocator.cpp (torch 2.11) without expandable segments. Addresses
+    grow with time here, so of two free blocks of one size the one in the older segment is taken;
+    the driver may order them differently.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -35,14 +45,17 @@ class CachingAllocator:
         """Bytes that the driver can provide; None means no limit."""
         self.reserved_bytes = 0
         self.addresses: list[int] = []
-        """Of the block of each tensor by its handle, in units of ROUND_BYTES, as are all addresses and sizes below.
+        """Of the block of each tensor by its handle, in units of ROUND_BYTES, as are all addresses
+        and sizes below.
 
         Segments are apart, so that their blocks are no neighbours.
         """
         self._tails: list[int] = []
         """Where these blocks end."""
         self._pools: dict[tuple[bool, str], list[int]] = {}
-        """Free blocks as numbers, size before address, so that the first that is large enough is the best fit."""
+        """Free blocks as numbers, size before address, so that the first that is large enough is
+        the best fit.
+        """
         self._ends: dict[int, int] = {}
         """Where each free block ends, by its address."""
         self._starts: dict[int, int] = {}
@@ -51,10 +64,14 @@ class CachingAllocator:
         """Where each segment ends, by its address."""
         self._next_address = 0
 
-    def replay(self, events: Iterable[int], kinds: Sequence[int], requests: Sequence[tuple[int, str]]) -> None:
-        """Allocate each tensor whose handle is among the events, and free it at the complement of the handle (~handle).
+    def replay(
+        self, events: Iterable[int], kinds: Sequence[int], requests: Sequence[tuple[int, str]]
+    ) -> None:
+        """Allocate each tensor whose handle is among the events, and free it at the complement of
+        the handle (~handle).
 
-        A tensor's kind is the place of its bytes and its stream in `requests`. Raises OutOfMemoryError.
+        A tensor's kind is the place of its bytes and its stream in `requests`. Raises
+        OutOfMemoryError.
         """
         pools = [self._request(*request) for request in requests]
         addresses, tails, starts, ends = self.addresses, self._tails, self._starts, self._ends
@@ -81,7 +98,10 @@ class CachingAllocator:
                 handle = ~event
                 free, address, end = pools[kinds[handle]][0], addresses[handle], tails[handle]
                 if (before := starts.pop(address, None)) is not None:
-                    del ends[before], free[bisect_left(free, (address - before) << ADDRESS_BITS | before)]
+                    del (
+                        ends[before],
+                        free[bisect_left(free, (address - before) << ADDRESS_BITS | before)],
+                    )
                     address = before
                 if (after := ends.pop(end, None)) is not None:
                     del free[bisect_left(free, (after - end) << ADDRESS_BITS | end)]
@@ -91,24 +111,38 @@ class CachingAllocator:
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """Of the block of each tensor; larger than asked for if the remainder is too small to be split off."""
-        return [ROUND_BYTES * (end - address) for address, end in zip(self.addresses, self._tails, strict=True)]
+        """Of the block of each tensor; larger than asked for if the remainder is too small to be
+        split off.
+        """
+        return [
+            ROUND_BYTES * (end - address)
+            for address, end in zip(self.addresses, self._tails, strict=True)
+        ]
 
     def _request(self, size_bytes: int, stream: str) -> tuple[list[int], int, int, int]:
-        """The free blocks that serve such a request, its size, the least that serves, the least rest to split off."""
+        """The free blocks that serve such a request, its size, the least that serves, the least
+        rest to split off.
+        """
         is_small = size_bytes <= SMALL_BYTES
         free, wanted = self._pools.setdefault((is_small, stream), []), -(-size_bytes // ROUND_BYTES)
-        return free, wanted, wanted << ADDRESS_BITS, 1 if is_small else SMALL_BYTES // ROUND_BYTES + 1
+        return (
+            free,
+            wanted,
+            wanted << ADDRESS_BITS,
+            1 if is_small else SMALL_BYTES // ROUND_BYTES + 1,
+        )
 
     def _new_segment(self, size: int) -> tuple[int, int]:
-        """Where a segment for a request begins and ends; raise OutOfMemoryError if it does not fit the device."""
+        """Where a segment for a request begins and ends; raise OutOfMemoryError if it does not
+        fit the device.
+        """
         segment_bytes = segment_size(size * ROUND_BYTES)
         if self._lacks(segment_bytes):
             self._release_free_segments()
             if self._lacks(segment_bytes):
                 raise OutOfMemoryError(
-                    f"{segment_bytes} bytes asked of a device of {self.capacity_bytes}, of which {self.reserved_bytes} "
-                    "are reserved"
+                    f"{segment_bytes} bytes asked of a device of {self.capacity_bytes}, of which "
+                    f"{self.reserved_bytes} are reserved"
                 )
         self.reserved_bytes += segment_bytes
         address = self._next_address
@@ -117,10 +151,15 @@ class CachingAllocator:
         return address, end
 
     def _lacks(self, segment_bytes: int) -> bool:
-        return self.capacity_bytes is not None and self.reserved_bytes + segment_bytes > self.capacity_bytes
+        return (
+            self.capacity_bytes is not None
+            and self.reserved_bytes + segment_bytes > self.capacity_bytes
+        )
 
     def _release_free_segments(self) -> None:
-        """Return all wholly free segments to the driver, as PyTorch does before it raises an out-of-memory error."""
+        """Return all wholly free segments to the driver, as PyTorch does before it raises an
+        out-of-memory error.
+        """
         for free in self._pools.values():
             for block in [*free]:
                 address, size = block & ADDRESS_MASK, block >> ADDRESS_BITS
@@ -136,7 +175,9 @@ def round_up(size_bytes: int, step_bytes: int) -> int:
 
 
 def segment_size(size_bytes: int) -> int:
-    """Bytes that the allocator requests from the driver if it has no free block for a request of this size."""
+    """Bytes that the allocator requests from the driver if it has no free block for a request of
+    this size.
+    """
     if size_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < MIN_OWN_SEGMENT_BYTES:

@@ -1,4 +1,6 @@
-"""Measured ceilings of a device, as curves between the measured points: matmuls, passes over memory, launches."""
+"""Measured ceilings of a device, as curves between the measured points: matmuls, passes over
+memory, launches.
+"""
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping
@@ -12,11 +14,13 @@ from cs336_systems.costs.hardware import DeviceSpec
 from cs336_systems.costs.tape import MATMULS_OF, Form, Pass
 
 ALIGNMENT = 8
-"""Sides that are not multiples of this keep cuBLAS from its fast kernels: 16 bytes in half precision (NVIDIA's guide
-to matmul performance, "tensor core requirements")."""
+"""Sides that are not multiples of this keep cuBLAS from its fast kernels: 16 bytes in half
+precision (NVIDIA's guide to matmul performance, "tensor core requirements").
+"""
 SHEPARD_EXPONENT = 4
-"""Exponent of the inverse distances that weight measured points (Shepard 1968). It is above 3, the number of sides of a
-matmul, so that many far points do not outweigh a near one."""
+"""Exponent of the inverse distances that weight measured points (Shepard 1968). It is above 3, the
+number of sides of a matmul, so that many far points do not outweigh a near one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,9 @@ class Matmul:
     batch: int = 1
     """Number of matmuls in a batched one; for attention, heads of all sequences."""
     form: Form | None = None
-    """None for a linear layer's matmul, which stands for all forms. Fused attention has the sides of its scores."""
+    """None for a linear layer's matmul, which stands for all forms. Fused attention has the
+    sides of its scores.
+    """
     time_s: float
 
     @property
@@ -39,7 +45,9 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curves:
-    """Times that `cs336 ceilings` has measured on one device. Compared by identity, to be hashable as cache keys."""
+    """Times that `cs336 ceilings` has measured on one device. Compared by identity, to be
+    hashable as cache keys.
+    """
 
     matmuls: Mapping[Precision, tuple[Matmul, ...]]
     copies: Mapping[int, float]
@@ -52,10 +60,16 @@ class Curves:
     """Time of such a kernel in a CUDA graph, where the device does not wait for the host."""
     passes: Mapping[Pass, Mapping[int, float]] = field(default_factory=dict)
     """Times of other passes than copies by the bytes that they read and write."""
-    collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]] = field(default_factory=dict)
-    """Times of each collective by its bytes, by the number of ranks among which they were measured."""
+    collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]] = field(
+        default_factory=dict
+    )
+    """Times of each collective by its bytes, by the number of ranks among which they were
+    measured.
+    """
     queued_gap_s: float | None = None
-    """Gap between two kernels that the host launched one by one, early enough; None if it was not measured."""
+    """Gap between two kernels that the host launched one by one, early enough; None if it was
+    not measured.
+    """
     is_measured: bool = True
     """Whether they were measured, and not computed from the device's data sheet."""
     is_in_doubt: bool = False
@@ -63,11 +77,15 @@ class Curves:
     is_shipped: bool = False
     """Whether they come with the program, and were not measured by its user."""
     on_host: bool = False
-    """Whether the device is the host itself, a CPU: it runs each operation before it begins the next."""
+    """Whether the device is the host itself, a CPU: it runs each operation before it begins the
+    next.
+    """
 
     @property
     def gap_s(self) -> float:
-        """Gap between two kernels; if it was not measured, the time of an empty kernel, which is mostly gap."""
+        """Gap between two kernels; if it was not measured, the time of an empty kernel, which is
+        mostly gap.
+        """
         return self.kernel_s if self.queued_gap_s is None else self.queued_gap_s
 
     def matmul_s(
@@ -81,29 +99,39 @@ class Curves:
         form: Form = Form.FORWARD,
         moved_bytes: int = 0,
     ) -> float | None:
-        """Time of a matmul that reads and writes `moved_bytes`; None if no matmul was measured at this precision.
+        """Time of a matmul that reads and writes `moved_bytes`; None if no matmul was measured at
+        this precision.
 
-        The rate is the geometric mean of measured rates, weighted by a power of the inverse distance between the
-        logarithms of the sides, so a measured matmul has its measured time. A batch counts as one matmul with the rows
-        of all. If none of this form was measured, linear layers' matmuls are used, also with rows and columns
-        exchanged. The time is then at least that of a copy of as many bytes, and fused attention, which is causal,
-        takes half the time of its matmuls.
+        The rate is the geometric mean of measured rates, weighted by a power of the inverse
+        distance between the logarithms of the sides, so a measured matmul has its measured time. A
+        batch counts as one matmul with the rows of all. If none of this form was measured, linear
+        layers' matmuls are used, also with rows and columns exchanged. The time is then at least
+        that of a copy of as many bytes, and fused attention, which is causal, takes half the time
+        of its matmuls.
         """
         if (rate := _rate(self, precision, (rows, inner, columns), batch, form)) is None:
             return None
         seconds = 2 * batch * rows * inner * columns / rate
-        if any(each.form is form and (each.batch > 1) is (batch > 1) for each in self.matmuls[precision]):
+        if any(
+            each.form is form and (each.batch > 1) is (batch > 1)
+            for each in self.matmuls[precision]
+        ):
             return seconds
         least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
         return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
 
-    def has_product(self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int) -> bool:
-        """Whether this very matmul was measured, so that its time is looked up rather than interpolated."""
+    def has_product(
+        self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int
+    ) -> bool:
+        """Whether this very matmul was measured, so that its time is looked up rather than
+        interpolated.
+        """
         points = _surface(self, precision, _is_aligned(rows, inner, columns), form, batch > 1)
         return (log(batch * rows), log(inner), log(columns)) in (there for there, _ in points)
 
     def without(self, precision: Precision, products: Collection[tuple[int, int, int]]) -> "Curves":
-        """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had been measured.
+        """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had
+        been measured.
 
         Rows and columns may be exchanged, and of all forms that have these sides none is kept.
         """
@@ -111,13 +139,17 @@ class Curves:
             each
             for each in self.matmuls.get(precision, ())
             if not {
-                (each.batch * each.rows, each.inner, each.columns), (each.columns, each.inner, each.batch * each.rows)
-            } & set(products)
-        )  # fmt: skip
+                (each.batch * each.rows, each.inner, each.columns),
+                (each.columns, each.inner, each.batch * each.rows),
+            }
+            & set(products)
+        )
         return replace(self, matmuls={**self.matmuls, precision: kept})
 
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
-        """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this kind were not measured."""
+        """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this
+        kind were not measured.
+        """
         return interpolated(self.passes.get(how) or self.copies, num_bytes)
 
 
@@ -130,28 +162,42 @@ Point = tuple[tuple[float, float, float], float]
 
 
 @lru_cache(maxsize=1024)
-def _surface(curves: Curves, precision: Precision, is_aligned: bool, form: Form, is_batched: bool) -> tuple[Point, ...]:
-    """Points of the most similar matmuls: of this form and batching, else linear ones; if possible equally aligned."""
+def _surface(
+    curves: Curves, precision: Precision, is_aligned: bool, form: Form, is_batched: bool
+) -> tuple[Point, ...]:
+    """Points of the most similar matmuls: of this form and batching, else linear ones; if
+    possible equally aligned.
+    """
     measured = curves.matmuls.get(precision, ())
     alike = [each for each in measured if each.form is form and (each.batch > 1) is is_batched]
     alike = alike or [each for each in measured if each.form is None]
-    kept = [each for each in alike if _is_aligned(each.rows, each.inner, each.columns) is is_aligned] or alike
+    kept = [
+        each for each in alike if _is_aligned(each.rows, each.inner, each.columns) is is_aligned
+    ] or alike
     return tuple(
         ((log(rows), log(each.inner), log(columns)), each.flops_per_s)
         for each in kept
         for rows, columns in dict.fromkeys(
-            ((each.batch * each.rows, each.columns), *([(each.columns, each.rows)] if each.form is None else ()))
+            (
+                (each.batch * each.rows, each.columns),
+                *([(each.columns, each.rows)] if each.form is None else ()),
+            )
         )
     )
 
 
 @lru_cache(maxsize=4096)
-def _rate(curves: Curves, precision: Precision, sides: tuple[int, int, int], batch: int, form: Form) -> float | None:
+def _rate(
+    curves: Curves, precision: Precision, sides: tuple[int, int, int], batch: int, form: Form
+) -> float | None:
     here = (log(batch * sides[0]), log(sides[1]), log(sides[2]))
     points = _surface(curves, precision, _is_aligned(*sides), form, batch > 1)
     distances = [dist(here, there) for there, _ in points]
     if (nearest := min(distances, default=0)) == 0:
-        return next((rate for (_, rate), distance in zip(points, distances, strict=True) if distance == 0), None)
+        return next(
+            (rate for (_, rate), distance in zip(points, distances, strict=True) if distance == 0),
+            None,
+        )
     weights = [(nearest / distance) ** SHEPARD_EXPONENT for distance in distances]
     total = sum(weight * log(rate) for weight, (_, rate) in zip(weights, points, strict=True))
     return exp(total / sum(weights))
@@ -160,8 +206,8 @@ def _rate(curves: Curves, precision: Precision, sides: tuple[int, int, int], bat
 def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
     """Time at so many bytes, from measured times.
 
-    Between two sizes that were measured, the logarithm of the time is linear in that of the size. Beyond them, the time
-    is that of the smallest, or grows as the size.
+    Between two sizes that were measured, the logarithm of the time is linear in that of the size.
+    Beyond them, the time is that of the smallest, or grows as the size.
     """
     sizes = sorted(curve)
     if num_bytes <= sizes[0]:
@@ -174,14 +220,22 @@ def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
     return exp((1 - share) * log(curve[low]) + share * log(curve[high]))
 
 
-def time_s(found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]) -> float | None:
-    """Time of the calls one after the other, from measured times by bytes; None if a kind was not measured."""
+def time_s(
+    found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]
+) -> float | None:
+    """Time of the calls one after the other, from measured times by bytes; None if a kind was
+    not measured.
+    """
     if any(not curves.get(call.collective) for call in found):
         return None
-    return sum(count * interpolated(curves[call.collective], call.num_bytes) for call, count in found.items())
+    return sum(
+        count * interpolated(curves[call.collective], call.num_bytes)
+        for call, count in found.items()
+    )
 
 
-# ---- without measured ceilings: a data sheet, and efficiencies that H100 and H200 reach at large sizes, rounded down
+# ---- without measured ceilings: a data sheet, and efficiencies that H100 and H200 reach at large
+# sizes, rounded down
 
 MATMUL_EFFICIENCY = 0.7
 """Share of the peak that a matmul reaches, whatever its size."""
@@ -194,7 +248,9 @@ LAUNCH_S = 7e-6
 KERNEL_S = 1.5e-6
 """Least time of a kernel."""
 _SIDE = 2**20
-"""Of the one matmul of the curves: more than any step has, because the efficiency is that of all matmuls."""
+"""Of the one matmul of the curves: more than any step has, because the efficiency is that of all
+matmuls.
+"""
 
 
 def data_sheet_curves(device: DeviceSpec) -> Curves:
@@ -203,7 +259,9 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
     smallest = round(KERNEL_S * bandwidth)
     passes = {smallest: KERNEL_S, 1000 * smallest: 1000 * KERNEL_S}
     peaks = device.peak_flops_per_s
-    times_s = {precision: 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak) for precision, peak in peaks.items()}
+    times_s = {
+        precision: 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak) for precision, peak in peaks.items()
+    }
     return Curves(
         matmuls={
             precision: (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
@@ -218,5 +276,7 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
 
 
 def data_sheet_link(device: DeviceSpec) -> float | None:
-    """Rate at which a GPU sends to others of its node, in bytes/s; None if the data sheet has no NVLink."""
+    """Rate at which a GPU sends to others of its node, in bytes/s; None if the data sheet has no
+    NVLink.
+    """
     return None if device.link_bytes_per_s is None else LINK_EFFICIENCY * device.link_bytes_per_s

@@ -1,8 +1,10 @@
-"""Peak memory of a training step, predicted from the configuration alone, without a GPU and without torch.
+"""Peak memory of a training step, predicted from the configuration alone, without a GPU and without
+torch.
 
-The step's tape lists the tensors that it makes and frees, each with its formula, and a simulated caching allocator
-places them. So the prediction includes what PyTorch counts: rounding, remainders of blocks that it does not split,
-segments. No constant is fitted; assumptions are stated where they are used.
+The step's tape lists the tensors that it makes and frees, each with its formula, and a simulated
+caching allocator places them. So the prediction includes what PyTorch counts: rounding, remainders
+of blocks that it does not split, segments. No constant is fitted; assumptions are stated where they
+are used.
 """
 
 from collections import Counter
@@ -14,7 +16,16 @@ from itertools import accumulate, pairwise
 from operator import invert
 from sys import maxsize
 
-from cs336_systems.config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from cs336_systems.config import (
+    Attention,
+    Device,
+    Mode,
+    Parallel,
+    Phase,
+    Precision,
+    RunConfig,
+    SdpaBackend,
+)
 from cs336_systems.costs.accounting import count_parameters, parameter_bytes
 from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
@@ -22,13 +33,19 @@ from cs336_systems.costs.tape import Category, Tape, TensorSpec, interpolated
 from cs336_systems.costs.traces import as_costed, has_tape, tape_of, trace_missing
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
-"""Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran out of memory."""
+"""Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran
+out of memory.
+"""
 NCCL_BYTES = 478 * 2**20
 """Memory of NCCL on a rank, once it has called each kind of collective: measured on two H200."""
 MAX_GROWTH = 8
-"""Most by which a step is larger than the largest that was traced, when the search for the largest goes on."""
+"""Most by which a step is larger than the largest that was traced, when the search for the
+largest goes on.
+"""
 INTERPOLATED = 12
-"""Steps that are traced before the search halves what is left, as the model's tensors do not grow evenly."""
+"""Steps that are traced before the search halves what is left, as the model's tensors do not
+grow evenly.
+"""
 MAX_LAYERS = 1000
 """Most layers that are simulated; more would take minutes."""
 
@@ -54,7 +71,9 @@ class Peak:
     allocated_bytes: int
     """The value of torch.cuda.max_memory_allocated."""
     parts: tuple[Part, ...]
-    """All tensors allocated at that moment, by category and size; their sum is `allocated_bytes`."""
+    """All tensors allocated at that moment, by category and size; their sum is
+    `allocated_bytes`.
+    """
 
     def bytes_of(self, category: Category) -> int:
         """Bytes of one category at the peak."""
@@ -70,7 +89,9 @@ class MemoryPrediction:
     first_step_peak: Peak
     """Peak of the first step, at whose end the optimizer makes its state."""
     reserved_bytes: int
-    """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are released."""
+    """Segments held at the end of the last step: torch.cuda.max_memory_reserved, unless some are
+    released.
+    """
     start_bytes: int
     """Allocated when a step begins."""
     after_bytes: Mapping[Phase, int]
@@ -80,11 +101,12 @@ class MemoryPrediction:
 def predict_memory(config: RunConfig) -> MemoryPrediction | None:
     """Predict the memory of a CUDA run.
 
-    None for what is not predicted: a user's own model that nobody has traced (`prepare`), compiled models and other
-    shortcuts (cast_once, ...), flash and cuDNN attention without half precision, models of more than MAX_LAYERS. The
-    device is assumed to be a Hopper GPU (cuBLAS's workspace is smaller elsewhere), whatever the configuration's is;
-    there `auto` takes flash or cuDNN in half precision and the efficient kernel in fp32. Left out: scalars of
-    GradScaler, buffers inside of kernels that trace.py does not name, a data loader's batch in flight.
+    None for what is not predicted: a user's own model that nobody has traced (`prepare`), compiled
+    models and other shortcuts (cast_once, ...), flash and cuDNN attention without half precision,
+    models of more than MAX_LAYERS. The device is assumed to be a Hopper GPU (cuBLAS's workspace is
+    smaller elsewhere), whatever the configuration's is; there `auto` takes flash or cuDNN in half
+    precision and the efficient kernel in fp32. Left out: scalars of GradScaler, buffers inside of
+    kernels that trace.py does not name, a data loader's batch in flight.
     """
     if not is_predictable(config):
         return None
@@ -118,11 +140,13 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
 
 
 def host_bytes(config: RunConfig, memory_bytes: int) -> int | None:
-    """Memory that all ranks of a run on the CPU need at least; None for a run on a GPU and for a user's own model.
+    """Memory that all ranks of a run on the CPU need at least; None for a run on a GPU and for a
+    user's own model.
 
-    The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and PyTorch itself, all left
-    out, took 0 to 20 % more where it was measured. The step is traced for it only where bounds do not tell whether it
-    fits `memory_bytes`; else, and for a step with shortcuts, it is the lower one.
+    The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and
+    PyTorch itself, all left out, took 0 to 20 % more where it was measured. The step is traced for
+    it only where bounds do not tell whether it fits `memory_bytes`; else, and for a step with
+    shortcuts, it is the lower one.
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
@@ -137,10 +161,11 @@ def needs_tape(config: RunConfig, memory_bytes: int) -> bool:
 
 
 def _least_bytes(config: RunConfig) -> int:
-    """Parameters, gradients and AdamW's moments, of shortcuts the parameters alone; and the scores of attention.
+    """Parameters, gradients and AdamW's moments, of shortcuts the parameters alone; and the scores
+    of attention.
 
-    The scores are those of attention that is written out, in two bytes each. Those of every block are there at once
-    where backward needs them, unless checkpoints drop them, else those of one.
+    The scores are those of attention that is written out, in two bytes each. Those of every block
+    are there at once where backward needs them, unless checkpoints drop them, else those of one.
     """
     model, copies = config.model, 1.0
     has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
@@ -155,7 +180,9 @@ def _least_bytes(config: RunConfig) -> int:
 
 
 def _most_bytes(config: RunConfig) -> int:
-    """More than all tensors of a step together take, in fp32 and in half precision, whatever its settings."""
+    """More than all tensors of a step together take, in fp32 and in half precision, whatever its
+    settings.
+    """
     model = config.model
     of_token = model.num_layers * (40 * model.d_model + 10 * model.d_ff) + 6 * model.vocab_size
     if model.attention is Attention.NAIVE:
@@ -166,15 +193,19 @@ def _most_bytes(config: RunConfig) -> int:
 
 
 def outside_bytes(config: RunConfig) -> int:
-    """Memory that PyTorch's allocator cannot have: that of the CUDA context, and of NCCL on several ranks."""
+    """Memory that PyTorch's allocator cannot have: that of the CUDA context, and of NCCL on
+    several ranks.
+    """
     return CUDA_CONTEXT_BYTES + (NCCL_BYTES if config.is_shared else 0)
 
 
 def fits(config: RunConfig, memory_bytes: int) -> bool | None:
-    """Whether the steps fit an otherwise empty device of `memory_bytes`; None if that is not predicted.
+    """Whether the steps fit an otherwise empty device of `memory_bytes`; None if that is not
+    predicted.
 
-    The allocator is simulated on the memory that the CUDA context, and NCCL on several ranks, leave. As PyTorch's does,
-    it releases cached segments before it fails. So the answer includes fragmentation and needs no margin.
+    The allocator is simulated on the memory that the CUDA context, and NCCL on several ranks,
+    leave. As PyTorch's does, it releases cached segments before it fails. So the answer includes
+    fragmentation and needs no margin.
     """
     if not is_predictable(config):
         return None
@@ -190,23 +221,30 @@ def _fits(tape: Tape, room_bytes: int) -> bool:
 
 
 def largest_batch(config: RunConfig, memory_bytes: int) -> int | None:
-    """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not predicted."""
+    """The largest batch size that `fits`; 0 if not even one sequence does, None if that is not
+    predicted.
+    """
     return _largest(lambda size: replace(config, batch_size=size), config.batch_size, memory_bytes)
 
 
 def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
-    """The longest context that `fits`, at the configuration's batch size; 0 and None as in largest_batch.
+    """The longest context that `fits`, at the configuration's batch size; 0 and None as in
+    largest_batch.
 
     A user's own model may take no longer one: then `why_untraced` says why of the next.
     """
     model = config.model
     return _largest(
-        lambda length: replace(config, model=replace(model, context_length=length)), model.context_length, memory_bytes
+        lambda length: replace(config, model=replace(model, context_length=length)),
+        model.context_length,
+        memory_bytes,
     )
 
 
 def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: int) -> int | None:
-    """The largest number whose configuration can be traced and fits, assuming that all smaller numbers fit."""
+    """The largest number whose configuration can be traced and fits, assuming that all smaller
+    numbers fit.
+    """
     if not is_predictable(config_of(asked)):
         return None
     room_bytes = memory_bytes - outside_bytes(config_of(asked))
@@ -218,7 +256,8 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
 def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
     """The last number whose tape fits; `tape_at` raises ValueError for numbers that are too large.
 
-    The search begins where the tensors alone no longer fit, which is found without the slower allocator.
+    The search begins where the tensors alone no longer fit, which is found without the slower
+    allocator.
     """
     if not _fits(tape_at(1), room_bytes):
         return 0
@@ -239,7 +278,8 @@ def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
 
 
 def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: int) -> int:
-    """The last number whose step is traced and fits, where the next one is traced too, and does not fit or fails.
+    """The last number whose step is traced and fits, where the next one is traced too, and does not
+    fit or fails.
 
     What is between the numbers that were traced only says which number to trace next.
     """
@@ -279,7 +319,9 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
 
 
 def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
-    """The last number for which it holds, by bisection: it holds for `below`, and not for `above`."""
+    """The last number for which it holds, by bisection: it holds for `below`, and not for
+    `above`.
+    """
     while above - below > 1:
         middle = (below + above) // 2
         below, above = (middle, above) if holds(middle) else (below, middle)
@@ -287,19 +329,24 @@ def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
 
 
 def _tensor_bytes(tape: Tape) -> int:
-    """The most bytes of tensors at any moment, without the remainders that the allocator does not split off."""
+    """The most bytes of tensors at any moment, without the remainders that the allocator does
+    not split off.
+    """
     sizes = [_rounded(spec.size_bytes) for spec in tape.specs]
     return max(_levels(tape, [sizes[kind] for kind in tape.tensors]))
 
 
 def _levels(tape: Tape, sizes_bytes: Sequence[int]) -> list[int]:
     """Bytes allocated before the first event and after each, from the bytes of each tensor."""
-    changes = [*sizes_bytes, *(-size for size in reversed(sizes_bytes))]  # ~handle counts from the end
+    # ~handle counts from the end
+    changes = [*sizes_bytes, *(-size for size in reversed(sizes_bytes))]
     return list(accumulate(map(changes.__getitem__, tape.events), initial=0))
 
 
 def residual_stream_bytes(config: RunConfig) -> int:
-    """Bytes of one tensor of the residual stream: batch x T x d_model x 4, fp32 under autocast too."""
+    """Bytes of one tensor of the residual stream: batch x T x d_model x 4, fp32 under autocast
+    too.
+    """
     return config.batch_size * config.model.context_length * config.model.d_model * 4
 
 
@@ -318,10 +365,12 @@ def is_predictable(config: RunConfig) -> bool:
 
 
 def rank_peak_bytes(config: RunConfig) -> int | None:
-    """The most bytes of tensors in a steady step of a rank of PyTorch's DDP or of fsdp; None if that is not predicted.
+    """The most bytes of tensors in a steady step of a rank of PyTorch's DDP or of fsdp; None if
+    that is not predicted.
 
-    The tensors are those of one process, its state shared out in closed form: so any number of ranks is predicted.
-    Remainders of blocks that the allocator does not split off, under 1 MiB each, are left out.
+    The tensors are those of one process, its state shared out in closed form: so any number of
+    ranks is predicted. Remainders of blocks that the allocator does not split off, under 1 MiB
+    each, are left out.
     """
     alone = config.alone
     if not is_predictable(alone):
@@ -334,7 +383,8 @@ def rank_peak_bytes(config: RunConfig) -> int | None:
 
 
 def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
-    """The share of each category that a rank keeps, and what it keeps in addition: buckets, or gathered blocks.
+    """The share of each category that a rank keeps, and what it keeps in addition: buckets, or
+    gathered blocks.
 
     The gathered embedding, which is there before the first block and after the last, is left out.
     """
@@ -345,20 +395,33 @@ def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
         return {Category.GRADIENTS: 0.0}, FP32_BYTES * parameters
     share = sum(kept_elements(config).values()) / parameters
     sizes = {unit.name: unit.element_bytes * unit.gathered_elements for unit in units(config)}
-    gathered = (AHEAD + 1) * max(size for name, size in sizes.items() if name.isdigit()) + sizes[REST]
-    kept = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE, Category.OPTIMIZER_WORKSPACE)
+    gathered = (AHEAD + 1) * max(size for name, size in sizes.items() if name.isdigit()) + sizes[
+        REST
+    ]
+    kept = (
+        Category.PARAMETERS,
+        Category.GRADIENTS,
+        Category.OPTIMIZER_STATE,
+        Category.OPTIMIZER_WORKSPACE,
+    )
     return {**dict.fromkeys(kept, share), Category.WEIGHT_COPIES: 0.0}, gathered
 
 
 def _placed(tape: Tape, capacity_bytes: int | None = None) -> CachingAllocator:
     """The simulated allocator after the tape; raises OutOfMemoryError if a tensor does not fit."""
     allocator = CachingAllocator(capacity_bytes)
-    allocator.replay(tape.events, tape.tensors, [(spec.size_bytes, spec.stream) for spec in tape.specs])
+    allocator.replay(
+        tape.events, tape.tensors, [(spec.size_bytes, spec.stream) for spec in tape.specs]
+    )
     return allocator
 
 
-def _peak(tape: Tape, sizes: Sequence[int], levels: Sequence[int], phases: Sequence[tuple[Phase, int]]) -> Peak:
-    """The first maximum of a step, from its phases and the events before them, and the bytes of each tensor's block."""
+def _peak(
+    tape: Tape, sizes: Sequence[int], levels: Sequence[int], phases: Sequence[tuple[Phase, int]]
+) -> Peak:
+    """The first maximum of a step, from its phases and the events before them, and the bytes of
+    each tensor's block.
+    """
     (first, start), *others, (_, end) = phases
     peak_bytes = max(levels[start : end + 1])
     when = levels.index(peak_bytes, start)
@@ -391,7 +454,9 @@ def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
         )
         for spec, count in specs.items()
     ]
-    return tuple(sorted(parts, key=lambda part: (order.index(part.category), -part.size_bytes, part.label)))
+    return tuple(
+        sorted(parts, key=lambda part: (order.index(part.category), -part.size_bytes, part.label))
+    )
 
 
 def _rounded(size_bytes: int) -> int:

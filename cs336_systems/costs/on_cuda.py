@@ -1,8 +1,10 @@
 # ruff: noqa: ANN401 (operators get whatever PyTorch passes)
-"""What PyTorch does with CUDA tensors and not with meta tensors: autocast, its fused kernels, its choice of attention.
+"""What PyTorch does with CUDA tensors and not with meta tensors: autocast, its fused kernels, its
+choice of attention.
 
-All of it hangs on a dispatch key that PyTorch leaves to others. So operators are met where CUDA's autocast meets them:
-also those that others are made of, such as the power in `square`. Places are those in PyTorch's source (2.11 to 2.13).
+All of it hangs on a dispatch key that PyTorch leaves to others. So operators are met where CUDA's
+autocast meets them: also those that others are made of, such as the power in `square`. Places are
+those in PyTorch's source (2.11 to 2.13).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,23 +21,75 @@ HALF = (torch.bfloat16, torch.float16)
 KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 _KEYS = DispatchKeySet(KEY)
 
-# ---- autocast (aten/src/ATen/autocast_mode.h). Operators of CUDA's autocast that no list names run in fp32.
+# ---- autocast (aten/src/ATen/autocast_mode.h). Operators of CUDA's autocast that no list names run
+# in fp32.
 
-IN_LOW_PRECISION = frozenset({
-    "_convolution", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "prelu", "addmm", "addmv",
-    "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
-    "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
-})  # fmt: skip
-INTO_FP32 = frozenset({
-    "prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "sum",
-})  # fmt: skip
+IN_LOW_PRECISION = frozenset(
+    {
+        "_convolution",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_tbc",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "convolution",
+        "cudnn_convolution",
+        "cudnn_convolution_transpose",
+        "prelu",
+        "addmm",
+        "addmv",
+        "addr",
+        "matmul",
+        "einsum",
+        "mm",
+        "mv",
+        "linalg_vecdot",
+        "linear",
+        "addbmm",
+        "baddbmm",
+        "bmm",
+        "chain_matmul",
+        "linalg_multi_dot",
+        "_thnn_fused_lstm_cell",
+        "_thnn_fused_gru_cell",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+        "_scaled_dot_product_flash_attention",
+        "scaled_dot_product_attention",
+    }
+)
+INTO_FP32 = frozenset(
+    {
+        "prod",
+        "softmax",
+        "log_softmax",
+        "cumprod",
+        "cumsum",
+        "linalg_vector_norm",
+        "linalg_matrix_norm",
+        "sum",
+    }
+)
 """They read what they are given, and their results are fp32 unless a type is asked for."""
-IN_WIDEST = frozenset({
-    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
-    "scatter_add",
-})  # fmt: skip
+IN_WIDEST = frozenset(
+    {
+        "addcdiv",
+        "addcmul",
+        "atan2",
+        "bilinear",
+        "cross",
+        "dot",
+        "vdot",
+        "grid_sampler",
+        "index_put",
+        "tensordot",
+        "scatter_add",
+    }
+)
 """They run in the widest type of their arguments."""
 
 
@@ -47,12 +101,19 @@ class _WeightCopies:
         self.on_copy: Callable[[Tensor], None] = lambda _: None
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """The value, or list of values, with its tensors in this type (cached_cast in autocast_mode.cpp)."""
+        """The value, or list of values, with its tensors in this type (cached_cast in
+        autocast_mode.cpp).
+        """
         if isinstance(value, (list, tuple)):
             return type(value)(self.cast(part, dtype) for part in value)
         if not _is_cast(value) or value.dtype is dtype:
             return value
-        is_weight = value.is_leaf and value.requires_grad and value.dtype is torch.float32 and not value._is_view()
+        is_weight = (
+            value.is_leaf
+            and value.requires_grad
+            and value.dtype is torch.float32
+            and not value._is_view()
+        )
         if not (is_weight and dtype in HALF and torch.is_autocast_cache_enabled()):
             return value.to(dtype)
         if id(value) not in self.copies:
@@ -80,7 +141,9 @@ def _autocast(operator: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, An
             return args, kwargs
         return args[:place], kwargs | {"dtype": torch.float32}
     if name in IN_WIDEST:
-        is_wide = any(_is_cast(value) and value.dtype is torch.float32 for value in (*args, *kwargs.values()))
+        is_wide = any(
+            _is_cast(value) and value.dtype is torch.float32 for value in (*args, *kwargs.values())
+        )
         dtype = torch.float32 if is_wide else low
     cast = {key: _weights.cast(value, dtype) for key, value in kwargs.items()}
     return tuple(_weights.cast(value, dtype) for value in args), cast
@@ -90,16 +153,23 @@ def _autocast(operator: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, An
 
 _library = torch.library.Library("cs336_trace", "DEF")
 _library.define("rms_norm(Tensor x, Tensor? weight, int axes) -> (Tensor, Tensor)")
-_library.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor? weight) -> (Tensor, Tensor?)")
+_library.define(
+    "rms_norm_backward(Tensor gradient, Tensor x, Tensor scale, Tensor? weight) -> (Tensor, "
+    "Tensor?)"
+)
 
 
 def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
-    """The results are contiguous whatever the input is, as those of layer_norm (cuda/layer_norm_kernel.cu)."""
+    """The results are contiguous whatever the input is, as those of layer_norm
+    (cuda/layer_norm_kernel.cu).
+    """
     rows = x.shape[: x.dim() - axes]
     return x.new_empty(x.shape), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
 
 
-def _rms_norm_backward_meta(_: Tensor, x: Tensor, __: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _rms_norm_backward_meta(
+    _: Tensor, x: Tensor, __: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     return x.new_empty(x.shape), None if weight is None else torch.empty_like(weight)
 
 
@@ -108,7 +178,9 @@ _library.impl("rms_norm_backward", _rms_norm_backward_meta, "Meta")
 
 
 class _RMSNorm(torch.autograd.Function):
-    """_fused_rms_norm of CUDA saves its input and 1 / rms (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+    """_fused_rms_norm of CUDA saves its input and 1 / rms
+    (aten/src/ATen/native/cuda/layer_norm_kernel.cu).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, axes: int) -> Any:
@@ -121,7 +193,9 @@ class _RMSNorm(torch.autograd.Function):
         return *torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors), None
 
 
-def _rms_norm(call: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+def _rms_norm(
+    call: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
     """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
     if weight is not None and weight.dtype != x.dtype:
         return call(x, shape, weight, eps)
@@ -129,9 +203,15 @@ def _rms_norm(call: Any, x: Tensor, shape: Any, weight: Tensor | None = None, ep
 
 
 def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None) -> Any:
-    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in aten/src/ATen/native/SoftMax.cpp)."""
+    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in
+    aten/src/ATen/native/SoftMax.cpp).
+    """
     if x.dtype is torch.float16 and dtype is torch.float32:
-        fused = torch.ops.aten._softmax if call is torch.ops.aten.softmax.int else torch.ops.aten._log_softmax
+        fused = (
+            torch.ops.aten._softmax
+            if call is torch.ops.aten.softmax.int
+            else torch.ops.aten._log_softmax
+        )
         return fused(x, dim, True)
     return call(x, dim, *args, **({} if dtype is None else {"dtype": dtype}))
 
@@ -174,10 +254,20 @@ def _can_use_efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _attention(
-    call: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Any:  # fmt: skip
-    """The first kernel that can: cuDNN's, flash, the efficient one, math. cuDNN saves what flash does."""
+    call: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """The first kernel that can: cuDNN's, flash, the efficient one, math. cuDNN saves what flash
+    does.
+    """
     is_flash, is_cudnn = _can_use_flash(q, k, v, mask, is_causal), _can_use_cudnn(q, k, v, dropout)
     if q.dim() != 4 or not (is_flash or is_cudnn or _can_use_efficient(q, k, v)):
         return call(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -186,10 +276,15 @@ def _attention(
         if width % 8 == 0:
             return flash(q, k, v, dropout, is_causal, scale=scale)[0]
         q, k, v = (torch.constant_pad_nd(x, (0, -width % 8)) for x in (q, k, v))
-        return flash(q, k, v, dropout, is_causal, scale=width**-0.5 if scale is None else scale)[0][..., :width]
+        return flash(q, k, v, dropout, is_causal, scale=width**-0.5 if scale is None else scale)[0][
+            ..., :width
+        ]
     keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if mask is not None and mask.dtype is torch.bool:  # each call makes a mask of numbers, which its backward keeps
-        mask = torch.where(mask.logical_not(), -torch.inf, torch.zeros((), dtype=q.dtype, device=q.device))
+    # each call makes a mask of numbers, which its backward keeps
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.where(
+            mask.logical_not(), -torch.inf, torch.zeros((), dtype=q.dtype, device=q.device)
+        )
     if is_cudnn:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         return cudnn(q, k, v, mask, keeps_sums, dropout, is_causal, False, scale=scale)[0]
@@ -207,8 +302,11 @@ def _aligned(mask: Tensor) -> Tensor:
 
 
 _INSTEAD: dict[str, Callable[..., Any]] = {
-    "rms_norm": _rms_norm, "scaled_dot_product_attention": _attention, "softmax": _softmax, "log_softmax": _softmax,
-}  # fmt: skip
+    "rms_norm": _rms_norm,
+    "scaled_dot_product_attention": _attention,
+    "softmax": _softmax,
+    "log_softmax": _softmax,
+}
 """What runs in the place of an operator, which is given first."""
 
 
@@ -220,7 +318,9 @@ def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any
             if is_autocast and torch.is_autocast_enabled("cuda"):
                 args, kwargs = _autocast(operator, name, args, kwargs)
             instead = _INSTEAD.get(name)
-            return operator(*args, **kwargs) if instead is None else instead(operator, *args, **kwargs)
+            return (
+                operator(*args, **kwargs) if instead is None else instead(operator, *args, **kwargs)
+            )
 
     return run
 
@@ -263,5 +363,7 @@ def as_on_cuda(on_copy: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """Within, operators are those of meta tensors: kernels there are written in operators, and on CUDA they are not."""
+    """Within, operators are those of meta tensors: kernels there are written in operators, and
+    on CUDA they are not.
+    """
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)

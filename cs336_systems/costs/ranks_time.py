@@ -1,13 +1,14 @@
-"""Time of a step on several ranks: the kernels of one rank, its collectives, and the exposed part of these.
+"""Time of a step on several ranks: the kernels of one rank, its collectives, and the exposed part
+of these.
 
-Collectives run one after the other, at the same time as kernels. Their time is exposed where kernels wait for them;
-elsewhere they slow the kernels down.
+Collectives run one after the other, at the same time as kernels. Their time is exposed where
+kernels wait for them; elsewhere they slow the kernels down.
 
-A collective runs as rings within every node and across the nodes at the same time, as NCCL's do: each GPU of a node
-sends its share of what leaves the node through its own network adapter. Of S bytes that n nodes of g ranks have in the
-end, a GPU sends S (g - 1) / g to its neighbours in an all-gather, and S (n - 1) / (n g) to other nodes; the slower of
-the two decides (Austin et al. 2025, How to Scale Your Model, "How to Think About GPUs"). Latencies of the network are
-left out.
+A collective runs as rings within every node and across the nodes at the same time, as NCCL's do:
+each GPU of a node sends its share of what leaves the node through its own network adapter. Of S
+bytes that n nodes of g ranks have in the end, a GPU sends S (g - 1) / g to its neighbours in an
+all-gather, and S (n - 1) / (n g) to other nodes; the slower of the two decides (Austin et al. 2025,
+How to Scale Your Model, "How to Think About GPUs"). Latencies of the network are left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +28,27 @@ from cs336_systems.costs.communication import (
 )
 from cs336_systems.costs.curves import Curves, interpolated
 from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HEAD, LOOKUP, REST, parameter_elements, parameter_shapes
-from cs336_systems.costs.time import TimePrediction, has_known_kernels, operations, replay_operations, step_time
+from cs336_systems.costs.shards import (
+    AHEAD,
+    FP32_BYTES,
+    HEAD,
+    LOOKUP,
+    REST,
+    parameter_elements,
+    parameter_shapes,
+)
+from cs336_systems.costs.time import (
+    TimePrediction,
+    has_known_kernels,
+    operations,
+    replay_operations,
+    step_time,
+)
 
 SPEED_BESIDE = 0.5
-"""Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread blocks of a matmul wait
-for a second wave, which doubles its time. Copies occupy no multiprocessor."""
+"""Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread
+blocks of a matmul wait for a second wave, which doubles its time. Copies occupy no multiprocessor.
+"""
 AFTER_BACKWARD = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
 """Ways that average gradients after backward."""
 WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
@@ -47,31 +63,51 @@ class Links:
     node_bytes_per_s: float
     """Rate at which each GPU sends to others of its node."""
     network_bytes_per_s: float | None = None
-    """Rate at which each GPU sends to other nodes while all others of its node do so too; None: there is one node."""
+    """Rate at which each GPU sends to other nodes while all others of its node do so too; None:
+    there is one node.
+    """
     times: Mapping[Collective, Mapping[int, float]] = field(default_factory=dict)
-    """Measured times of collectives within a node, by bytes; `node_bytes_per_s` is used for kinds not measured."""
+    """Measured times of collectives within a node, by bytes; `node_bytes_per_s` is used for
+    kinds not measured.
+    """
     measured_ranks: int = 2
     """Ranks among which `times` were measured."""
 
     def call_s(self, call: Call, ranks: int) -> float:
-        """Time of a collective of so many ranks while nothing else is sent; beyond one node they fill their nodes."""
+        """Time of a collective of so many ranks while nothing else is sent; beyond one node they
+        fill their nodes.
+        """
         in_node = min(ranks, self.gpus_per_node)
         return max(self._in_node_s(call, in_node), self._across_s(call, in_node, ranks // in_node))
 
     def _in_node_s(self, call: Call, ranks: int) -> float:
-        """Measured times are scaled by what a rank sends if another number of ranks was measured."""
+        """Measured times are scaled by what a rank sends if another number of ranks was
+        measured.
+        """
         share = sent_share(call.collective, ranks)
         if not share:
             return 0.0
         if not (times := self._times_of(call.collective)):
             return share * call.num_bytes / self.node_bytes_per_s
-        return interpolated(times, call.num_bytes) * share / sent_share(call.collective, self.measured_ranks)
+        return (
+            interpolated(times, call.num_bytes)
+            * share
+            / sent_share(call.collective, self.measured_ranks)
+        )
 
     def _times_of(self, kind: Collective) -> Mapping[int, float]:
-        """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter takes half of one."""
-        if (found := self.times.get(kind)) or kind not in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+        """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter
+        takes half of one.
+        """
+        if (found := self.times.get(kind)) or kind not in (
+            Collective.ALL_GATHER,
+            Collective.REDUCE_SCATTER,
+        ):
             return found or {}
-        return {num_bytes: time_s / 2 for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()}
+        return {
+            num_bytes: time_s / 2
+            for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()
+        }
 
     def _across_s(self, call: Call, in_node: int, nodes: int) -> float:
         if nodes == 1:
@@ -87,7 +123,8 @@ def measured_links(
     gpus_per_node: int,
     network_bytes_per_s: float | None = None,
 ) -> Links | None:
-    """Links by measured times of collectives, by the number of their ranks: the largest that a node has room for.
+    """Links by measured times of collectives, by the number of their ranks: the largest that a node
+    has room for.
 
     None if no ring of so few ranks was measured.
     """
@@ -104,8 +141,12 @@ def measured_links(
     return None
 
 
-def fastest_bytes_per_s(times: Mapping[Collective, Mapping[int, float]], ranks: int) -> float | None:
-    """The highest rate at which a rank sent in an all-reduce, all-gather or reduce-scatter; None if none was timed."""
+def fastest_bytes_per_s(
+    times: Mapping[Collective, Mapping[int, float]], ranks: int
+) -> float | None:
+    """The highest rate at which a rank sent in an all-reduce, all-gather or reduce-scatter; None
+    if none was timed.
+    """
     rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     rates = (
         num_bytes * sent_share(kind, ranks) / time_s
@@ -135,9 +176,11 @@ class RanksTime:
 
 
 def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
-    """Predict the time of a step on the machine that has these curves, on one rank or on several of one node.
+    """Predict the time of a step on the machine that has these curves, on one rank or on several of
+    one node.
 
-    None where `step_time` predicts none, and for several ranks if no collectives among at most so many were measured.
+    None where `step_time` predicts none, and for several ranks if no collectives among at most so
+    many were measured.
     """
     if not config.is_shared:
         return step_time(config, curves)
@@ -147,7 +190,9 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
 
 
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:
-    """Predict the time of a step on `config.ranks` ranks; None for what is not predicted on one rank either."""
+    """Predict the time of a step on `config.ranks` ranks; None for what is not predicted on one
+    rank either.
+    """
     compute = compute_time(config, curves)
     if compute is None:
         return None
@@ -159,7 +204,8 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
     more_s, slowed_s = added(config, compute, call_s)
     found: Mapping[Call, int] = calls(config) or {}
     elements = sum(parameter_elements(config).values())
-    # passes over gradients after backward: ddp-flat flattens them, ddp-push adds up those of all ranks
+    # passes over gradients after backward: ddp-flat flattens them, ddp-push adds up those of all
+    # ranks
     if config.parallel is Parallel.DDP_FLAT:
         more_s[Phase.COMMUNICATION] += curves.pass_s(2 * FP32_BYTES * elements)
     elif config.parallel is Parallel.DDP_PUSH:
@@ -169,12 +215,18 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
     phases = [phase for phase in Phase if phase in compute.phases_s or phase in more_s]
     time = replace(
         compute,
-        phases_s={phase: compute.phases_s.get(phase, 0.0) + more_s.get(phase, 0.0) for phase in phases},
-        kernels_s={phase: compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0) for phase in phases},
+        phases_s={
+            phase: compute.phases_s.get(phase, 0.0) + more_s.get(phase, 0.0) for phase in phases
+        },
+        kernels_s={
+            phase: compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0) for phase in phases
+        },
         step_s=compute.step_s + sum(more_s.values()),
     )
     communication_s = sum(count * call_s(call) for call, count in found.items())
-    return RanksTime(time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=slowed_s)
+    return RanksTime(
+        time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=slowed_s
+    )
 
 
 def compute_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
@@ -227,14 +279,19 @@ def _late(config: RunConfig) -> Phase:
     return Phase.BACKWARD if config.parallel in WAITS_IN_BACKWARD else Phase.COMMUNICATION
 
 
-def _averaged(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> tuple[dict[Phase, float], float]:
-    """How much longer each phase takes if whole gradients are averaged, and how much of that kernels are slowed."""
+def _averaged(
+    config: RunConfig, compute: TimePrediction, call_s: CallTime
+) -> tuple[dict[Phase, float], float]:
+    """How much longer each phase takes if whole gradients are averaged, and how much of that
+    kernels are slowed.
+    """
     backward_s, line = compute.phases_s[Phase.BACKWARD], _Timeline(config)
     weights = {} if config.parallel in AFTER_BACKWARD else _weights(config)
     if not weights:
         line.compute(backward_s)
     for names, call in gradient_calls(config):
-        if weights:  # each group takes a share of backward's time in proportion to its matrices' elements
+        # each group takes a share of backward's time in proportion to its matrices' elements
+        if weights:
             line.compute(backward_s * sum(weights[name] for name in names) / sum(weights.values()))
         line.send(call_s(call))
     more = {Phase.BACKWARD: line.slowed_s, Phase.COMMUNICATION: 0.0}
@@ -242,18 +299,27 @@ def _averaged(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> t
     return more, line.slowed_s
 
 
-def _sharded(config: RunConfig, compute: TimePrediction, call_s: CallTime) -> tuple[dict[Phase, float], float]:
-    """The same if parameters are sharded: each unit is gathered ahead, and its gradients are scattered."""
+def _sharded(
+    config: RunConfig, compute: TimePrediction, call_s: CallTime
+) -> tuple[dict[Phase, float], float]:
+    """The same if parameters are sharded: each unit is gathered ahead, and its gradients are
+    scattered.
+    """
     parts, line, shares = part_bytes(config), _Timeline(config), _shares(config)
     gather_s, scatter_s = (
-        {unit: call_s(exchange_calls(config, own)[number]) for unit, own in parts.items()} for number in (0, 1)
+        {unit: call_s(exchange_calls(config, own)[number]) for unit, own in parts.items()}
+        for number in (0, 1)
     )
-    order = [*((Phase.FORWARD, unit) for unit in shares), *((Phase.BACKWARD, unit) for unit in reversed(shares))]
+    order = [
+        *((Phase.FORWARD, unit) for unit in shares),
+        *((Phase.BACKWARD, unit) for unit in reversed(shares)),
+    ]
     once = gathered_once(config, [*parts])
     gathers = [
-        place for place, (phase, unit) in enumerate(order)
+        place
+        for place, (phase, unit) in enumerate(order)
         if unit in parts and (phase is Phase.FORWARD or unit not in once)
-    ]  # fmt: skip
+    ]
     ahead = 1 if config.parallel is Parallel.FSDP2 else AHEAD
     arrived: dict[int, float] = {}
     if REST in parts:
@@ -284,13 +350,19 @@ def _shares(config: RunConfig) -> dict[str, float]:
     weights = dict.fromkeys([LOOKUP, *map(str, range(config.model.num_layers)), HEAD], 0)
     for parameter, weight in _weights(config).items():
         unit = parameter.partition(".")[0]
-        weights[unit if unit in weights and unit != LOOKUP else HEAD] += weight  # a lookup multiplies nothing
+        # a lookup multiplies nothing
+        weights[unit if unit in weights and unit != LOOKUP else HEAD] += weight
     return {unit: weight / sum(weights.values()) for unit, weight in weights.items()}
 
 
 def _weights(config: RunConfig) -> dict[str, int]:
-    """Elements of each parameter that multiply every token: those of matrices; 0 for vectors and lookup tables."""
+    """Elements of each parameter that multiply every token: those of matrices; 0 for vectors and
+    lookup tables.
+    """
     shapes = parameter_shapes(config.model)
     tables = {LOOKUP, "positions"} if "lm_head" in shapes else {"positions"}
     counts = parameter_elements(config)
-    return {name: counts[name] if len(shape) > 1 and name not in tables else 0 for name, shape in shapes.items()}
+    return {
+        name: counts[name] if len(shape) > 1 and name not in tables else 0
+        for name, shape in shapes.items()
+    }

@@ -1,5 +1,7 @@
 # ruff: noqa: ANN401 (operators get whatever PyTorch passes)
-"""Sizes that depend on data, where tokens choose experts: every expert is taken to be chosen as often as any other."""
+"""Sizes that depend on data, where tokens choose experts: every expert is taken to be chosen as
+often as any other.
+"""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,15 +12,20 @@ import torch
 from torch import Tensor, UntypedStorage
 
 CHOICES = {"topk": (2, 1), "argmax": (1, 0), "multinomial": (9, 0)}
-"""Operators that choose along an axis, by default the last: the axis's place among the arguments, and the choice's
-among the results."""
+"""Operators that choose along an axis, by default the last: the axis's place among the arguments,
+and the choice's among the results.
+"""
 REDUCTIONS = frozenset(["sum", "any", "amax", "count_nonzero"])
-KEPT = frozenset(["_to_copy", "clone", "index", "index_select", "gather", "sort", "cat", "gt", "ne", "ge"])
+KEPT = frozenset(
+    ["_to_copy", "clone", "index", "index_select", "gather", "sort", "cat", "gt", "ne", "ge"]
+)
 """Operators whose result has what was known of their first argument."""
 
 
 class Routing:
-    """Knows of tensors of choices among how many they are, and of masks which share of them is set."""
+    """Knows of tensors of choices among how many they are, and of masks which share of them is
+    set.
+    """
 
     def __init__(self) -> None:
         self.is_assumed = False
@@ -57,7 +64,9 @@ class Routing:
             self.idle_parameters += weights * (1 - Fraction(rows, self.tokens))
 
     def answer(self, name: str, args: Any) -> Tensor | None:
-        """The result of an operator whose size depends on data; None where the data are no choices."""
+        """The result of an operator whose size depends on data; None where the data are no
+        choices.
+        """
         if name == "nonzero":
             return self._positions(args[0])
         if name == "bincount" and args[0].untyped_storage() in self._choices:
@@ -75,7 +84,8 @@ class Routing:
             return None
         self.is_assumed = True
         if share == 1 and mask.dim() == 1:
-            return torch.arange(len(mask))[:, None]  # the experts that are chosen, over which the model may loop
+            # the experts that are chosen, over which the model may loop
+            return torch.arange(len(mask))[:, None]
         count = round(share * mask.numel())
         self.counts.add(count)
         return torch.empty((count, mask.dim()), dtype=torch.int64, device="meta")

@@ -1,32 +1,39 @@
-"""A training step on many GPUs: its forecast, and how many ranks can share it before communication limits it.
+"""A training step on many GPUs: its forecast, and how many ranks can share it before communication
+limits it.
 
-The four inequalities are those of the course, from Austin et al. 2025, How to Scale Your Model, chapters "How to
-Parallelize a Transformer for Training" and "How to Think About GPUs", in the units of this project:
+The four inequalities are those of the course, from Austin et al. 2025, How to Scale Your Model,
+chapters "How to Parallelize a Transformer for Training" and "How to Think About GPUs", in the units
+of this project:
 
     B  tokens of a step                      N  ranks = X data ranks times Y tensor ranks
     C  FLOP/s of a GPU in matmuls            G  GPUs of a node
     W  bytes/s that a GPU sends, to its node or through the network
     e  bytes of an element that is sent      P, D  elements of a block's matrices, d_model
 
-Only the matmuls of the blocks are counted. Communication may overlap with them, and with communication on other links.
+Only the matmuls of the blocks are counted. Communication may overlap with them, and with
+communication on other links.
 
-**Data parallel.** Backward takes 4 B P / (N C) for a block. Its gradients are averaged meanwhile: an all-reduce sends
-2 e P (N - 1) / N, in time / W. Computing takes longer while B / N > a (1 - 1 / N), with a = e C / (2 W). Across nodes a
-GPU sends 2 e P (1 - 1 / G) to its own, so N (1 - 1 / G) < B / a, and with many ranks B / N > a: the course's form. It
-sends 2 e P (1 - G / N) / G through the network, as the G GPUs of a node share what leaves it: N < G (1 + B / a).
+**Data parallel.** Backward takes 4 B P / (N C) for a block. Its gradients are averaged meanwhile:
+an all-reduce sends 2 e P (N - 1) / N, in time / W. Computing takes longer while B / N > a (1 - 1 /
+N), with a = e C / (2 W). Across nodes a GPU sends 2 e P (1 - 1 / G) to its own, so N (1 - 1 / G) <
+B / a, and with many ranks B / N > a: the course's form. It sends 2 e P (1 - G / N) / G through the
+network, as the G GPUs of a node share what leaves it: N < G (1 + B / a).
 
-**Fully sharded.** Forward takes 2 B P / (N C) and gathers e P (N - 1) / N; backward computes twice as much, gathers
-again, and scatters as many gradients. Both have the same ratio as above, with e of the gathered weights.
+**Fully sharded.** Forward takes 2 B P / (N C) and gathers e P (N - 1) / N; backward computes twice
+as much, gathers again, and scatters as many gradients. Both have the same ratio as above, with e of
+the gathered weights.
 
-**Tensor parallel.** All B tokens pass each rank, which has 1 / Y of every matrix: 2 B P / (Y C). A block gathers its
-input and scatters its result, e B D (Y - 1) / Y each, twice: for attention and for the feed-forward network. Computing
-takes longer while Y (1 - 1 / Y) < f / a, with f = P / (4 D): the same form with f in the place of B, which has no part
-in it. Of a feed-forward network of two matrices alone, which gathers and scatters once, f is d_ff: the course's.
+**Tensor parallel.** All B tokens pass each rank, which has 1 / Y of every matrix: 2 B P / (Y C). A
+block gathers its input and scatters its result, e B D (Y - 1) / Y each, twice: for attention and
+for the feed-forward network. Computing takes longer while Y (1 - 1 / Y) < f / a, with f = P / (4
+D): the same form with f in the place of B, which has no part in it. Of a feed-forward network of
+two matrices alone, which gathers and scatters once, f is d_ff: the course's.
 
-**Both.** Weights are gathered among X ranks, 1 / Y of them, and activations among Y ranks, of B / X tokens: X and Y
-have the limits from above, one by one. With many of both N = X Y < (B / a) (f / a), or B / N > a^2 / f: the course's
-form. Across nodes tensor ranks first fill a node, and there N < G (1 + B / a) as without: the GPUs of a node gather
-different weights, but through one network. With n < 1 + f / a nodes of tensor ranks N < n G (1 + B / a).
+**Both.** Weights are gathered among X ranks, 1 / Y of them, and activations among Y ranks, of B / X
+tokens: X and Y have the limits from above, one by one. With many of both N = X Y < (B / a) (f / a),
+or B / N > a^2 / f: the course's form. Across nodes tensor ranks first fill a node, and there N < G
+(1 + B / a) as without: the GPUs of a node gather different weights, but through one network. With n
+< 1 + f / a nodes of tensor ranks N < n G (1 + B / a).
 """
 
 from collections.abc import Iterator
@@ -75,14 +82,17 @@ class Paper:
 
 
 def feed(model: ModelConfig) -> float:
-    """f: the elements of the matrices of a block over 4 d_model, of which attention has 4 d_model^2."""
+    """f: the elements of the matrices of a block over 4 d_model, of which attention has 4
+    d_model^2.
+    """
     return model.d_model + (3 if model.arch is Arch.CS336 else 2) * model.d_ff / 4
 
 
 def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
     """The most ranks, `in_node` of each node, whose communication takes no longer than computing.
 
-    `budget` is B or f, `near` and `far` are the intensities a of the node's links and of the network.
+    `budget` is B or f, `near` and `far` are the intensities a of the node's links and of the
+    network.
     """
     within, across = (budget / each if each else inf for each in (near, far))
     if 1 + within < in_node:
@@ -97,9 +107,14 @@ def largest_ranks(paper: Paper, scheme: Scheme) -> int | None:
     if scheme is Scheme.TENSOR:
         most = _whole(_most_tensor(paper), size)
     elif scheme is Scheme.BOTH:
-        most = max(y * _most_data(paper, paper.element_bytes, max(1, size // y)) for y in _tensor_ranks(paper))
+        most = max(
+            y * _most_data(paper, paper.element_bytes, max(1, size // y))
+            for y in _tensor_ranks(paper)
+        )
     else:
-        most = _most_data(paper, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes, size)
+        most = _most_data(
+            paper, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes, size
+        )
     return None if most == inf else int(most)
 
 
@@ -117,7 +132,9 @@ def _most_data(paper: Paper, element_bytes: int, in_node: int) -> float:
 
 
 def _most_tensor(paper: Paper) -> float:
-    return most_ranks(paper.feed, *paper.intensities(paper.element_bytes), paper.links.gpus_per_node)
+    return most_ranks(
+        paper.feed, *paper.intensities(paper.element_bytes), paper.links.gpus_per_node
+    )
 
 
 def _tensor_ranks(paper: Paper) -> Iterator[int]:
@@ -145,12 +162,16 @@ class ScaleStep:
     """Model FLOPs of a rank in the time of the step."""
 
 
-def scale_step(config: RunConfig, scheme: Scheme, ranks: int, curves: Curves, links: Links) -> ScaleStep | None:
-    """Predict a step of `ranks` ranks, each of which has the step `config` of one process; None if it is not known."""
+def scale_step(
+    config: RunConfig, scheme: Scheme, ranks: int, curves: Curves, links: Links
+) -> ScaleStep | None:
+    """Predict a step of `ranks` ranks, each of which has the step `config` of one process; None
+    if it is not known.
+    """
     on_rank = replace(config, parallel=PARALLEL[scheme], ranks=ranks)
     times, flops = ranks_step_time(on_rank, curves, links), step_flops(config)
     if times is None or flops is None:
         return None
     return ScaleStep(
         times=times, memory_bytes=rank_peak_bytes(on_rank), flops_per_s=flops / times.time.step_s
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""What a rank keeps of each parameter: its share of the optimizer's state, and its parts of sharded parameters."""
+"""What a rank keeps of each parameter: its share of the optimizer's state, and its parts of
+sharded parameters.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,39 +11,67 @@ from cs336_systems.config import Arch, ModelConfig, Parallel, Precision, RunConf
 FP32_BYTES, HALF_BYTES = 4, 2
 """Bytes of an element in fp32, and in bf16 or fp16."""
 LOOKUP, HEAD, REST = "embedding", "lm_head", "rest"
-"""Names of FSDP's units besides the blocks, whose names are their indices; REST has what several units use."""
+"""Names of FSDP's units besides the blocks, whose names are their indices; REST has what several
+units use.
+"""
 ALIGNMENT_BYTES = 128
-"""Parameters of a unit begin at multiples of this, a line of a GPU's cache; matmuls and NCCL need 16."""
+"""Parameters of a unit begin at multiples of this, a line of a GPU's cache; matmuls and NCCL
+need 16.
+"""
 
 AHEAD = 2
 """Units that fsdp gathers ahead of the one that computes."""
 
 
 def axes(config: RunConfig) -> dict[str, int]:
-    """Sizes of the axes that occur in formulas; d_model is heads x d_head, and a batch is cut from T+1 tokens."""
+    """Sizes of the axes that occur in formulas; d_model is heads x d_head, and a batch is cut
+    from T+1 tokens.
+    """
     model = config.model
     return {
-        "batch": config.batch_size, "heads": model.num_heads, "T": model.context_length,
-        "T+1": model.context_length + 1, "vocabulary": model.vocab_size, "d_ff": model.d_ff, "d_head": model.d_head,
-    }  # fmt: skip
+        "batch": config.batch_size,
+        "heads": model.num_heads,
+        "T": model.context_length,
+        "T+1": model.context_length + 1,
+        "vocabulary": model.vocab_size,
+        "d_ff": model.d_ff,
+        "d_head": model.d_head,
+    }
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by its name, in the order in which the model makes and the optimizer updates them.
+    """Shape of every parameter by its name, in the order in which the model makes and the optimizer
+    updates them.
 
     A parameter of a block begins with the block's index. The head of gpt2 is the embedding.
     """
     gpt2, table = model.arch is Arch.GPT2, (model.vocab_size, model.d_model)
-    narrow, wide, back = (model.d_model, model.d_model), (model.d_ff, model.d_model), (model.d_model, model.d_ff)
+    narrow, wide, back = (
+        (model.d_model, model.d_model),
+        (model.d_ff, model.d_model),
+        (model.d_model, model.d_ff),
+    )
     block = {
-        "ln1": (model.d_model,), **dict.fromkeys(("q", "k", "v", "output"), narrow),
-        "ln2": (model.d_model,), "w1": wide, "w2": back, **({} if gpt2 else {"w3": wide}),
-    }  # fmt: skip
-    layers = {f"{index}.{name}": shape for index in range(model.num_layers) for name, shape in block.items()}
+        "ln1": (model.d_model,),
+        **dict.fromkeys(("q", "k", "v", "output"), narrow),
+        "ln2": (model.d_model,),
+        "w1": wide,
+        "w2": back,
+        **({} if gpt2 else {"w3": wide}),
+    }
+    layers = {
+        f"{index}.{name}": shape
+        for index in range(model.num_layers)
+        for name, shape in block.items()
+    }
     layers["ln_final"] = (model.d_model,)
     if not gpt2:
         return {"embedding": table, **layers, "lm_head": table}
-    biased = {f"{name}{end}": own for name, shape in layers.items() for end, own in (("", shape), (".bias", shape[:1]))}
+    biased = {
+        f"{name}{end}": own
+        for name, shape in layers.items()
+        for end, own in (("", shape), (".bias", shape[:1]))
+    }
     return {"embedding": table, "positions": (model.context_length, model.d_model), **biased}
 
 
@@ -56,9 +86,11 @@ def parameter_elements(config: RunConfig) -> dict[str, int]:
 
 
 def kept_elements(config: RunConfig) -> dict[str, int]:
-    """Elements of each parameter, and of its gradient, that a rank keeps; the same on every rank, because of padding.
+    """Elements of each parameter, and of its gradient, that a rank keeps; the same on every rank,
+    because of padding.
 
-    fsdp and fsdp-push shard the elements of matrices, fsdp2 the rows of matrices and the elements of vectors.
+    fsdp and fsdp-push shard the elements of matrices, fsdp2 the rows of matrices and the elements
+    of vectors.
     """
     counts = parameter_elements(config)
     if config.parallel.is_fsdp:
@@ -71,7 +103,9 @@ def kept_elements(config: RunConfig) -> dict[str, int]:
 
 
 def updated_elements(config: RunConfig) -> dict[str, int]:
-    """Elements of each parameter that a rank's optimizer updates; with a sharded one, on the rank that has most."""
+    """Elements of each parameter that a rank's optimizer updates; with a sharded one, on the
+    rank that has most.
+    """
     kept = kept_elements(config)
     if not config.shard_optimizer:
         return kept
@@ -101,14 +135,17 @@ class Unit:
 
 
 def units(config: RunConfig) -> list[Unit]:
-    """The units of `fsdp`, in the order of forward; the last is REST, which may be empty. Vectors are in none."""
+    """The units of `fsdp`, in the order of forward; the last is REST, which may be empty.
+    Vectors are in none.
+    """
     is_low = config.precision is Precision.BF16
     is_gpt2 = config.model.arch is Arch.GPT2
     shapes, members = parameter_shapes(config.model), dict[str, dict[str, int]]()
     for name, count in parameter_elements(config).items():
         if len(shapes[name]) > 1:
             unit = name.partition(".")[0]
-            if is_gpt2:  # the table is tied to the head, and the module of the lookup has the positions
+            # the table is tied to the head, and the module of the lookup has the positions
+            if is_gpt2:
                 unit = {"embedding": REST, "positions": LOOKUP}.get(unit, unit)
             members.setdefault(unit, {})[name] = count
     rest = {REST: members.pop(REST, {})}
@@ -126,7 +163,8 @@ def units(config: RunConfig) -> list[Unit]:
 def _shares(counts: Mapping[str, int], ranks: int) -> tuple[int, tuple[str, ...]]:
     """The rank to which a sharded optimizer gives most, and the parameters that it gets.
 
-    Each parameter goes to the rank that has the fewest elements so far, as in `parallel/data_parallel.py`.
+    Each parameter goes to the rank that has the fewest elements so far, as in
+    `parallel/data_parallel.py`.
     """
     owned: list[list[str]] = [[] for _ in range(ranks)]
     totals = [0] * ranks
@@ -139,11 +177,15 @@ def _shares(counts: Mapping[str, int], ranks: int) -> tuple[int, tuple[str, ...]
 
 
 def largest_rank(config: RunConfig) -> int:
-    """The rank that keeps most: the one to which a sharded optimizer gives most; all others keep equally much."""
+    """The rank that keeps most: the one to which a sharded optimizer gives most; all others keep
+    equally much.
+    """
     return _shares(kept_elements(config), config.ranks)[0] if config.shard_optimizer else 0
 
 
 def aligned(lengths: Sequence[int], element_bytes: int) -> list[int]:
-    """Sizes to split a tensor by: the lengths (elements), and between every two the gap that aligns the second."""
+    """Sizes to split a tensor by: the lengths (elements), and between every two the gap that
+    aligns the second.
+    """
     multiple = ALIGNMENT_BYTES // element_bytes
     return [size for length in lengths for size in (length, -length % multiple)][:-1]

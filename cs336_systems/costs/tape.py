@@ -1,7 +1,8 @@
-"""What a step does, as a list: tensors that it makes and frees, and operations in the order in which it launches them.
+"""What a step does, as a list: tensors that it makes and frees, and operations in the order in
+which it launches them.
 
-`trace.py` writes such a tape from the real step. Sizes stand in it as products of named axes, such as `batch T
-d_model`, so that one tape serves all sizes of a model with as many layers.
+`trace.py` writes such a tape from the real step. Sizes stand in it as products of named axes, such
+as `batch T d_model`, so that one tape serves all sizes of a model with as many layers.
 """
 
 import re
@@ -39,7 +40,9 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorSpec:
-    """One kind of tensor, with its bytes as a number and as a formula. A tape has one object for equal tensors."""
+    """One kind of tensor, with its bytes as a number and as a formula. A tape has one object for
+    equal tensors.
+    """
 
     category: Category
     label: str
@@ -47,7 +50,9 @@ class TensorSpec:
     """Names of axes and the element size, such as `batch x heads x T x T x 4`."""
     size_bytes: int
     stream: str = ""
-    """CUDA stream on which the tensor is made, if not the main one; the allocator keeps memory apart by stream."""
+    """CUDA stream on which the tensor is made, if not the main one; the allocator keeps memory
+    apart by stream.
+    """
 
 
 class Kind(StrEnum):
@@ -74,7 +79,9 @@ class Form(StrEnum):
 
 
 MATMULS_OF = {Form.ATTENTION: 2, Form.ATTENTION_BACKWARD: 5}
-"""Matmuls in fused attention: scores and values; in backward the scores again, and two gradients of each (Dao 2023)."""
+"""Matmuls in fused attention: scores and values; in backward the scores again, and two gradients
+of each (Dao 2023).
+"""
 
 
 class Pass(StrEnum):
@@ -83,7 +90,9 @@ class Pass(StrEnum):
     COPY = "copy"
     """Contiguous, with results of the same type or a narrower one."""
     WIDEN = "widen"
-    """Contiguous, with results of a wider type, for which PyTorch's kernels do not vectorise their loads."""
+    """Contiguous, with results of a wider type, for which PyTorch's kernels do not vectorise
+    their loads.
+    """
     STRIDED = "strided"
     """Reads and writes in different orders, as when heads and positions are transposed."""
     MASKED = "masked"
@@ -93,7 +102,9 @@ class Pass(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operation:
-    """One PyTorch operator: one kernel, or several equal ones. A tape has one object for equal operations."""
+    """One PyTorch operator: one kernel, or several equal ones. A tape has one object for equal
+    operations.
+    """
 
     kind: Kind
     how: Pass = Pass.COPY
@@ -111,7 +122,9 @@ class Operation:
     calls: int = 1
     """Number of operations that the host dispatches."""
     views: int = 0
-    """Number of views before the operation, and of other calls; each takes the host about as long as a launch."""
+    """Number of views before the operation, and of other calls; each takes the host about as
+    long as a launch.
+    """
 
 
 class TraceError(ValueError):
@@ -132,7 +145,9 @@ class Names:
 
     @cached_property
     def product(self) -> Callable[[int], str]:
-        """Writes a number as a product of axes, which must be coprime, and of the integer that is left."""
+        """Writes a number as a product of axes, which must be coprime, and of the integer that
+        is left.
+        """
         return cache(self._product)
 
     def _product(self, number: int) -> str:
@@ -162,28 +177,42 @@ class Names:
 TensorKey = tuple[Category, str, str, int, str]
 """Category, label, shape, bytes per element and stream of a kind of tensor."""
 OperationKey = tuple[Any, ...]
-"""Views before the operation, the name of the method of _Maker that makes it, and that method's arguments."""
+"""Views before the operation, the name of the method of _Maker that makes it, and that method's
+arguments.
+"""
 
 
 class Tape:
-    """Tensors and operations of some steps, of few kinds, which are numbered because layers repeat."""
+    """Tensors and operations of some steps, of few kinds, which are numbered because layers
+    repeat.
+    """
 
-    def __init__(self, axes: Mapping[str, int], kinds: Sequence[TensorKey], makes: Sequence[OperationKey]) -> None:
+    def __init__(
+        self, axes: Mapping[str, int], kinds: Sequence[TensorKey], makes: Sequence[OperationKey]
+    ) -> None:
         self.kinds, self.makes = kinds, makes
         self.tensors: list[int] = []
-        """The number of each tensor's kind, by its handle: tensors are numbered in the order in which they are made."""
+        """The number of each tensor's kind, by its handle: tensors are numbered in the order in
+        which they are made.
+        """
         self.events: list[int] = []
         """A handle when its tensor is made, its complement (~handle) when it is freed."""
         self.launches: list[int] = []
         """The number of each operation, in the order of their launches."""
         self.steps: list[list[tuple[Phase, int, int]]] = []
-        """The phases of each step, with the numbers of events and of launches before them; STEP is between two steps"""
+        """The phases of each step, with the numbers of events and of launches before them; STEP
+        is between two steps
+        """
         self.places: list[str | None] = []
-        """Of a user's own model, the path of the module that launches each operation; None outside of the model."""
+        """Of a user's own model, the path of the module that launches each operation; None
+        outside of the model.
+        """
         self.parameters: dict[str, int] = {}
         """Of a user's own model, the parameters that belong to the module of each path itself."""
         self.idle_parameters: int | None = None
-        """Parameters of experts that a token does not choose, if experts were taken to be chosen equally often."""
+        """Parameters of experts that a token does not choose, if experts were taken to be chosen
+        equally often.
+        """
         self.failure = ""
         """Why the steps could not be traced; then there are none."""
         self._set(axes)
@@ -200,15 +229,22 @@ class Tape:
         self.specs = [self._spec(*key) for key in self.kinds]
         """Each kind of tensor by its number."""
         self.operations = [
-            getattr(_Maker(self.names, views), make)(*arguments) for views, make, *arguments in self.makes
+            getattr(_Maker(self.names, views), make)(*arguments)
+            for views, make, *arguments in self.makes
         ]
         """Each operation by its number."""
 
-    def _spec(self, category: Category, label: str, shape: str, element_bytes: int, stream: str) -> TensorSpec:
+    def _spec(
+        self, category: Category, label: str, shape: str, element_bytes: int, stream: str
+    ) -> TensorSpec:
         formula = " x ".join([*shape.split(), str(element_bytes)])
         size_bytes = self.names.size(shape) * element_bytes
         return TensorSpec(
-            category=Category(category), label=label, formula=formula, size_bytes=size_bytes, stream=stream
+            category=Category(category),
+            label=label,
+            formula=formula,
+            size_bytes=size_bytes,
+            stream=stream,
         )
 
     def spec(self, handle: int) -> TensorSpec:
@@ -217,7 +253,11 @@ class Tape:
 
     def bytes_of(self, category: Category) -> int:
         """Bytes of all tensors of a category that the steps make."""
-        return sum(spec.size_bytes for spec in map(self.spec, range(len(self.tensors))) if spec.category is category)
+        return sum(
+            spec.size_bytes
+            for spec in map(self.spec, range(len(self.tensors)))
+            if spec.category is category
+        )
 
     def resized(self, axes: Mapping[str, int]) -> "Tape":
         """The same tensors and operations for other sizes of the axes."""
@@ -226,7 +266,9 @@ class Tape:
         return other
 
     def repeat(self) -> None:
-        """Append a repetition of the last step, which frees what the step before has left, and leaves the like."""
+        """Append a repetition of the last step, which frees what the step before has left, and
+        leaves the like.
+        """
         _, begin, first = self.steps[-1][0]
         events, launches = self.events[begin:], self.launches[first:]
         start, end = min(event for event in events if event >= 0), len(self.tensors)
@@ -237,24 +279,37 @@ class Tape:
         assert next(kinds) == next(kinds), "the last step is not in the steady state"
         places = {~before: ~after for before, after in zip(old, new, strict=True)}
         made = end - start
-        self.events += [event + made if event >= 0 else places.get(event, event - made) for event in events]
+        self.events += [
+            event + made if event >= 0 else places.get(event, event - made) for event in events
+        ]
         self.tensors += self.tensors[start:]
         self.launches += launches
         self.places += self.places[first:]
-        self.steps.append([(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]])
+        self.steps.append(
+            [(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]]
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """The tape as JSON. An event is 0 for a tensor that is made, and the age of one that is freed."""
+        """The tape as JSON. An event is 0 for a tensor that is made, and the age of one that is
+        freed.
+        """
         made, ages = 0, []
         for event in self.events:
             made += event >= 0
             ages.append(0 if event >= 0 else made - ~event)
         return {
-            "axes": self.names.axes, "kinds": self.kinds, "makes": self.makes, "tensors": self.tensors, "events": ages,
-            "launches": self.launches, "steps": self.steps,
-            "places": self.places, "parameters": self.parameters, "failure": self.failure,
+            "axes": self.names.axes,
+            "kinds": self.kinds,
+            "makes": self.makes,
+            "tensors": self.tensors,
+            "events": ages,
+            "launches": self.launches,
+            "steps": self.steps,
+            "places": self.places,
+            "parameters": self.parameters,
+            "failure": self.failure,
             "idle_parameters": self.idle_parameters,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> "Tape":
@@ -263,8 +318,11 @@ class Tape:
         tape.tensors, tape.launches = kept["tensors"], kept["launches"]
         ages = kept["events"]
         made = accumulate(map(not_, ages), initial=0)
-        tape.events = [~(count - age) if age else count for age, count in zip(ages, made, strict=False)]
-        for name in ("places", "parameters", "failure", "idle_parameters"):  # shipped tapes have none
+        tape.events = [
+            ~(count - age) if age else count for age, count in zip(ages, made, strict=False)
+        ]
+        # shipped tapes have none
+        for name in ("places", "parameters", "failure", "idle_parameters"):
             setattr(tape, name, kept.get(name, getattr(tape, name)))
         tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
         return tape
@@ -272,20 +330,31 @@ class Tape:
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes operations for the sizes of axes, from the names of methods and their arguments, which are kept as JSON."""
+    """Makes operations for the sizes of axes, from the names of methods and their arguments,
+    which are kept as JSON.
+    """
 
     names: Names
     views: int
     """Views before the operation."""
 
-    def passes(self, moved: Sequence[tuple[str, int]], how: str, launches: int = 1, calls: int = 1) -> Operation:
+    def passes(
+        self, moved: Sequence[tuple[str, int]], how: str, launches: int = 1, calls: int = 1
+    ) -> Operation:
         """Kernels that each move these shapes, with the bytes of an element."""
         moved_bytes = sum(self.names.size(shape) * element_bytes for shape, element_bytes in moved)
         return Operation(
-            kind=Kind.PASS, how=Pass(how), moved_bytes=moved_bytes, launches=launches, calls=calls, views=self.views
+            kind=Kind.PASS,
+            how=Pass(how),
+            moved_bytes=moved_bytes,
+            launches=launches,
+            calls=calls,
+            views=self.views,
         )
 
-    def matmul(self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str) -> Operation:
+    def matmul(
+        self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str
+    ) -> Operation:
         m, k, n = sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
         count = self.names.size(batch)
         return Operation(
@@ -299,7 +368,14 @@ class _Maker:
         )
 
     def attention(
-        self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str, moved: Sequence[str]
+        self,
+        form: str,
+        rows: str,
+        inner: str,
+        columns: str,
+        element_bytes: int,
+        batch: str,
+        moved: Sequence[str],
     ) -> Operation:
         moved_bytes = element_bytes * sum(map(self.names.size, moved))
         like_one = self.matmul(form, rows, inner, columns, element_bytes, batch)
@@ -307,14 +383,22 @@ class _Maker:
 
     def adamw(self, moved_bytes: int, shapes: Sequence[str]) -> Operation:
         """A fused update that moves so many bytes for each element of these shapes."""
-        return Operation(kind=Kind.ADAMW, moved_bytes=moved_bytes * sum(map(self.names.size, shapes)), views=self.views)
+        return Operation(
+            kind=Kind.ADAMW,
+            moved_bytes=moved_bytes * sum(map(self.names.size, shapes)),
+            views=self.views,
+        )
 
     def foreach(self, tensors: int, element_bytes: int, shapes: Sequence[str]) -> Operation:
-        """A pass over many tensors, in launches that each cover as many elements as PyTorch gives to one."""
+        """A pass over many tensors, in launches that each cover as many elements as PyTorch
+        gives to one.
+        """
         counts = [*map(self.names.size, shapes)]
         launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
         moved_bytes = tensors * element_bytes * sum(counts) // launches
-        return Operation(kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views)
+        return Operation(
+            kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views
+        )
 
 
 FOREACH_CHUNK = 65_536
@@ -333,7 +417,9 @@ def phases_of(tape: Tape, step: int) -> list[tuple[Phase, tuple[int, int], tuple
 
 
 def interpolated(tapes: Mapping[int, Tape], number: int) -> Tape:
-    """An estimate for a number, from tapes for others: a polynomial through the bytes of each tensor."""
+    """An estimate for a number, from tapes for others: a polynomial through the bytes of each
+    tensor.
+    """
     *_, last = tapes.values()
     estimate, shares = copy(last), []
     for one in tapes:

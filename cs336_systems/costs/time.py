@@ -1,7 +1,9 @@
-"""Time of a step, predicted from its configuration and from the measured ceilings of a device, without torch.
+"""Time of a step, predicted from its configuration and from the measured ceilings of a device,
+without torch.
 
-The step's tape has its operations, with the sizes and bytes of each. A kernel takes the time of a similar one
-in the measured ceilings. The host launches kernels in order into a queue, from which the device takes them.
+The step's tape has its operations, with the sizes and bytes of each. A kernel takes the time of a
+similar one in the measured ceilings. The host launches kernels in order into a queue, from which
+the device takes them.
 """
 
 from collections import Counter, defaultdict, deque
@@ -35,16 +37,21 @@ from cs336_systems.costs.traces import as_costed, has_tape, own_parameters, prep
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
 MAX_BACKLOG_SHARE = 0.05
-"""Launching limits a phase if the device ends it at most this share of its time after the host, and MAX_BACKLOG_S."""
+"""Launching limits a phase if the device ends it at most this share of its time after the host,
+and MAX_BACKLOG_S.
+"""
 MAX_BACKLOG_S = 1e-3
-"""Longest time from the last launch of a phase to its end if launching limits it. Launching also takes long if the
-device lags behind, since the host waits while the queue is full, but then about a thousand kernels are left to run."""
+"""Longest time from the last launch of a phase to its end if launching limits it. Launching also
+takes long if the device lags behind, since the host waits while the queue is full, but then about a
+thousand kernels are left to run.
+"""
 MIN_LAUNCHED_SHARE = 0.5
 """Launching limits a step if the phases that it limits take more than this share of it."""
 MAX_EXTRAPOLATION = 32
-"""A step is predicted if its feed-forward matmul has at most this many times the multiplications of the largest matmul
-that was measured. Small matmuls do not tell the rate of large ones: in fp32 an H100 reaches 5 TFLOP/s with matrices of
-side 256, and 38 to 51 from side 1024 on."""
+"""A step is predicted if its feed-forward matmul has at most this many times the multiplications of
+the largest matmul that was measured. Small matmuls do not tell the rate of large ones: in fp32 an
+H100 reaches 5 TFLOP/s with matrices of side 256, and 38 to 51 from side 1024 on.
+"""
 
 
 class Limit(StrEnum):
@@ -72,12 +79,16 @@ class TimePrediction:
     """Times of a step that is timed from an idle device to an idle device."""
 
     phases_s: Mapping[Phase, float]
-    """Time of each phase on the device's clock, with the time in which the device waits for the host."""
+    """Time of each phase on the device's clock, with the time in which the device waits for the
+    host.
+    """
     kernels_s: Mapping[Phase, float]
     """Time of the kernels of each phase."""
     step_s: float
     host_phases_s: Mapping[Phase, float]
-    """Time in which the host launches each phase, or waits for room in the queue; empty on a CPU."""
+    """Time in which the host launches each phase, or waits for room in the queue; empty on a
+    CPU.
+    """
     launch_s: float
     """Time that the host needs to launch everything, if it never waits for room in the queue."""
 
@@ -89,27 +100,36 @@ class TimePrediction:
     @property
     def limit(self) -> Limit:
         """What limits the step; LAUNCHES where a measured step gets the warning `launch-bound`."""
-        one_step = ({phase: [time_s] for phase, time_s in own.items()} for own in (self.phases_s, self.host_phases_s))
+        one_step = (
+            {phase: [time_s] for phase, time_s in own.items()}
+            for own in (self.phases_s, self.host_phases_s)
+        )
         launched_s = sum(limited_by_launches(*one_step).values())
         return Limit.LAUNCHES if launched_s > MIN_LAUNCHED_SHARE * self.step_s else Limit.DEVICE
 
     @property
     def limit_of_whole(self) -> Limit:
-        """What limits the step, judged by the whole step only, as for records without the host's time per phase."""
+        """What limits the step, judged by the whole step only, as for records without the host's
+        time per phase.
+        """
         host_s = sum(self.host_phases_s.values())
-        return replace(self, phases_s={Phase.STEP: self.step_s}, host_phases_s={Phase.STEP: host_s}).limit
+        return replace(
+            self, phases_s={Phase.STEP: self.step_s}, host_phases_s={Phase.STEP: host_s}
+        ).limit
 
 
 def limited_by_launches(
     phases_s: Mapping[Phase, Sequence[float]], host_phases_s: Mapping[Phase, Sequence[float]]
 ) -> dict[Phase, float]:
-    """The phases at whose end the device has caught up with the host, and their mean time on the device.
+    """The phases at whose end the device has caught up with the host, and their mean time on the
+    device.
 
-    A faster device would not end such a phase earlier. Both arguments have the phases of a step in order, each with its
-    times in the same steps: on the device, which is idle when a step begins, and on the host, which launches it. The
-    backlog at the end of a phase is the device's time since the step began less the host's. It is compared with the
-    time of the phase itself, because a short phase that is launched at once has a short backlog too. A phase at whose
-    end the host waits for the device, for example to read a value, wrongly seems limited by launches.
+    A faster device would not end such a phase earlier. Both arguments have the phases of a step in
+    order, each with its times in the same steps: on the device, which is idle when a step begins,
+    and on the host, which launches it. The backlog at the end of a phase is the device's time since
+    the step began less the host's. It is compared with the time of the phase itself, because a
+    short phase that is launched at once has a short backlog too. A phase at whose end the host
+    waits for the device, for example to read a value, wrongly seems limited by launches.
     """
     found, backlogs_s = {}, [0.0] * max(map(len, phases_s.values()), default=0)
     for phase, times_s in phases_s.items() if host_phases_s else ():
@@ -125,10 +145,11 @@ def limited_by_launches(
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step of a CUDA run on the device that has these curves.
 
-    None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts, except CUDA graphs
-    alone and all of `--fast` together; steps of several ranks; tokens from a file; fp16, whose gradient scaler waits
-    for the device; the math backend of PyTorch's attention; and precisions in which no matmul, or none that is large
-    enough, was measured. Each call of the host is assumed to take as long as one launch (`host_calls`).
+    None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts,
+    except CUDA graphs alone and all of `--fast` together; steps of several ranks; tokens from a
+    file; fp16, whose gradient scaler waits for the device; the math backend of PyTorch's attention;
+    and precisions in which no matmul, or none that is large enough, was measured. Each call of the
+    host is assumed to take as long as one launch (`host_calls`).
     """
     if config.is_shared or not has_known_kernels(config, curves):
         return None
@@ -136,22 +157,35 @@ def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
 
 
 def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -> None:
-    """Trace the steps of which forecasts will be asked for, in one process; later each would be traced by its own.
+    """Trace the steps of which forecasts will be asked for, in one process; later each would be
+    traced by its own.
 
     Users' own models are traced only if `of_users`, because that runs their code.
     """
     found = []
     for config in configs:
         is_own = config.parallel is Parallel.OWN or config.own_optimizer is not None
-        if config.device is Device.CUDA and not is_own and (of_users or config.model_factory is None):
+        if (
+            config.device is Device.CUDA
+            and not is_own
+            and (of_users or config.model_factory is None)
+        ):
             alone = config.alone
-            found += [each for each in (config, alone) if each == each.without_shortcuts or is_fast_step(each)]
+            found += [
+                each
+                for each in (config, alone)
+                if each == each.without_shortcuts or is_fast_step(each)
+            ]
     prepare(found)
 
 
 def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
-    """Whether the kernels of a step, on each rank, are known from its configuration, and curves have their times."""
-    is_math = config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
+    """Whether the kernels of a step, on each rank, are known from its configuration, and curves
+    have their times.
+    """
+    is_math = (
+        config.model.attention is Attention.SDPA and config.model.sdpa_backend is SdpaBackend.MATH
+    )
     refused = config.tokens is not None or config.precision is Precision.FP16 or is_math
     is_known = is_predictable(config.without_graph) or (
         config.model_factory is None and is_fast_step(config) and has_tape(config)
@@ -160,20 +194,27 @@ def has_known_kernels(config: RunConfig, curves: Curves) -> bool:
 
 
 def is_fast_step(config: RunConfig) -> bool:
-    """Whether the step has everything that `--fast` chooses, but no checkpoints; then its kernels are known."""
+    """Whether the step has everything that `--fast` chooses, but no checkpoints; then its
+    kernels are known.
+    """
     model = config.model
     settings = (
-        config.fused_blocks, config.fused_loss, config.compile_blocks, config.cuda_graph,
+        config.fused_blocks,
+        config.fused_loss,
+        config.compile_blocks,
+        config.cuda_graph,
         config.mode is not Mode.TRAIN or config.optimizer is OptimizerKind.FUSED,
         model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH,
         model.d_model % PACKED_MULTIPLE == 0 and model.d_ff % PACKED_MULTIPLE == 0,
-    )  # fmt: skip
+    )
     others = config.fp8, config.checkpoint_blocks, config.loss_chunks > 1, config.update_in_backward
     return all(settings) and not any(others)
 
 
 def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
-    """Whether a matmul was measured that is large enough to tell the rate of those of a feed-forward network."""
+    """Whether a matmul was measured that is large enough to tell the rate of those of a
+    feed-forward network.
+    """
     model = config.model
     if config.model_factory is None:
         needed = config.batch_size * model.context_length * model.d_model * model.d_ff
@@ -182,24 +223,36 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
     else:
         return False
     measured = curves.matmuls.get(config.precision, ())
-    largest = max((each.batch * each.rows * each.inner * each.columns for each in measured), default=0)
+    largest = max(
+        (each.batch * each.rows * each.inner * each.columns for each in measured), default=0
+    )
     return needed <= MAX_EXTRAPOLATION * largest
 
 
 @lru_cache(maxsize=4096)
 def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
-    return replay_operations(operations(config), config.precision, curves, in_graphs=config.cuda_graph)
+    return replay_operations(
+        operations(config), config.precision, curves, in_graphs=config.cuda_graph
+    )
 
 
 def replay_operations(
-    found: Mapping[Phase, Sequence[Operation]], precision: Precision, curves: Curves, *, in_graphs: bool = False
+    found: Mapping[Phase, Sequence[Operation]],
+    precision: Precision,
+    curves: Curves,
+    *,
+    in_graphs: bool = False,
 ) -> TimePrediction:
-    """Time of these operations on the device with these curves, launched one by one or as one graph per phase."""
+    """Time of these operations on the device with these curves, launched one by one or as one
+    graph per phase.
+    """
 
     @cache
     def launch_of(operation: Operation) -> Launch:
         return Launch(
-            host_s=0.0 if in_graphs and not curves.on_host else (operation.views + operation.calls) * curves.launch_s,
+            host_s=0.0
+            if in_graphs and not curves.on_host
+            else (operation.views + operation.calls) * curves.launch_s,
             kernel_s=kernel_time_s(operation, precision, curves),
             count=operation.launches,
             is_after_wait=curves.on_host,
@@ -208,7 +261,8 @@ def replay_operations(
     launches = {phase: [*map(launch_of, own)] for phase, own in found.items()}
     if curves.on_host:
         return replace(replay(launches), host_phases_s={})
-    if in_graphs:  # one launch, without gaps: short kernels were timed in a graph, including the gap
+    # one launch, without gaps: short kernels were timed in a graph, including the gap
+    if in_graphs:
         first = Launch(host_s=curves.launch_s, kernel_s=0.0)
         return replay({phase: [first, *own] for phase, own in launches.items()}, depth=maxsize)
     return replay(launches, curves.gap_s)
@@ -233,8 +287,14 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
 
 
 def host_calls(config: RunConfig) -> int:
-    """Number of calls by which the host launches an eager step: operations, and views of tensors."""
-    return sum(each.launches * (each.views + each.calls) for own in operations(config).values() for each in own)
+    """Number of calls by which the host launches an eager step: operations, and views of
+    tensors.
+    """
+    return sum(
+        each.launches * (each.views + each.calls)
+        for own in operations(config).values()
+        for each in own
+    )
 
 
 def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:
@@ -244,14 +304,20 @@ def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) ->
     if operation.kind is Kind.PASS:
         return curves.pass_s(operation.moved_bytes, operation.how)
     matmul_s = curves.matmul_s(
-        precision, *operation.sides, batch=operation.batch, form=operation.form, moved_bytes=operation.moved_bytes
+        precision,
+        *operation.sides,
+        batch=operation.batch,
+        form=operation.form,
+        moved_bytes=operation.moved_bytes,
     )
     assert matmul_s is not None
     return matmul_s
 
 
 def measured_share(config: RunConfig, curves: Curves) -> float:
-    """Share of the time of a step's matmuls, fused attention included, that is looked up because they were measured."""
+    """Share of the time of a step's matmuls, fused attention included, that is looked up because
+    they were measured.
+    """
     looked_up_s = all_s = 0.0
     for each, count in _products(config).items():
         time_s = count * each.launches * kernel_time_s(each, config.precision, curves)
@@ -262,8 +328,12 @@ def measured_share(config: RunConfig, curves: Curves) -> float:
 
 
 def without_own_products(config: RunConfig, curves: Curves) -> Curves:
-    """The curves without the matmuls of this configuration, which then has to be foretold from those of others."""
-    rows = {(each.batch * each.sides[0], each.sides[1], each.sides[2]) for each in _products(config)}
+    """The curves without the matmuls of this configuration, which then has to be foretold from
+    those of others.
+    """
+    rows = {
+        (each.batch * each.sides[0], each.sides[1], each.sides[2]) for each in _products(config)
+    }
     return curves.without(config.precision, rows)
 
 
@@ -273,11 +343,13 @@ def _products(config: RunConfig) -> Counter[Operation]:
     return Counter(each for each in every if each.kind in (Kind.MATMUL, Kind.ATTENTION))
 
 
-def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH) -> TimePrediction:
+def replay(
+    phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH
+) -> TimePrediction:
     """Simulate a host that launches the kernels of a step in order, and a device that runs them.
 
-    A kernel starts with its launch, but not before `gap_s` after the end of the kernel before it. The host waits while
-    `depth` launched kernels have not ended.
+    A kernel starts with its launch, but not before `gap_s` after the end of the kernel before it.
+    The host waits while `depth` launched kernels have not ended.
     """
     host_s = launch_s = 0.0
     device_s = -gap_s  # it has been idle
@@ -304,7 +376,11 @@ def replay(phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: 
         host_phases_s[phase] = host_s - host_begun_s
         begun_s, host_begun_s = ended_s, host_s
     return TimePrediction(
-        phases_s=phases_s, kernels_s=kernels_s, step_s=begun_s, host_phases_s=host_phases_s, launch_s=launch_s
+        phases_s=phases_s,
+        kernels_s=kernels_s,
+        step_s=begun_s,
+        host_phases_s=host_phases_s,
+        launch_s=launch_s,
     )
 
 
@@ -313,21 +389,25 @@ OUTSIDE = "outside of the model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCosts:
-    """Parameters of a module, and what its kernels compute and move, all modules of a list together."""
+    """Parameters of a module, and what its kernels compute and move, all modules of a list
+    together.
+    """
 
     parameters: int
     forward_flops: int | None = None
     backward_flops: int | None = None
     """None if the step is not traced.
 
-    What a checkpoint or fused attention computes again counts again, as in torch.utils.flop_counter.
+    What a checkpoint or fused attention computes again counts again, as in
+    torch.utils.flop_counter.
     """
     forward_moved_bytes: int | None = None
     backward_moved_bytes: int | None = None
 
 
 def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
-    """Costs of a step on one rank by the paths of modules, down to `module_depth`; parameters alone without a tape.
+    """Costs of a step on one rank by the paths of modules, down to `module_depth`; parameters alone
+    without a tape.
 
     Left out: the optimizer.
     """
@@ -339,12 +419,21 @@ def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
         tape = tape_of(alone)
         for phase, _, (first, stop) in phases_of(tape, -1):
             if phase in (Phase.FORWARD, Phase.BACKWARD):
-                for number, place in zip(tape.launches[first:stop], tape.places[first:stop], strict=True):
-                    costs, operation = found[_shown(place, config.module_depth)], tape.operations[number]
+                for number, place in zip(
+                    tape.launches[first:stop], tape.places[first:stop], strict=True
+                ):
+                    costs, operation = (
+                        found[_shown(place, config.module_depth)],
+                        tape.operations[number],
+                    )
                     costs[f"{phase}_flops"] += flops_of(operation)
                     costs[f"{phase}_moved_bytes"] += operation.launches * operation.moved_bytes
-    names = [field.name for field in fields(ModuleCosts)] if is_predictable(alone) else ["parameters"]
-    return {path: ModuleCosts(**{name: costs[name] for name in names}) for path, costs in found.items()}
+    names = (
+        [field.name for field in fields(ModuleCosts)] if is_predictable(alone) else ["parameters"]
+    )
+    return {
+        path: ModuleCosts(**{name: costs[name] for name in names}) for path, costs in found.items()
+    }
 
 
 def _shown(path: str | None, depth: int) -> str:

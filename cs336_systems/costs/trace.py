@@ -1,9 +1,11 @@
 # ruff: noqa: ANN401 (modes and hooks get whatever PyTorch passes)
-"""Traces a step: the tensors that it makes and frees and the operations that it launches, as a Tape.
+"""Traces a step: the tensors that it makes and frees and the operations that it launches, as a
+Tape.
 
-Nothing here knows the model. The step's real code runs with meta tensors, which have shapes and types and no data; code
-that asks sees them on a CUDA device. Where PyTorch's CUDA kernels or its autocast do otherwise than its meta kernels,
-`on_cuda.py` and the tables below say so, each entry with its place in PyTorch's source.
+Nothing here knows the model. The step's real code runs with meta tensors, which have shapes and
+types and no data; code that asks sees them on a CUDA device. Where PyTorch's CUDA kernels or its
+autocast do otherwise than its meta kernels, `on_cuda.py` and the tables below say so, each entry
+with its place in PyTorch's source.
 """
 
 import re
@@ -33,12 +35,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336_systems.config import Phase
 from cs336_systems.costs.on_cuda import HALF, as_on_cuda, clear_copies, without_autocast
 from cs336_systems.costs.routing import Routing
-from cs336_systems.costs.tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, TraceError
+from cs336_systems.costs.tape import (
+    Category,
+    Form,
+    Names,
+    OperationKey,
+    Pass,
+    Tape,
+    TensorKey,
+    TraceError,
+)
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
-"""PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and autograd's.
+"""PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and
+autograd's.
 
-Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to the byte.
+Other GPUs get 8,519,680 bytes. With this size, predicted peaks of inference on an H200 are right to
+the byte.
 """
 GPU = torch.device("cuda", 0)
 _PLACES = {
@@ -51,7 +64,9 @@ _PLACES = {
 class _OnGpu(TorchFunctionMode):
     """Shows meta tensors as CUDA's, and makes CUDA's on meta."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in _PLACES:
             return _PLACES[function] if args[0].device.type == "meta" else function(*args)
         kwargs = dict(kwargs or {})
@@ -84,7 +99,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 SILENT = frozenset(
-    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"]
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "lift_fresh",
+    ]
 )
 """Operations beside views that launch no kernel."""
 LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
@@ -115,13 +138,19 @@ Kernel = Callable[["Trace", Call], None]
 class Trace:
     """Collects what is dispatched; `tape()` makes a Tape of it."""
 
-    def __init__(self, axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})) -> None:
+    def __init__(
+        self, axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})
+    ) -> None:
         self.axes, self.names = axes, Names(axes)
         self.kernels = {**_KERNELS, **kernels}
-        """Functions that note what an operation launches, by its name; _pass notes that of all others."""
+        """Functions that note what an operation launches, by its name; _pass notes that of all
+        others.
+        """
         self.routing = Routing()
         self.made: list[list[Any]] = []
-        """Of each tensor by its handle: category or None, label, shape, bytes per element, stream; phase."""
+        """Of each tensor by its handle: category or None, label, shape, bytes per element,
+        stream; phase.
+        """
         self.events: list[int] = []
         self.launches: list[int] = []
         self.steps: list[list[tuple[Phase, int, int]]] = []
@@ -133,7 +162,9 @@ class Trace:
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
         self._positions: dict[int, range] = {}
-        """The values in storages that `arange` has filled, and of sums with these, by their address."""
+        """The values in storages that `arange` has filled, and of sums with these, by their
+        address.
+        """
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
         self.main_stream = self.stream = _Stream()
@@ -210,7 +241,11 @@ class Trace:
 
     def _path(self) -> str | None:
         """The module that runs; in backward, the one whose forward made the node that runs."""
-        node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD and not self._paths else None
+        node = (
+            torch._C._current_autograd_node()
+            if self.phase is Phase.BACKWARD and not self._paths
+            else None
+        )
         if node is None:
             return self._paths[-1] if self._paths else None
         numbers, paths = self._path_changes
@@ -220,7 +255,11 @@ class Trace:
     # tensors
 
     def tensor(
-        self, storage: torch.UntypedStorage, label: str, element_bytes: int, shape: str | None = None
+        self,
+        storage: torch.UntypedStorage,
+        label: str,
+        element_bytes: int,
+        shape: str | None = None,
     ) -> int | None:
         """The handle of a storage; None if it is empty."""
         key = storage._cdata
@@ -245,13 +284,24 @@ class Trace:
         if key in self._handles:
             self._drop(key)
             self._handles[key] = (
-                self.add(Category.GATHERED, "resized storage", num_bytes, 1, None) if num_bytes else None
+                self.add(Category.GATHERED, "resized storage", num_bytes, 1, None)
+                if num_bytes
+                else None
             )
 
-    def add(self, category: Category | None, label: str, num_bytes: int, element_bytes: int, shape: str | None) -> int:
+    def add(
+        self,
+        category: Category | None,
+        label: str,
+        num_bytes: int,
+        element_bytes: int,
+        shape: str | None,
+    ) -> int:
         handle = len(self.made)
         size = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
-        self.made.append([category, label, *size, self._name_of_stream(), self.phase, bool(self._paths)])
+        self.made.append(
+            [category, label, *size, self._name_of_stream(), self.phase, bool(self._paths)]
+        )
         self.events.append(handle)
         return handle
 
@@ -260,22 +310,31 @@ class Trace:
         self.events.append(~self.add(Category.TEMPORARIES, label, 0, element_bytes, shape))
 
     def bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
-        """Bytes as a shape and the bytes of its elements, with as many axes in the shape as there are."""
+        """Bytes as a shape and the bytes of its elements, with as many axes in the shape as
+        there are.
+        """
         key = num_bytes, element_bytes
         if key not in self._shapes:
             self._shapes[key] = self._bytes_of(*key)
         return self._shapes[key]
 
     def _bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
-        of_elements, of_bytes = self.names.product(num_bytes // element_bytes), self.names.product(num_bytes)
+        of_elements, of_bytes = (
+            self.names.product(num_bytes // element_bytes),
+            self.names.product(num_bytes),
+        )
         if num_bytes % element_bytes == 0 and _count_axes(of_elements) >= _count_axes(of_bytes):
             return of_elements, element_bytes
         number, *axes = of_bytes.split()
         return " ".join(axes), int(number)
 
     def moved(self, tensor: Tensor) -> tuple[str, int]:
-        """The shape of a tensor, in which axes that are expanded count once, and its bytes per element."""
-        count = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        """The shape of a tensor, in which axes that are expanded count once, and its bytes per
+        element.
+        """
+        count = prod(
+            size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
+        )
         return self.bytes_of(count * tensor.element_size(), tensor.element_size())
 
     # operations
@@ -293,7 +352,13 @@ class Trace:
         name = function.name().split("::")[1].split(".")[0]
         node = torch._C._current_autograd_node() if self.phase is Phase.BACKWARD else None
         word = name.strip("_")
-        label = f"{word} in {self._paths[-1]}" if self._paths else word if node is None else f"{word} of {node.name()}"
+        label = (
+            f"{word} in {self._paths[-1]}"
+            if self._paths
+            else word
+            if node is None
+            else f"{word} of {node.name()}"
+        )
         known = len(self.made)
         if name == "_scaled_dot_product_efficient_attention":  # pads the sums (cuda/attention.cu)
             batch, heads, queries, _ = outs[0].shape
@@ -302,9 +367,14 @@ class Trace:
             outs = outs[:2]  # seeds are on the host
         self._follow_positions(name, args, outs)
         handles = [
-            self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each)) for each in outs
+            self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each))
+            for each in outs
         ]
-        if all(handle is None or handle < known for handle in handles) and not name.endswith("_") and outs:
+        if (
+            all(handle is None or handle < known for handle in handles)
+            and not name.endswith("_")
+            and outs
+        ):
             self._views += 1
             return
         if name in SILENT:
@@ -318,7 +388,9 @@ class Trace:
         return " ".join(map(str, tensor.shape)) if is_whole and not self.axes else None
 
     def _follow_positions(self, name: str, args: Any, outs: Sequence[Tensor]) -> None:
-        """Know the positions of tokens, which are no data, and refuse those that a table does not have."""
+        """Know the positions of tokens, which are no data, and refuse those that a table does
+        not have.
+        """
         if name == "arange" and all(isinstance(each, int) for each in args):
             self._positions[outs[0].untyped_storage()._cdata] = range(*args)
         elif name == "add" and isinstance(args[1], int) and (before := self._values(args[0])):
@@ -332,7 +404,8 @@ class Trace:
             for rows, index in zip(args[0].shape, indices, strict=False):
                 if (values := self._values(index)) and max(values[0], values[-1]) >= rows:
                     raise IndexError(
-                        f"{self.place}a table of {rows:,} rows has no position {max(values[0], values[-1]):,}"
+                        f"{self.place}a table of {rows:,} rows has no position "
+                        f"{max(values[0], values[-1]):,}"
                     )
 
     def _values(self, tensor: Tensor | None) -> range:
@@ -370,28 +443,52 @@ class Trace:
             key = (category or _category(phase, in_module), label, shape, element_bytes, stream)
             tensors.append(kinds.setdefault(key, len(kinds)))
         tape = Tape(self.axes, [*kinds], [*self._operations])
-        tape.tensors, tape.events, tape.launches, tape.steps = tensors, [*self.events], [*self.launches], self.steps
+        tape.tensors, tape.events, tape.launches, tape.steps = (
+            tensors,
+            [*self.events],
+            [*self.launches],
+            self.steps,
+        )
         if self.routing.is_assumed:
             tape.idle_parameters = round(self.routing.idle_parameters)
         return tape
 
-    def matmul(self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1) -> None:
+    def matmul(
+        self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1
+    ) -> None:
         """Launch a matmul, or a batch of them, of (rows, inner) by (inner, columns) matrices."""
-        self.launch("matmul", form, *map(self.names.product, sides), element_bytes, self.names.product(batch))
+        self.launch(
+            "matmul",
+            form,
+            *map(self.names.product, sides),
+            element_bytes,
+            self.names.product(batch),
+        )
         self.claim_workspace()
 
-    def attention(self, form: Form, batch: int, sides: tuple[int, int, int], element_bytes: int) -> None:
+    def attention(
+        self, form: Form, batch: int, sides: tuple[int, int, int], element_bytes: int
+    ) -> None:
         """Launch fused attention of so many heads in all, with the sides of its scores."""
         tensors = 4 if form is Form.ATTENTION else 8
         moved = (self.names.product(batch * sides[0] * sides[1]),) * tensors
-        self.launch("attention", form, *map(self.names.product, sides), element_bytes, self.names.product(batch), moved)
+        self.launch(
+            "attention",
+            form,
+            *map(self.names.product, sides),
+            element_bytes,
+            self.names.product(batch),
+            moved,
+        )
 
     def claim_workspace(self) -> None:
         """Make cuBLAS's workspace at the first matmul of a thread; it is never freed."""
         thread = "backward" if self.phase is Phase.BACKWARD else "forward"
         if thread not in self._threads:
             self._threads.add(thread)
-            self.add(Category.LIBRARY_WORKSPACE, "cuBLAS workspace", 0, 1, str(CUBLAS_WORKSPACE_BYTES))
+            self.add(
+                Category.LIBRARY_WORKSPACE, "cuBLAS workspace", 0, 1, str(CUBLAS_WORKSPACE_BYTES)
+            )
 
 
 def _category(phase: Phase | None, in_module: bool) -> Category:
@@ -414,7 +511,9 @@ def _count_axes(shape: str) -> int:
 
 
 def _pass(trace: Trace, call: Call) -> None:
-    """Any operation without an entry: one kernel that reads its arguments and writes its results."""
+    """Any operation without an entry: one kernel that reads its arguments and writes its
+    results.
+    """
     name, ins, outs = call.name, call.ins, call.outs or call.ins[:1]
     if name in LOOKUPS:
         ins = outs  # of what they read from, as many elements as they write
@@ -445,7 +544,9 @@ def _matmul(trace: Trace, call: Call) -> None:
 
 
 def _grouped_matmul(trace: Trace, call: Call) -> None:
-    """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as they can be."""
+    """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as
+    they can be.
+    """
     a, b = call.ins[:2]
     sides = [a.shape[-2], a.shape[-1], b.shape[-1]]
     form = Form.FORWARD if b.stride(-2) == 1 else Form.WEIGHT if a.stride(-2) == 1 else Form.INPUT
@@ -468,12 +569,18 @@ def _grouped_matmul(trace: Trace, call: Call) -> None:
 
 def _attention_kernel(trace: Trace, call: Call) -> None:
     q, k = call.ins[:2]
-    trace.attention(Form.ATTENTION, q.shape[0] * q.shape[1], (q.shape[2], q.shape[3], k.shape[2]), q.element_size())
+    trace.attention(
+        Form.ATTENTION,
+        q.shape[0] * q.shape[1],
+        (q.shape[2], q.shape[3], k.shape[2]),
+        q.element_size(),
+    )
 
 
 def _attention_backward_kernel(trace: Trace, call: Call) -> None:
-    """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel multiplies output and
-    gradient (cuda/attention_backward.cu). cuDNN's workspace is not documented; that of flash is assumed.
+    """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
+    multiplies output and gradient (cuda/attention_backward.cu). cuDNN's workspace is not
+    documented; that of flash is assumed.
     """
     q, k = call.ins[1:3]
     batch, heads, queries, d_head = q.shape
@@ -481,13 +588,19 @@ def _attention_backward_kernel(trace: Trace, call: Call) -> None:
     trace.workspace("row sums of output x gradient", rows, 4)
     padded = f"{rows} {trace.names.product(d_head)}^32"
     trace.workspace(
-        "workspace of fused attention", padded if q.dtype in HALF else trace.names.product(q.numel()), 4
-    )  # fmt: skip
-    trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size())
+        "workspace of fused attention",
+        padded if q.dtype in HALF else trace.names.product(q.numel()),
+        4,
+    )
+    trace.attention(
+        Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size()
+    )
 
 
 def _softmax_backward(trace: Trace, call: Call) -> None:
-    """CUDA multiplies gradient and output first (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu)."""
+    """CUDA multiplies gradient and output first (softmax_backward_cuda_out in
+    aten/src/ATen/native/cuda/SoftMax.cu).
+    """
     gradient, output = call.ins[:2]
     trace.workspace("gradient x softmax", *trace.moved(gradient))
     trace.launch("passes", _moves(trace, [gradient, output, gradient]), Pass.COPY)
@@ -495,14 +608,20 @@ def _softmax_backward(trace: Trace, call: Call) -> None:
 
 
 def _norm_backward(trace: Trace, call: Call) -> None:
-    """One kernel for the gradient of the input, one for those of the parameters (cuda/layer_norm_kernel.cu)."""
+    """One kernel for the gradient of the input, one for those of the parameters
+    (cuda/layer_norm_kernel.cu).
+    """
     trace.launch("passes", _moves(trace, [*call.ins[:2], call.outs[0]]), Pass.COPY)
     trace.launch("passes", _moves(trace, call.ins[:2]), Pass.COPY, 1, 0)
 
 
 def _foreach(trace: Trace, call: Call) -> None:
     """A pass over lists of tensors, of which one may be given twice."""
-    lists = {id(each[0]): each for each in call.args if isinstance(each, (list, tuple)) and [*_tensors(each)]}
+    lists = {
+        id(each[0]): each
+        for each in call.args
+        if isinstance(each, (list, tuple)) and [*_tensors(each)]
+    }
     if lists:
         first = next(iter(lists.values()))
         shapes = tuple(trace.names.product(each.numel()) for each in first)
@@ -525,9 +644,22 @@ _KERNELS: Mapping[str, Kernel] = {
     "_fused_adamw_": lambda trace, call: trace.launch(
         "adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0])
     ),
-    **{f"_foreach_{each}": _foreach for each in (
-        "mul_", "add_", "lerp_", "addcmul_", "sqrt", "div_", "addcdiv_", "sub_", "neg", "reciprocal_")},
-}  # fmt: skip
+    **{
+        f"_foreach_{each}": _foreach
+        for each in (
+            "mul_",
+            "add_",
+            "lerp_",
+            "addcmul_",
+            "sqrt",
+            "div_",
+            "addcdiv_",
+            "sub_",
+            "neg",
+            "reciprocal_",
+        )
+    },
+}
 
 
 class _Stream:
@@ -544,11 +676,17 @@ class _Stream:
 
 
 _CUDA: dict[str, Any] = {
-    "Stream": _Stream, "Event": _Stream, "current_device": lambda: 0, "device_count": lambda: 2**20,
-    "can_device_access_peer": lambda *_: True, "is_bf16_supported": lambda *_, **__: True,
-    "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
+    "Stream": _Stream,
+    "Event": _Stream,
+    "current_device": lambda: 0,
+    "device_count": lambda: 2**20,
+    "can_device_access_peer": lambda *_: True,
+    "is_bf16_supported": lambda *_, **__: True,
+    "get_device_properties": lambda *_: SimpleNamespace(
+        multi_processor_count=132, major=9, minor=0
+    ),
     "get_device_capability": lambda *_: (9, 0),
-}  # fmt: skip
+}
 """torch.cuda of a Hopper GPU, as far as steps ask for it."""
 
 
@@ -556,11 +694,17 @@ _CUDA: dict[str, Any] = {
 def _is_in_place(function: Any) -> bool:
     """Whether running the operation would change nothing but data."""
     name = function.name().partition(".")[0]
-    return name.startswith("aten::") and name.endswith("_") and torch.Tag.inplace_view not in function.tags
+    return (
+        name.startswith("aten::")
+        and name.endswith("_")
+        and torch.Tag.inplace_view not in function.tags
+    )
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """CUDA takes fp32 too, and aligns rows to 16 bytes (create_grouped_gemm_output_tensor in GroupedMMUtils.h)."""
+    """CUDA takes fp32 too, and aligns rows to 16 bytes (create_grouped_gemm_output_tensor in
+    GroupedMMUtils.h).
+    """
     groups = [len(offsets if offsets is not None else a)] if a.dim() == b.dim() else []
     rows, columns, multiple = a.shape[-2], b.shape[-1], 16 // a.element_size()
     width = -(-columns // multiple) * multiple
@@ -583,12 +727,15 @@ class _Recorder(TorchDispatchMode):
         self._forms: dict[Any, list[Any]] = {}
         """Of the new tensors that an operation makes, by what it is given."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         with torch._C.DisableTorchFunction(), without_autocast():  # tensors are meta here
             return self._run(function, types, args, kwargs)
 
     def _run(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if any(issubclass(each, FakeTensor) for each in types):  # with which DTensor finds how results are sharded
+        # with which DTensor finds how results are sharded
+        if any(issubclass(each, FakeTensor) for each in types):
             return function(*args, **(kwargs or {}))
         if any(each not in (Tensor, nn.Parameter) for each in types):
             return NotImplemented  # such as DTensor, whose operations on its parts come here next
@@ -609,23 +756,32 @@ class _Recorder(TorchDispatchMode):
             if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
                 raise  # it fails with values too
             raise TraceError(
-                f"{self._trace.place}{function.name()} needs the values of a tensor, so the step cannot be traced; its "
-                "parameters and optimizer state can be counted nevertheless"
+                f"{self._trace.place}{function.name()} needs the values of a tensor, so the step "
+                "cannot be traced; its parameters and optimizer state can be counted nevertheless"
             ) from error
         self._trace.record(function, args, kwargs or {}, out)
         self._trace.routing.note(name, [*_tensors(args)], args, [*_tensors(out)])
         return out
 
     def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation makes: most come again in each layer, and PyTorch takes far longer to find its form."""
+        """What the operation makes: most come again in each layer, and PyTorch takes far longer
+        to find its form.
+        """
         key = function, _form_of((args, *kwargs.items()))
         if forms := self._forms.get(key):
-            made = [torch.empty_strided(size, strides, dtype=dtype, device="meta") for size, strides, dtype, _ in forms]
+            made = [
+                torch.empty_strided(size, strides, dtype=dtype, device="meta")
+                for size, strides, dtype, _ in forms
+            ]
             return made[0] if len(made) == 1 else tuple(made)
         out = _META.get(function, function)(*args, **kwargs)
         outs, ins = out if isinstance(out, tuple) else (out,), [*_tensors((args, *kwargs.values()))]
         if all(isinstance(each, Tensor) and each.is_meta and not each.is_conj() for each in outs):
-            new = {each.untyped_storage()._cdata for each in outs if each.nbytes == each.untyped_storage().nbytes()}
+            new = {
+                each.untyped_storage()._cdata
+                for each in outs
+                if each.nbytes == each.untyped_storage().nbytes()
+            }
             is_new = len(new.difference(each.untyped_storage()._cdata for each in ins)) == len(outs)
             self._forms[key] = [*map(_form_of, outs)] if is_new else []
         return out
@@ -639,8 +795,12 @@ def _form_of(value: Any) -> Any:
 
 
 @contextmanager
-def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})) -> Iterator[Trace]:
-    """While open, all that runs is recorded, as if it ran on a GPU; `kernels` are those of own operators, by name."""
+def tracing(
+    axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProxyType({})
+) -> Iterator[Trace]:
+    """While open, all that runs is recorded, as if it ran on a GPU; `kernels` are those of own
+    operators, by name.
+    """
     trace = Trace(axes, kernels)
     clear = torch.clear_autocast_cache
 
@@ -652,7 +812,8 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
         return False
 
     def is_capturing() -> bool:
-        """What transformers asks before it looks at values: yes, unless it asks whether to mask without any padding.
+        """What transformers asks before it looks at values: yes, unless it asks whether to mask
+        without any padding.
 
         Outside of modules no: optimizers of torch 2.11 would refuse to run.
         """
@@ -669,7 +830,9 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
         with torch._C.DisableTorchFunction():
             trace.triton(kernel.__name__, [*_tensors((*tensors, *named.values()))], named)
 
-    initialisers = [name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")]
+    initialisers = [
+        name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")
+    ]
     harmless: dict[str, Any] = dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)
     hooks = [
         modules.register_module_forward_pre_hook(trace.enter),
@@ -679,9 +842,13 @@ def tracing(axes: Mapping[str, int], kernels: Mapping[str, Kernel] = MappingProx
         mock.patch.multiple(nn.init, **harmless),
         mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_all),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
-        mock.patch.multiple(torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream),
+        mock.patch.multiple(
+            torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream
+        ),
         mock.patch("torch.cuda.is_current_stream_capturing", is_capturing),
-        mock.patch("torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model),
+        mock.patch(
+            "torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model
+        ),
         mock.patch("torch.UntypedStorage.resize_", resize),
         # places differ between what runs in this mode and what runs below it
         mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=lambda _: None),

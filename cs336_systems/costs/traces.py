@@ -1,8 +1,10 @@
-"""Finds the tape of a configuration's step, without torch: shipped with the program, in the user's cache, or traced.
+"""Finds the tape of a configuration's step, without torch: shipped with the program, in the user's
+cache, or traced.
 
-The tape of a plain step of this project's model names its sizes, so that it serves all sizes with as many layers. All
-other steps, a user's own model among them, are traced with the very sizes that were asked for. What no archive has is
-traced by a process of its own (`python -m cs336_systems.measure.traced`), once for each version of the program.
+The tape of a plain step of this project's model names its sizes, so that it serves all sizes with
+as many layers. All other steps, a user's own model among them, are traced with the very sizes that
+were asked for. What no archive has is traced by a process of its own (`python -m
+cs336_systems.measure.traced`), once for each version of the program.
 """
 
 import contextlib
@@ -32,15 +34,35 @@ PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
 TRACER = "cs336_systems.measure.traced"
-PRIMES = {"batch": 1009, "heads": 17, "T": 1013, "T+1": 1014, "vocabulary": 29, "d_ff": 8 * 23, "d_head": 8 * 19}
-"""Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1 stay, as views do then."""
+PRIMES = {
+    "batch": 1009,
+    "heads": 17,
+    "T": 1013,
+    "T+1": 1014,
+    "vocabulary": 29,
+    "d_ff": 8 * 23,
+    "d_head": 8 * 19,
+}
+"""Sizes with which steps are traced, so that a product of them tells its factors; sizes of 1
+stay, as views do then.
+"""
 MAX_FLASH_WIDTH = 256
 """Largest width of a head that flash attention takes."""
 WITHOUT_COST = (
-    "seed", "repeat", "learning_rate", "warmup_steps", "measured_steps", "sync_phases", "ranges", "tokens", "profiler",
+    "seed",
+    "repeat",
+    "learning_rate",
+    "warmup_steps",
+    "measured_steps",
+    "sync_phases",
+    "ranges",
+    "tokens",
+    "profiler",
     "module_depth",
-)  # fmt: skip
-"""Settings that change no operation and no tensor. Configurations that differ only in these share one tape."""
+)
+"""Settings that change no operation and no tensor. Configurations that differ only in these
+share one tape.
+"""
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +73,9 @@ def as_costed(config: RunConfig) -> RunConfig:
 
 @lru_cache(maxsize=4096)
 def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
-    """The configuration that is traced in place of this one, and the axes that can be told apart in its sizes."""
+    """The configuration that is traced in place of this one, and the axes that can be told apart
+    in its sizes.
+    """
     config = replace(as_costed(config), device=Device.CUDA).without_graph
     if config.model_factory is not None:
         return replace(config, compile=CompileMode.NONE), {}
@@ -59,15 +83,21 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     if config.precision is Precision.TF32:
         config = replace(config, precision=Precision.FP32)
     # fused attention takes only some widths of heads; the one that stands for all is such a width
-    is_odd = model.attention is Attention.SDPA and (model.d_head % 8 > 0 or model.d_head > MAX_FLASH_WIDTH)
+    is_odd = model.attention is Attention.SDPA and (
+        model.d_head % 8 > 0 or model.d_head > MAX_FLASH_WIDTH
+    )
     # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
     sizes = {name: PRIMES[name] if size > 1 else size for name, size in axes(config).items()}
     model = replace(
-        model, num_heads=sizes["heads"], context_length=sizes["T"], vocab_size=sizes["vocabulary"],
-        d_ff=sizes["d_ff"], d_model=sizes["heads"] * sizes["d_head"],
-    )  # fmt: skip
+        model,
+        num_heads=sizes["heads"],
+        context_length=sizes["T"],
+        vocab_size=sizes["vocabulary"],
+        d_ff=sizes["d_ff"],
+        d_model=sizes["heads"] * sizes["d_head"],
+    )
     return replace(config, batch_size=sizes["batch"], model=model), sizes
 
 
@@ -91,7 +121,9 @@ def _resized(tape: Tape, sizes: tuple[tuple[str, int], ...]) -> Tape:
 
 
 def has_tape(config: RunConfig) -> bool:
-    """Whether the step is traced, or can be: it is traced now if need be, but for a user's own model (`prepare`)."""
+    """Whether the step is traced, or can be: it is traced now if need be, but for a user's own
+    model (`prepare`).
+    """
     if config.model_factory is None:
         prepare([config])
     return is_at_hand(config)
@@ -103,17 +135,23 @@ def is_at_hand(config: RunConfig) -> bool:
 
 
 def why_untraced(config: RunConfig) -> str:
-    """What the attempt to trace the step has failed with; empty without a failure, or without an attempt."""
+    """What the attempt to trace the step has failed with; empty without a failure, or without an
+    attempt.
+    """
     return _tape(config).failure
 
 
 def own_parameters(config: RunConfig) -> dict[str, int]:
-    """Parameters of the modules of a user's own model by path, of a prepared configuration; {} if it is not made."""
+    """Parameters of the modules of a user's own model by path, of a prepared configuration; {}
+    if it is not made.
+    """
     return _tape(config).parameters
 
 
 def idle_parameters(config: RunConfig) -> int | None:
-    """Parameters of experts that a token does not choose; None of a step in which nothing is assumed of experts."""
+    """Parameters of experts that a token does not choose; None of a step in which nothing is
+    assumed of experts.
+    """
     return _tape(config).idle_parameters
 
 
@@ -140,7 +178,8 @@ SEAL_BYTES = 32
 def _kept(name: str) -> bytes | None:
     """A tape as it is kept: by this process, in the archive, or in the cache.
 
-    A file of the cache that is not as it was written, under this name and by this version, counts as missing.
+    A file of the cache that is not as it was written, under this name and by this version, counts
+    as missing.
     """
     if name in _traced:
         return _traced[name]
@@ -184,9 +223,11 @@ def _cache() -> Path:
 
 
 def prepare(configs: Iterable[RunConfig]) -> None:
-    """Trace the steps of which no tape is at hand, and say on standard error which of them cannot be traced.
+    """Trace the steps of which no tape is at hand, and say on standard error which of them cannot
+    be traced.
 
-    Nothing is said of a user's own model that cannot be used: whoever asks has no forecast then, and no parameters.
+    Nothing is said of a user's own model that cannot be used: whoever asks has no forecast then,
+    and no parameters.
     """
     for config in trace_missing(configs):
         reason = why_untraced(config)
@@ -195,7 +236,9 @@ def prepare(configs: Iterable[RunConfig]) -> None:
 
 
 def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
-    """Trace the steps of which no tape is at hand, all in one process; return the configurations that were traced."""
+    """Trace the steps of which no tape is at hand, all in one process; return the configurations
+    that were traced.
+    """
     asked: Asked = {}
     for config in configs:
         key, known = traced_as(config)
@@ -204,7 +247,8 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
     with one_tracer() as trace:
         for name, (key, known) in asked.items():
             _traced.update(trace({name: (key, known)}))
-            if key.model_factory is not None or not is_at_hand(key):  # the code of others may change
+            # the code of others may change
+            if key.model_factory is not None or not is_at_hand(key):
                 continue
             with contextlib.suppress(OSError):  # without a cache it is traced again
                 _cache().mkdir(parents=True, exist_ok=True)
@@ -213,7 +257,9 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
 
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]
-"""What is to be traced, by the name of its tape: the configuration, and the axes that can be told apart in it."""
+"""What is to be traced, by the name of its tape: the configuration, and the axes that can be
+told apart in it.
+"""
 Trace = Callable[[Asked], dict[str, bytes]]
 """Gives the tapes that are asked for, as they are kept."""
 _open: list["_Tracer"] = []
@@ -221,7 +267,9 @@ _open: list["_Tracer"] = []
 
 @contextlib.contextmanager
 def one_tracer() -> Iterator[Trace]:
-    """Let all that is traced in this block be traced by one process; by this one if it has torch anyway."""
+    """Let all that is traced in this block be traced by one process; by this one if it has torch
+    anyway.
+    """
     if "torch" in sys.modules:
         yield importlib.import_module(TRACER).trace_all
     elif _open:
@@ -235,9 +283,11 @@ def one_tracer() -> Iterator[Trace]:
 
 
 class _Tracer:
-    """A process that imports PyTorch and a user's code, and traces; it is started by the first step to trace.
+    """A process that imports PyTorch and a user's code, and traces; it is started by the first step
+    to trace.
 
-    Questions and answers go through a pipe of their own: what a user's code prints goes to standard error.
+    Questions and answers go through a pipe of their own: what a user's code prints goes to standard
+    error.
     """
 
     _process: subprocess.Popen[bytes] | None = None
@@ -257,14 +307,21 @@ class _Tracer:
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
         with theirs:
-            # in a session of its own, so that Ctrl-C reaches this process alone, which then ends the other
+            # in a session of its own, so that Ctrl-C reaches this process alone, which then ends
+            # the other
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         return self._process
 
     def end(self) -> None:
-        """End the process, if there is one; what a user's code would do at its end could take for ever."""
+        """End the process, if there is one; what a user's code would do at its end could take
+        for ever.
+        """
         if self._process is not None:
             self._process.kill()
             self._process.wait()

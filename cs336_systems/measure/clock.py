@@ -17,10 +17,14 @@ class StepTimes:
 
     step_s: float
     host_s: float
-    """Time until the host had launched the whole step; for the rest of `step_s` it waited for the device."""
+    """Time until the host had launched the whole step; for the rest of `step_s` it waited for
+    the device.
+    """
     phases_s: dict[Phase, float]
     host_phases_s: dict[Phase, float] = field(default_factory=dict)
-    """Time that the host took to launch each phase; empty from HostClock, where it would equal `phases_s`."""
+    """Time that the host took to launch each phase; empty from HostClock, where it would equal
+    `phases_s`.
+    """
 
 
 @runtime_checkable
@@ -61,12 +65,19 @@ class HostClock:
         self._synchronize()
         end = perf_counter_ns()
         starts = [self._start, *(time for _, time in self._laps)]
-        phases = {phase: (time - start) / 1e9 for (phase, time), start in zip(self._laps, starts, strict=False)}
-        return StepTimes(step_s=(end - self._start) / 1e9, host_s=(launched - self._start) / 1e9, phases_s=phases)
+        phases = {
+            phase: (time - start) / 1e9
+            for (phase, time), start in zip(self._laps, starts, strict=False)
+        }
+        return StepTimes(
+            step_s=(end - self._start) / 1e9, host_s=(launched - self._start) / 1e9, phases_s=phases
+        )
 
 
 class EventClock:
-    """Records a CUDA event on the current stream at the end of every phase, so the host never waits inside a step."""
+    """Records a CUDA event on the current stream at the end of every phase, so the host never
+    waits inside a step.
+    """
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
@@ -109,7 +120,9 @@ class EventClock:
 
 
 class ObservedClock:
-    """Wraps a clock, and calls `observe` with None when a step begins, and with each phase when it has ended."""
+    """Wraps a clock, and calls `observe` with None when a step begins, and with each phase when
+    it has ended.
+    """
 
     def __init__(self, clock: Clock, observe: Callable[[Phase | None], None]) -> None:
         self._clock, self._observe = clock, observe

@@ -1,4 +1,6 @@
-"""The environment of a run: hardware, driver, versions, source code. Only the function `environment` imports torch."""
+"""The environment of a run: hardware, driver, versions, source code. Only the function
+`environment` imports torch.
+"""
 
 import functools
 import hashlib
@@ -20,11 +22,15 @@ from cs336_systems.record import Environment, Identity
 
 PACKAGE = Path(cs336_systems.__file__).parent
 MEASURING_FOLDERS = ("model", "parallel", "measure", "studies")
-"""Folders of the package whose source can change a measured time. Presets, help texts and reports lie elsewhere."""
+"""Folders of the package whose source can change a measured time. Presets, help texts and
+reports lie elsewhere.
+"""
 
 
 def identity(device: Device, gpu: Gpu | None = None) -> Identity:
-    """The conditions that records of one table must share; `gpu` defaults to the first visible one."""
+    """The conditions that records of one table must share; `gpu` defaults to the first visible
+    one.
+    """
     if device is Device.CUDA and gpu is None:
         gpu = next(iter(visible_gpus()), None)
     on_gpu = device is Device.CUDA and gpu is not None
@@ -42,12 +48,17 @@ def host_memory_bytes() -> int:
 
 
 def lacking_memory(config: RunConfig) -> str | None:
-    """What a run on the CPU needs and what this machine has, in words, if that is too little; else None."""
+    """What a run on the CPU needs and what this machine has, in words, if that is too little;
+    else None.
+    """
     there = host_memory_bytes()
     needed = host_bytes(config, there)
     if needed is None or needed <= there:
         return None
-    return f"needs at least {needed / 2**30:.1f} GiB of memory, and this machine has {there / 2**30:.1f} GiB"
+    return (
+        f"needs at least {needed / 2**30:.1f} GiB of memory, and this machine has "
+        f"{there / 2**30:.1f} GiB"
+    )
 
 
 def measuring_files() -> list[str]:
@@ -58,7 +69,9 @@ def measuring_files() -> list[str]:
 
 @functools.cache
 def code_digest() -> str:
-    """Digest of the measuring source files, comments included; records that differ in it are not mixed."""
+    """Digest of the measuring source files, comments included; records that differ in it are not
+    mixed.
+    """
     digest = hashlib.sha256()
     for name in measuring_files():
         digest.update(name.encode() + b"\0" + (PACKAGE / name).read_bytes() + b"\0")
@@ -77,7 +90,9 @@ def cpu_name() -> str:
 
 
 def environment(device: Device, gpu: Gpu | None) -> Environment:
-    """Everything that a record keeps about this machine and process. It needs torch, so call it where runs measure."""
+    """Everything that a record keeps about this machine and process. It needs torch, so call it
+    where runs measure.
+    """
     import torch
 
     from cs336_systems.measure.precision import math_modes
@@ -109,9 +124,11 @@ def environment(device: Device, gpu: Gpu | None) -> Environment:
 
 @functools.cache
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that contains the package, and whether files differ from it; None outside a checkout.
+    """Commit of the checkout that contains the package, and whether files differ from it; None
+    outside a checkout.
 
-    A virtual environment inside another checkout counts as outside, since git does not track its files.
+    A virtual environment inside another checkout counts as outside, since git does not track its
+    files.
     """
     try:
         _git("ls-files", "--error-unmatch", ".")
@@ -121,6 +138,10 @@ def git_state() -> tuple[str | None, bool | None]:
 
 
 def _git(*arguments: str) -> str:
-    """Output of a git command in the package's folder; it takes no lock, which could disturb a concurrent commit."""
+    """Output of a git command in the package's folder; it takes no lock, which could disturb a
+    concurrent commit.
+    """
     git = ["git", "--no-optional-locks", "-C", str(PACKAGE), *arguments]
-    return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return subprocess.run(
+        git, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()

@@ -35,7 +35,9 @@ def classify(error: BaseException) -> Status:
 
 
 def describe(error: BaseException, status: Status, where: str, device: Device) -> Failure:
-    """The failure as a record keeps it; `where` is the phase and step that raised `error`. Long texts are shortened."""
+    """The failure as a record keeps it; `where` is the phase and step that raised `error`. Long
+    texts are shortened.
+    """
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     first_line = _storable(shortened(first_line, MAX_MESSAGE_LENGTH))
     trace = _without_roots("".join(traceback.format_exception(error, limit=-20)))
@@ -44,7 +46,9 @@ def describe(error: BaseException, status: Status, where: str, device: Device) -
         with contextlib.suppress(RuntimeError):
             free = torch.cuda.mem_get_info()[0]
     return Failure(
-        message=first_line if status is not Status.CRASHED else f"{type(error).__name__}: {first_line}",
+        message=first_line
+        if status is not Status.CRASHED
+        else f"{type(error).__name__}: {first_line}",
         where=where,
         requested_bytes=requested_bytes(str(error)) if status is Status.OOM else None,
         free_bytes=free,
@@ -53,7 +57,9 @@ def describe(error: BaseException, status: Status, where: str, device: Device) -
 
 
 def _without_roots(text: str) -> str:
-    """The traceback with file names relative to sys.path: records are published, and absolute paths are private."""
+    """The traceback with file names relative to sys.path: records are published, and absolute
+    paths are private.
+    """
     for users in cs336_systems.__path__[1:]:  # not to be taken for this package
         text = text.replace(f'File "{Path(users).absolute()}{os.sep}', 'File "./cs336_systems/')
     roots = {str(Path(root).absolute()) for root in (*sys.path, ".")} - {"/"}
@@ -63,12 +69,16 @@ def _without_roots(text: str) -> str:
 
 
 def _storable(text: str) -> str:
-    """The text with escapes for lone surrogates (bytes of file names), which JSON cannot represent."""
+    """The text with escapes for lone surrogates (bytes of file names), which JSON cannot
+    represent.
+    """
     return text.encode(errors="backslashreplace").decode()
 
 
 def requested_bytes(message: str) -> int | None:
-    """Size of the failed allocation, rounded as in PyTorch's message; None if the message has none."""
+    """Size of the failed allocation, rounded as in PyTorch's message; None if the message has
+    none.
+    """
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
     match = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)", message)
     return round(float(match[1]) * units[match[2]]) if match else None

@@ -1,4 +1,5 @@
-"""The user's own inputs of a run: the source of a model or kernel, a token file. Source is found without importing it.
+"""The user's own inputs of a run: the source of a model or kernel, a token file. Source is found
+without importing it.
 
 Left out: installed packages, and any files that the code reads.
 """
@@ -21,9 +22,13 @@ from cs336_systems.config import RunConfig
 from cs336_systems.record import Input
 
 _INSTALLED = ("site-packages", "dist-packages")
-_IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE | re.ASCII)
+_IMPORT = re.compile(
+    rb"^[ \t]*(?:from[ \t]+(\w+)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))",
+    re.MULTILINE | re.ASCII,
+)
 _DYNAMIC = re.compile(
-    r"import\s*\*|__path__|__getattr__|sys\.modules|\b(?:global|globals|vars|exec)\b|\bsetattr\b(?!\s*\(\s*self\b)"
+    r"import\s*\*|__path__|__getattr__|sys\.modules|\b(?:global|globals|vars|exec)\b"
+    r"|\bsetattr\b(?!\s*\(\s*self\b)"
 )
 """Signs that a module has names or submodules that its source text does not show.
 
@@ -34,17 +39,24 @@ _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 
 def inputs_of(config: RunConfig) -> tuple[Input, ...]:
-    """Current state of the user's files that the run depends on; none for this project's model on random tokens."""
+    """Current state of the user's files that the run depends on; none for this project's model
+    on random tokens.
+    """
     named = config.model_factory, config.own_ddp, config.own_optimizer
     found = [source_of(name) for name in named if name is not None]
     if config.tokens is not None:
-        found.append(Input(name=f"token file {config.tokens}", state=_file_state(Path(config.tokens))))
+        found.append(
+            Input(name=f"token file {config.tokens}", state=_file_state(Path(config.tokens)))
+        )
     return tuple(found)
 
 
 def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
     """Inputs of all the runs; each is listed once and read once."""
-    alike = {(each.model_factory, each.own_ddp, each.own_optimizer, each.tokens): each for each in configs}
+    alike = {
+        (each.model_factory, each.own_ddp, each.own_optimizer, each.tokens): each
+        for each in configs
+    }
     return tuple(dict.fromkeys(found for config in alike.values() for found in inputs_of(config)))
 
 
@@ -54,9 +66,11 @@ def source_of(name: str) -> Input:
 
 
 def source_digest(module: str) -> str | None:
-    """Digest of the source of the module, or of the package that contains it; None if no source is found.
+    """Digest of the source of the module, or of the package that contains it; None if no source is
+    found.
 
-    Modules that it imports from its own directory count too, unless that is a directory of installed packages.
+    Modules that it imports from its own directory count too, unless that is a directory of
+    installed packages.
     """
     waiting = _locations(top := module.partition(".")[0])
     root = waiting[0].parent if waiting and waiting[0].parent.name not in _INSTALLED else None
@@ -69,21 +83,27 @@ def source_digest(module: str) -> str | None:
             waiting += _beside(root, imported) if root else []
             known |= imported
     for name in sorted(files):
-        digest.update(f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape") + files[name])
+        digest.update(
+            f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape") + files[name]
+        )
     return digest.hexdigest()[:16] if files else None
 
 
 def check_factory(name: str, flag: str = "--model") -> None:
-    """Raise ValueError if there is no module of `package.module:factory`, or if its source has no such word.
+    """Raise ValueError if there is no module of `package.module:factory`, or if its source has no
+    such word.
 
-    Nothing is imported. Where the source does not show all names, any name is accepted. The message names `flag`.
+    Nothing is imported. Where the source does not show all names, any name is accepted. The message
+    names `flag`.
     """
     module, _, attribute = name.partition(":")
     first, wanted = module.partition(".")[0], attribute.partition(".")[0]
     if _find(first) is None:
         raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed")
     file, top = _file_of(module), _file_of(first)
-    sources = [each.read_text(errors="replace") for each in {file, top} if each and each.suffix == ".py"]
+    sources = [
+        each.read_text(errors="replace") for each in {file, top} if each and each.suffix == ".py"
+    ]
     if not sources or any(map(_DYNAMIC.search, sources)) or _file_of(f"{module}.{wanted}"):
         return
     if file is None:
@@ -96,9 +116,11 @@ def check_factory(name: str, flag: str = "--model") -> None:
 
 
 def parameters_of(name: str) -> set[str] | None:
-    """Names of the parameters of `package.module:factory`, read from its source; None if the source cannot tell.
+    """Names of the parameters of `package.module:factory`, read from its source; None if the source
+    cannot tell.
 
-    It tells for a function or a class with `__init__` that the module defines once, without a decorator.
+    It tells for a function or a class with `__init__` that the module defines once, without a
+    decorator.
     """
     module, _, attribute = name.partition(":")
     file = _file_of(module)
@@ -111,7 +133,11 @@ def parameters_of(name: str) -> set[str] | None:
     if makers and makers[0] not in tree.body:
         return None
     if makers and isinstance(makers[0], ast.ClassDef) and not makers[0].decorator_list:
-        makers = [each for each in makers[0].body if getattr(each, "name", None) in ("__init__", "__new__")]
+        makers = [
+            each
+            for each in makers[0].body
+            if getattr(each, "name", None) in ("__init__", "__new__")
+        ]
     if len(makers) != 1 or not isinstance(makers[0], ast.FunctionDef) or makers[0].decorator_list:
         return None
     arguments = makers[0].args
@@ -123,7 +149,9 @@ def _file_of(module: str) -> Path | None:
     first, *below = module.split(".")
     spec = _find(first)
     paths = [each.joinpath(*below) for each in (_locations_of(spec) if spec else ())]
-    files = [file for each in paths for file in (each, each / "__init__.py", each.with_suffix(".py"))]
+    files = [
+        file for each in paths for file in (each, each / "__init__.py", each.with_suffix(".py"))
+    ]
     return next((file for file in files if file.is_file()), None)
 
 
@@ -148,7 +176,9 @@ def _find(module: str) -> ModuleSpec | None:
         found.submodule_search_locations = [*_OWN_PACKAGE, *_packages_of_the_user()]
         return found
     with contextlib.suppress(ImportError, ValueError):  # a loaded module may have no __spec__
-        return PathFinder.find_spec(module, [*sys.path, str(Path.cwd())]) or importlib.util.find_spec(module)
+        return PathFinder.find_spec(
+            module, [*sys.path, str(Path.cwd())]
+        ) or importlib.util.find_spec(module)
     return None
 
 
@@ -159,7 +189,9 @@ def _packages_of_the_user() -> list[str]:
 
 
 def _sources(location: Path) -> list[tuple[str, bytes]]:
-    """Relative name and content of the file, or of each Python file in the directory; unreadable ones are left out."""
+    """Relative name and content of the file, or of each Python file in the directory; unreadable
+    ones are left out.
+    """
     paths = sorted(location.rglob("*.py")) if location.is_dir() else [location]
     found = []
     for path in paths:
@@ -171,14 +203,22 @@ def _sources(location: Path) -> list[tuple[str, bytes]]:
 
 
 def _beside(root: Path, names: set[str]) -> list[Path]:
-    """Modules and packages of these names in `root`, without this package, which has its own digest."""
+    """Modules and packages of these names in `root`, without this package, which has its own
+    digest.
+    """
     own = Path(*_OWN_PACKAGE)
-    there = (name for name in sorted(names) if (root / name).is_dir() or (root / f"{name}.py").is_file())
-    return [path for name in there for path in _locations(name) if path.parent == root and path != own]
+    there = (
+        name for name in sorted(names) if (root / name).is_dir() or (root / f"{name}.py").is_file()
+    )
+    return [
+        path for name in there for path in _locations(name) if path.parent == root and path != own
+    ]
 
 
 def _imported(source: bytes) -> set[str]:
-    """Top-level names of the absolute imports in the source, found by line: parsing a large package takes seconds."""
+    """Top-level names of the absolute imports in the source, found by line: parsing a large
+    package takes seconds.
+    """
     names: set[bytes] = set()
     for package, modules in _IMPORT.findall(source):
         names.update([package] if package else _FIRST_NAMES.findall(modules))
@@ -186,11 +226,15 @@ def _imported(source: bytes) -> set[str]:
 
 
 def _file_state(path: Path) -> str | None:
-    """Size and time of the last change, as reading the content would take long; None if there is no such file."""
+    """Size and time of the last change, as reading the content would take long; None if there is
+    no such file.
+    """
     try:
         found = path.stat()
     except OSError:
         return None
     seconds, nanoseconds = divmod(found.st_mtime_ns, 10**9)
-    written = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None).isoformat()
+    written = (
+        datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None).isoformat()
+    )
     return f"{found.st_size} bytes, written {written}.{nanoseconds:09}Z"

@@ -1,6 +1,7 @@
 """Record the CUDA allocator's history over steps, with notes that only the live process can take.
 
-The snapshot is PyTorch's own format; the notes say which tensor was at which address (analysis/memory/profile.py).
+The snapshot is PyTorch's own format; the notes say which tensor was at which address
+(analysis/memory/profile.py).
 """
 
 import contextlib
@@ -14,7 +15,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.analysis.memory.profile import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
+from cs336_systems.analysis.memory.profile import (
+    Kind,
+    Mark,
+    MemoryNotes,
+    Position,
+    Sighting,
+    notes_path,
+    write_notes,
+)
 from cs336_systems.config import CompileMode, Phase
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.annotate import current_path
@@ -24,10 +33,14 @@ from cs336_systems.parallel.fully_sharded import FSDP, OwnsWeights
 from cs336_systems.ranges import Range
 
 MAX_EVENTS = 1_000_000
-"""Events in the allocator's ring buffer, so that a long run takes at most some hundred MB of host memory."""
+"""Events in the allocator's ring buffer, so that a long run takes at most some hundred MB of
+host memory.
+"""
 START = "start"
 CHECKPOINT = "checkpoint"
-"""Last part of the name of a tensor that a checkpoint keeps, which is the input of its first block."""
+"""Last part of the name of a tensor that a checkpoint keeps, which is the input of its first
+block.
+"""
 
 
 class MemoryRecorder:
@@ -42,12 +55,18 @@ class MemoryRecorder:
         self._known = {_address(weight): name for _, name, weight in self._weights}
         self._names = {id(weight.master): name for name, weight in _named_weights(step)}
         self._names |= {id(weight): name for _, name, weight in self._weights}
-        self._checkpoint_blocks = step.config.checkpoint_blocks if step.config.compile is CompileMode.NONE else 0
-        """Blocks in a checkpoint; 0 without checkpoints, and for a compiled model, whose blocks run no hooks."""
+        self._checkpoint_blocks = (
+            step.config.checkpoint_blocks if step.config.compile is CompileMode.NONE else 0
+        )
+        """Blocks in a checkpoint; 0 without checkpoints, and for a compiled model, whose blocks
+        run no hooks.
+        """
         self._gathered: list[Tensor] = []
         """Tensors into which a fully sharded model gathers its whole parameters."""
         if isinstance(step.way, FSDP):
-            self._gathered = step.way.watch_gathers(lambda unit, memory: self._see(Kind.GATHERED, unit, memory))
+            self._gathered = step.way.watch_gathers(
+                lambda unit, memory: self._see(Kind.GATHERED, unit, memory)
+            )
         self._again: list[saved_tensors_hooks] = []
         """Hooks of the blocks that backward is recomputing."""
         self.restart()
@@ -59,23 +78,33 @@ class MemoryRecorder:
         self._step_number = -1
         torch.cuda.memory._record_memory_history(None)
         self._start = _position(_counters())
-        # Without the stacks of frees, which nothing reads: PyTorch 2.11 loses an exception when it takes one while the
-        # exception unwinds, and a checkpoint ends its second forward pass by an exception.
-        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
+        # Without the stacks of frees, which nothing reads: PyTorch 2.11 loses an exception when it
+        # takes one while the exception unwinds, and a checkpoint ends its second forward pass by an
+        # exception.
+        torch.cuda.memory._record_memory_history(
+            "all", context="alloc", stacks="python", max_entries=MAX_EVENTS
+        )
         self._see_all(self._weights)
         for name, buffer in self._step.model.named_buffers():
             self._see(Kind.BUFFER, name, buffer)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Context that notes the address of each tensor that autograd saves for backward, and leaves it unchanged."""
-        with saved_tensors_hooks(self._saved, lambda tensor: tensor), contextlib.ExitStack() as handles:
+        """Context that notes the address of each tensor that autograd saves for backward, and
+        leaves it unchanged.
+        """
+        with (
+            saved_tensors_hooks(self._saved, lambda tensor: tensor),
+            contextlib.ExitStack() as handles,
+        ):
             for handle in self._watch_checkpoints():
                 handles.callback(handle.remove)
             yield
 
     def mark(self, ended: Phase | None) -> None:
-        """Mark the start of a step or the end of a phase; when the gradients are there, note their addresses too."""
+        """Mark the start of a step or the end of a phase; when the gradients are there, note
+        their addresses too.
+        """
         if ended is None:
             self._step_number += 1
         counters = _counters()
@@ -92,7 +121,9 @@ class MemoryRecorder:
         )
         if ended == (Phase.BACKWARD if self._step.way is None else Phase.COMMUNICATION):
             gradients = [(weight_name, weight.grad) for _, weight_name, weight in self._weights]
-            self._see_all((Kind.GRADIENT, each, grad) for each, grad in gradients if grad is not None)
+            self._see_all(
+                (Kind.GRADIENT, each, grad) for each, grad in gradients if grad is not None
+            )
 
     def dump(self, path: Path) -> None:
         """Write the snapshot to `path` and the notes beside it, and stop recording."""
@@ -115,7 +146,9 @@ class MemoryRecorder:
         temporary.replace(path)
 
     def _see_all(self, tensors: Iterable[tuple[Kind, str, Tensor]]) -> None:
-        """Note what is at each address; tensors that share memory are noted as the first name and how many more."""
+        """Note what is at each address; tensors that share memory are noted as the first name
+        and how many more.
+        """
         found: dict[tuple[Kind, int], list[tuple[str, Tensor]]] = {}
         for kind, name, tensor in tensors:
             found.setdefault((kind, _address(tensor)), []).append((name, tensor))
@@ -149,11 +182,13 @@ class MemoryRecorder:
 
     def _saved(self, tensor: Tensor) -> Tensor:
         path = current_path()
-        # a checkpoint's input, saved outside of all blocks, is noted by `_see_input` with the block that reads it
+        # a checkpoint's input, saved outside of all blocks, is noted by `_see_input` with the block
+        # that reads it
         is_of_checkpoint = self._checkpoint_blocks and path[-1:] == (Range.FORWARD,)
         if not is_of_checkpoint:
             self._see_saved(tensor, *path)
-        return tensor.detach()  # an operator that saves its own output would otherwise be in a reference cycle
+        # an operator that saves its own output would otherwise be in a reference cycle
+        return tensor.detach()
 
     def _see_saved(self, tensor: Tensor, *path: str) -> None:
         address = _address(tensor)
@@ -164,9 +199,11 @@ class MemoryRecorder:
             self._see(kind, " > ".join(path) if copied is None else copied, tensor)
 
     def _watch_checkpoints(self) -> Iterator[RemovableHandle]:
-        """Hooks on the blocks: forward keeps only the inputs of checkpoints, backward saves what it recomputes.
+        """Hooks on the blocks: forward keeps only the inputs of checkpoints, backward saves what it
+        recomputes.
 
-        During recomputation the checkpoint's own hooks replace those of `watching`, so these hooks wrap them.
+        During recomputation the checkpoint's own hooks replace those of `watching`, so these hooks
+        wrap them.
         """
         model = self._step.model
         if not self._checkpoint_blocks:
@@ -175,7 +212,8 @@ class MemoryRecorder:
             if index % self._checkpoint_blocks == 0:
                 yield block.register_forward_pre_hook(self._see_input)
             yield block.register_forward_pre_hook(self._begin_again)
-            yield block.register_forward_hook(self._end_again, always_call=True)  # a checkpoint ends by an exception
+            # a checkpoint ends by an exception
+            yield block.register_forward_hook(self._end_again, always_call=True)
 
     def _see_input(self, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._step.phase is Phase.FORWARD and torch.is_grad_enabled():
@@ -200,9 +238,15 @@ class MemoryRecorder:
         return pack(tensor)
 
     def _copied_parameter(self, node: Node | None) -> str | None:
-        """Name of the parameter that `node` copied to another type, possibly through views; None for other tensors."""
+        """Name of the parameter that `node` copied to another type, possibly through views; None
+        for other tensors.
+        """
         while node is not None and not hasattr(node, "variable"):
-            if node.name().removesuffix("0") not in ("ToCopyBackward", "TBackward", "TransposeBackward"):
+            if node.name().removesuffix("0") not in (
+                "ToCopyBackward",
+                "TBackward",
+                "TransposeBackward",
+            ):
                 return None
             node = node.next_functions[0][0]
         variable: Tensor | None = getattr(node, "variable", None)
@@ -214,7 +258,8 @@ def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
     found: dict[int, tuple[Kind, list[str], Tensor]] = {}
 
     def note(kind: Kind, name: str, tensor: Tensor) -> None:
-        if tensor.numel():  # a model on several ranks may have freed masters of which this rank keeps a part
+        # a model on several ranks may have freed masters of which this rank keeps a part
+        if tensor.numel():
             found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
 
     for name, parameter in step.model.named_parameters():
@@ -236,7 +281,9 @@ def _named_weights(step: TrainingStep) -> Iterable[tuple[str, Weight]]:
     for owner in owners:
         if isinstance(owner, OwnsWeights):
             return owner.named_weights
-    names: dict[Tensor, str] = {parameter: name for name, parameter in step.model.named_parameters()}
+    names: dict[Tensor, str] = {
+        parameter: name for name, parameter in step.model.named_parameters()
+    }
     weights = step.model.weights if isinstance(step.model, FastLM) else ()
     return [(names[weight.master], weight) for weight in weights]
 

@@ -1,4 +1,6 @@
-"""The GPUs of this machine, from the driver's management library (NVML), without torch and without a CUDA context."""
+"""The GPUs of this machine, from the driver's management library (NVML), without torch and
+without a CUDA context.
+"""
 
 import contextlib
 import functools
@@ -49,10 +51,12 @@ def _initialised() -> bool:
 
 
 def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
-    """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order; numbers count by PCI bus.
+    """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order; numbers count by PCI
+    bus.
 
-    As in CUDA, the first entry that names no GPU ends the list, and naming a GPU twice empties it. A GPU in MIG mode
-    appears as its slices only, and a process that sees a slice sees nothing else. Empty without an NVIDIA driver.
+    As in CUDA, the first entry that names no GPU ends the list, and naming a GPU twice empties it.
+    A GPU in MIG mode appears as its slices only, and a process that sees a slice sees nothing else.
+    Empty without an NVIDIA driver.
     """
     every = _every()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
@@ -66,7 +70,9 @@ def _every() -> list[Gpu]:
 
 
 def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
-    """The GPUs that a value of CUDA_VISIBLE_DEVICES names. All entries are numbers or UUIDs, as the first one is."""
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES names. All entries are numbers or UUIDs, as
+    the first one is.
+    """
     entries = [entry.strip() for entry in visible.split(",")]
     kind = next((prefix for prefix in ("GPU-", "MIG-") if entries[0].startswith(prefix)), "")
     chosen: list[Gpu] = []
@@ -87,7 +93,11 @@ def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
     else:
         firsts = list({gpu.index: gpu for gpu in reversed(gpus)}.values())
         by_number = [gpu for gpu in firsts if str(gpu.index) == entry]
-        match = [gpu for gpu in firsts if (gpu.slice_of or gpu.uuid).startswith(entry)] if kind else by_number
+        match = (
+            [gpu for gpu in firsts if (gpu.slice_of or gpu.uuid).startswith(entry)]
+            if kind
+            else by_number
+        )
     return match[0] if len(match) == 1 and entry.startswith(kind) else None
 
 
@@ -100,14 +110,21 @@ def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 def why_none_visible() -> str | None:
     """Why no GPU is visible on a machine that has some, in words.
 
-    None if a GPU is visible, if the machine has none, and if CUDA_VISIBLE_DEVICES hides them on purpose (empty or -1).
+    None if a GPU is visible, if the machine has none, and if CUDA_VISIBLE_DEVICES hides them on
+    purpose (empty or -1).
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible_gpus() or not _initialised() or (visible is not None and visible.strip() in ("", "-1")):
+    if (
+        visible_gpus()
+        or not _initialised()
+        or (visible is not None and visible.strip() in ("", "-1"))
+    ):
         return None
     every = _every()
     if visible is not None and every:
-        known = ", ".join(f"{gpu.uuid if gpu.slice_of else gpu.index} ({gpu.name})" for gpu in every)
+        known = ", ".join(
+            f"{gpu.uuid if gpu.slice_of else gpu.index} ({gpu.name})" for gpu in every
+        )
         return f"CUDA_VISIBLE_DEVICES={visible} names none of the GPUs here: {known}"
     if pynvml.nvmlDeviceGetCount():
         return "all GPUs are in MIG mode and the driver lists no slice (nvidia-smi -L lists them)"
@@ -115,12 +132,16 @@ def why_none_visible() -> str | None:
 
 
 def alike(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs with the same name as the first: times of different GPUs do not belong in one table."""
+    """The GPUs with the same name as the first: times of different GPUs do not belong in one
+    table.
+    """
     return tuple(gpu for gpu in gpus if gpu.name == gpus[0].name)
 
 
 def usable_gpu_bytes() -> int | None:
-    """Memory for programs on the smallest visible GPU that has the first one's name; None if not known."""
+    """Memory for programs on the smallest visible GPU that has the first one's name; None if not
+    known.
+    """
     sizes = [gpu.usable_bytes or gpu.memory_bytes for gpu in alike(visible_gpus())]
     known = [size for size in sizes if size is not None]
     return min(known, default=None)
@@ -140,7 +161,8 @@ def _devices(index: int) -> list[Gpu]:
 
 def _gpu(index: int, handle: object) -> Gpu:
     total = usable = None
-    with contextlib.suppress(pynvml.NVMLError):  # raised by GPUs that share the host's memory, and by old drivers
+    # raised by GPUs that share the host's memory, and by old drivers
+    with contextlib.suppress(pynvml.NVMLError):
         total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
         usable = int(memory.total - memory.reserved)
@@ -170,7 +192,9 @@ def _slices(handle: object) -> Iterator[object]:
 
 
 def _slice_name(found: Gpu, whole: Gpu) -> str:
-    """The driver's name if it differs from that of the whole GPU, whose peaks do not apply to a slice."""
+    """The driver's name if it differs from that of the whole GPU, whose peaks do not apply to a
+    slice.
+    """
     if " MIG " in found.name:
         return found.name
     size = "" if found.memory_bytes is None else f" {found.memory_bytes / 2**30:.0f}gb"
@@ -178,7 +202,9 @@ def _slice_name(found: Gpu, whole: Gpu) -> str:
 
 
 class GpuMonitor:
-    """Reads the state of one GPU. A reading takes about a millisecond, so never read inside a step."""
+    """Reads the state of one GPU. A reading takes about a millisecond, so never read inside a
+    step.
+    """
 
     def __init__(self, uuid: str) -> None:
         """Raise pynvml.NVMLError if the GPU or the driver does not answer."""
@@ -186,7 +212,9 @@ class GpuMonitor:
         self._handle: Any = pynvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def processes(self) -> int:
-        """Number of processes with a compute context on the GPU, as far as the driver shows them."""
+        """Number of processes with a compute context on the GPU, as far as the driver shows
+        them.
+        """
         return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
 
     def state(self, own_processes: int = 1) -> GpuState:
@@ -195,8 +223,10 @@ class GpuMonitor:
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return GpuState(
             sm_clock_hz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM) * 1_000_000,
-            max_sm_clock_hz=pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM) * 1_000_000,
-            memory_clock_hz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM) * 1_000_000,
+            max_sm_clock_hz=pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
+            * 1_000_000,
+            memory_clock_hz=pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+            * 1_000_000,
             power_w=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             temperature_c=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
@@ -224,17 +254,29 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     if load >= BUSY_CORES:
         found.append(f"the load is {load:.1f} on {os.cpu_count()} cores: close other programs")
     if memory.available < LEAST_FREE * memory.total:
-        found.append(f"only {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are free")
+        found.append(
+            f"only {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are "
+            "free"
+        )
     battery = psutil.sensors_battery()
     if battery is not None and battery.power_plugged is False:
         found.append("the machine runs on its battery, which lowers its clocks: plug it in")
     scaling = Path("/sys/devices/system/cpu/cpu0/cpufreq")
-    with contextlib.suppress(OSError):  # other systems, and most virtual machines, have no such files
-        driver, governor = ((scaling / f"scaling_{name}").read_text().strip() for name in ("driver", "governor"))
-        if governor == "powersave" and not driver.endswith("pstate"):  # whose powersave raises clocks as needed
-            found.append("the CPU's governor is powersave: use performance (cpupower frequency-set -g performance)")
+    # other systems, and most virtual machines, have no such files
+    with contextlib.suppress(OSError):
+        driver, governor = (
+            (scaling / f"scaling_{name}").read_text().strip() for name in ("driver", "governor")
+        )
+        # whose powersave raises clocks as needed
+        if governor == "powersave" and not driver.endswith("pstate"):
+            found.append(
+                "the CPU's governor is powersave: use performance (cpupower frequency-set -g "
+                "performance)"
+            )
     for gpu in gpus:
         with contextlib.suppress(pynvml.NVMLError):
             if count := GpuMonitor(gpu.uuid).processes():
-                found.append(f"{count} other process(es) use GPU {gpu.index} ({gpu.name}): end them")
+                found.append(
+                    f"{count} other process(es) use GPU {gpu.index} ({gpu.name}): end them"
+                )
     return found

@@ -16,7 +16,9 @@ AUTOCAST_DTYPES = MappingProxyType({Precision.BF16: torch.bfloat16, Precision.FP
 
 
 class MathModes(TypedDict):
-    """Modes of fp32 matmuls in force; `mixed` or None if PyTorch's settings contradict each other."""
+    """Modes of fp32 matmuls in force; `mixed` or None if PyTorch's settings contradict each
+    other.
+    """
 
     float32_matmul_precision: str
     allow_tf32_matmul: bool | None
@@ -24,11 +26,13 @@ class MathModes(TypedDict):
 
 
 def apply_math_mode(precision: Precision) -> None:
-    """Run fp32 matmuls of this process in TF32 for `tf32`, and in true fp32 for every other precision.
+    """Run fp32 matmuls of this process in TF32 for `tf32`, and in true fp32 for every other
+    precision.
 
-    This includes the matmuls that autocast leaves in fp32. Call it after importing code that may have set modes of its
-    own. PyTorch has an older and a newer set of switches. Once they disagree it refuses to read the older ones, which
-    torch.compile reads; so the newer defaults are cleared here, and the older switches then set both.
+    This includes the matmuls that autocast leaves in fp32. Call it after importing code that may
+    have set modes of its own. PyTorch has an older and a newer set of switches. Once they disagree
+    it refuses to read the older ones, which torch.compile reads; so the newer defaults are cleared
+    here, and the older switches then set both.
     """
     tf32 = precision is Precision.TF32
     torch.backends.fp32_precision = "none"  # type: ignore[attr-defined]
@@ -56,17 +60,19 @@ def _read(switch: Callable[[], T]) -> T | None:
 def autocast(precision: Precision, device: Device) -> AbstractContextManager[None]:
     """Context for one forward pass and its loss.
 
-    Make a new context for every step: on exit, autocast drops its low-precision copies of the parameters, which the
-    optimizer changes next.
+    Make a new context for every step: on exit, autocast drops its low-precision copies of the
+    parameters, which the optimizer changes next.
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.value, dtype=dtype)
 
 
 def check_dtypes(precision: Precision, found: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Raise ValueError for the first of the named types that a run of this precision does not compute in.
+    """Raise ValueError for the first of the named types that a run of this precision does not
+    compute in.
 
-    The types are observed ones, since a user's model may convert tensors or change PyTorch's default type.
+    The types are observed ones, since a user's model may convert tensors or change PyTorch's
+    default type.
     """
     low = AUTOCAST_DTYPES.get(precision, torch.float32)
     for what, dtype in found:
@@ -74,8 +80,9 @@ def check_dtypes(precision: Precision, found: Iterable[tuple[str, torch.dtype]])
             expected = " or ".join(dict.fromkeys(map(_word, (torch.float32, low))))
             asked = [other for other, lower in AUTOCAST_DTYPES.items() if lower is dtype]
             raise ValueError(
-                f"precision {precision} needs {expected}, got {_word(dtype)} in {what}: make the model in float32, and "
-                "leave torch.set_default_dtype as it was" + (f", or ask for precision {asked[0]}" if asked else "")
+                f"precision {precision} needs {expected}, got {_word(dtype)} in {what}: make the "
+                "model in float32, and leave torch.set_default_dtype as it was"
+                + (f", or ask for precision {asked[0]}" if asked else "")
             )
 
 

@@ -1,4 +1,6 @@
-"""Measure one configuration in this process: warm up, time the steps, and record what puts the times in doubt."""
+"""Measure one configuration in this process: warm up, time the steps, and record what puts the
+times in doubt.
+"""
 
 import contextlib
 import functools
@@ -49,11 +51,17 @@ from cs336_systems.text import LONGEST_PART, shortened
 MAX_EXTRA_WARMUP_STEPS = 20
 """Most steps that are added to the warm-up while torch.compile still compiles."""
 MAX_EXTRA_SKIPPED_STEPS = 20
-"""Steps that GradScaler may skip in addition to the number of steps wanted: it halves its factor of 2^16 each time."""
+"""Steps that GradScaler may skip in addition to the number of steps wanted: it halves its factor
+of 2^16 each time.
+"""
 STABLE, MAX_STABLE_STEPS = 0.01, 200
-"""Half the interval of the mean, relative to it, at which `until_stable` stops, and the most steps until then."""
+"""Half the interval of the mean, relative to it, at which `until_stable` stops, and the most
+steps until then.
+"""
 LEAST_TRAIN_WARMUP_STEPS = 2
-"""The optimizer makes its state at the end of the first step, so the second step is the first in the steady state."""
+"""The optimizer makes its state at the end of the first step, so the second step is the first in
+the steady state.
+"""
 
 
 @dataclass(slots=True)
@@ -82,9 +90,13 @@ class Progress:
     state_before: GpuState | None = None
     profile: Path | None = None
     until_stable: bool = False
-    """Whether to add steps until the interval of their mean is within STABLE, or MAX_STABLE_STEPS."""
+    """Whether to add steps until the interval of their mean is within STABLE, or
+    MAX_STABLE_STEPS.
+    """
     say: Callable[[str], None] = lambda _: None
-    """Called with what is done next, in a few words, before each part of the work and never while a step is timed."""
+    """Called with what is done next, in a few words, before each part of the work and never
+    while a step is timed.
+    """
     watch: Watch | None = None
 
     def warn(self, code: WarningCode, message: str) -> None:
@@ -109,7 +121,9 @@ class Progress:
         return (*phases, Measurement(Phase.STEP, tuple(times.step_s for times in self.measured)))
 
     def host_phases(self) -> tuple[Measurement, ...]:
-        """Times in which the host launched each phase of the measured steps; empty if the clock does not tell them."""
+        """Times in which the host launched each phase of the measured steps; empty if the clock
+        does not tell them.
+        """
         return _by_phase([times.host_phases_s for times in self.measured])
 
     def record(self, status: Status) -> RunRecord:
@@ -144,7 +158,9 @@ class Progress:
 def _by_phase(steps: Sequence[Mapping[Phase, float]]) -> tuple[Measurement, ...]:
     """Times of each phase that any of the steps has, 0 in those that do not have it."""
     phases = [phase for phase in Phase if any(phase in times_s for times_s in steps)]
-    return tuple(Measurement(phase, tuple(times_s.get(phase, 0.0) for times_s in steps)) for phase in phases)
+    return tuple(
+        Measurement(phase, tuple(times_s.get(phase, 0.0) for times_s in steps)) for phase in phases
+    )
 
 
 def measure(
@@ -157,15 +173,17 @@ def measure(
 ) -> RunRecord:
     """Run the configuration on this process's first visible device and return its record.
 
-    A failed run has a record too: out of memory, a CUDA error and an exception in the model's code are not raised.
-    The times are not judged yet (`judged`).
-    `model` (on the right device) replaces the one that the configuration names. `profile` is the file that the run's
-    profiler writes; nsys, which runs outside this process, does not need it. `say` receives progress messages.
+    A failed run has a record too: out of memory, a CUDA error and an exception in the model's code
+    are not raised. The times are not judged yet (`judged`). `model` (on the right device) replaces
+    the one that the configuration names. `profile` is the file that the run's profiler writes;
+    nsys, which runs outside this process, does not need it. `say` receives progress messages.
 
-    Of a run on several ranks, this process is `rank`, and the record is this rank's. With `until_stable` steps are
-    added until their mean is known to 1 %, and the record's configuration says how many there were.
+    Of a run on several ranks, this process is `rank`, and the record is this rank's. With
+    `until_stable` steps are added until their mean is known to 1 %, and the record's configuration
+    says how many there were.
     """
-    inputs = inputs_of(config)  # before the user's module is imported: its source may be edited at any time
+    # before the user's module is imported: its source may be edited at any time
+    inputs = inputs_of(config)
     progress = Progress(config=config, profile=profile, say=say, until_stable=until_stable)
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
@@ -174,10 +192,16 @@ def measure(
             finally:
                 if progress.step is not None:
                     progress.step.give_up_graph()
-    except SystemExit as error:  # for example from a model's module that parses arguments of its own
-        record = _failed(progress, RuntimeError(f"the model's code ended the process with status {error.code}"))
+    # for example from a model's module that parses arguments of its own
+    except SystemExit as error:
+        record = _failed(
+            progress, RuntimeError(f"the model's code ended the process with status {error.code}")
+        )
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if (
+            isinstance(error, KeyboardInterrupt)
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ):
             raise  # Ctrl-C; with another handler installed, the model's own code raised it
         record = _failed(progress, error)
     return replace(record, inputs=inputs)
@@ -198,7 +222,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     progress.say("making the model")
     step = TrainingStep(config, model, rank)
     compiled_before = step.compilation()
-    apply_math_mode(config.precision)  # after a user's own module, which may have set another, has been imported
+    # after a user's own module, which may have set another, has been imported
+    apply_math_mode(config.precision)
     progress.step, progress.watch = step, (watch := Watch(step, progress.profile))
     clock = watch.clock(make_clock(config))
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
@@ -211,7 +236,9 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     with watch.whole_run():
         with _collector_off(), annotate(Range.WARMUP):
             _warm_up(step, clock, progress, monitor)
-        one_step = functools.partial(_warm_up_once, step, clock, progress, "the first step under the profiler")
+        one_step = functools.partial(
+            _warm_up_once, step, clock, progress, "the first step under the profiler"
+        )
         with _collector_off(), watch.measured_steps(one_step):
             energy_before = monitor.energy_j() if monitor else None
             graphs, memory_before = step.compiled_graphs(), step.reset_memory()
@@ -220,7 +247,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
                 _meet_under_nsys(config, "begin")
                 _time(step, clock, progress)
                 _meet_under_nsys(config, "end")
-            telemetry = _telemetry(monitor, progress, energy_before)  # before a profiler writes while the GPU idles
+            # before a profiler writes while the GPU idles
+            telemetry = _telemetry(monitor, progress, energy_before)
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
     memory = step.memory_since(memory_before, progress.first_step_peak_bytes)
@@ -239,9 +267,11 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
 
 
 def _forget_earlier_runs() -> None:
-    """Release memory that an earlier run of this process left on the GPU, so that it is not in this run's peaks.
+    """Release memory that an earlier run of this process left on the GPU, so that it is not in this
+    run's peaks.
 
-    Cached blocks are released too: a request served from a larger block may get up to 1 MiB more than it asked for.
+    Cached blocks are released too: a request served from a larger block may get up to 1 MiB more
+    than it asked for.
     """
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
@@ -250,7 +280,9 @@ def _forget_earlier_runs() -> None:
 
 
 def _find_gpu(progress: Progress) -> GpuMonitor | None:
-    """Find the GPU and warn about other processes on it; call it before this process has a context there."""
+    """Find the GPU and warn about other processes on it; call it before this process has a
+    context there.
+    """
     if progress.config.device is Device.CPU:
         return None
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
@@ -266,20 +298,29 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
         else:
             _warn_of_others(progress, others)
             return monitor
-    progress.warn(WarningCode.NO_TELEMETRY, f"{why}: clocks, power and other processes are not known")
+    progress.warn(
+        WarningCode.NO_TELEMETRY, f"{why}: clocks, power and other processes are not known"
+    )
     return None
 
 
 def _warn_of_others(progress: Progress, others: int) -> None:
     """Warn once of other processes on the GPU."""
-    if others > 0 and not any(warning.code is WarningCode.GPU_SHARED for warning in progress.warnings):
+    if others > 0 and not any(
+        warning.code is WarningCode.GPU_SHARED for warning in progress.warnings
+    ):
         progress.warn(
-            WarningCode.GPU_SHARED, f"{others} other process(es) held a context on this GPU; end them, run again"
+            WarningCode.GPU_SHARED,
+            f"{others} other process(es) held a context on this GPU; end them, run again",
         )
 
 
-def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None) -> None:
-    """Run the warm-up. Steps that GradScaler skips do not count; steps are added while the last one still compiles."""
+def _warm_up(
+    step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuMonitor | None
+) -> None:
+    """Run the warm-up. Steps that GradScaler skips do not count; steps are added while the last
+    one still compiles.
+    """
     config, wanted, taken = progress.config, progress.config.warmup_steps, 0
     while taken < wanted:
         if taken == wanted - 1:
@@ -296,7 +337,11 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
     if not taken:
         _settle(progress, monitor)
     if config.mode is Mode.TRAIN and taken < LEAST_TRAIN_WARMUP_STEPS:
-        first = "the first with the optimizer's state" if taken else "the making of the optimizer's state"
+        first = (
+            "the first with the optimizer's state"
+            if taken
+            else "the making of the optimizer's state"
+        )
         progress.warn(
             WarningCode.FEW_WARMUP_STEPS,
             f"{taken} warm-up step(s): the measured ones include {first}; "
@@ -305,7 +350,9 @@ def _warm_up(step: TrainingStep, clock: Clock, progress: Progress, monitor: GpuM
 
 
 def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
-    """Collect garbage and read the GPU's state. Done before the last warm-up step: a step after a pause is slower."""
+    """Collect garbage and read the GPU's state. Done before the last warm-up step: a step after
+    a pause is slower.
+    """
     steps = progress.config.measured_steps
     seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
     progress.say(f"timed steps: {steps}{f', about {seconds:.0f} s' if seconds >= 1 else ''}")
@@ -322,7 +369,8 @@ def _warm_up_once(step: TrainingStep, clock: Clock, progress: Progress, where: s
 
 
 def _meet_under_nsys(config: RunConfig, where: str) -> None:
-    """Wait for the other ranks: nsys captures all of them from when the first begins its measured steps to its end.
+    """Wait for the other ranks: nsys captures all of them from when the first begins its measured
+    steps to its end.
 
     To begin, it may wait until a device is idle, so the ranks meet on the host.
     """
@@ -331,10 +379,14 @@ def _meet_under_nsys(config: RunConfig, where: str) -> None:
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
-    """The timed loop: run steps until enough were measured; those that GradScaler skips do not count."""
+    """The timed loop: run steps until enough were measured; those that GradScaler skips do not
+    count.
+    """
     config = progress.config
     progress.collector_on = gc.isenabled()
-    while len(progress.measured) < config.measured_steps or (progress.until_stable and not _is_stable(progress)):
+    while len(progress.measured) < config.measured_steps or (
+        progress.until_stable and not _is_stable(progress)
+    ):
         progress.where = f"measured step {len(progress.measured)}"
         times, is_taken = _run(step, clock, progress)
         if is_taken:
@@ -352,7 +404,9 @@ def _is_stable(progress: Progress) -> bool:
 
 
 def _run(step: TrainingStep, clock: Clock, progress: Progress) -> tuple[StepTimes, bool]:
-    """Run one step; return its times and whether it updated the weights. GradScaler skips steps that overflow."""
+    """Run one step; return its times and whether it updated the weights. GradScaler skips steps
+    that overflow.
+    """
     times, loss = step(clock)
     value = loss.item()
     progress.losses.append(value if math.isfinite(value) else None)
@@ -367,7 +421,9 @@ def _check_skipped(skipped: int, wanted: int) -> None:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """Turn Python's garbage collector off: a collection takes tens of milliseconds at an arbitrary moment."""
+    """Turn Python's garbage collector off: a collection takes tens of milliseconds at an
+    arbitrary moment.
+    """
     gc.disable()
     try:
         yield
@@ -378,10 +434,12 @@ def _collector_off() -> Iterator[None]:
 def _look_inside(
     step: TrainingStep, clock: Clock, progress: Progress, moments: list[MemoryMoment]
 ) -> tuple[Traffic, ...] | None:
-    """Run one more step of a shared run, not timed; count what this rank sends, and note what it keeps in memory.
+    """Run one more step of a shared run, not timed; count what this rank sends, and note what it
+    keeps in memory.
 
-    None, without such a step, for a run in one process. The step is eager: a replayed graph launches its collectives
-    without calling them, and keeps its gradients where they cannot be seen.
+    None, without such a step, for a run in one process. The step is eager: a replayed graph
+    launches its collectives without calling them, and keeps its gradients where they cannot be
+    seen.
     """
     if step.way is None:
         return None
@@ -389,7 +447,10 @@ def _look_inside(
 
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"
-    moment_after = {Phase.COMMUNICATION: MomentName.BEFORE_OPTIMIZER, Phase.OPTIMIZER: MomentName.AFTER_OPTIMIZER}
+    moment_after = {
+        Phase.COMMUNICATION: MomentName.BEFORE_OPTIMIZER,
+        Phase.OPTIMIZER: MomentName.AFTER_OPTIMIZER,
+    }
 
     def look(ended: Phase | None) -> None:
         if ended in moment_after:
@@ -401,7 +462,9 @@ def _look_inside(
     return counter.traffic()
 
 
-def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: float | None) -> Telemetry | None:
+def _telemetry(
+    monitor: GpuMonitor | None, progress: Progress, energy_before: float | None
+) -> Telemetry | None:
     """The GPU's state before and after the measured steps, and the energy of one step."""
     if monitor is None or progress.state_before is None:
         return None
@@ -411,27 +474,37 @@ def _telemetry(monitor: GpuMonitor | None, progress: Progress, energy_before: fl
     return Telemetry(before=progress.state_before, after=after, energy_per_step_j=per_step)
 
 
-def _judge(progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int) -> None:
+def _judge(
+    progress: Progress, memory: Memory | None, telemetry: Telemetry | None, graphs: int
+) -> None:
     """Add the warnings that follow from the finished run's memory and telemetry."""
     if graphs:
         progress.warn(
-            WarningCode.RECOMPILED, f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps"
+            WarningCode.RECOMPILED,
+            f"torch.compile made {graphs} graph(s) while timing; use more --warmup-steps",
         )
     if memory and (memory.segments_allocated or memory.alloc_retries):
         progress.warn(
             WarningCode.ALLOCATOR_GREW,
-            f"the allocator asked the driver for {memory.segments_allocated} segment(s) and flushed its cache "
-            f"{memory.alloc_retries} time(s) while timing; use more --warmup-steps or a smaller batch",
+            f"the allocator asked the driver for {memory.segments_allocated} segment(s) and "
+            f"flushed its cache {memory.alloc_retries} time(s) while timing; use more "
+            "--warmup-steps or a smaller batch",
         )
     if telemetry:
         progress.warn_if_throttled(telemetry)
-        _warn_of_others(progress, max(telemetry.before.other_processes, telemetry.after.other_processes))
+        _warn_of_others(
+            progress, max(telemetry.before.other_processes, telemetry.after.other_processes)
+        )
     if progress.skipped_steps:
         progress.warn(
-            WarningCode.SKIPPED_STEPS, f"GradScaler skipped {progress.skipped_steps} step(s); they are not timed"
+            WarningCode.SKIPPED_STEPS,
+            f"GradScaler skipped {progress.skipped_steps} step(s); they are not timed",
         )
     if None in progress.losses:
-        progress.warn(WarningCode.NOT_FINITE, f"the loss was not finite in {progress.losses.count(None)} step(s)")
+        progress.warn(
+            WarningCode.NOT_FINITE,
+            f"the loss was not finite in {progress.losses.count(None)} step(s)",
+        )
 
 
 def _failed(progress: Progress, error: BaseException) -> RunRecord:
@@ -439,9 +512,11 @@ def _failed(progress: Progress, error: BaseException) -> RunRecord:
     try:
         if progress.watch is not None:
             progress.watch.dump_memory()
-    except (RuntimeError, OSError) as unwritten:  # a broken context or a full disk; the run's failure stays the result
+    # a broken context or a full disk; the run's failure stays the result
+    except (RuntimeError, OSError) as unwritten:
         progress.warn(
-            WarningCode.NO_SNAPSHOT, f"the history of memory was not kept: {shortened(str(unwritten), LONGEST_PART)}"
+            WarningCode.NO_SNAPSHOT,
+            f"the history of memory was not kept: {shortened(str(unwritten), LONGEST_PART)}",
         )
     failure = describe(error, status, progress.place, progress.config.device)
     return replace(progress.record(status), failure=failure)

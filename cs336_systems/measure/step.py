@@ -1,6 +1,8 @@
-"""One training step, or the part of it that the mode asks for, timed phase by phase; and what is counted around it.
+"""One training step, or the part of it that the mode asks for, timed phase by phase; and what is
+counted around it.
 
-The modules of fast and shared steps are imported only for these, because that takes as long as some steps.
+The modules of fast and shared steps are imported only for these, because that takes as long as some
+steps.
 """
 
 import contextlib
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 class TrainingStep:
     """Forward, backward and optimizer of one model on one device; each call is one step.
 
-    If several ranks share a step, this is the part of `rank`, which must have joined the process group.
+    If several ranks share a step, this is the part of `rank`, which must have joined the process
+    group.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, rank: int = 0) -> None:
@@ -39,11 +42,19 @@ class TrainingStep:
         if config.model_factory is not None:
             config = with_own_vocabulary(config, model)
         self.config = config
-        parameters = ((f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters())
-        check_dtypes(config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters])
+        parameters = (
+            (f"parameter {name}", parameter.dtype) for name, parameter in model.named_parameters()
+        )
+        check_dtypes(
+            config.precision, [("PyTorch's default type", torch.get_default_dtype()), *parameters]
+        )
         self.batches = make_batches(config, rank)
         # small gradients would underflow in fp16; other precisions have the range of fp32
-        self.scaler = torch.amp.GradScaler(config.device.value) if config.precision is Precision.FP16 else None
+        self.scaler = (
+            torch.amp.GradScaler(config.device.value)
+            if config.precision is Precision.FP16
+            else None
+        )
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.trainable = _make_trainable(model, config)
         self.model = self.trainable.model
@@ -71,11 +82,15 @@ class TrainingStep:
         from cs336_systems.model.fast.step_graph import StepGraph
 
         recorded = tuple(phase for phase in self.config.phases if phase is not Phase.DATA)
-        captured = self.optimizer.captured if isinstance(self.optimizer, MasterAdamW) else lambda: None
+        captured = (
+            self.optimizer.captured if isinstance(self.optimizer, MasterAdamW) else lambda: None
+        )
         return StepGraph(self._phases, recorded, captured, joined={Phase.COMMUNICATION})
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
-        """Run one step, timed by `clock`; return its times and its loss, which is still on the device."""
+        """Run one step, timed by `clock`; return its times and its loss, which is still on the
+        device.
+        """
         if self.config.compile is CompileMode.REDUCE_OVERHEAD:
             torch.compiler.cudagraph_mark_step_begin()
         with annotate(Range.STEP):
@@ -91,7 +106,8 @@ class TrainingStep:
                 for phase in self._phases(batch):
                     clock.lap(phase)
             times = clock.stop()
-        # for graphs too: if an earlier step's gradients were left, the capture would record additions to them
+        # for graphs too: if an earlier step's gradients were left, the capture would record
+        # additions to them
         if self.config.mode is Mode.FORWARD_BACKWARD:
             self.model.zero_grad(set_to_none=True)
         return times, self.loss
@@ -101,13 +117,16 @@ class TrainingStep:
         mode = self.config.mode
         loss = self.forward(batch)
         self.loss = loss.detach()
-        check_dtypes(self.config.precision, [("the loss", loss.dtype)])  # that of the logits, or autocast's float32
+        # that of the logits, or autocast's float32
+        check_dtypes(self.config.precision, [("the loss", loss.dtype)])
         yield Phase.FORWARD
         if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
             self.phase = Phase.BACKWARD
             with annotate(Range.BACKWARD):
                 self.backward(loss)
-                del loss  # frees the rest of autograd's graph; those milliseconds of the host belong to backward
+                # frees the rest of autograd's graph; those milliseconds of the host belong to
+                # backward
+                del loss
             yield Phase.BACKWARD
             if self.way is not None:
                 self.phase = Phase.COMMUNICATION
@@ -120,8 +139,14 @@ class TrainingStep:
             yield Phase.OPTIMIZER
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
-        """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and nothing else."""
-        with self._grad(), annotate(Range.FORWARD), autocast(self.config.precision, self.config.device):
+        """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and
+        nothing else.
+        """
+        with (
+            self._grad(),
+            annotate(Range.FORWARD),
+            autocast(self.config.precision, self.config.device),
+        ):
             loss: Tensor = self._loss(*batch)
             return loss
 
@@ -155,7 +180,9 @@ class TrainingStep:
         return bool(found)
 
     def loss_scale(self) -> float | None:
-        """GradScaler's factor, which falls if and only if a step was skipped; None without a scaler. Synchronises."""
+        """GradScaler's factor, which falls if and only if a step was skipped; None without a
+        scaler. Synchronises.
+        """
         return None if self.scaler is None else self.scaler.get_scale()
 
     def compiled_graphs(self) -> int:
@@ -167,18 +194,23 @@ class TrainingStep:
         return int(counters["stats"]["unique_graphs"])
 
     def compilation(self, before: Compilation | None = None) -> Compilation | None:
-        """What torch.compile has done in this process, since `before` if that is given; None for an eager run."""
+        """What torch.compile has done in this process, since `before` if that is given; None for
+        an eager run.
+        """
         if self.config.compile is CompileMode.NONE:
             return None
         from torch._dynamo.utils import calculate_time_spent, counters, get_compilation_metrics
 
-        # A compile id is frame/attempt, so attempt 0 is no recompilation. Backward has the id of its forward.
+        # A compile id is frame/attempt, so attempt 0 is no recompilation. Backward has the id of
+        # its forward.
         ids = {str(metrics.compile_id) for metrics in get_compilation_metrics()}
         return Compilation(
             seconds=calculate_time_spent()["total_wall_time"] - (before.seconds if before else 0),
             graphs=self.compiled_graphs() - (before.graphs if before else 0),
-            graph_breaks=sum(counters["graph_break"].values()) - (before.graph_breaks if before else 0),
-            recompiles=sum(not name.endswith("/0") for name in ids) - (before.recompiles if before else 0),
+            graph_breaks=sum(counters["graph_break"].values())
+            - (before.graph_breaks if before else 0),
+            recompiles=sum(not name.endswith("/0") for name in ids)
+            - (before.recompiles if before else 0),
         )
 
     def reset_memory(self) -> dict[str, int] | None:
@@ -188,14 +220,18 @@ class TrainingStep:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_stats()
 
-    def memory_since(self, before: dict[str, int] | None, first_step_peak_bytes: int | None) -> Memory | None:
+    def memory_since(
+        self, before: dict[str, int] | None, first_step_peak_bytes: int | None
+    ) -> Memory | None:
         """The allocator's work since `reset_memory` returned `before`; None on a CPU.
 
         A replayed CUDA graph allocates nothing; its peak is that of its capture.
         """
         if before is None:
             return None
-        return memory_since(before, first_step_peak_bytes, self.graph.peak_bytes if self.graph else None)
+        return memory_since(
+            before, first_step_peak_bytes, self.graph.peak_bytes if self.graph else None
+        )
 
     def memory_now(self, moment: MomentName) -> MemoryMoment:
         """What the step's tensors take now."""
@@ -203,25 +239,39 @@ class TrainingStep:
         states = [] if self.optimizer is None else self.optimizer.state.values()
         return MemoryMoment(
             moment=moment,
-            allocated_bytes=torch.cuda.memory_allocated() if self.config.device is Device.CUDA else None,
+            allocated_bytes=torch.cuda.memory_allocated()
+            if self.config.device is Device.CUDA
+            else None,
             parameters_bytes=_bytes(trained),
             gradients_bytes=_bytes(tensor.grad for tensor in trained if tensor.grad is not None),
-            optimizer_state_bytes=_bytes(each for state in states for each in state.values() if torch.is_tensor(each)),
+            optimizer_state_bytes=_bytes(
+                each for state in states for each in state.values() if torch.is_tensor(each)
+            ),
         )
 
     def _trained(self) -> Iterator[Tensor]:
-        """The parameters that this rank keeps, whole or in part, and their copies in low precision."""
+        """The parameters that this rank keeps, whole or in part, and their copies in low
+        precision.
+        """
         found: dict[int, Tensor] = {id(each): each for each in self.model.parameters()}
         for weight in getattr(self.model, "weights", ()):
-            kept = (weight.master, weight.remainder, None if weight.copy is None else weight.copy.leaf)
+            kept = (
+                weight.master,
+                weight.remainder,
+                None if weight.copy is None else weight.copy.leaf,
+            )
             found |= {id(each): each for each in kept if each is not None}
         yield from found.values()
 
 
 def memory_since(
-    before: dict[str, int], first_step_peak_bytes: int | None = None, graph_peak_bytes: int | None = None
+    before: dict[str, int],
+    first_step_peak_bytes: int | None = None,
+    graph_peak_bytes: int | None = None,
 ) -> Memory:
-    """The work of PyTorch's CUDA allocator since its counters, whose peaks were reset then, were `before`."""
+    """The work of PyTorch's CUDA allocator since its counters, whose peaks were reset then, were
+    `before`.
+    """
     after = torch.cuda.memory_stats()
     return Memory(
         peak_allocated_bytes=max(after["allocated_bytes.all.peak"], graph_peak_bytes or 0),
@@ -234,15 +284,26 @@ def memory_since(
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors; a tensor that PyTorch has sharded counts with this rank's part."""
-    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors)
+    return sum(
+        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors
+    )
 
 
 def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:
-    """The run with the vocabulary of a user's own model, unless another one than the usual was asked for."""
-    tokens = torch.zeros(config.batch_size, config.model.context_length, dtype=torch.int64, device=config.device.value)
+    """The run with the vocabulary of a user's own model, unless another one than the usual was
+    asked for.
+    """
+    tokens = torch.zeros(
+        config.batch_size,
+        config.model.context_length,
+        dtype=torch.int64,
+        device=config.device.value,
+    )
     asked = config.model.vocab_size
     usual = SIZES.get(config.size, SIZES["tiny"]).vocab_size
-    found = vocabulary_of(model, tokens, autocast(config.precision, config.device), None if asked == usual else asked)
+    found = vocabulary_of(
+        model, tokens, autocast(config.precision, config.device), None if asked == usual else asked
+    )
     return replace(config, model=replace(config.model, vocab_size=found))
 
 

@@ -1,4 +1,6 @@
-"""Traces the real step of a configuration; as a process of its own it is asked for tapes through a pipe."""
+"""Traces the real step of a configuration; as a process of its own it is asked for tapes through
+a pipe.
+"""
 
 import itertools
 import os
@@ -25,13 +27,17 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.trainable import is_own_message, load_factory, make_model, told
 
 PARTIAL_ROWS = 264
-"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper GPU (`num_programs`)."""
+"""Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper
+GPU (`num_programs`).
+"""
 MAX_SUMS = 4
 """Most gradients of vectors that one kernel of the fast model computes beside that of its input."""
 STEPS = 2
 """Steps until the steady state: the optimizer makes its state in the first."""
 STEPS_OF_DDP = 4
-"""PyTorch's DDP replaces its buckets in the third step, when the order of the gradients is known."""
+"""PyTorch's DDP replaces its buckets in the third step, when the order of the gradients is
+known.
+"""
 
 
 def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
@@ -48,19 +54,22 @@ def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
     trace.note(Category.PARAMETERS, step.model.parameters())
     parameter_bytes = _bytes_kept(step.model.parameters())
     for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
-        _, loss = step(_Clock(trace, step))  # kept until the next step has its own, as in a measured run
+        # kept until the next step has its own, as in a measured run
+        _, loss = step(_Clock(trace, step))
     tape = trace.tape()
     del loss
     if (traced_bytes := tape.bytes_of(Category.PARAMETERS)) != parameter_bytes:
         raise TraceError(
-            f"the trace has {traced_bytes:,} bytes of parameters, and the model {parameter_bytes:,}: a fault of this "
-            "program"
+            f"the trace has {traced_bytes:,} bytes of parameters, and the model "
+            f"{parameter_bytes:,}: a fault of this program"
         )
     return tape
 
 
 def _bytes_kept(parameters: Iterable[Tensor]) -> int:
-    """Bytes of the parameters on this rank; tied ones, and parts of one tensor, share their memory."""
+    """Bytes of the parameters on this rank; tied ones, and parts of one tensor, share their
+    memory.
+    """
     parts = (getattr(each, "_local_tensor", each).untyped_storage() for each in parameters)
     return sum({part._cdata: part.nbytes() for part in parts}.values())
 
@@ -68,11 +77,13 @@ def _bytes_kept(parameters: Iterable[Tensor]) -> int:
 def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of a user's own model.
 
-    If its step needs data, the tape has the reason and the parameters; if the model cannot be used, the reason alone.
+    If its step needs data, the tape has the reason and the parameters; if the model cannot be used,
+    the reason alone.
     """
     parameters: dict[str, int] = {}
     try:
-        load_factory(config.model_factory or "")  # outside of the modes below, which slow imports down
+        # outside of the modes below, which slow imports down
+        load_factory(config.model_factory or "")
         with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config):
             model = make_model(config)
             parameters = _parameters_by_module(model)
@@ -101,9 +112,11 @@ def _parameters_by_module(model: nn.Module) -> dict[str, int]:
 
 @contextmanager
 def _as_of_whole_sequences() -> Iterator[None]:
-    """Let transformers find what it finds in eager training: that no row of a batch has several sequences.
+    """Let transformers find what it finds in eager training: that no row of a batch has several
+    sequences.
 
-    It reads positions to find that out (find_packed_sequence_indices in masking_utils.py), and else makes a mask.
+    It reads positions to find that out (find_packed_sequence_indices in masking_utils.py), and else
+    makes a mask.
     """
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
@@ -132,14 +145,21 @@ def _contract_backward(trace: Trace, call: Call) -> None:
 
 def _attend(trace: Trace, call: Call) -> None:
     (batch, seq, width), heads = call.ins[0].shape, call.args[1]
-    trace.attention(Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size())
+    trace.attention(
+        Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size()
+    )
 
 
 def _attend_backward(trace: Trace, call: Call) -> None:
     """Then a pass turns q and k back, or two add up the gradient of a bias."""
     gradient, packed, *_ = call.ins
     (batch, seq, width), rotations, heads = packed.shape, call.args[4], call.args[5]
-    trace.attention(Form.ATTENTION_BACKWARD, batch * heads, (seq, width // 3 // heads, seq), packed.element_size())
+    trace.attention(
+        Form.ATTENTION_BACKWARD,
+        batch * heads,
+        (seq, width // 3 // heads, seq),
+        packed.element_size(),
+    )
     trace.moves([gradient] * (2 if rotations is None else 4))
     _add_sums(trace, call.outs[1].numel())
 
@@ -169,13 +189,21 @@ def _losses(trace: Trace, call: Call) -> None:
 
 
 OF_FAST = {
-    "expand": _expand, "contract_backward": _contract_backward, "attend": _attend, "attend_backward": _attend_backward,
-    "add_norm_backward": _with_sums, "bias_gelu_backward": _with_sums, "lookup_backward": _lookup_backward,
+    "expand": _expand,
+    "contract_backward": _contract_backward,
+    "attend": _attend,
+    "attend_backward": _attend_backward,
+    "add_norm_backward": _with_sums,
+    "bias_gelu_backward": _with_sums,
+    "lookup_backward": _lookup_backward,
     "lookup": lambda trace, call: trace.moves([*call.outs, *call.outs]),
     "_cross_entropy_losses": _losses,
-    "_cross_entropy_scale": lambda trace, call: trace.moves(call.ins[1:]),  # leaves logits alone if it is 1
-}  # fmt: skip
-"""Operators and Triton kernels of the fast model that do otherwise than read and write each of their tensors once."""
+    # leaves logits alone if it is 1
+    "_cross_entropy_scale": lambda trace, call: trace.moves(call.ins[1:]),
+}
+"""Operators and Triton kernels of the fast model that do otherwise than read and write each of
+their tensors once.
+"""
 
 
 class _Clock:
@@ -183,7 +211,9 @@ class _Clock:
 
     def __init__(self, trace: Trace, step: TrainingStep) -> None:
         self._trace, self._step = trace, step
-        self._next = iter([*(phase for phase in step.config.phases if phase is not Phase.DATA), Phase.STEP])
+        self._next = iter(
+            [*(phase for phase in step.config.phases if phase is not Phase.DATA), Phase.STEP]
+        )
 
     def start(self) -> None:
         self._trace.begin(next(self._next))
@@ -193,8 +223,12 @@ class _Clock:
         gradients = [each.grad for each in self._step.model.parameters()]
         trace.note(Category.GRADIENTS, (each for each in gradients if each is not None))
         if phase is Phase.OPTIMIZER and optimizer is not None:
-            states = itertools.chain.from_iterable(state.values() for state in optimizer.state.values())
-            trace.note(Category.OPTIMIZER_STATE, (each for each in states if isinstance(each, Tensor)))
+            states = itertools.chain.from_iterable(
+                state.values() for state in optimizer.state.values()
+            )
+            trace.note(
+                Category.OPTIMIZER_STATE, (each for each in states if isinstance(each, Tensor))
+            )
         trace.begin(next(self._next))
 
     def stop(self) -> StepTimes:
@@ -216,13 +250,21 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
         (dist, "get_backend", lambda *_: "nccl"),
         (dist, "broadcast_object_list", lambda *_, **__: None),
         (collectives, "check_same_gradients", lambda *_: None),
-        *((each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
-          for each in (data_parallel, exchange)),
-        (exchange, "start_gather", lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)]),
+        *(
+            (each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
+            for each in (data_parallel, exchange)
+        ),
+        (
+            exchange,
+            "start_gather",
+            lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)],
+        ),
         (exchange.CollectiveExchange, "scatter", lambda *each: _Started(scatter(*each), *each)),
         (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
-    ]  # fmt: skip
-    dist.init_process_group("fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks)
+    ]
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks
+    )
     try:
         with ExitStack() as patches:
             for where, name, what in instead:
@@ -244,7 +286,9 @@ class _Started:
 
 
 def _average_at_once(step: TrainingStep) -> None:
-    """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until the next is sent."""
+    """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until
+    the next is sent.
+    """
     ddp, kept = getattr(step.way, "module", None), list[Tensor]()
 
     def averaged(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -259,7 +303,9 @@ def _average_at_once(step: TrainingStep) -> None:
 
 @contextmanager
 def _with_chunks(trace: Trace) -> Iterator[None]:
-    """Let the fast model run without its packages. Its AdamW finds tensors by their addresses, and here says them."""
+    """Let the fast model run without its packages. Its AdamW finds tensors by their addresses,
+    and here says them.
+    """
     try:
         from cs336_systems.model.fast import adamw_kernel, model
     except ImportError:  # without Triton
@@ -268,9 +314,13 @@ def _with_chunks(trace: Trace) -> Iterator[None]:
 
     class Chunked:
         def __init__(
-            self, masters: Sequence[Tensor], firsts: Sequence[Tensor], seconds: Sequence[Tensor],
-            copies: Sequence[Tensor], *_: object,
-        ) -> None:  # fmt: skip
+            self,
+            masters: Sequence[Tensor],
+            firsts: Sequence[Tensor],
+            seconds: Sequence[Tensor],
+            copies: Sequence[Tensor],
+            *_: object,
+        ) -> None:
             is_split = masters[0].dtype is torch.int16
             both = [*masters, *firsts, *seconds, *(copies if is_split else ())]
             self._tensors = [*both, *both, *(() if is_split else copies)]
@@ -310,7 +360,8 @@ def _reason(error: BaseException) -> str:
 
 if __name__ == "__main__":
     questions = Connection(int(sys.argv[1]))
-    os.set_inheritable(questions.fileno(), False)  # a process that the user's code starts would keep it open
+    # a process that the user's code starts would keep it open
+    os.set_inheritable(questions.fileno(), False)
     with suppress(EOFError, BrokenPipeError):  # the process that asks has ended
         while True:
             asked = msgspec.json.decode(questions.recv_bytes(), type=Asked)

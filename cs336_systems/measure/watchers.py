@@ -1,4 +1,5 @@
-"""The profilers that run inside the measuring process: none, torch.profiler, or the allocator's history.
+"""The profilers that run inside the measuring process: none, torch.profiler, or the allocator's
+history.
 
 nsys runs outside of the process; for it, this module adds the ranges of backward.
 """
@@ -42,7 +43,9 @@ class Watch:
     def __init__(self, step: Any, path: Path | None) -> None:  # noqa: ANN401
         profiler: Profiler = step.config.profiler
         self._step, self._path = step, path
-        self._is_profiled = profiler is Profiler.NSYS or (path is not None and profiler is not Profiler.NONE)
+        self._is_profiled = profiler is Profiler.NSYS or (
+            path is not None and profiler is not Profiler.NONE
+        )
         self._trace = path if profiler is Profiler.KINETO else None
         self._recorder = None
         if path is not None and profiler is Profiler.MEMORY:
@@ -55,15 +58,17 @@ class Watch:
         return clock if self._recorder is None else ObservedClock(clock, self.mark)
 
     def mark(self, ended: Phase | None) -> None:
-        """Tell the recorder of memory, if there is one, that a step begins (None) or that a phase has ended."""
+        """Tell the recorder of memory, if there is one, that a step begins (None) or that a
+        phase has ended.
+        """
         if self._recorder is not None:
             self._recorder.mark(ended)
 
     def whole_run(self) -> AbstractContextManager[object]:
         """Context around the warm-up and the measured steps.
 
-        It adds ranges of modules: in backward, and of a user's own model in forward too. Their hooks take time on the
-        host, so plain runs have none.
+        It adds ranges of modules: in backward, and of a user's own model in forward too. Their
+        hooks take time on the host, so plain runs have none.
         """
         watching = ExitStack()
         config, model = self._step.config, self._step.model
@@ -83,7 +88,9 @@ class Watch:
         """Context whose steps are recorded; a clean exit writes the file."""
         with ExitStack() as profiling:
             if self._trace is not None:
-                profiling.enter_context(kineto_trace(self._trace, self._step.config.device is Device.CUDA))
+                profiling.enter_context(
+                    kineto_trace(self._trace, self._step.config.device is Device.CUDA)
+                )
             if self._recorder is not None:
                 self._recorder.restart()
             yield
@@ -91,7 +98,9 @@ class Watch:
 
     @contextmanager
     def measured_steps(self, one_step: Callable[[], object]) -> Iterator[None]:
-        """Context around the measured steps. torch.profiler needs a step to settle: `one_step`, a warm-up step."""
+        """Context around the measured steps. torch.profiler needs a step to settle: `one_step`,
+        a warm-up step.
+        """
         with self.recording():
             if self._trace is not None:
                 with annotate(Range.WARMUP):
@@ -99,7 +108,8 @@ class Watch:
             yield
 
     def dump_memory(self) -> None:
-        """Write the snapshot of memory, if there is a recorder; a failed run's snapshot shows what filled the memory.
+        """Write the snapshot of memory, if there is a recorder; a failed run's snapshot shows what
+        filled the memory.
 
         Raises RuntimeError or OSError if it cannot be written, as from a broken CUDA context.
         """

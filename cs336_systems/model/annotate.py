@@ -1,7 +1,8 @@
 """Named ranges around the parts of a step, for whichever profiler is in use.
 
-`annotate` marks the forward pass, in place in the model. Backward runs on autograd's own thread, where no Python of the
-model is on the stack, so `backward_ranges` marks it through the nodes of autograd's graph.
+`annotate` marks the forward pass, in place in the model. Backward runs on autograd's own thread,
+where no Python of the model is on the stack, so `backward_ranges` marks it through the nodes of
+autograd's graph.
 """
 
 import functools
@@ -22,11 +23,15 @@ from torch.autograd.graph import Node
 from cs336_systems.ranges import Range
 
 COMPRESSION = 6
-"""Gzip level: takes a fifth of the time of torch's own level, 9, and makes the file a tenth larger."""
+"""Gzip level: takes a fifth of the time of torch's own level, 9, and makes the file a tenth
+larger.
+"""
 
 
 class Annotator(StrEnum):
-    """Where ranges are recorded: nowhere, by an NVTX tool such as Nsight Systems, torch.profiler, or `current_path`."""
+    """Where ranges are recorded: nowhere, by an NVTX tool such as Nsight Systems,
+    torch.profiler, or `current_path`.
+    """
 
     NONE = "none"
     NVTX = "nvtx"
@@ -36,7 +41,9 @@ class Annotator(StrEnum):
 
 @contextmanager
 def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
-    """Record with torch.profiler while open; a clean exit leaves the trace at `path`, as gzipped JSON."""
+    """Record with torch.profiler while open; a clean exit leaves the trace at `path`, as gzipped
+    JSON.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if with_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -44,10 +51,13 @@ def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
         yield
     plain, compressed = (path.with_name(f".{path.name}.{word}.tmp") for word in ("plain", "gzip"))
     folder = os.open(path.parent, os.O_RDONLY)
-    # PyTorch writes the path into the trace as it is, where a quote in a folder's name would end the text
+    # PyTorch writes the path into the trace as it is, where a quote in a folder's name would end
+    # the text
     without_names = Path(f"/proc/self/fd/{folder}")
     try:
-        profiler.export_chrome_trace(str((without_names if without_names.exists() else path.parent) / plain.name))
+        profiler.export_chrome_trace(
+            str((without_names if without_names.exists() else path.parent) / plain.name)
+        )
         with plain.open("rb") as source, gzip.open(compressed, "wb", COMPRESSION) as target:
             shutil.copyfileobj(source, target, 2**20)
         compressed.replace(path)
@@ -74,12 +84,16 @@ def _push_record(name: str) -> None:
 
 
 def current_path() -> tuple[str, ...]:
-    """Names of the open ranges of this thread, the outermost first; empty unless the annotator is PATH."""
+    """Names of the open ranges of this thread, the outermost first; empty unless the annotator
+    is PATH.
+    """
     return tuple(_thread.path)
 
 
 def _nvtx_push_pop() -> "PushPop":
-    """Push and pop of ranges in NVTX's default domain, named by registered strings, as nsys's capture range needs."""
+    """Push and pop of ranges in NVTX's default domain, named by registered strings, as nsys's
+    capture range needs.
+    """
     import nvtx  # which has no packages for macOS, and is needed for CUDA devices alone
 
     domain = nvtx.get_domain()
@@ -88,7 +102,9 @@ def _nvtx_push_pop() -> "PushPop":
 
 
 class _Annotation:
-    """Opens and closes a range. It has no state, so one object per name serves nested uses and several threads."""
+    """Opens and closes a range. It has no state, so one object per name serves nested uses and
+    several threads.
+    """
 
     __slots__ = ("_name", "_pop", "_push")
 
@@ -105,14 +121,19 @@ class _Annotation:
 PushPop = tuple[Callable[[str], object], Callable[[], object]]
 _NOTHING = nullcontext()
 _PUSH_POP: dict[Annotator, PushPop] = {
-    Annotator.RECORD_FUNCTION: (_push_record, lambda: _thread.records.pop().__exit__(None, None, None)),
+    Annotator.RECORD_FUNCTION: (
+        _push_record,
+        lambda: _thread.records.pop().__exit__(None, None, None),
+    ),
     Annotator.PATH: (lambda name: _thread.path.append(name), lambda: _thread.path.pop()),
 }
 _annotation: Callable[[str], _Annotation] | None = None
 
 
 def set_annotator(annotator: Annotator) -> None:
-    """Choose where ranges are recorded from here on, for the whole process; no range may be open."""
+    """Choose where ranges are recorded from here on, for the whole process; no range may be
+    open.
+    """
     global _annotation
     if annotator is Annotator.NONE:
         _annotation = None
@@ -122,17 +143,21 @@ def set_annotator(annotator: Annotator) -> None:
 
 
 def annotate(name: str) -> AbstractContextManager[None]:
-    """Range `name` around a `with` block; nothing without an annotator, and inside what torch.compile traces."""
+    """Range `name` around a `with` block; nothing without an annotator, and inside what
+    torch.compile traces.
+    """
     if torch.compiler.is_compiling():
         return nullcontext()  # Dynamo enters only contexts that it has seen created
     return _NOTHING if _annotation is None else _annotation(name)
 
 
 def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:
-    """Names of the ranges of a model that has none: for each module down to `depth` levels, its place.
+    """Names of the ranges of a model that has none: for each module down to `depth` levels, its
+    place.
 
-    The place of the model itself is its class; that of another module is its path below the module that calls it, such
-    as `layers.0` or `self_attn`. Lists and dictionaries of modules are never called, so they are no level.
+    The place of the model itself is its class; that of another module is its path below the module
+    that calls it, such as `layers.0` or `self_attn`. Lists and dictionaries of modules are never
+    called, so they are no level.
     """
 
     def placed(module: nn.Module, name: str, depth: int) -> Iterator[tuple[nn.Module, str]]:
@@ -143,7 +168,15 @@ def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:
     return dict(placed(model, type(model).__name__, depth))
 
 
-_OF_STEPS = {Range.STEP, Range.FORWARD, Range.LOSS, Range.BACKWARD, Range.COMMUNICATION, Range.OPTIMIZER, Range.MEASURE}
+_OF_STEPS = {
+    Range.STEP,
+    Range.FORWARD,
+    Range.LOSS,
+    Range.BACKWARD,
+    Range.COMMUNICATION,
+    Range.OPTIMIZER,
+    Range.MEASURE,
+}
 """Names of ranges that no module may have."""
 
 
@@ -163,7 +196,11 @@ def forward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
         for module, name in names.items():
             begin = functools.partial(_enter, name)
             hooks.callback(module.register_forward_pre_hook(begin).remove)
-            hooks.callback(module.register_forward_hook(functools.partial(_leave, name), always_call=True).remove)
+            hooks.callback(
+                module.register_forward_hook(
+                    functools.partial(_leave, name), always_call=True
+                ).remove
+            )
         yield
 
 
@@ -176,19 +213,26 @@ def _leave(name: str, *_: object) -> None:
 
 
 def own_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The modules that have a `range: str`, which names their ranges; their own code opens those of forward."""
-    return {each: name for each in model.modules() if isinstance(name := getattr(each, "range", None), str)}
+    """The modules that have a `range: str`, which names their ranges; their own code opens those
+    of forward.
+    """
+    return {
+        each: name
+        for each in model.modules()
+        if isinstance(name := getattr(each, "range", None), str)
+    }
 
 
 @contextmanager
 def backward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
     """While open, backward has a range for each of these modules, by their names.
 
-    A module's range opens when the gradient of its output is ready and closes when that of its input is (for an
-    embedding, whose input has no gradient: when those of its parameters are). The hooks are on nodes of autograd's
-    graph, not on the modules' inputs and outputs, so no identity nodes are added and no gradient lives longer: numbers
-    and memory stay the same. Compiled code has no such nodes, and no ranges. A backward that raises, or that ends in
-    the outermost of these modules, leaves ranges open.
+    A module's range opens when the gradient of its output is ready and closes when that of its
+    input is (for an embedding, whose input has no gradient: when those of its parameters are). The
+    hooks are on nodes of autograd's graph, not on the modules' inputs and outputs, so no identity
+    nodes are added and no gradient lives longer: numbers and memory stay the same. Compiled code
+    has no such nodes, and no ranges. A backward that raises, or that ends in the outermost of these
+    modules, leaves ranges open.
     """
     with ExitStack() as hooks:
         for module, name in names.items():
@@ -223,8 +267,9 @@ class _Calls:
 class _Call:
     """One call of a module, and its range in backward.
 
-    The node that opens the range or the one that closes it may never run: recomputation by a checkpoint and unused
-    results leave such nodes. So `close` does nothing unless the range is open, and closes ranges left open inside it.
+    The node that opens the range or the one that closes it may never run: recomputation by a
+    checkpoint and unused results leave such nodes. So `close` does nothing unless the range is
+    open, and closes ranges left open inside it.
     """
 
     def __init__(self, name: str) -> None:
@@ -242,20 +287,26 @@ class _Call:
 
 
 def _first_node(values: Iterable[object]) -> Node | None:
-    """The node that backward runs first, of those that computed the tensors in `values` or in tuples among them.
+    """The node that backward runs first, of those that computed the tensors in `values` or in
+    tuples among them.
 
     None if no tensor has a node, and while compiling.
     """
     if torch.compiler.is_compiling():
         return None
     parts = (part for value in values for part in (value if isinstance(value, tuple) else (value,)))
-    nodes = (part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None)
+    nodes = (
+        part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None
+    )
     return max(nodes, key=lambda node: node._sequence_nr(), default=None)
 
 
 def _at(node: Node, action: Callable[[], None]) -> None:
-    """Call `action` just before `node` runs; the action added last runs first, as backward is forward in reverse."""
-    metadata = cast("dict[str, list[Callable[[], None]]]", node.metadata)  # a property that torch's stub calls a method
+    """Call `action` just before `node` runs; the action added last runs first, as backward is
+    forward in reverse.
+    """
+    # a property that torch's stub calls a method
+    metadata = cast("dict[str, list[Callable[[], None]]]", node.metadata)
     actions = metadata.get("ranges")
     if actions is None:
         metadata["ranges"] = actions = []
@@ -271,7 +322,8 @@ def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> No
 class _CloseAfter:
     """Closes the range of `call` when, once started, each of `leaves` has run.
 
-    All graphs that use a parameter share its leaf, so hooks of earlier graphs stay on the leaf and must do nothing.
+    All graphs that use a parameter share its leaf, so hooks of earlier graphs stay on the leaf and
+    must do nothing.
     """
 
     def __init__(self, call: _Call, leaves: list[Node]) -> None:

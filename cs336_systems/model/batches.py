@@ -29,7 +29,8 @@ def random_batches(config: RunConfig, rank: int = 0) -> Callable[[], Batch]:
 
 
 class FileBatches:
-    """Random slices of a token file, checked against the vocabulary, through pinned memory to the device.
+    """Random slices of a token file, checked against the vocabulary, through pinned memory to the
+    device.
 
     All ranks draw the same places in the file, and each reads its part of them.
     """
@@ -41,7 +42,9 @@ class FileBatches:
         self._generator = np.random.default_rng(config.seed)
         on_gpu = config.device is Device.CUDA
         self._staging = torch.empty(
-            (config.batch_size, config.model.context_length + 1), dtype=torch.int64, pin_memory=on_gpu
+            (config.batch_size, config.model.context_length + 1),
+            dtype=torch.int64,
+            pin_memory=on_gpu,
         )
         self._copied = torch.cuda.Event() if on_gpu else None
 
@@ -56,8 +59,9 @@ class FileBatches:
         vocab_size = self._config.model.vocab_size
         if rows.min() < 0 or rows.max() >= vocab_size:
             raise ValueError(
-                f"{self._config.tokens}: tokens must be from 0 to vocab_size - 1 = {vocab_size - 1}, "
-                f"found {rows.min()} to {rows.max()}; pass the tokenizer's --vocab-size"
+                f"{self._config.tokens}: tokens must be from 0 to vocab_size - 1 = "
+                f"{vocab_size - 1}, found {rows.min()} to {rows.max()}; pass the tokenizer's "
+                "--vocab-size"
             )
         self._staging.copy_(torch.from_numpy(rows.astype(np.int64)))
         on_device = self._staging.to(self._config.device.value, non_blocking=True)

@@ -26,7 +26,8 @@ DEFAULTS = Hyperparameters(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.
 class EagerOptimizer(torch.optim.Optimizer):
     """An optimizer that is never compiled.
 
-    PyTorch wraps the two methods below to hide them from torch.compile; the first call imports torch._dynamo (2 s).
+    PyTorch wraps the two methods below to hide them from torch.compile; the first call imports
+    torch._dynamo (2 s).
     """
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -34,15 +35,19 @@ class EagerOptimizer(torch.optim.Optimizer):
 
 
 class AdamW(EagerOptimizer):
-    """Adam with decoupled weight decay, one tensor at a time (Loshchilov and Hutter 2019, algorithm 2).
+    """Adam with decoupled weight decay, one tensor at a time (Loshchilov and Hutter 2019, algorithm
+    2).
 
-    The decay is scaled by the learning rate, and bias corrections are folded into two host scalars, as in
-    torch.optim.AdamW. Seven kernels per parameter and step (six without decay) move 28 bytes per parameter at the very
-    least. The step count stays on the host, so nothing waits for the device.
+    The decay is scaled by the learning rate, and bias corrections are folded into two host scalars,
+    as in torch.optim.AdamW. Seven kernels per parameter and step (six without decay) move 28 bytes
+    per parameter at the very least. The step count stays on the host, so nothing waits for the
+    device.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **hyperparameters: Unpack[Hyperparameters]
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
         super().__init__(params, {**DEFAULTS, **hyperparameters})
 
@@ -57,7 +62,9 @@ class AdamW(EagerOptimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.is_sparse:
-            raise ValueError(f"AdamW needs dense gradients, got a sparse one of shape {tuple(gradient.shape)}")
+            raise ValueError(
+                f"AdamW needs dense gradients, got a sparse one of shape {tuple(gradient.shape)}"
+            )
         state = self.state[parameter]
         if not state:
             state["step"] = 0

@@ -7,18 +7,23 @@ from numpy.lib import format as npy
 
 
 def open_tokens(path: Path, context_length: int) -> np.ndarray:
-    """Map a token file, reading its header alone: .npy, one axis, integers of any type, longer than `context_length`.
+    """Map a token file, reading its header alone: .npy, one axis, integers of any type, longer than
+    `context_length`.
 
-    Raises ValueError, which names the file, what was needed, what it holds, and a line of Python that converts it.
+    Raises ValueError, which names the file, what was needed, what it holds, and a line of Python
+    that converts it.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; --tokens needs a .npy file of integers")
     try:
         tokens = npy.open_memmap(path, mode="r")
-    except Exception as error:  # a damaged header makes numpy's parser and mmap raise nearly anything
+    # a damaged header makes numpy's parser and mmap raise nearly anything
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         line = f"numpy.save({f'{path}.npy'!r}, numpy.fromfile({str(path)!r}, 'uint16'))"
-        problem = f"not a .npy file of numbers ({reason}); raw 16-bit tokens are converted by {line}"
+        problem = (
+            f"not a .npy file of numbers ({reason}); raw 16-bit tokens are converted by {line}"
+        )
         raise ValueError(f"{path}: {problem}") from error
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         converted = f"{path.with_suffix('')}-int32.npy"
@@ -26,5 +31,8 @@ def open_tokens(path: Path, context_length: int) -> np.ndarray:
         found = f"{tokens.ndim} axes of {tokens.dtype}"
         raise ValueError(f"{path}: needed one axis of integers, found {found}; converted by {line}")
     if len(tokens) <= context_length:
-        raise ValueError(f"{path}: needed more than context_length = {context_length} tokens, found {len(tokens)}")
+        raise ValueError(
+            f"{path}: needed more than context_length = {context_length} tokens, found "
+            f"{len(tokens)}"
+        )
     return tokens

@@ -1,8 +1,9 @@
 """A decoder-only Transformer language model of either architecture, with named ranges in place.
 
-This model is measured and explained, so it is kept plain; `model/fast` computes the same from the same parameters. The
-host needs 4 to 5 us to launch a kernel, so rotations and mask are computed once, and no line launches a kernel that is
-not needed. A module's `range` names its range in backward too (annotate.backward_ranges).
+This model is measured and explained, so it is kept plain; `model/fast` computes the same from the
+same parameters. The host needs 4 to 5 us to launch a kernel, so rotations and mask are computed
+once, and no line launches a kernel that is not needed. A module's `range` names its range in
+backward too (annotate.backward_ranges).
 """
 
 import math
@@ -26,10 +27,11 @@ Mask = Bool[Tensor, "queries keys"]
 
 
 class TransformerLM(nn.Module):
-    """Language model, built and initialised on the default device: `with torch.device("cuda"): TransformerLM(config)`.
+    """Language model, built and initialised on the default device: `with torch.device("cuda"):
+    TransformerLM(config)`.
 
-    The state dict of architecture cs336 has the keys of the course's own model. Parameters are fp32; only autocast
-    lowers the precision of computations.
+    The state dict of architecture cs336 has the keys of the course's own model. Parameters are
+    fp32; only autocast lowers the precision of computations.
     """
 
     rotations: Tensor | None
@@ -39,13 +41,23 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         gpt2 = config.arch is Arch.GPT2
-        self.token_embeddings = Embedding(config.vocab_size, config.d_model, config.context_length if gpt2 else None)
+        self.token_embeddings = Embedding(
+            config.vocab_size, config.d_model, config.context_length if gpt2 else None
+        )
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.ln_final = _norm(config)
         self.lm_head = LMHead(config.d_model, config.vocab_size)
-        rotations = None if gpt2 else rope_rotations(config.context_length, config.d_head, config.rope_theta)
+        rotations = (
+            None
+            if gpt2
+            else rope_rotations(config.context_length, config.d_head, config.rope_theta)
+        )
         naive = config.attention is Attention.NAIVE
-        mask = torch.ones(config.context_length, config.context_length, dtype=torch.bool).tril() if naive else None
+        mask = (
+            torch.ones(config.context_length, config.context_length, dtype=torch.bool).tril()
+            if naive
+            else None
+        )
         # all layers share these tables, which are not saved in the state dict
         self.register_buffer("rotations", rotations, persistent=False)
         self.register_buffer("mask", mask, persistent=False)
@@ -56,7 +68,9 @@ class TransformerLM(nn.Module):
             _initialise_cs336(self)
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
+        """Logits of the token after each of `tokens`; raise ValueError for more tokens than the
+        context holds.
+        """
         rotations, mask = self.tables(tokens.shape[1])
         x: Tensor = self.token_embeddings(tokens)
         # entered once for all layers, because entering takes the host 20 us
@@ -69,15 +83,21 @@ class TransformerLM(nn.Module):
         return logits
 
     def tables(self, seq: int) -> tuple[Rotations | None, Mask | None]:
-        """Rotations and mask for `seq` positions; raise ValueError if that is more than the context holds."""
+        """Rotations and mask for `seq` positions; raise ValueError if that is more than the
+        context holds.
+        """
         if seq > self.config.context_length:
-            raise ValueError(f"tokens: needed at most context_length = {self.config.context_length} a row, got {seq}")
+            raise ValueError(
+                f"tokens: needed at most context_length = {self.config.context_length} a row, got "
+                f"{seq}"
+            )
         rotations = None if self.rotations is None else self.rotations[:seq]
         return rotations, None if self.mask is None else self.mask[:seq, :seq]
 
 
 class Block(nn.Module):
-    """Pre-norm Transformer block: attention, then the feed-forward network, each added to the residual stream.
+    """Pre-norm Transformer block: attention, then the feed-forward network, each added to the
+    residual stream.
 
     The caller opens its range, so that a block which is compiled on its own has one too.
     """
@@ -103,7 +123,8 @@ class Block(nn.Module):
 class SelfAttention(nn.Module):
     """Causal multi-head self-attention, with RoPE if `rotations` are given.
 
-    With a `mask` it is computed by `naive_attention`, without one by PyTorch's fused attention, which is causal itself.
+    With a `mask` it is computed by `naive_attention`, without one by PyTorch's fused attention,
+    which is causal itself.
     """
 
     range: str = Range.ATTENTION
@@ -123,12 +144,15 @@ class SelfAttention(nn.Module):
         with annotate(self.range):
             x = to_autocast_dtype(x)
             q, k, v = self.heads(x, rotations)
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # heads before positions
+            # heads before positions
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             if mask is None:
                 values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
                 values = naive_attention(q, k, v, mask)
-            output: Tensor = self.output_proj(rearrange(values, "batch heads seq d_head -> batch seq (heads d_head)"))
+            output: Tensor = self.output_proj(
+                rearrange(values, "batch heads seq d_head -> batch seq (heads d_head)")
+            )
             return output
 
     def heads(
@@ -136,25 +160,35 @@ class SelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
         q, k, v = (
-            rearrange(projection(x), "batch seq (heads d_head) -> batch seq heads d_head", heads=self.num_heads)
+            rearrange(
+                projection(x),
+                "batch seq (heads d_head) -> batch seq heads d_head",
+                heads=self.num_heads,
+            )
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotations is not None:
-            q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)  # rotated together: half as many kernels
+            # rotated together: half as many kernels
+            q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
         return q, k, v
 
 
 def naive_attention(
-    q: Float[Tensor, "... queries d_k"], k: Float[Tensor, "... keys d_k"], v: Float[Tensor, "... keys d_v"], mask: Mask
+    q: Float[Tensor, "... queries d_k"],
+    k: Float[Tensor, "... keys d_k"],
+    v: Float[Tensor, "... keys d_v"],
+    mask: Mask,
 ) -> Float[Tensor, "... queries d_v"]:
     """Attend to the keys that `mask` allows, one operation at a time (Vaswani et al. 2017, eq. 1).
 
     Each call inverts the mask, which takes one small kernel.
     """
     with annotate(Range.SCORES):
-        # scaled queries are fewer elements than scaled scores; a matmul would copy the keys anyway, and more slowly
+        # scaled queries are fewer elements than scaled scores; a matmul would copy the keys anyway,
+        # and more slowly
         scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.contiguous().transpose(-2, -1)
-        # detached, or autograd would save ~mask in every layer; the softmax gives masked scores a gradient of 0 anyway
+        # detached, or autograd would save ~mask in every layer; the softmax gives masked scores a
+        # gradient of 0 anyway
         scores.detach().masked_fill_(~mask, -math.inf)
     with annotate(Range.SOFTMAX):
         weights = scores.softmax(dim=-1)
@@ -181,7 +215,9 @@ class SwiGLU(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """GPT-2's feed-forward network: w2 gelu(w1 x), with biases and the tanh approximation of GELU."""
+    """GPT-2's feed-forward network: w2 gelu(w1 x), with biases and the tanh approximation of
+    GELU.
+    """
 
     range: str = Range.FFN
 
@@ -228,7 +264,9 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, d_model: int, context_length: int | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
-        self.positions = None if context_length is None else nn.Parameter(torch.empty(context_length, d_model))
+        self.positions = (
+            None if context_length is None else nn.Parameter(torch.empty(context_length, d_model))
+        )
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
@@ -252,7 +290,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al. 2016)."""
+    """x less its mean, over its standard deviation, times a learned gain, plus a bias (Ba et al.
+    2016).
+    """
 
     range: str = Range.NORM
 
@@ -271,7 +311,9 @@ def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
 
 
-def rope_rotations(context_length: int, d_head: int, theta: float) -> Float[Tensor, "context_length pairs 2"]:
+def rope_rotations(
+    context_length: int, d_head: int, theta: float
+) -> Float[Tensor, "context_length pairs 2"]:
     """Cosine and sine of position x theta^(-2 pair / d_head), in fp32 (Su et al. 2021, eq. 15)."""
     frequencies = theta ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
     angles = torch.outer(torch.arange(context_length, dtype=torch.float64), frequencies)
@@ -281,19 +323,26 @@ def rope_rotations(context_length: int, d_head: int, theta: float) -> Float[Tens
 def rotate_pairs(
     x: Float[Tensor, "batch seq heads d_head"], rotations: Rotations
 ) -> Float[Tensor, "batch seq heads d_head"]:
-    """Rotate each pair of features (2i, 2i + 1) by the angle of its position, in fp32 for any type of `x`."""
+    """Rotate each pair of features (2i, 2i + 1) by the angle of its position, in fp32 for any
+    type of `x`.
+    """
     pairs = rearrange(x.float(), "batch seq heads (pairs two) -> batch seq heads pairs two", two=2)
     rotations = rotations.unsqueeze(1)
-    if torch.compiler.is_compiling():  # Inductor generates no code for complex numbers, and fuses these
+    # Inductor generates no code for complex numbers, and fuses these
+    if torch.compiler.is_compiling():
         (even, odd), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
         rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     else:  # one kernel
-        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotations))
+        rotated = torch.view_as_real(
+            torch.view_as_complex(pairs) * torch.view_as_complex(rotations)
+        )
     return rotated.flatten(-2).to(x.dtype)
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """x, cast once to autocast's type if autocast is on. Autocast itself casts and saves a copy for each matmul."""
+    """x, cast once to autocast's type if autocast is on. Autocast itself casts and saves a copy
+    for each matmul.
+    """
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -312,7 +361,9 @@ def attention_backend(backend: SdpaBackend) -> AbstractContextManager[object]:
 
 
 def _initialise_cs336(model: nn.Module) -> None:
-    """The course's: normal with variance 2 / (d_in + d_out), 1 for embeddings, cut at 3 standard deviations."""
+    """The course's: normal with variance 2 / (d_in + d_out), 1 for embeddings, cut at 3 standard
+    deviations.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             std = 1.0 if name == "token_embeddings.weight" else math.sqrt(2 / sum(parameter.shape))
@@ -320,7 +371,8 @@ def _initialise_cs336(model: nn.Module) -> None:
 
 
 def _initialise_gpt2(model: nn.Module, num_layers: int) -> None:
-    """GPT-2's: normal with standard deviation 0.02, over sqrt(2 num_layers) in layers that add to the residual stream.
+    """GPT-2's: normal with standard deviation 0.02, over sqrt(2 num_layers) in layers that add to
+    the residual stream.
 
     Biases are 0.
     """

@@ -1,1 +1,3 @@
-"""A step on several ranks: gradients averaged in several ways, a sharded optimizer, sharded parameters."""
+"""A step on several ranks: gradients averaged in several ways, a sharded optimizer, sharded
+parameters.
+"""

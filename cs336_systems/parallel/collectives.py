@@ -37,7 +37,9 @@ class Rank:
 
 
 def devices_of(gpu_uuids: Sequence[str], *, all_of_them: bool) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each rank: its own GPU, which comes first, and the others if it writes to them."""
+    """CUDA_VISIBLE_DEVICES of each rank: its own GPU, which comes first, and the others if it
+    writes to them.
+    """
     others = gpu_uuids if all_of_them else ()
     return [",".join(dict.fromkeys([own, *others])) for own in gpu_uuids]
 
@@ -46,9 +48,10 @@ def devices_of(gpu_uuids: Sequence[str], *, all_of_them: bool) -> list[str]:
 def group_of(rank: Rank, device: Device) -> Iterator[None]:
     """Join the other ranks on entry, and leave them on exit.
 
-    A rank sees one GPU, its own, which becomes its device first: otherwise NCCL guesses, and all ranks would make a
-    context on the same GPU. After an error the group is left without waiting for the others, which may not come. Over
-    gloo, ranks listen on the loopback interface only, unless GLOO_SOCKET_IFNAME names another.
+    A rank sees one GPU, its own, which becomes its device first: otherwise NCCL guesses, and all
+    ranks would make a context on the same GPU. After an error the group is left without waiting for
+    the others, which may not come. Over gloo, ranks listen on the loopback interface only, unless
+    GLOO_SOCKET_IFNAME names another.
     """
     on_gpu = device is Device.CUDA
     if on_gpu:
@@ -73,7 +76,9 @@ def group_of(rank: Rank, device: Device) -> Iterator[None]:
 
 
 def meet_on_host(name: str) -> None:
-    """Wait until every rank has come to the place of this name, while nothing runs on the devices."""
+    """Wait until every rank has come to the place of this name, while nothing runs on the
+    devices.
+    """
     store = dist.distributed_c10d._get_default_store()
     store.add(name, 1)
     while store.add(name, 0) < dist.get_world_size():
@@ -91,7 +96,9 @@ KINDS = {
     "reduce_scatter_tensor_coalesced_": Collective.REDUCE_SCATTER,
     "broadcast_": Collective.BROADCAST,
 }
-"""Collectives by the names of their operators. The whole tensors come first; in a reduce-scatter, after the output."""
+"""Collectives by the names of their operators. The whole tensors come first; in a
+reduce-scatter, after the output.
+"""
 
 
 @torch.library.custom_op("cs336_systems::push", mutates_args=("target",))
@@ -103,7 +110,8 @@ def push(source: Tensor, target: Tensor) -> None:
 class TrafficCounter(TorchDispatchMode):
     """Counts in its context every collective that this process calls, on any thread of autograd.
 
-    It sees the operators of torch.distributed's C++ library, so it also counts those that PyTorch's DDP and FSDP call.
+    It sees the operators of torch.distributed's C++ library, so it also counts those that PyTorch's
+    DDP and FSDP call.
     """
 
     def __init__(self) -> None:
@@ -132,7 +140,9 @@ class TrafficCounter(TorchDispatchMode):
                 collective=name.strip("_").removesuffix("_base"),
                 count=len(payloads),
                 payload_bytes=sum(payloads),
-                sent_bytes=sum(payloads) if name == "push" else round(sent_share(KINDS[name], ranks) * sum(payloads)),
+                sent_bytes=sum(payloads)
+                if name == "push"
+                else round(sent_share(KINDS[name], ranks) * sum(payloads)),
             )
             for name, payloads in sorted(self._payloads.items())
         )
@@ -160,11 +170,16 @@ class Averaging:
         self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]
         self._works = [
             *grouped(lambda tensor: dist.all_reduce(tensor, op=op, async_op=True), tensors),
-            *grouped(lambda whole: reduce_scatter(own_part(whole), whole, op=op, async_op=True), shared_out),
+            *grouped(
+                lambda whole: reduce_scatter(own_part(whole), whole, op=op, async_op=True),
+                shared_out,
+            ),
         ]
 
     def wait(self) -> None:
-        """Wait for the averages. On a GPU the current stream waits for them, and the host does not."""
+        """Wait for the averages. On a GPU the current stream waits for them, and the host does
+        not.
+        """
         for work in self._works:
             work.wait()
         for tensor in self._divided:
@@ -180,10 +195,12 @@ def own_part(whole: Tensor) -> Tensor:
 def grouped(
     collective: Callable[[Tensor], dist.Work | None], tensors: Sequence[Tensor]
 ) -> list["dist.Work | _CoalescingManager"]:
-    """Start the asynchronous collective for all tensors, and return works to wait for; NCCL runs one kernel per type.
+    """Start the asynchronous collective for all tensors, and return works to wait for; NCCL runs
+    one kernel per type.
 
-    With gloo every tensor has a collective of its own: gloo's two threads record the names of completed collectives
-    without a lock (PyTorch 2.13), and names as long as those of coalesced ones are then freed twice.
+    With gloo every tensor has a collective of its own: gloo's two threads record the names of
+    completed collectives without a lock (PyTorch 2.13), and names as long as those of coalesced
+    ones are then freed twice.
     """
     if dist.get_backend() != "nccl":
         return [work for tensor in tensors if (work := collective(tensor)) is not None]
@@ -198,7 +215,9 @@ def grouped(
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all tensors, which have one type, as one axis; a view if there is only one contiguous tensor."""
+    """The elements of all tensors, which have one type, as one axis; a view if there is only one
+    contiguous tensor.
+    """
     if len(tensors) == 1:
         return tensors[0].contiguous().view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -234,15 +253,21 @@ def graded(output: object) -> Iterator[Tensor]:
 
 
 def check_same_gradients(names: Iterable[str], parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError if a parameter has a gradient on some ranks and none on others: those cannot be averaged."""
+    """Raise ValueError if a parameter has a gradient on some ranks and none on others: those
+    cannot be averaged.
+    """
     if not parameters:
         return
-    have = torch.tensor([each.grad is not None for each in parameters], dtype=torch.int32, device=parameters[0].device)
+    have = torch.tensor(
+        [each.grad is not None for each in parameters],
+        dtype=torch.int32,
+        device=parameters[0].device,
+    )
     dist.all_reduce(have)
     ranks = dist.get_world_size()
     for name, count in zip(names, have.tolist(), strict=True):
         if count not in (0, ranks):
             raise ValueError(
-                f"parameter {name} has a gradient on {count} of {ranks} ranks: a model must use the same parameters "
-                "for every batch"
+                f"parameter {name} has a gradient on {count} of {ranks} ranks: a model must use "
+                "the same parameters for every batch"
             )

@@ -1,8 +1,10 @@
-"""Data parallelism: every rank has the whole model and a batch of its own, and gradients are averaged over the ranks.
+"""Data parallelism: every rank has the whole model and a batch of its own, and gradients are
+averaged over the ranks.
 
-Wrap a module in one of the classes; then in each step run backward, `finish_gradient_synchronization()` and the
-optimizer. Parameters and buffers begin with the values of rank 0. Later changes of buffers are not exchanged. A
-parameter without a gradient must have none on any rank.
+Wrap a module in one of the classes; then in each step run backward,
+`finish_gradient_synchronization()` and the optimizer. Parameters and buffers begin with the values
+of rank 0. Later changes of buffers are not exchanged. A parameter without a gradient must have none
+on any rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,13 +28,16 @@ class Leaf(NamedTuple):
     name: str
     tensor: Tensor
     shared_elements: int = 0
-    """Leading elements of whose average each rank gets only its own part; 0: every rank gets the whole average."""
+    """Leading elements of whose average each rank gets only its own part; 0: every rank gets the
+    whole average.
+    """
 
 
 class NaiveDDP(nn.Module):
     """One all-reduce for each parameter, all of them after backward.
 
-    `leaves` are the tensors whose gradients are averaged: all parameters, unless the module computes with others.
+    `leaves` are the tensors whose gradients are averaged: all parameters, unless the module
+    computes with others.
     """
 
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None) -> None:
@@ -43,11 +48,13 @@ class NaiveDDP(nn.Module):
         self._leaves = [leaf for leaf in every if leaf.tensor.requires_grad]
         self._are_checked = False
 
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401 (whatever the module takes and returns)
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         return self.module(*inputs, **named_inputs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Average the gradients, or wait for averages in progress; call it between backward and the optimizer."""
+        """Average the gradients, or wait for averages in progress; call it between backward and
+        the optimizer.
+        """
         if not self._are_checked:
             collectives.check_same_gradients(
                 [leaf.name for leaf in self._leaves], [leaf.tensor for leaf in self._leaves]
@@ -66,7 +73,10 @@ class FlatDDP(NaiveDDP):
     def _average(self, leaves: Sequence[Leaf]) -> None:
         shared_out = [leaf for leaf in leaves if leaf.shared_elements]
         whole = [leaf.tensor for leaf in leaves if not leaf.shared_elements]
-        groups = [[each for each in whole if each.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in whole)]
+        groups = [
+            [each for each in whole if each.dtype is dtype]
+            for dtype in dict.fromkeys(t.dtype for t in whole)
+        ]
         flats = [collectives.flattened([_gradient(tensor) for tensor in group]) for group in groups]
         for averaging in (collectives.Averaging(flats), _averaging(shared_out)):
             averaging.wait()
@@ -76,30 +86,42 @@ class FlatDDP(NaiveDDP):
 
 
 class OverlapDDP(NaiveDDP):
-    """All-reduces during backward: each bucket of gradients is averaged as soon as its last gradient is ready.
+    """All-reduces during backward: each bucket of gradients is averaged as soon as its last
+    gradient is ready.
 
-    A bucket is averaged in place by one group of collectives. In the first step gradients are averaged after backward,
-    and rank 0 broadcasts the order in which its gradients became ready. From then on every rank starts its buckets in
-    this order. Raises RuntimeError for a second backward before `finish_gradient_synchronization()`, and for one that
-    computes gradients of other tensors than in the first step.
+    A bucket is averaged in place by one group of collectives. In the first step gradients are
+    averaged after backward, and rank 0 broadcasts the order in which its gradients became ready.
+    From then on every rank starts its buckets in this order. Raises RuntimeError for a second
+    backward before `finish_gradient_synchronization()`, and for one that computes gradients of
+    other tensors than in the first step.
     """
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None, bucket_bytes: int = 25 * 2**20) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        leaves: Sequence[Leaf] | None = None,
+        bucket_bytes: int = 25 * 2**20,
+    ) -> None:
         super().__init__(module, leaves)
         self._bucket_bytes = bucket_bytes
         self._ready: dict[int, None] = {}
-        """Numbers of the leaves whose gradients this backward has computed, in the order in which they became ready."""
+        """Numbers of the leaves whose gradients this backward has computed, in the order in
+        which they became ready.
+        """
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._num_started = 0
         for number, leaf in enumerate(self._leaves):
-            leaf.tensor.register_post_accumulate_grad_hook(lambda _, number=number: self._note(number))
+            leaf.tensor.register_post_accumulate_grad_hook(
+                lambda _, number=number: self._note(number)
+            )
 
     def _note(self, number: int) -> None:
         if number in self._ready:
             raise RuntimeError(
-                "backward came twice before finish_gradient_synchronization(), and gradients of the first may be "
-                "averaged already; use ddp-naive or ddp-flat to add up the gradients of several batches"
+                "backward came twice before finish_gradient_synchronization(), and gradients of "
+                "the first may be averaged already; use ddp-naive or ddp-flat to add up the "
+                "gradients of several batches"
             )
         self._ready[number] = None
         if not self._buckets:
@@ -107,7 +129,10 @@ class OverlapDDP(NaiveDDP):
         if number not in self._bucket_of:
             raise RuntimeError(OTHER_GRADIENTS)
         self._bucket_of[number].num_missing -= 1
-        while self._num_started < len(self._buckets) and not self._buckets[self._num_started].num_missing:
+        while (
+            self._num_started < len(self._buckets)
+            and not self._buckets[self._num_started].num_missing
+        ):
             bucket = self._buckets[self._num_started]
             bucket.averaging = _averaging(bucket.leaves)
             self._num_started += 1
@@ -126,7 +151,9 @@ class OverlapDDP(NaiveDDP):
         self._ready.clear()
 
     def _agree(self) -> None:
-        """Make buckets of the leaves in the order in which their gradients became ready on rank 0."""
+        """Make buckets of the leaves in the order in which their gradients became ready on rank
+        0.
+        """
         agreed = [list(self._ready)]
         dist.broadcast_object_list(agreed, src=0)
         for numbers in _split(agreed[0], self._leaves, self._bucket_bytes):
@@ -136,23 +163,30 @@ class OverlapDDP(NaiveDDP):
 
 
 class PushDDP(NaiveDDP):
-    """Every rank copies its gradients to the others during backward, and adds up those that it has received.
+    """Every rank copies its gradients to the others during backward, and adds up those that it has
+    received.
 
-    That takes memory for the gradients of every other rank. On GPUs the copies occupy no multiprocessor (exchange.py).
-    Gradients are divided by the number of ranks where backward begins, at the module's output. They are added up in the
-    order of the ranks, so that all ranks get the same sum; without `adds` the optimizer adds them, because it reads
-    them anyway.
+    That takes memory for the gradients of every other rank. On GPUs the copies occupy no
+    multiprocessor (exchange.py). Gradients are divided by the number of ranks where backward
+    begins, at the module's output. They are added up in the order of the ranks, so that all ranks
+    get the same sum; without `adds` the optimizer adds them, because it reads them anyway.
     """
 
-    def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None, *, adds: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, leaves: Sequence[Leaf] | None = None, *, adds: bool = True
+    ) -> None:
         super().__init__(module, leaves)
         self._adds = adds
         rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._others = [other for other in range(self._ranks) if other != rank]
         parts = [_own(leaf, leaf.tensor.detach()) for leaf in self._leaves]
         rows = [shared_rows(part, self._ranks - 1) for part in parts]
-        self._received = [list(each[:, : len(part)]) for each, part in zip(rows, parts, strict=True)]
-        """For each leaf, buffers for the gradients of the other ranks, in the order of the ranks."""
+        self._received = [
+            list(each[:, : len(part)]) for each, part in zip(rows, parts, strict=True)
+        ]
+        """For each leaf, buffers for the gradients of the other ranks, in the order of the
+        ranks.
+        """
         theirs = of_all_ranks(rows)
         row_there = {other: rank if rank < other else rank - 1 for other in self._others}
         self._targets = [
@@ -161,11 +195,19 @@ class PushDDP(NaiveDDP):
         ]
         self._pushes = Pushes(self._leaves[0].tensor.device, waits=True)
         for number, leaf in enumerate(self._leaves):
-            leaf.tensor.register_post_accumulate_grad_hook(lambda _, number=number: self._push(number))
+            leaf.tensor.register_post_accumulate_grad_hook(
+                lambda _, number=number: self._push(number)
+            )
 
     def received(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
-        """Buffers of a leaf's gradients from the other ranks, each as one axis, in rank order; None if not a leaf."""
-        found = (rows for leaf, rows in zip(self._leaves, self._received, strict=True) if leaf.tensor is tensor)
+        """Buffers of a leaf's gradients from the other ranks, each as one axis, in rank order;
+        None if not a leaf.
+        """
+        found = (
+            rows
+            for leaf, rows in zip(self._leaves, self._received, strict=True)
+            if leaf.tensor is tensor
+        )
         return next(map(tuple, found), None)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
@@ -189,7 +231,9 @@ class PushDDP(NaiveDDP):
         if not self._adds:
             return
         rank = dist.get_rank()
-        received = {id(leaf.tensor): rows for leaf, rows in zip(self._leaves, self._received, strict=True)}
+        received = {
+            id(leaf.tensor): rows for leaf, rows in zip(self._leaves, self._received, strict=True)
+        }
         for leaf in leaves:
             own, rows = _own(leaf, _gradient(leaf.tensor)), received[id(leaf.tensor)]
             in_order = [*rows[:rank], own, *rows[rank:]]
@@ -218,7 +262,9 @@ def _averaging(leaves: Sequence[Leaf]) -> collectives.Averaging:
     """Start to average the gradients of the leaves, in place."""
     whole = [_gradient(leaf.tensor) for leaf in leaves if not leaf.shared_elements]
     shared = [leaf for leaf in leaves if leaf.shared_elements]
-    return collectives.Averaging(whole, [_gradient(leaf.tensor).view(-1)[: leaf.shared_elements] for leaf in shared])
+    return collectives.Averaging(
+        whole, [_gradient(leaf.tensor).view(-1)[: leaf.shared_elements] for leaf in shared]
+    )
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -228,7 +274,8 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> list[list[int]]:
-    """Split the numbers of leaves into buckets of one type each; a bucket ends with the leaf that fills it.
+    """Split the numbers of leaves into buckets of one type each; a bucket ends with the leaf that
+    fills it.
 
     Buckets are in the order in which they become complete.
     """
@@ -246,11 +293,13 @@ def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> l
 
 
 class ShardedOptimizer(EagerOptimizer):
-    """`optimizer_cls(params, **kwargs)`; each rank updates the parameters it owns (ZeRO-1, Rajbhandari et al. 2020).
+    """`optimizer_cls(params, **kwargs)`; each rank updates the parameters it owns (ZeRO-1,
+    Rajbhandari et al. 2020).
 
-    Each rank must have the whole gradients of the parameters that it owns, as after data parallelism. Every parameter
-    goes to the rank that owns the fewest elements so far, so that the shares are about equal. Hyperparameters are those
-    of `param_groups`, so learning-rate schedulers work as usual. Saving and loading its state is left out.
+    Each rank must have the whole gradients of the parameters that it owns, as after data
+    parallelism. Every parameter goes to the rank that owns the fewest elements so far, so that the
+    shares are about equal. Hyperparameters are those of `param_groups`, so learning-rate schedulers
+    work as usual. Saving and loading its state is left out.
     """
 
     def __init__(
@@ -272,7 +321,8 @@ class ShardedOptimizer(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override] # noqa: ANN401
-        """Update the parameters of this rank, then broadcast every parameter with a gradient from its owner.
+        """Update the parameters of this rank, then broadcast every parameter with a gradient from
+        its owner.
 
         `kwargs` are given to the optimizer's own step, as in the course's interface.
         """
@@ -320,4 +370,6 @@ class ShardedOptimizer(EagerOptimizer):
 
     def _usual(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
         """Default hyperparameters of `optimizer_cls`, for ranks that own no parameter too."""
-        return self._make([nn.Parameter(each[:0]) for each in parameters[:1]], **self._settings).defaults
+        return self._make(
+            [nn.Parameter(each[:0]) for each in parameters[:1]], **self._settings
+        ).defaults

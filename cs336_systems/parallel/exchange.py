@@ -1,7 +1,8 @@
-"""How the ranks exchange parts of parameters and gradients: by collectives, or by copies into each other's memory.
+"""How the ranks exchange parts of parameters and gradients: by collectives, or by copies into each
+other's memory.
 
-On GPUs copy engines write into the memory of another rank of this host over NVLink or PCIe. Unlike a kernel of NCCL,
-they take no multiprocessor from the matmuls that run at the same time.
+On GPUs copy engines write into the memory of another rank of this host over NVLink or PCIe. Unlike
+a kernel of NCCL, they take no multiprocessor from the matmuls that run at the same time.
 """
 
 import os
@@ -21,13 +22,17 @@ from cs336_systems.parallel.collectives import Averaging, all_gather, grouped, p
 
 
 def shared_rows(like: Tensor, count: int) -> Tensor:
-    """`count` rows for other ranks to write, each as long as `like` or slightly longer, so that all begin aligned."""
+    """`count` rows for other ranks to write, each as long as `like` or slightly longer, so that
+    all begin aligned.
+    """
     multiple = ALIGNMENT // like.itemsize
     return like.new_empty(count, -(-like.numel() // multiple) * multiple)
 
 
 def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors that every rank passed, by rank, as views of that rank's memory; all must pass the same number."""
+    """The tensors that every rank passed, by rank, as views of that rank's memory; all must pass
+    the same number.
+    """
     handles = [_handle(tensor) for tensor in tensors]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, handles)
@@ -40,20 +45,32 @@ def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
     """A function and its arguments by which another process opens the same memory as a tensor.
 
-    CPU memory is moved to an unnamed shared file, which disappears with the last process that has it open. Raises
-    RuntimeError if /dev/shm has no room, of which containers often have 64 MiB.
+    CPU memory is moved to an unnamed shared file, which disappears with the last process that has
+    it open. Raises RuntimeError if /dev/shm has no room, of which containers often have 64 MiB.
     """
     if tensor.is_cuda:
         return reductions.reduce_tensor(tensor.detach())
     try:
         descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
     except RuntimeError as error:
-        hint = "give the container more of /dev/shm (docker run --shm-size), or use --parallel ddp-overlap or fsdp"
+        hint = (
+            "give the container more of /dev/shm (docker run --shm-size), or use --parallel "
+            "ddp-overlap or fsdp"
+        )
         raise RuntimeError(f"{error}; {hint}") from error
-    return _opened, (os.getpid(), descriptor, size, tensor.dtype, tensor.shape, tensor.storage_offset())
+    return _opened, (
+        os.getpid(),
+        descriptor,
+        size,
+        tensor.dtype,
+        tensor.shape,
+        tensor.storage_offset(),
+    )
 
 
-def _opened(pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: torch.Size, offset: int) -> Tensor:
+def _opened(
+    pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: torch.Size, offset: int
+) -> Tensor:
     own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
         storage = torch.UntypedStorage._new_shared_fd_cpu(own, size)  # type: ignore[attr-defined]
@@ -65,8 +82,8 @@ def _opened(pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: tor
 class Pushes:
     """Copies to other ranks' memory, on a stream of their own until `finish`.
 
-    With `waits`, the first copy after a `finish` waits until every rank has reached it, so that no rank overwrites what
-    another still reads. Without `waits` the caller must ensure that.
+    With `waits`, the first copy after a `finish` waits until every rank has reached it, so that no
+    rank overwrites what another still reads. Without `waits` the caller must ensure that.
     """
 
     def __init__(self, device: torch.device, *, waits: bool = False) -> None:
@@ -76,8 +93,12 @@ class Pushes:
         self._flag = torch.zeros(1, device=device)
         self._waits, self._has_begun = waits, False
 
-    def start(self, pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]] = ()) -> "Copied":
-        """Copy each source to its target, once the current stream has made the sources; `own` stay on this rank."""
+    def start(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> "Copied":
+        """Copy each source to its target, once the current stream has made the sources; `own`
+        stay on this rank.
+        """
         if self._stream is None:
             self._begin()
             _copy(pairs, own)
@@ -94,20 +115,26 @@ class Pushes:
             self.meet()
 
     def finish(self) -> None:
-        """Wait until every rank has made its copies. On a GPU the current stream waits, and the host does not."""
+        """Wait until every rank has made its copies. On a GPU the current stream waits, and the
+        host does not.
+        """
         self._has_begun = False
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         self.meet()
 
     def meet(self) -> None:
-        """Wait until every rank has called this; on a GPU the current stream waits, and the host does not."""
+        """Wait until every rank has called this; on a GPU the current stream waits, and the host
+        does not.
+        """
         dist.all_reduce(self._flag)
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies that have been started, with their sources, which must not be freed before they are made."""
+    """Copies that have been started, with their sources, which must not be freed before they are
+    made.
+    """
 
     event: torch.cuda.Event | None
     sources: Sequence[Tensor]
@@ -128,16 +155,21 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Te
 def _check_access() -> None:
     """Raise RuntimeError unless this rank can write to the GPUs of all ranks."""
     here, there = torch.cuda.current_device(), range(torch.cuda.device_count())
-    reached = [other for other in there if other == here or torch.cuda.can_device_access_peer(here, other)]
+    reached = [
+        other for other in there if other == here or torch.cuda.can_device_access_peer(here, other)
+    ]
     if len(reached) < dist.get_world_size():
         raise RuntimeError(
-            f"each of the {dist.get_world_size()} ranks must see the GPUs of all and be able to write to their memory; "
-            f"this one sees {len(there)} and can write to {len(reached)} with its own; use --parallel ddp-overlap"
+            f"each of the {dist.get_world_size()} ranks must see the GPUs of all and be able to "
+            f"write to their memory; this one sees {len(there)} and can write to {len(reached)} "
+            "with its own; use --parallel ddp-overlap"
         )
 
 
 class Started(Protocol):
-    """An exchange that has been started; on a GPU `wait` makes the current stream wait, without blocking the host."""
+    """An exchange that has been started; on a GPU `wait` makes the current stream wait, without
+    blocking the host.
+    """
 
     def wait(self) -> object: ...
 
@@ -186,12 +218,16 @@ class CollectiveExchange:
         return start_gather(parts.wholes, parts.parts_of(own))
 
     def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
-        """Start to average the whole gradients in `wholes`, by parameter number; this rank's parts go to `means`."""
+        """Start to average the whole gradients in `wholes`, by parameter number; this rank's
+        parts go to `means`.
+        """
         options = ReduceScatterOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(self._op), True
         own = parts.parts_of(means)
         group = c10d._get_default_group()
-        return group.reduce_scatter_tensor_coalesced([own[number] for number in wholes], [*wholes.values()], options)
+        return group.reduce_scatter_tensor_coalesced(
+            [own[number] for number in wholes], [*wholes.values()], options
+        )
 
     def receive(self) -> None:
         """Wait until gradients from all ranks are there."""
@@ -208,10 +244,12 @@ class CollectiveExchange:
 
 
 class PeerCopies:
-    """Exchange by copies from and to the other ranks' memory, which occupy no multiprocessor of a GPU.
+    """Exchange by copies from and to the other ranks' memory, which occupy no multiprocessor of a
+    GPU.
 
-    Ranks wait for each other when forward begins, so that all parts are up to date, and at the end of backward.
-    Gradients must have been divided by the number of ranks. Without `adds` the optimizer adds them up.
+    Ranks wait for each other when forward begins, so that all parts are up to date, and at the end
+    of backward. Gradients must have been divided by the number of ranks. Without `adds` the
+    optimizer adds them up.
     """
 
     is_late = True
@@ -223,11 +261,15 @@ class PeerCopies:
         self._others = [rank for rank in range(self._ranks) if rank != self._rank]
         self._pulls, self._pushes = Pushes(device), Pushes(device)
         self._cast: list[tuple[Parts, Tensor]] = []
-        """Parts that are gathered in another type than their masters', each with a buffer in that type."""
+        """Parts that are gathered in another type than their masters', each with a buffer in
+        that type.
+        """
         self._sources: dict[int, list[list[Tensor]]] = {}
         """By id of the Parts: for each rank, its part of every parameter."""
         self._received: dict[int, list[Tensor]] = {}
-        """By id of the Parts: buffers for the gradients of the other ranks, in the order of the ranks."""
+        """By id of the Parts: buffers for the gradients of the other ranks, in the order of the
+        ranks.
+        """
         self._targets: dict[int, dict[int, list[Tensor]]] = {}
         """By id of the Parts and other rank: where that rank's part of every gradient goes."""
 
@@ -268,17 +310,30 @@ class PeerCopies:
         """Start to copy the parts of all ranks."""
         sources = self._sources[id(parts)]
         pairs = [
-            [(source, whole.view(self._ranks, -1)[rank]) for source, whole in zip(of_rank, parts.wholes, strict=True)]
+            [
+                (source, whole.view(self._ranks, -1)[rank])
+                for source, whole in zip(of_rank, parts.wholes, strict=True)
+            ]
             for rank, of_rank in enumerate(sources)
         ]
-        return [self._pulls.start([pair for other in self._others for pair in pairs[other]], pairs[self._rank])]
+        return [
+            self._pulls.start(
+                [pair for other in self._others for pair in pairs[other]], pairs[self._rank]
+            )
+        ]
 
     def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
-        """Start to send the other ranks their parts of gradients, by parameter number; copy this rank's to `means`."""
+        """Start to send the other ranks their parts of gradients, by parameter number; copy this
+        rank's to `means`.
+        """
         by_rank = {number: whole.view(self._ranks, -1) for number, whole in wholes.items()}
         targets, own = self._targets[id(parts)], parts.parts_of(means)
         return self._pushes.start(
-            [(each[other], targets[other][number]) for other in self._others for number, each in by_rank.items()],
+            [
+                (each[other], targets[other][number])
+                for other in self._others
+                for number, each in by_rank.items()
+            ],
             [(each[self._rank], own[number]) for number, each in by_rank.items()],
         )
 
@@ -287,12 +342,16 @@ class PeerCopies:
         self._pushes.finish()
 
     def complete(self, parts: Parts, means: Tensor) -> None:
-        """Add the gradients that the other ranks have sent to this rank's parts, unless the optimizer does."""
+        """Add the gradients that the other ranks have sent to this rank's parts, unless the
+        optimizer does.
+        """
         for row in self._received[id(parts)] if self._adds else ():
             means += row
 
     def received(self, parts: Parts) -> list[tuple[Tensor, ...]]:
-        """For each parameter, buffers with the other ranks' gradients of this rank's part, in rank order."""
+        """For each parameter, buffers with the other ranks' gradients of this rank's part, in
+        rank order.
+        """
         rows = [parts.parts_of(row) for row in self._received[id(parts)]]
         return list(zip(*rows, strict=True))
 
@@ -306,12 +365,16 @@ Exchange = CollectiveExchange | PeerCopies
 
 
 def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[Started]:
-    """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel of NCCL.
+    """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel
+    of NCCL.
 
     With gloo each is gathered by itself (see grouped).
     """
     if dist.get_backend() != "nccl":
-        works = [all_gather(whole, part, async_op=True) for whole, part in zip(wholes, parts, strict=True)]
+        works = [
+            all_gather(whole, part, async_op=True)
+            for whole, part in zip(wholes, parts, strict=True)
+        ]
         return [work for work in works if work is not None]
     options = AllgatherOptions()
     options.asyncOp = True

@@ -1,17 +1,21 @@
-"""Fully sharded data parallelism: each rank keeps a part of every matrix, of its gradient and of the optimizer's state.
+"""Fully sharded data parallelism: each rank keeps a part of every matrix, of its gradient and of
+the optimizer's state.
 
 Wrap a module by `FSDP(module, compute_dtype)`, then make the optimizer. In each step run backward,
-`finish_gradient_synchronization()` and the optimizer. A unit (a block, or a layer outside of blocks) is gathered while
-the units before it compute, freed after its forward, and gathered again for backward; then its gradients are averaged
-and each rank keeps its part of them. Vectors, such as the gains of norms, are not sharded: they are small.
+`finish_gradient_synchronization()` and the optimizer. A unit (a block, or a layer outside of
+blocks) is gathered while the units before it compute, freed after its forward, and gathered again
+for backward; then its gradients are averaged and each rank keeps its part of them. Vectors, such as
+the gains of norms, are not sharded: they are small.
 
-The host launches one NCCL kernel for all gathers of a unit, and one for its averages. A rank's parts of a unit are one
-tensor, so that one kernel casts them; the gathered parameters of a unit are one tensor too.
+The host launches one NCCL kernel for all gathers of a unit, and one for its averages. A rank's
+parts of a unit are one tensor, so that one kernel casts them; the gathered parameters of a unit are
+one tensor too.
 
-**The fast model** has masters, and low-precision copies that it computes with. A rank keeps and updates its part of
-every matrix's master and of the optimizer's state. With whole copies (ZeRO-2, Rajbhandari et al. 2020) it receives only
-its part of the average gradient, and sends its part of the updated copy to the others. With sharded copies (`CopyFSDP`)
-the copies, and masters that the model reads itself, are gathered to compute with.
+**The fast model** has masters, and low-precision copies that it computes with. A rank keeps and
+updates its part of every matrix's master and of the optimizer's state. With whole copies (ZeRO-2,
+Rajbhandari et al. 2020) it receives only its part of the average gradient, and sends its part of
+the updated copy to the others. With sharded copies (`CopyFSDP`) the copies, and masters that the
+model reads itself, are gathered to compute with.
 """
 
 import functools
@@ -31,14 +35,29 @@ from cs336_systems.model.fast.model import COPY_DTYPE, FastLM
 from cs336_systems.model.fast.weights import ALIGNMENT, LeafSlice, Received, Weight
 from cs336_systems.model.trainable import blocks_of
 from cs336_systems.model.transformer import Embedding
-from cs336_systems.parallel.collectives import all_gather, divide_gradients, graded, grouped, own_part, take_from_rank_0
+from cs336_systems.parallel.collectives import (
+    all_gather,
+    divide_gradients,
+    graded,
+    grouped,
+    own_part,
+    take_from_rank_0,
+)
 from cs336_systems.parallel.data_parallel import Leaf, PushDDP
-from cs336_systems.parallel.exchange import CollectiveExchange, Exchange, PeerCopies, Pushes, Started, of_all_ranks
+from cs336_systems.parallel.exchange import (
+    CollectiveExchange,
+    Exchange,
+    PeerCopies,
+    Pushes,
+    Started,
+    of_all_ranks,
+)
 
 
 @dataclass(slots=True, eq=False)
 class ShardedParameter:
-    """A parameter of which this rank keeps one part, padded with zeros so that all parts have one length.
+    """A parameter of which this rank keeps one part, padded with zeros so that all parts have one
+    length.
 
     It can also be another leaf tensor that the module computes with.
     """
@@ -47,7 +66,9 @@ class ShardedParameter:
     full: Tensor
     """The parameter as the module computes with it, which is there only while it is gathered."""
     slots: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """Modules that hold the parameter, and its name there: several for a tied one, none for another leaf tensor."""
+    """Modules that hold the parameter, and its name there: several for a tied one, none for
+    another leaf tensor.
+    """
     least_elements: int = 0
     """Least length to which the parameter is padded before it is divided among ranks."""
     shard: nn.Parameter = field(init=False)
@@ -62,10 +83,13 @@ class ShardedParameter:
         return any(isinstance(owner, Embedding | nn.Embedding) for owner, _ in self.slots)
 
     def shard_into(self, part: Tensor, whole: Tensor) -> None:
-        """Keep this rank's part in the memory `part`; `whole` is that of all ranks' parts once they are gathered."""
+        """Keep this rank's part in the memory `part`; `whole` is that of all ranks' parts once
+        they are gathered.
+        """
         part.copy_(padded_part(self.full.detach(), len(part)))
         self.shard = nn.Parameter(part, requires_grad=self.full.requires_grad)
-        # `data` has a version counter of its own, so to autograd another gather is no change of saved tensors
+        # `data` has a version counter of its own, so to autograd another gather is no change of
+        # saved tensors
         self.full.data = self.shaped(whole.data)
         self.put(self.shard)
 
@@ -83,7 +107,9 @@ class ShardedParameter:
         gradient, self.full.grad = self.full.grad, None
         assert gradient is not None
         flat = gradient.contiguous().view(-1)
-        return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
+        return (
+            flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
+        )
 
     def add_gradient(self, mean: Tensor) -> None:
         """Add to the gradient of the shard."""
@@ -107,20 +133,24 @@ def parameters_of(module: nn.Module) -> list[ShardedParameter]:
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{prefix}.{name}" if prefix else name
-            found.setdefault(parameter, ShardedParameter(path, parameter)).slots.append((owner, name))
+            found.setdefault(parameter, ShardedParameter(path, parameter)).slots.append(
+                (owner, name)
+            )
     return list(found.values())
 
 
 def units_of(module: nn.Module) -> list[UnitParameters]:
     """The parameters of the module by the unit that they belong to, in the order of its modules.
 
-    Units are the blocks, and outside of them each module that has parameters itself. The last one has the parameters
-    that several units use, and those of `module` itself.
+    Units are the blocks, and outside of them each module that has parameters itself. The last one
+    has the parameters that several units use, and those of `module` itself.
     """
     blocks = list(blocks_of(module))
     inside = {id(part) for block in blocks for part in block.modules()}
     singles = [each for each in module.modules() if id(each) not in inside and each is not module]
-    owners = {id(part): block for block in blocks for part in block.modules()} | {id(each): each for each in singles}
+    owners = {id(part): block for block in blocks for part in block.modules()} | {
+        id(each): each for each in singles
+    }
     shared: list[ShardedParameter] = []
     members: dict[int, list[ShardedParameter]] = {}
     for each in parameters_of(module):
@@ -139,16 +169,19 @@ def units_of(module: nn.Module) -> list[UnitParameters]:
 
 
 class FSDP(nn.Module):
-    """A module whose matrices are sharded over the ranks. It must call its blocks, not only the layers in them.
+    """A module whose matrices are sharded over the ranks. It must call its blocks, not only the
+    layers in them.
 
-    Its parameters are the shards, which have one axis, under the names of the whole ones. `compute_dtype` is the type
-    in which matrices are gathered, multiplied and have their gradients averaged; shards, their gradients and so the
-    optimizer's state keep the parameters' own type. Embeddings are gathered in their own type, because a lookup is no
-    matrix product. `units` say what is gathered together, if not all parameters by block and layer.
+    Its parameters are the shards, which have one axis, under the names of the whole ones.
+    `compute_dtype` is the type in which matrices are gathered, multiplied and have their gradients
+    averaged; shards, their gradients and so the optimizer's state keep the parameters' own type.
+    Embeddings are gathered in their own type, because a lookup is no matrix product. `units` say
+    what is gathered together, if not all parameters by block and layer.
 
-    With `copies`, ranks copy parts and gradients from and to each other's memory instead of calling collectives. On
-    GPUs that occupies no multiprocessor (see parallel/exchange.py), but takes memory for the gradients that other ranks
-    send. Without `adds` the optimizer adds these up, because it reads them anyway.
+    With `copies`, ranks copy parts and gradients from and to each other's memory instead of calling
+    collectives. On GPUs that occupies no multiprocessor (see parallel/exchange.py), but takes
+    memory for the gradients that other ranks send. Without `adds` the optimizer adds these up,
+    because it reads them anyway.
     """
 
     def __init__(
@@ -164,10 +197,17 @@ class FSDP(nn.Module):
         self.module = module
         take_from_rank_0(module)
         every = units_of(module) if units is None else units
-        matrices = [replace(unit, found=[each for each in unit.found if each.full.ndim > 1]) for unit in every]
-        self._replicated = [each.full for unit in every for each in unit.found if each.full.ndim <= 1]
+        matrices = [
+            replace(unit, found=[each for each in unit.found if each.full.ndim > 1])
+            for unit in every
+        ]
+        self._replicated = [
+            each.full for unit in every for each in unit.found if each.full.ndim <= 1
+        ]
         device = next(module.parameters()).device
-        self._exchange = exchange = PeerCopies(device, adds=adds) if copies else CollectiveExchange()
+        self._exchange = exchange = (
+            PeerCopies(device, adds=adds) if copies else CollectiveExchange()
+        )
         kept = (unit for unit in matrices if unit.found or unit.module is None)
         self._units = [_ShardedUnit(unit, compute_dtype, exchange) for unit in kept]
         exchange.connect([flat for unit in self._units for flat in unit.flats])
@@ -182,7 +222,7 @@ class FSDP(nn.Module):
         for unit in self._units:
             unit.when_graded = self._after_backward
 
-    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401 (whatever the module takes and returns)
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         self._order, self._seen, self._in_backward = self._seen or self._order, [], False
         self._exchange.begin()
         self._whole.gather()
@@ -199,7 +239,9 @@ class FSDP(nn.Module):
         return output
 
     def finish_gradient_synchronization(self) -> None:
-        """Average what is left, and give each shard its gradient; call it between backward and the optimizer."""
+        """Average what is left, and give each shard its gradient; call it between backward and
+        the optimizer.
+        """
         for unit in self._units:
             unit.reduce()
             unit.wait_for_gradients()
@@ -216,7 +258,9 @@ class FSDP(nn.Module):
         module = unit.module
         assert module is not None
         if module._compiled_call_impl is not None:  # hooks would be compiled too
-            module._compiled_call_impl = functools.partial(self._call, unit, module._compiled_call_impl)
+            module._compiled_call_impl = functools.partial(
+                self._call, unit, module._compiled_call_impl
+            )
             return
         module.register_forward_pre_hook(lambda _module, _inputs: self._before_forward(unit))
         # always, because a checkpoint ends its recomputation by an exception
@@ -224,7 +268,13 @@ class FSDP(nn.Module):
             lambda _module, _inputs, output: self._after_forward(unit, output), always_call=True
         )
 
-    def _call(self, unit: "_ShardedUnit", compiled: Callable[..., Any], *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+    def _call(
+        self,
+        unit: "_ShardedUnit",
+        compiled: Callable[..., Any],
+        *inputs: Any,  # noqa: ANN401
+        **named_inputs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         self._before_forward(unit)
         output = None
         try:
@@ -234,7 +284,8 @@ class FSDP(nn.Module):
         return output
 
     def watch_gathers(self, see: Callable[[str, Tensor], None]) -> list[Tensor]:
-        """Have `see` called with a unit's name and tensor whenever memory for its whole parameters is allocated.
+        """Have `see` called with a unit's name and tensor whenever memory for its whole parameters
+        is allocated.
 
         Return all these tensors; their storage is empty while the parameters are not gathered.
         """
@@ -243,11 +294,17 @@ class FSDP(nn.Module):
         return [flat.gathered for unit in self._units for flat in unit.flats]
 
     def shard_of(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter that the module had before wrapping, or of another tensor of a unit."""
-        return next(each.shard for unit in self._units for each in unit.sharded if each.full is parameter)
+        """This rank's part of a parameter that the module had before wrapping, or of another
+        tensor of a unit.
+        """
+        return next(
+            each.shard for unit in self._units for each in unit.sharded if each.full is parameter
+        )
 
     def received(self, parameter: Tensor) -> tuple[Tensor, ...] | None:
-        """Buffers with the other ranks' gradients of this rank's part, in rank order; None if they send none."""
+        """Buffers with the other ranks' gradients of this rank's part, in rank order; None if
+        they send none.
+        """
         if not isinstance(self._exchange, PeerCopies):
             return None
         for flat in (flat for unit in self._units for flat in unit.flats):
@@ -284,7 +341,8 @@ class FSDP(nn.Module):
         self._gather_ahead([each for each in next_ones if not each.is_lookup])
 
     def _after_backward(self, unit: "_ShardedUnit") -> None:
-        """Start to average the unit's gradients, all of which are ready, and wait for those of the previous unit.
+        """Start to average the unit's gradients, all of which are ready, and wait for those of the
+        previous unit.
 
         So the whole gradients of at most two units are in memory.
         """
@@ -305,9 +363,13 @@ class FSDP(nn.Module):
 
 
 class _Flat:
-    """Parameters of one type: this rank's parts are in one tensor, and all ranks' are gathered into another."""
+    """Parameters of one type: this rank's parts are in one tensor, and all ranks' are gathered
+    into another.
+    """
 
-    def __init__(self, found: Sequence[ShardedParameter], dtype: torch.dtype, exchange: Exchange) -> None:
+    def __init__(
+        self, found: Sequence[ShardedParameter], dtype: torch.dtype, exchange: Exchange
+    ) -> None:
         self.dtype, self._exchange, ranks = dtype, exchange, dist.get_world_size()
         like = found[0].full.detach()
         lengths = [each.part_length(ranks) for each in found]
@@ -331,7 +393,9 @@ class _Flat:
         return self._exchange.gather(self)
 
     def free(self) -> None:
-        """Free the whole parameters; tensors that autograd has saved are valid again after the next gather."""
+        """Free the whole parameters; tensors that autograd has saved are valid again after the
+        next gather.
+        """
         self.gathered.untyped_storage().resize_(0)
 
     @property
@@ -342,7 +406,9 @@ class _Flat:
     def start_scatter(self) -> Started:
         """Start to average the gradients that are there; this rank gets its part of each."""
         if self._means is not None:
-            raise RuntimeError("a backward must be followed by finish_gradient_synchronization before the next one")
+            raise RuntimeError(
+                "a backward must be followed by finish_gradient_synchronization before the next one"
+            )
         wholes = {
             number: each.take_whole_gradient(len(self.wholes[number]))
             for number, each in enumerate(self.sharded)
@@ -353,11 +419,15 @@ class _Flat:
         return self._exchange.scatter(self, wholes, self._means)
 
     def take_gradients(self) -> None:
-        """Add the averages, for which the caller must have waited, to the gradients of the shards."""
+        """Add the averages, for which the caller must have waited, to the gradients of the
+        shards.
+        """
         if self._means is None:
             return
         self._exchange.complete(self, self._means)
-        parts = dict(zip(self.sharded, self.parts_of(self._means.to(self.masters.dtype)), strict=True))
+        parts = dict(
+            zip(self.sharded, self.parts_of(self._means.to(self.masters.dtype)), strict=True)
+        )
         for each in self._graded:
             each.add_gradient(parts[each])
         self._means = None
@@ -370,10 +440,16 @@ class _Flat:
 class _ShardedUnit:
     """Sharded parameters that are gathered, freed and averaged together."""
 
-    def __init__(self, unit: UnitParameters, compute_dtype: torch.dtype | None, exchange: Exchange) -> None:
+    def __init__(
+        self, unit: UnitParameters, compute_dtype: torch.dtype | None, exchange: Exchange
+    ) -> None:
         self.module, self._exchange = unit.module, exchange
         self._name = name = unit.name.removeprefix("model.")  # LossModule's name for the model
-        self._gather_range, self._wait_range, self._scatter_range = f"gather {name}", f"wait {name}", f"scatter {name}"
+        self._gather_range, self._wait_range, self._scatter_range = (
+            f"gather {name}",
+            f"wait {name}",
+            f"scatter {name}",
+        )
         types: dict[tuple[torch.dtype, torch.dtype], list[ShardedParameter]] = {}
         for each in unit.found:
             own = each.full.dtype
@@ -385,7 +461,9 @@ class _ShardedUnit:
         """Whether the unit is an embedding, whose backward does not read the weights."""
         trained = [sharded for sharded in self.sharded if sharded.shard.requires_grad]
         self.has_frozen = len(trained) < len(self.sharded)
-        """Whether a parameter is frozen; backward may need it after the last gradient of the trained ones."""
+        """Whether a parameter is frozen; backward may need it after the last gradient of the
+        trained ones.
+        """
         self.when_graded: Any = None
         self.when_allocated: Callable[[str, Tensor], None] | None = None
         self._num_trained, self._num_graded = len(trained), 0
@@ -445,7 +523,9 @@ class _ShardedUnit:
                 self._reducing = [flat.start_scatter() for flat in self.flats if flat.has_gradients]
 
     def wait_for_gradients(self) -> None:
-        """Wait until the whole gradients have been read; give each shard its gradient, unless that needs `receive`."""
+        """Wait until the whole gradients have been read; give each shard its gradient, unless
+        that needs `receive`.
+        """
         _wait_for(self._reducing)
         if not self._exchange.is_late:
             self.take_gradients()
@@ -486,11 +566,14 @@ class Pack:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the weights are trained; raise ValueError if only some are, as a rank's part may span several."""
+        """Whether the weights are trained; raise ValueError if only some are, as a rank's part
+        may span several.
+        """
         found = {weight.is_trained for weight in self.weights}
         if len(found) > 1:
             raise ValueError(
-                f"{' + '.join(self.names)} are one tensor, of which each rank trains a part: freeze all or none"
+                f"{' + '.join(self.names)} are one tensor, of which each rank trains a part: "
+                "freeze all or none"
             )
         return found.pop()
 
@@ -508,24 +591,36 @@ class Pack:
 
     @property
     def shared_elements(self) -> int:
-        """Number of elements that are sharded: all of them, but 0 for vectors and if parts would not be aligned."""
+        """Number of elements that are sharded: all of them, but 0 for vectors and if parts would
+        not be aligned.
+        """
         elements = sum(weight.master.numel() for weight in self.weights)
         is_matrix = self.weights[0].master.ndim > 1
         return elements if is_matrix and elements % (dist.get_world_size() * ALIGNMENT) == 0 else 0
 
     def free_masters(self) -> None:
-        """Empty the model's own tensors of masters that it does not read, as a rank keeps a part of them."""
+        """Empty the model's own tensors of masters that it does not read, as a rank keeps a part
+        of them.
+        """
         for weight in self.weights:
             weight.master.data = weight.master.new_empty(0)
 
     @property
     def exchanged(self) -> list[Tensor]:
-        """Tensors, as one axis, of which each rank updates its own part; none if every rank updates the whole."""
-        return [leaf.detach().view(-1)[: self.shared_elements] for leaf in self.leaves if self.shared_elements]
+        """Tensors, as one axis, of which each rank updates its own part; none if every rank
+        updates the whole.
+        """
+        return [
+            leaf.detach().view(-1)[: self.shared_elements]
+            for leaf in self.leaves
+            if self.shared_elements
+        ]
 
 
 def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
-    """The tensors whose gradients are averaged; with `shares`, each rank needs its part of most of them only."""
+    """The tensors whose gradients are averaged; with `shares`, each rank needs its part of most
+    of them only.
+    """
     return [
         Leaf(" + ".join(pack.names), leaf, pack.shared_elements if shares else 0)
         for pack in packs_of(model)
@@ -534,7 +629,9 @@ def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
 
 
 class _Owned:
-    """The weights of a pack that this rank updates: all of them whole, or its part of them as one weight."""
+    """The weights of a pack that this rank updates: all of them whole, or its part of them as
+    one weight.
+    """
 
     def __init__(self, pack: Pack, weights: list[Weight]) -> None:
         """`pack` is as it was before its masters were freed."""
@@ -561,21 +658,27 @@ class OwnsWeights:
 class ShardedMasterAdamW(OwnsWeights, MasterAdamW):
     """MasterAdamW of this rank's part of all matrices; each rank also updates every vector.
 
-    Every rank updates the whole of a matrix that cannot be split into aligned parts, one for each rank. Raises
-    ValueError if no matrix can be split.
+    Every rank updates the whole of a matrix that cannot be split into aligned parts, one for each
+    rank. Raises ValueError if no matrix can be split.
 
-    Of masters that the model does not read itself only this rank's part is kept; the model's own tensors become empty.
-    The ranks exchange updated parts in buckets, each while the next one is updated.
+    Of masters that the model does not read itself only this rank's part is kept; the model's own
+    tensors become empty. The ranks exchange updated parts in buckets, each while the next one is
+    updated.
     """
 
-    def __init__(self, model: FastLM, lr: float, pushes: PushDDP | None = None, storage: Storage = IN_FP32) -> None:
-        """`pushes` is the PushDDP around the model, if there is one; then updated copies are pushed too."""
+    def __init__(
+        self, model: FastLM, lr: float, pushes: PushDDP | None = None, storage: Storage = IN_FP32
+    ) -> None:
+        """`pushes` is the PushDDP around the model, if there is one; then updated copies are
+        pushed too.
+        """
         packs = list(packs_of(model))
         if not any(pack.shared_elements for pack in packs):
             ranks = dist.get_world_size()
             raise ValueError(
-                f"no matrix of the model has a multiple of {ranks * ALIGNMENT} elements, so none can be cut into "
-                f"aligned parts for {ranks} ranks: use another number, or --parallel fsdp, which pads its parts"
+                f"no matrix of the model has a multiple of {ranks * ALIGNMENT} elements, so none "
+                f"can be cut into aligned parts for {ranks} ranks: use another number, or "
+                "--parallel fsdp, which pads its parts"
             )
         self._owned = [_Owned(pack, _own_weights(pack, pushes)) for pack in packs]
         exchanged = [pack.exchanged for pack in packs]
@@ -607,7 +710,9 @@ class _Gathers:
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Start with these tensors, of which this rank has updated its part."""
-        self._started += grouped(lambda whole: all_gather(whole, own_part(whole), async_op=True), tensors)
+        self._started += grouped(
+            lambda whole: all_gather(whole, own_part(whole), async_op=True), tensors
+        )
 
     def finish(self) -> None:
         """Wait for all."""
@@ -623,13 +728,20 @@ class _PushedParts:
         rank = dist.get_rank()
         others = [theirs for number, theirs in enumerate(of_all_ranks(tensors)) if number != rank]
         self._targets = {
-            id(tensor): [own_part(theirs[number]) for theirs in others] for number, tensor in enumerate(tensors)
+            id(tensor): [own_part(theirs[number]) for theirs in others]
+            for number, tensor in enumerate(tensors)
         }
         self._pushes = Pushes(tensors[0].device)
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Start with these tensors, of which this rank has updated its part."""
-        self._pushes.start([(own_part(tensor), target) for tensor in tensors for target in self._targets[id(tensor)]])
+        self._pushes.start(
+            [
+                (own_part(tensor), target)
+                for tensor in tensors
+                for target in self._targets[id(tensor)]
+            ]
+        )
 
     def finish(self) -> None:
         """Wait for all."""
@@ -641,10 +753,14 @@ def packs_of(model: FastLM) -> Iterator[Pack]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     packed: dict[Tensor, list[Weight]] = {}
     for weight in model.weights:
-        packed.setdefault(weight.master if weight.copy is None else weight.copy.leaf, []).append(weight)
+        packed.setdefault(weight.master if weight.copy is None else weight.copy.leaf, []).append(
+            weight
+        )
     for weights in packed.values():
         is_read = weights[0].read is not None
-        yield Pack(names=[names[weight.master] for weight in weights], weights=weights, is_read=is_read)
+        yield Pack(
+            names=[names[weight.master] for weight in weights], weights=weights, is_read=is_read
+        )
 
 
 def with_received(weight: Weight, pushes: PushDDP) -> Weight:
@@ -657,35 +773,52 @@ def with_received(weight: Weight, pushes: PushDDP) -> Weight:
 
 
 def received(rows: tuple[Tensor, ...] | None, elements: slice = slice(None)) -> Received | None:
-    """These elements of the other ranks' gradients, in the order of the ranks; None if there are none."""
+    """These elements of the other ranks' gradients, in the order of the ranks; None if there are
+    none.
+    """
     return None if rows is None else Received(tuple(row[elements] for row in rows), dist.get_rank())
 
 
 def _own_weights(pack: Pack, pushes: PushDDP | None) -> list[Weight]:
-    """The weights that this rank updates: its part of the pack's matrices as one weight, or all weights whole."""
+    """The weights that this rank updates: its part of the pack's matrices as one weight, or all
+    weights whole.
+    """
     if not pack.shared_elements:
-        return pack.weights if pushes is None else [with_received(weight, pushes) for weight in pack.weights]
+        return (
+            pack.weights
+            if pushes is None
+            else [with_received(weight, pushes) for weight in pack.weights]
+        )
     length = pack.shared_elements // dist.get_world_size()
     part = slice(dist.get_rank() * length, (dist.get_rank() + 1) * length)
     places = {
-        leaf: LeafSlice(leaf, part, None if pushes is None else received(pushes.received(leaf))) for leaf in pack.leaves
+        leaf: LeafSlice(leaf, part, None if pushes is None else received(pushes.received(leaf)))
+        for leaf in pack.leaves
     }
     return [_part_of(pack, places, length)]
 
 
 def _part_of(pack: Pack, places: Mapping[Tensor, LeafSlice], length: int) -> Weight:
-    """This rank's part of the matrices of a pack, of this length; `places` has its part of each leaf."""
+    """This rank's part of the matrices of a pack, of this length; `places` has its part of each
+    leaf.
+    """
     copy = None if pack.copy is None else places[pack.copy]
     if pack.is_read:
         [weight] = pack.weights
         read = places[weight.master]
         return Weight(master=read.values.requires_grad_(pack.is_trained), read=read, copy=copy)
     masters = torch.cat([weight.master.detach().view(-1) for weight in pack.weights])
-    return Weight(master=padded_part(masters, length).requires_grad_(pack.is_trained), read=None, copy=copy)
+    return Weight(
+        master=padded_part(masters, length).requires_grad_(pack.is_trained), read=None, copy=copy
+    )
 
 
-def _buckets(own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]) -> list[tuple[list[Weight], list[Tensor]]]:
-    """Buckets of weights that are updated together, and of tensors then exchanged together, in forward's order."""
+def _buckets(
+    own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]
+) -> list[tuple[list[Weight], list[Tensor]]]:
+    """Buckets of weights that are updated together, and of tensors then exchanged together, in
+    forward's order.
+    """
     buckets: list[tuple[list[Weight], list[Tensor]]] = []
     size = BUCKET_BYTES
     for weights, tensors in zip(own, exchanged, strict=True):
@@ -699,12 +832,16 @@ def _buckets(own: Sequence[list[Weight]], exchanged: Sequence[list[Tensor]]) -> 
 
 
 class CopyFSDP(OwnsWeights, FSDP):
-    """FSDP of a module that contains the fast model; `model.weights` become this rank's parts, and whole vectors.
+    """FSDP of a module that contains the fast model; `model.weights` become this rank's parts, and
+    whole vectors.
 
-    Of masters that the model does not read itself only this rank's part is kept; the model's own tensors become empty.
+    Of masters that the model does not read itself only this rank's part is kept; the model's own
+    tensors become empty.
     """
 
-    def __init__(self, module: nn.Module, model: FastLM, *, copies: bool = False, adds: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, model: FastLM, *, copies: bool = False, adds: bool = True
+    ) -> None:
         packs = list(packs_of(model))
         super().__init__(module, COPY_DTYPE, list(_units(module, packs)), copies=copies, adds=adds)
         is_matrix = [pack.weights[0].master.ndim > 1 for pack in packs]
@@ -719,7 +856,9 @@ class CopyFSDP(OwnsWeights, FSDP):
 
 
 def _units(module: nn.Module, packs: Sequence[Pack]) -> Iterator[UnitParameters]:
-    """The units of the module, with the tensors that the model reads in the place of the masters."""
+    """The units of the module, with the tensors that the model reads in the place of the
+    masters.
+    """
     pack_of = {weight.master: pack for pack in packs for weight in pack.weights}
     for unit in units_of(module):
         found: list[ShardedParameter] = []
@@ -736,7 +875,9 @@ def _own_parts_of(pack: Pack, fsdp: FSDP, *, is_summed: bool) -> list[Weight]:
     """The weight that this rank updates: its part of the matrices of the pack."""
     shards = {leaf: fsdp.shard_of(leaf) for leaf in pack.leaves}
     places = {
-        leaf: LeafSlice(shard, slice(0, len(shard)), None if is_summed else received(fsdp.received(leaf)))
+        leaf: LeafSlice(
+            shard, slice(0, len(shard)), None if is_summed else received(fsdp.received(leaf))
+        )
         for leaf, shard in shards.items()
     }
     return [_part_of(pack, places, len(shards[pack.leaves[0]]))]

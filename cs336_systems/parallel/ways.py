@@ -14,8 +14,20 @@ from cs336_systems.model.fast.model import FastLM
 from cs336_systems.model.optimizer import make_optimizer
 from cs336_systems.model.trainable import Trainable, blocks_of, own_way
 from cs336_systems.parallel.collectives import take_from_rank_0
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
-from cs336_systems.parallel.fully_sharded import FSDP, CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
+from cs336_systems.parallel.data_parallel import (
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    PushDDP,
+    ShardedOptimizer,
+)
+from cs336_systems.parallel.fully_sharded import (
+    FSDP,
+    CopyFSDP,
+    ShardedMasterAdamW,
+    leaves_of,
+    with_received,
+)
 
 
 class _TorchWay(nn.Module):
@@ -35,10 +47,12 @@ class TorchDDP(_TorchWay):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        take_from_rank_0(module)  # without broadcast_buffers, the wrapper does not send buffers at all
+        # without broadcast_buffers, the wrapper does not send buffers at all
+        take_from_rank_0(module)
         # static_graph: the same parameters have gradients in every step
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PyTorch 2.13 has another name for broadcast_buffers
+            # PyTorch 2.13 has another name for broadcast_buffers
+            warnings.simplefilter("ignore", FutureWarning)
             self.module = nn.parallel.DistributedDataParallel(
                 module, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
             )
@@ -67,7 +81,9 @@ Way = NaiveDDP | TorchDDP | FSDP | TorchFSDP
 
 
 class LossModule(nn.Module):
-    """A model and its loss as one module, so that a wrapper also sees where backward begins: at the loss."""
+    """A model and its loss as one module, so that a wrapper also sees where backward begins: at
+    the loss.
+    """
 
     def __init__(self, trainable: Trainable) -> None:
         super().__init__()
@@ -81,7 +97,11 @@ class LossModule(nn.Module):
 def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call the result like the loss. The process group must exist."""
     module, model = LossModule(trainable), _with_copies(trainable)
-    leaves = leaves_of(model, shares=config.shard_optimizer) if model and not config.parallel.is_fsdp else None
+    leaves = (
+        leaves_of(model, shares=config.shard_optimizer)
+        if model and not config.parallel.is_fsdp
+        else None
+    )
     # the optimizer of a fast model adds up the gradients that ranks send each other
     adds = model is None or config.mode is not Mode.TRAIN
     compute_dtype = torch.bfloat16 if config.precision is Precision.BF16 else None
@@ -119,7 +139,9 @@ def _with_copies(trainable: Trainable) -> FastLM | None:
     return model if isinstance(model, FastLM) and model.weights else None
 
 
-def make_shared_optimizer(trainable: Trainable, config: RunConfig, way: Way) -> torch.optim.Optimizer:
+def make_shared_optimizer(
+    trainable: Trainable, config: RunConfig, way: Way
+) -> torch.optim.Optimizer:
     """The configuration's optimizer, sharded among the ranks if the configuration says so.
 
     `way` is the result of make_way.

@@ -1,4 +1,6 @@
-"""Pictures as data: lying bars in panels. `draw.py` makes PNGs of them, and `page/chapters.py` draws them on a page."""
+"""Pictures as data: lying bars in panels. `draw.py` makes PNGs of them, and `page/chapters.py`
+draws them on a page.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,12 +80,16 @@ class Chart:
 
 def visible(bars: Iterable[Bar], styles: Mapping[str, Style]) -> dict[str, Style]:
     """The styles of the parts that can be seen in some bar."""
-    used = {name for bar in bars for name, value in bar.parts.items() if value > VISIBLE * bar.length}
+    used = {
+        name for bar in bars for name, value in bar.parts.items() if value > VISIBLE * bar.length
+    }
     return {name: style for name, style in styles.items() if name in used}
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """The names, each with its number where it is there several times: bars of one name stand at one place."""
+    """The names, each with its number where it is there several times: bars of one name stand at
+    one place.
+    """
     found: Counter[str] = Counter()
     numbered = []
     for name in names:
@@ -149,4 +155,6 @@ def contrast(first: str, second: str) -> float:
 def _luminance(colour: str) -> float:
     shares = [value / 255 for value in bytes.fromhex(colour[1:])]
     channels = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares]
-    return sum(weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True))
+    return sum(
+        weight * channel for weight, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True)
+    )

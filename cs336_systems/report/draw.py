@@ -61,9 +61,13 @@ def _figure(picture: Picture) -> Figure:
 def figure_of(chart: Chart) -> Figure:
     """The chart as a figure of matplotlib."""
     names = [wrapped(bar.name) for panel in chart.panels for bar in panel.bars]
-    handles: Handles = {inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()}
+    handles: Handles = {
+        inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()
+    }
     handles |= {inert(panel.mark): Line2D([], [], **MARK) for panel in chart.panels if panel.mark}
-    height = 0.4 * len(chart.panels) + len(names) * max([0.36, *(0.16 * (1 + name.count("\n")) for name in names)])
+    height = 0.4 * len(chart.panels) + len(names) * max(
+        [0.36, *(0.16 * (1 + name.count("\n")) for name in names)]
+    )
     height += 0.95 + 0.19 * -(-len(handles) // chart.legend)
     figure = new_figure(WIDTH, height, chart.title, chart.settings)
     weights = [len(panel.bars) + 0.3 for panel in chart.panels]
@@ -86,39 +90,67 @@ def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
             axes.plot([bar.mark], [place], clip_on=False, **MARK)
     axes.set_xlim(0, max([longest, *(bar.mark or 0.0 for bar in panel.bars)]) or 1.0)
     axes.set_ylim(len(panel.bars) - 0.45, -0.55)
-    axes.set_yticks(range(len(panel.bars)), [wrapped(bar.name) for bar in panel.bars], linespacing=1.3)
+    axes.set_yticks(
+        range(len(panel.bars)), [wrapped(bar.name) for bar in panel.bars], linespacing=1.3
+    )
     axes.tick_params(axis="y", length=0)
 
 
 def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inches: float) -> None:
-    """A bar, each part with its length in two digits where that fits; a length of 1 takes so many inches."""
+    """A bar, each part with its length in two digits where that fits; a length of 1 takes so
+    many inches.
+    """
     left = 0.0
     for name, length in bar.parts.items():
         look = styles[name]
         axes.barh(place, length, BAR_WIDTH, left, **_look(look))
         words = significant(length, 2)
         if (len(words) + 1.5) * CHARACTER_INCHES < inches * length:
-            shade = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if look.pattern else None
+            shade = (
+                {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if look.pattern else None
+            )
             axes.text(
-                left + length / 2, place, words, ha="center", va="center", fontsize=8, color=ink(look.colour),
+                left + length / 2,
+                place,
+                words,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=ink(look.colour),
                 bbox=shade,
-            )  # fmt: skip
+            )
         left += length
-    words = "\n".join(inert(line) for text in (bar.words, bar.failure) if text for line in text.split("\n"))
+    words = "\n".join(
+        inert(line) for text in (bar.words, bar.failure) if text for line in text.split("\n")
+    )
     axes.text(
-        1.03, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8, linespacing=1.2,
+        1.03,
+        place,
+        words,
+        transform=axes.get_yaxis_transform(),
+        va="center",
+        fontsize=8,
+        linespacing=1.2,
         color=FAILURE_COLOUR if bar.failure else "black",
-    )  # fmt: skip
+    )
 
 
 def _look(style: Style) -> dict[str, Any]:
     return {
-        "facecolor": style.colour, "hatch": style.pattern * 4 or None, "edgecolor": style.ink,
+        "facecolor": style.colour,
+        "hatch": style.pattern * 4 or None,
+        "edgecolor": style.ink,
         "linewidth": 0.5 if style.pattern else 0.0,
-    }  # fmt: skip
+    }
 
 
-MARK: Final[dict[str, Any]] = {"color": "#222222", "marker": "|", "linestyle": "none", "markersize": 13, "zorder": 3}
+MARK: Final[dict[str, Any]] = {
+    "color": "#222222",
+    "marker": "|",
+    "linestyle": "none",
+    "markersize": 13,
+    "zorder": 3,
+}
 DPI = 160
 MOST_POINTS = 400
 """Most points of a line or an area that is drawn as such on a page."""
@@ -128,21 +160,29 @@ LONGEST_SETTINGS = 500
 
 
 def inert(text: str, longest: int = LONGEST_TEXT) -> str:
-    """The text, shortened, without mathematics, and without the leading underscore that hides it in a legend."""
+    """The text, shortened, without mathematics, and without the leading underscore that hides it
+    in a legend.
+    """
     escaped = shorten(inert_line(text), longest).replace("\\$", "\\ $").replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
 def wrapped(text: str, longest: int = LONGEST_LABEL) -> str:
-    """The text, inert, on lines that are at most so long; of more than three lines the middle is left out."""
+    """The text, inert, on lines that are at most so long; of more than three lines the middle is
+    left out.
+    """
     whole = inert_line(text)
     short = whole if len(whole) <= 3 * longest else f"{whole[: 2 * longest - 1]}…{whole[-longest:]}"
-    return "\n".join(inert(line, longest) for line in textwrap.wrap(short, longest, break_on_hyphens=False))
+    return "\n".join(
+        inert(line, longest) for line in textwrap.wrap(short, longest, break_on_hyphens=False)
+    )
 
 
 def new_figure(width: float, height: float, title: str, settings: str) -> Figure:
     """A figure of so many inches with a title and, smaller, the settings below it."""
-    items = [shorten(item, LONGEST_SOURCE) for item in inert_line(settings, LONGEST_SETTINGS).split(", ")]
+    items = [
+        shorten(item, LONGEST_SOURCE) for item in inert_line(settings, LONGEST_SETTINGS).split(", ")
+    ]
     whole = [item.replace(" ", "\N{NO-BREAK SPACE}") for item in items]
     lines = textwrap.wrap(", ".join(whole), int(width * 15.5), break_on_hyphens=False) or [""]
     header = 0.5 + 0.16 * len(lines)
@@ -162,19 +202,29 @@ def style(axes: Axes, values: Literal["x", "y"] = "y") -> None:
     axes.tick_params(labelsize=9)
 
 
-def legend_below(figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int) -> None:
+def legend_below(
+    figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int
+) -> None:
     """A legend below the picture that reads row by row; matplotlib fills one column by column.
 
     The handles have labels of their own, or stand under them.
     """
-    named = handles if isinstance(handles, Mapping) else {str(handle.get_label()): handle for handle in handles}
+    named = (
+        handles
+        if isinstance(handles, Mapping)
+        else {str(handle.get_label()): handle for handle in handles}
+    )
     missing = -len(named) % num_columns if len(named) > num_columns else 0
     whole = [*named.items(), *[("", Patch(alpha=0.0))] * missing]
     by_column = [entry for column in range(num_columns) for entry in whole[column::num_columns]]
     figure.legend(
-        [handle for _, handle in by_column], [label for label, _ in by_column],
-        loc="outside lower center", ncols=num_columns, frameon=False, fontsize=8.5,
-    )  # fmt: skip
+        [handle for _, handle in by_column],
+        [label for label, _ in by_column],
+        loc="outside lower center",
+        ncols=num_columns,
+        frameon=False,
+        fontsize=8.5,
+    )
 
 
 def to_png(figure: Figure) -> bytes:
@@ -185,9 +235,11 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an element of a page, in which words are texts; greys turn around on a dark page.
+    """The figure as an element of a page, in which words are texts; greys turn around on a dark
+    page.
 
-    Its identifiers differ from those of pictures of other names. What has more points than MOST_POINTS is an image.
+    Its identifiers differ from those of pictures of other names. What has more points than
+    MOST_POINTS is an image.
     """
     for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
         paths: Any = artist.get_paths() if isinstance(artist, Collection) else [artist.get_path()]  # type: ignore[attr-defined]
@@ -197,15 +249,30 @@ def to_svg(figure: Figure, name: str) -> str:
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         unnamed = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=unnamed, transparent=True, dpi=DPI)
-    text = re.sub(r"[ \n]+", " ", buffer.getvalue().decode().partition("<svg")[2]).replace("> <", "><")
-    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), re.sub(_OF_FILES, "", text))
+    text = re.sub(r"[ \n]+", " ", buffer.getvalue().decode().partition("<svg")[2]).replace(
+        "> <", "><"
+    )
+    text = re.sub(
+        r' d="[^"]*"',
+        lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]),
+        re.sub(_OF_FILES, "", text),
+    )
     digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
-    own = {old: f"p{digest}-{n}" for n, old in enumerate(dict.fromkeys(re.findall(r' id="(.*?)"', text)))}
-    text = re.sub(r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+', lambda old: own.get(old[0], old[0]), text)
+    own = {
+        old: f"p{digest}-{n}"
+        for n, old in enumerate(dict.fromkeys(re.findall(r' id="(.*?)"', text)))
+    }
+    text = re.sub(
+        r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+',
+        lambda old: own.get(old[0], old[0]),
+        text,
+    )
     return "<svg" + re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
 
 
-_OF_FILES = r"<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id=\"[^\"]*\"|font-family: [^\";]*;? ?"
+_OF_FILES = (
+    r"<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id=\"[^\"]*\"|font-family: [^\";]*;? ?"
+)
 """What a file needs beside the picture, and a page has in its own style."""
 
 

@@ -1,7 +1,7 @@
 """Writes sections to files: tables as Markdown, LaTeX and Typst, rows of values as CSV.
 
-There is one function for each format. Cells may hold any text, such as a kernel's name or an error message: each
-function escapes what its format would read as markup.
+There is one function for each format. Cells may hold any text, such as a kernel's name or an error
+message: each function escapes what its format would read as markup.
 """
 
 import csv
@@ -14,8 +14,10 @@ from cs336_systems.files import write_atomically
 from cs336_systems.report.section import Section, Table, with_note
 from cs336_systems.text import LONGEST_LINE, inert_line
 
-FORMULA_STARTS = frozenset("=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}"
-                           "\N{FULLWIDTH HYPHEN-MINUS}\N{FULLWIDTH COMMERCIAL AT}")  # fmt: skip
+FORMULA_STARTS = frozenset(
+    "=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}"
+    "\N{FULLWIDTH HYPHEN-MINUS}\N{FULLWIDTH COMMERCIAL AT}"
+)
 """First characters that make a spreadsheet read a text as a formula (OWASP, CSV injection)."""
 CSV_DIGITS = 9
 """Significant digits of a number in a CSV file: a nanosecond in a second."""
@@ -26,7 +28,7 @@ LONGEST_CAPTION = 20_000
 
 _MARKDOWN = str.maketrans(
     {**{c: f"\\{c}" for c in "\\`*_[]#|~$"}, "&": "&amp;", "<": "&lt;", ">": "&gt;"}
-)  # fmt: skip
+)
 _LATEX = str.maketrans(
     {
         **{c: f"\\{c}" for c in "&%$#_{}"},
@@ -48,7 +50,9 @@ _LATEX = str.maketrans(
 
 
 def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """The values as CSV. None and NaN are empty; texts that a spreadsheet would read as formulas begin with a quote."""
+    """The values as CSV. None and NaN are empty; texts that a spreadsheet would read as formulas
+    begin with a quote.
+    """
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_csv_text(name) for name in header])
@@ -96,12 +100,13 @@ def _markdown_paragraph(text: str) -> str:
 
 def to_latex(table: Table) -> str:
     """A floating booktabs table."""
+    alignments = "".join("r" if heading.numeric else "l" for heading in table.headings)
     return _text_of(
         r"% needs \usepackage{booktabs}",
         r"\begin{table}[htbp]",
         r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
         rf"\caption{{{_latex(_caption(table), LONGEST_CAPTION)}}}",
-        rf"\begin{{tabular}}{{{''.join('r' if heading.numeric else 'l' for heading in table.headings)}}}",
+        rf"\begin{{tabular}}{{{alignments}}}",
         r"\toprule",
         _latex_row(heading.label for heading in table.headings),
         r"\midrule",
@@ -127,10 +132,13 @@ def to_typst(table: Table) -> str:
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
         f"    columns: {len(table.headings)},",
-        f"    align: ({', '.join('right' if heading.numeric else 'left' for heading in table.headings)},),",
+        "    align: "
+        f"({', '.join('right' if heading.numeric else 'left' for heading in table.headings)},),",
         "    stroke: none,",
         "    table.hline(),",
-        f"    table.header({', '.join(f'strong({_typst(heading.label)})' for heading in table.headings)},),",
+        "    "
+        "table.header("
+        f"{', '.join(f'strong({_typst(heading.label)})' for heading in table.headings)},),",
         "    table.hline(stroke: 0.5pt),",
         *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
         "    table.hline(),",
@@ -153,7 +161,11 @@ def _caption(table: Table) -> str:
     return " ".join([title, *table.notes])
 
 
-WRITERS: Mapping[str, Callable[[Table], str]] = {"md": to_markdown, "tex": to_latex, "typ": to_typst}
+WRITERS: Mapping[str, Callable[[Table], str]] = {
+    "md": to_markdown,
+    "tex": to_latex,
+    "typ": to_typst,
+}
 """The function that writes a table, by the ending of the file."""
 
 
@@ -164,15 +176,21 @@ def csv_of(section: Section) -> str:
 
 
 def texts_of(section: Section, note: str = "") -> dict[str, str]:
-    """The text of each file of the section, empty for a file that has no content; `note` comes before a table's own."""
+    """The text of each file of the section, empty for a file that has no content; `note` comes
+    before a table's own.
+    """
     tables = [with_note(table, note) if note else table for table in section.tables]
     readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
-    return {f"{section.name}.{ending}": text for ending, text in {"csv": csv_of(section), **readable}.items()}
+    return {
+        f"{section.name}.{ending}": text
+        for ending, text in {"csv": csv_of(section), **readable}.items()
+    }
 
 
 def pngs_of(section: Section) -> dict[str, bytes]:
     """The PNG of each picture of the section by its file."""
-    from cs336_systems.report.draw import png_of  # matplotlib is slow to import, and printing does not need it
+    # matplotlib is slow to import, and printing does not need it
+    from cs336_systems.report.draw import png_of
 
     return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
 
@@ -186,7 +204,9 @@ def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if content:
-            write_atomically(path, content if isinstance(content, bytes) else content.encode(errors="replace"))
+            write_atomically(
+                path, content if isinstance(content, bytes) else content.encode(errors="replace")
+            )
         else:
             path.unlink(missing_ok=True)
     return [directory / name for name, content in files.items() if content]

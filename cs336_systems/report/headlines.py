@@ -1,6 +1,8 @@
-"""The headline of a page: it answers the command's question from all rows, failed ones too; a function for each kind.
+"""The headline of a page: it answers the command's question from all rows, failed ones too; a
+function for each kind.
 
-A headline takes two lines at most: it names the extremes, and a row that stands alone. What stands below names others.
+A headline takes two lines at most: it names the extremes, and a row that stands alone. What stands
+below names others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,15 +33,23 @@ LIMITED = f"Limited by {Limit.LAUNCHES}"
 
 
 class NamedRows:
-    """Rows of results, each with a name if these are short, and what a sentence says of all of them."""
+    """Rows of results, each with a name if these are short, and what a sentence says of all of
+    them.
+    """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
         self.rows, self.names = rows, names
 
-    def range(self, key: str, text: Callable[[float], str], chosen: Sequence[int] | None = None) -> str:
-        """The least and the largest value under the key in the chosen rows, or in all; empty if none has one."""
+    def range(
+        self, key: str, text: Callable[[float], str], chosen: Sequence[int] | None = None
+    ) -> str:
+        """The least and the largest value under the key in the chosen rows, or in all; empty if
+        none has one.
+        """
         known = range(len(self.rows)) if chosen is None else chosen
-        known = sorted((i for i in known if self.rows[i][key] is not None), key=lambda i: self.rows[i][key])
+        known = sorted(
+            (i for i in known if self.rows[i][key] is not None), key=lambda i: self.rows[i][key]
+        )
         if not known:
             return ""
         low, high = (text(float(self.rows[index][key])) for index in (known[0], known[-1]))
@@ -49,7 +59,9 @@ class NamedRows:
         return least if len(known) == 1 else f"{least} to {high} ({self.names[known[-1]]})"
 
     def count(self, what: str, chosen: Sequence[int]) -> str:
-        """In how many of the rows this is so, and in which, if in one: `out of memory in 1 of 3 (xl ctx 512)`."""
+        """In how many of the rows this is so, and in which, if in one: `out of memory in 1 of 3
+        (xl ctx 512)`.
+        """
         if len(self.rows) == 1:
             return what
         name = f" ({self.names[chosen[0]]})" if self.names and len(chosen) == 1 else ""
@@ -59,7 +71,9 @@ class NamedRows:
         """Each value under the key but `ok`, in words, and in how many rows it is."""
         for value in dict.fromkeys(row[key] for row in self.rows if row[key] != Status.OK):
             what = value if key != "status" else "not run" if value is None else status_text(value)
-            yield self.count(str(what), [index for index, row in enumerate(self.rows) if row[key] == value])
+            yield self.count(
+                str(what), [index for index, row in enumerate(self.rows) if row[key] == value]
+            )
 
     def failures(self) -> str:
         """How the rows that did not end well ended, after semicolons."""
@@ -67,7 +81,10 @@ class NamedRows:
 
     def part(self, key: str) -> str:
         """In how many of the rows something is known: `in 2 of 3 configurations`."""
-        number, whole = sum(row[key] is not None for row in self.rows), counted(len(self.rows), "configuration")
+        number, whole = (
+            sum(row[key] is not None for row in self.rows),
+            counted(len(self.rows), "configuration"),
+        )
         return f"in {whole}" if number == len(self.rows) else f"in {number} of {whole}"
 
 
@@ -78,7 +95,10 @@ def of_steps(rows: Sequence[Row]) -> Headline:
     text = f"A step takes {times} {told.part('step_mean_ms')}" if times else "No step has a time"
     if times and len(rows) == 1:
         phases = [key for key in PHASES if rows[0][key]]
-        parts = [f"{column(key).name} {percent_of(rows[0][key], rows[0]['step_mean_ms'])}" for key in phases]
+        parts = [
+            f"{column(key).name} {percent_of(rows[0][key], rows[0]['step_mean_ms'])}"
+            for key in phases
+        ]
         text = f"A step takes {times}: {', '.join(parts)}"
     late = [index for index, row in enumerate(rows) if WarningCode.LAUNCH_BOUND in codes_of(row)]
     more = f"{told.count(LIMITED, late)}." if late else ""
@@ -88,15 +108,24 @@ def of_steps(rows: Sequence[Row]) -> Headline:
 
 
 def of_profiles(entries: Sequence[Explained], rows: Sequence[Row]) -> Headline:
-    """What limits the profiled steps, then how busy their GPU is, and how long the steps of all rows take."""
+    """What limits the profiled steps, then how busy their GPU is, and how long the steps of all
+    rows take.
+    """
     steps, more = of_steps(rows)
     if len(entries) == 1 and len(rows) <= 1 and all(row["status"] == Status.OK for row in rows):
         return _first_sentence(kernel_findings(entries[0]))
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
         return steps, more  # on a CPU nothing else can be the limit
-    limits = [{"limit": limit_of(entry) or "not known", "busy_share": entry.span().busy_share} for entry in entries]
+    limits = [
+        {"limit": limit_of(entry) or "not known", "busy_share": entry.span().busy_share}
+        for entry in entries
+    ]
     told = NamedRows(limits, labels(entries))
-    what = f"{len(entries)} profiled steps" if len(entries) > 1 else f"the profiled step of {told.names[0]}"
+    what = (
+        f"{len(entries)} profiled steps"
+        if len(entries) > 1
+        else f"the profiled step of {told.names[0]}"
+    )
     num_profiled = sum(not entry.span().by_clock for entry in entries)
     under = ", under the profiler" if num_profiled else ""
     if 0 < num_profiled < len(entries):
@@ -111,19 +140,35 @@ def of_profiles(entries: Sequence[Explained], rows: Sequence[Row]) -> Headline:
 def of_memory(entries: Sequence[MemoryEntry], rows: Sequence[Row]) -> Headline:
     """How much memory the runs need, and which ran out of it."""
     told = NamedRows(rows, names_of([row["identity"] for row in rows]))
-    peaks, ends = told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB))), told.failures()
-    first = [own for entry in entries if (own := entry.config) and own.warmup_steps == 0 and own.mode is Mode.TRAIN]
+    peaks, ends = (
+        told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB))),
+        told.failures(),
+    )
+    first = [
+        own
+        for entry in entries
+        if (own := entry.config) and own.warmup_steps == 0 and own.mode is Mode.TRAIN
+    ]
     is_first_step = bool(entries) and len(first) == len(entries)
     if len(entries) == 1 and len(rows) <= 1 and not ends and not is_first_step:
         text, more = _first_sentence(memory_findings(entries[0].profile))
         # the sentence about the peak goes on with what the bar shows
         return (text, more) if more else (f"{text.partition('; ')[0].rstrip('.')}.", "")
-    text = f"Memory peaks at {peaks} {told.part('peak_allocated_gib')}" if peaks else "No run has a peak of memory"
+    text = (
+        f"Memory peaks at {peaks} {told.part('peak_allocated_gib')}"
+        if peaks
+        else "No run has a peak of memory"
+    )
     more = ""
     if is_first_step:
         recorded = [float(entry.profile.peak.allocated_bytes) for entry in entries]
-        at_first = between(dict(zip(labels(entries), recorded, strict=True)), lambda value: size(round(value)))
-        more = f"The first step peaks at {at_first}: later ones hold the optimizer's state from their beginning."
+        at_first = between(
+            dict(zip(labels(entries), recorded, strict=True)), lambda value: size(round(value))
+        )
+        more = (
+            f"The first step peaks at {at_first}: later ones hold the optimizer's state from "
+            "their beginning."
+        )
     return f"{text}{ends}.", more
 
 
@@ -136,13 +181,17 @@ def of_comparison(compared: Compared) -> Headline:
 def of_ladder(rows: Sequence[Row]) -> Headline:
     """The fastest rung that passed the gate, and how the others ended."""
     ends = NamedRows(rows, [row["rung"] for row in rows]).failures()
-    text = next(ladder_findings(rows)).rstrip(".") if any(row["is_credited"] for row in rows) else ""
+    text = (
+        next(ladder_findings(rows)).rstrip(".") if any(row["is_credited"] for row in rows) else ""
+    )
     doubt = f"{DOUBT} marks a speed-up of times that are in doubt." if DOUBT in text else ""
     return f"{text or 'No rung passed the gate'}{ends}.", doubt
 
 
 def of_ceilings(sections: Sequence[Section]) -> Headline:
-    """The ranges over products, passes over memory and collectives, how other cells ended, and times of launches."""
+    """The ranges over products, passes over memory and collectives, how other cells ended, and
+    times of launches.
+    """
     rows, cells = sections[0].rows, [row for section in sections[1:] for row in section.rows]
     ends = NamedRows(cells).failures()
     names, groups = [], dict[str, list[int]]()
@@ -163,15 +212,25 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
 
 
 def of_attention(sections: Sequence[Section]) -> Headline:
-    """The shortest and the longest time at the largest shape of each precision, and how the other cells ended."""
+    """The shortest and the longest time at the largest shape of each precision, and how the
+    other cells ended.
+    """
     rows, key = sections[0].rows, "together_mean_ms"
     told, ranges, shapes = NamedRows(rows, [str(row["implementation"]) for row in rows]), [], []
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        timed = [index for index, row in enumerate(rows) if row["precision"] is precision and row[key] is not None]
-        sizes: dict[int, Any] = {index: (rows[index]["context_length"], rows[index]["d_head"]) for index in timed}
+        timed = [
+            index
+            for index, row in enumerate(rows)
+            if row["precision"] is precision and row[key] is not None
+        ]
+        sizes: dict[int, Any] = {
+            index: (rows[index]["context_length"], rows[index]["d_head"]) for index in timed
+        }
         if timed:
             context, d_head = largest = max(sizes.values())
-            times = told.range(key, milliseconds, [index for index in timed if sizes[index] == largest])
+            times = told.range(
+                key, milliseconds, [index for index in timed if sizes[index] == largest]
+            )
             ranges.append(f"{times} in {precision}")
             shapes.append(f"context {context}, d_head {d_head} in {precision}")
     times = ", ".join(ranges) or "no known time"
@@ -182,7 +241,9 @@ def of_attention(sections: Sequence[Section]) -> Headline:
 def of_fusion(sections: Sequence[Section]) -> Headline:
     """The least and the largest gain of fused operations, and how the other cells ended."""
     rows = sections[0].rows
-    told = NamedRows(rows, [f"{row['op']} {row['version']} {row['phase']} {row['precision']}" for row in rows])
+    told = NamedRows(
+        rows, [f"{row['op']} {row['version']} {row['phase']} {row['precision']}" for row in rows]
+    )
     fused = [index for index, row in enumerate(rows) if row["version"] is not Version.EAGER]
     gains = told.range("speed_up", three_digits, fused) or "an unknown number of"
     return f"Fused operations are {gains} times as fast as written out{told.failures()}.", ""
@@ -190,7 +251,9 @@ def of_fusion(sections: Sequence[Section]) -> Headline:
 
 def of_precision(sections: Sequence[Section]) -> Headline:
     """What is in fp32 in all rows."""
-    return next(text for section in sections for table in section.tables for text in table.findings), ""
+    return next(
+        text for section in sections for table in section.tables for text in table.findings
+    ), ""
 
 
 OF_STUDIES: Mapping[str, Callable[[Sequence[Section]], Headline]] = {

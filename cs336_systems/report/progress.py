@@ -1,7 +1,8 @@
-"""What a command is doing, on standard error: in a line that is redrawn, or in new lines if not a terminal.
+"""What a command is doing, on standard error: in a line that is redrawn, or in new lines if not a
+terminal.
 
-It has no thread, which would disturb what is timed on the host. rich is imported only where it draws: a step that
-is timed in this process has nothing beside it that it does not need.
+It has no thread, which would disturb what is timed on the host. rich is imported only where it
+draws: a step that is timed in this process has nothing beside it that it does not need.
 """
 
 import sys
@@ -27,18 +28,25 @@ IMPORTING = "importing PyTorch, once for all runs"
 MOST_NAMED = 8
 """How many runs in progress are named; of more, as on a cluster, only their number is."""
 LEAST_APART_S = 5.0
-"""Least time between two lines where there is no terminal; what a command does in between has no line."""
+"""Least time between two lines where there is no terminal; what a command does in between has no
+line.
+"""
 _STARTED = monotonic()
 
 
 class StatusLine(Listener):
-    """The line that says what a command is doing, or which runs of a sweep; above it stands a line for each result.
+    """The line that says what a command is doing, or which runs of a sweep; above it stands a line
+    for each result.
 
-    Use it as a context manager, and print results after it: at its end it removes the line from a terminal.
+    Use it as a context manager, and print results after it: at its end it removes the line from a
+    terminal.
     """
 
-    def __init__(self, names: Mapping[RunConfig, str] | None = None, first: str = IMPORTING) -> None:
-        """`names` are names of configurations that replace the list of their settings; repeats share a name.
+    def __init__(
+        self, names: Mapping[RunConfig, str] | None = None, first: str = IMPORTING
+    ) -> None:
+        """`names` are names of configurations that replace the list of their settings; repeats
+        share a name.
 
         `first` is what a sweep does before its first run.
         """
@@ -58,14 +66,21 @@ class StatusLine(Listener):
             if not console.is_dumb_terminal:
                 # rich prints other output above the line, if both go to the terminal
                 self._live = Live(
-                    console=console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
+                    console=console,
+                    auto_refresh=False,
+                    transient=True,
+                    redirect_stdout=sys.stdout.isatty(),
                 )
                 self._live.start()
-                console.show_cursor()  # rich hides the cursor, which a killed process could not show again
+                # rich hides the cursor, which a killed process could not show again
+                console.show_cursor()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         self.end()
 
@@ -98,7 +113,9 @@ class StatusLine(Listener):
             line = inert_line(f"[{monotonic() - _STARTED:5.1f} s] {self._doing}")
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-    def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
+    def planned(
+        self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]
+    ) -> None:
         """Say what is done, what runs and what was set aside."""
         for problem in problems:
             print_aside(f"set aside {problem}")
@@ -116,7 +133,12 @@ class StatusLine(Listener):
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress."""
         is_named = gpu is not None and gpu.index > 0 and not config.is_shared
-        self._show(config, f"{self._label(config)} on GPU {gpu.index}" if gpu and is_named else self._label(config))
+        self._show(
+            config,
+            f"{self._label(config)} on GPU {gpu.index}"
+            if gpu and is_named
+            else self._label(config),
+        )
 
     def finished(self, record: RunRecord) -> None:
         """Print the result in one line."""
@@ -147,7 +169,9 @@ class StatusLine(Listener):
     def _show(self, config: RunConfig, doing: str) -> None:
         self._running[config.key] = doing
         few = len(self._running) <= MOST_NAMED
-        now = " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
+        now = (
+            " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
+        )
         self(now, min(self._done, self._total - 1), self._total)
 
 
@@ -155,7 +179,10 @@ def describe_run(record: RunRecord, label: str) -> str:
     """One line that says how a run, named `label`, has ended."""
     step = record.measurement(Phase.STEP)
     if step is None:
-        return f"{label:<34} {STATUS_WORDS[record.status]} {record.failure.message if record.failure else ''}"
+        return (
+            f"{label:<34} {STATUS_WORDS[record.status]} "
+            f"{record.failure.message if record.failure else ''}"
+        )
     spread = "" if step.stdev_s is None else f" ± {step.stdev_s * 1e3:.2f}"
     memory = f"  {record.memory.peak_allocated_bytes / 2**30:.1f} GiB" if record.memory else ""
     doubts = "".join(f"  {warning.code}" for warning in record.warnings)

@@ -1,4 +1,6 @@
-"""The results of sweeps, their one frame and their sections; and those of studies, as their pages show them."""
+"""The results of sweeps, their one frame and their sections; and those of studies, as their
+pages show them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +39,9 @@ STEPS, KERNELS, MEMORY = "Time of a step", "Where the time goes", "Where the mem
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """The records of sweeps, an entry for each explained profile of kernels or memory, and ceilings for forecasts."""
+    """The records of sweeps, an entry for each explained profile of kernels or memory, and
+    ceilings for forecasts.
+    """
 
     records: Sequence[RunRecord]
     kernels: Sequence[Explained] = ()
@@ -45,8 +49,12 @@ class Results:
     ceilings: Ceilings = NO_CEILINGS
 
     @classmethod
-    def load(cls, records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS) -> "Results":
-        """The records with the explained profiles in the sweep's directory; a missing profile is a warning."""
+    def load(
+        cls, records: Sequence[RunRecord], directory: Path, ceilings: Ceilings = NO_CEILINGS
+    ) -> "Results":
+        """The records with the explained profiles in the sweep's directory; a missing profile is
+        a warning.
+        """
         kernels, memory = load_profiled(records, directory), load_memory(records, directory)
         return cls(records=records, kernels=kernels, memory=memory, ceilings=ceilings)
 
@@ -57,8 +65,14 @@ class Results:
 
     @property
     def _profiled(self) -> list[RunConfig]:
-        """Runs under a profiler with status ok; one that ran out of memory need not have a profile."""
-        return [r.config for r in self.records if r.config.profiler is not Profiler.NONE and r.status is Status.OK]
+        """Runs under a profiler with status ok; one that ran out of memory need not have a
+        profile.
+        """
+        return [
+            r.config
+            for r in self.records
+            if r.config.profiler is not Profiler.NONE and r.status is Status.OK
+        ]
 
     @property
     def without_profile(self) -> list[RunConfig]:
@@ -70,12 +84,17 @@ class Results:
     def lost(self) -> str:
         """How many explained profiles are missing, in words; empty if none is."""
         num_missing = len(self.without_profile)
-        words = f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are missing"
+        words = (
+            f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are "
+            "missing"
+        )
         return words if num_missing else ""
 
     @cached_property
     def frame(self) -> "pd.DataFrame":
-        """A row for each configuration without a profiler, with its forecast; tables and pictures are made of it."""
+        """A row for each configuration without a profiler, with its forecast; tables and
+        pictures are made of it.
+        """
         return to_frame(self.published, self.ceilings)
 
     @cached_property
@@ -85,7 +104,9 @@ class Results:
 
     @cached_property
     def sections(self) -> Mapping[str, Sequence[Section]]:
-        """The sections of each subject that these results have: findings first, then tables and pictures."""
+        """The sections of each subject that these results have: findings first, then tables and
+        pictures.
+        """
         found = {}
         if self.published:
             found[STEPS] = [self.steps]
@@ -93,20 +114,26 @@ class Results:
             told = findings_section("kernel_findings", self.kernels, kernel_findings)
             found[KERNELS] = [told, *kernel_sections(self.kernels)]
         if self.memory:
-            told = findings_section("memory_findings", self.memory, lambda own: memory_findings(own.profile))
+            told = findings_section(
+                "memory_findings", self.memory, lambda own: memory_findings(own.profile)
+            )
             found[MEMORY] = [told, *memory_sections(self.memory)]
         return found
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
-        sections = [section for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]]
+        sections = [
+            section for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]
+        ]
         told = [table for section in sections for table in section.tables]
         first = [rows_with(table, "number", {1}) for table in told]
         steps = self.steps.tables if self.published else ()
         return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
     def write(self, output: Path, status: Callable[..., object]) -> None:
-        """Write the tables and pictures that records and profiles support together; `status` shows what is done."""
+        """Write the tables and pictures that records and profiles support together; `status`
+        shows what is done.
+        """
         sections = [section for own in self.sections.values() for section in own]
         for done, section in enumerate(sections):
             status(f"writing tables and pictures of {section.name}", done, len(sections))
@@ -115,9 +142,14 @@ class Results:
 
 Study: TypeAlias = CeilingsStudy | AttentionStudy | FusionStudy | PrecisionStudy
 STUDIES: Mapping[str, type] = {
-    "ceilings": CeilingsStudy, "attention": AttentionStudy, "fusion": FusionStudy, "precision": PrecisionStudy,
-}  # fmt: skip
-"""All kinds of studies by their subject; the record of a study is the file SUBJECT.json in its directory."""
+    "ceilings": CeilingsStudy,
+    "attention": AttentionStudy,
+    "fusion": FusionStudy,
+    "precision": PrecisionStudy,
+}
+"""All kinds of studies by their subject; the record of a study is the file SUBJECT.json in its
+directory.
+"""
 
 
 @dataclass(frozen=True)
@@ -138,9 +170,15 @@ class StudyResults:
             return ceilings_sections(self.study)
         if isinstance(self.study, AttentionStudy):
             return [attention_section(self.study)]
-        return [fusion_section(self.study)] if isinstance(self.study, FusionStudy) else precision_sections(self.study)
+        return (
+            [fusion_section(self.study)]
+            if isinstance(self.study, FusionStudy)
+            else precision_sections(self.study)
+        )
 
     def write(self, directory: Path) -> None:
-        """Write the tables into the directory. The record stays as it is: a study may be writing it."""
+        """Write the tables into the directory. The record stays as it is: a study may be writing
+        it.
+        """
         for section in self.sections:
             write_files(texts_of(section), directory)

@@ -1,8 +1,9 @@
 """What a report consists of: sections, each with tables for people and values for programs.
 
-The function of a section makes rows, which are dicts of values, chooses columns from `columns.py`, and gives both to
-`make_table`, which writes the cells. `formats.py` writes the finished section to files, `terminal.py` its tables to a
-terminal. Tables of explained profiles begin with the columns that distinguish the configurations.
+The function of a section makes rows, which are dicts of values, chooses columns from `columns.py`,
+and gives both to `make_table`, which writes the cells. `formats.py` writes the finished section to
+files, `terminal.py` its tables to a terminal. Tables of explained profiles begin with the columns
+that distinguish the configurations.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table for people. Its cells are text, rounded and scaled for reading; `values` has the values themselves."""
+    """A table for people. Its cells are text, rounded and scaled for reading; `values` has the
+    values themselves.
+    """
 
     title: str
     headings: tuple[Column, ...]
@@ -39,10 +42,15 @@ class Table:
     def __post_init__(self) -> None:
         for index, row in enumerate(self.rows):
             if len(row) != len(self.headings):
-                raise ValueError(f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}")
+                raise ValueError(
+                    f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}"
+                )
 
 
-FINDING = Column("no.", key="number", write=str), Column("finding", key="finding", numeric=False, write=str)
+FINDING = (
+    Column("no.", key="number", write=str),
+    Column("finding", key="finding", numeric=False, write=str),
+)
 
 
 def finding_rows(findings: Iterable[str]) -> list[Row]:
@@ -62,10 +70,14 @@ def with_note(table: Table, note: str) -> Table:
 
 
 def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
-    """The table with only the rows that have one of these values under the key, and the columns that these fill."""
+    """The table with only the rows that have one of these values under the key, and the columns
+    that these fill.
+    """
     kept = [row for row in table.values if row[key] in wanted]
     failed = {id(table.values[index]) for index in table.failed}
-    return make_table(table.title, known(table.headings, kept), kept, table.notes, lambda row: id(row) in failed)
+    return make_table(
+        table.title, known(table.headings, kept), kept, table.notes, lambda row: id(row) in failed
+    )
 
 
 def known(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
@@ -79,8 +91,12 @@ def quantity_table(
     notes: Iterable[str] = (),
     keys: Sequence[str] = ("quantity", "amount", "unit"),
 ) -> Table:
-    """A table with one quantity on each line. Each row holds the values of the columns with these keys, in order."""
-    return make_table(title, columns_of(*keys), [dict(zip(keys, row, strict=True)) for row in rows], notes)
+    """A table with one quantity on each line. Each row holds the values of the columns with
+    these keys, in order.
+    """
+    return make_table(
+        title, columns_of(*keys), [dict(zip(keys, row, strict=True)) for row in rows], notes
+    )
 
 
 def make_table(
@@ -91,7 +107,8 @@ def make_table(
     failed: Callable[[Row], bool] | None = None,
     findings: Iterable[str] = (),
 ) -> Table:
-    """Make a table: write the cell of each column for each row; `failed` says which rows are those of failed runs.
+    """Make a table: write the cell of each column for each row; `failed` says which rows are those
+    of failed runs.
 
     `findings` are those of the notes that say what stands out.
     """
@@ -149,9 +166,11 @@ def load_entries(
 ) -> list[E]:
     """The entries that `load` makes of the runs under these profilers, in the order of tables.
 
-    Profiles for which `load` raises ProfileError are left out, with one warning that counts them and names the first.
+    Profiles for which `load` raises ProfileError are left out, with one warning that counts them
+    and names the first.
     """
-    from cs336_systems.report.frame import order  # pandas is slow to import, and only entries need it
+    # pandas is slow to import, and only entries need it
+    from cs336_systems.report.frame import order
 
     found, problems = [], []
     for record in sorted(records, key=lambda record: order(record.config)):
@@ -175,7 +194,10 @@ def identities_of(entries: Sequence[Entry]) -> list[identity.Identity]:
 
 
 def labels(
-    entries: Sequence[Entry], *, always: Sequence[str] = identity.ALWAYS, without: Sequence[str] = ()
+    entries: Sequence[Entry],
+    *,
+    always: Sequence[str] = identity.ALWAYS,
+    without: Sequence[str] = (),
 ) -> list[str]:
     """A name for each entry, of the settings that distinguish it: `small ctx 128 train bf16`."""
     return identity.names_of(identities_of(entries), always=always, without=without)
@@ -187,10 +209,18 @@ def settings(entries: Sequence[Entry], also: Collection[str] = ()) -> str:
     return identity.shared_settings(known, also)
 
 
-def rows_of(entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]) -> list[Row]:
-    """A row for each part of each entry: the settings of the entry, the values of the part, and the entry itself."""
+def rows_of(
+    entries: Sequence[E], parts: Callable[[E], Iterable[Mapping[str, object]]]
+) -> list[Row]:
+    """A row for each part of each entry: the settings of the entry, the values of the part, and
+    the entry itself.
+    """
     identified = zip(entries, identities_of(entries), strict=True)
-    return [{**own, **part, "entry": entry, "identity": own} for entry, own in identified for part in parts(entry)]
+    return [
+        {**own, **part, "entry": entry, "identity": own}
+        for entry, own in identified
+        for part in parts(entry)
+    ]
 
 
 def over_configurations(
@@ -203,28 +233,39 @@ def over_configurations(
     *,
     shown: Callable[[Row], bool] = lambda _: True,
 ) -> Section:
-    """A section with one table of the rows that are `shown`, and with all rows and the columns `csv` in the CSV file.
+    """A section with one table of the rows that are `shown`, and with all rows and the columns
+    `csv` in the CSV file.
 
-    In the table, the columns that distinguish the configurations come first. Columns whose values are all 0 or unknown
-    are left out. A note names the settings that all configurations share, and for a single configuration its size and
-    context too. The CSV file has all settings of each row. Without shown rows there is no table.
+    In the table, the columns that distinguish the configurations come first. Columns whose values
+    are all 0 or unknown are left out. A note names the settings that all configurations share, and
+    for a single configuration its size and context too. The CSV file has all settings of each row.
+    Without shown rows there is no table.
     """
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
     before = [] if is_single else identity.identity_columns(kept)
-    columns = [column for column in columns if not column.key or any(row[column.key] for row in kept)]
+    columns = [
+        column for column in columns if not column.key or any(row[column.key] for row in kept)
+    ]
     shared = settings([row["entry"] for row in kept], identity.ALWAYS if is_single else ())
     table = make_table(
-        title, [*before, *columns], kept, [*notes, *([f"{shared}."] if shared else [])],
+        title,
+        [*before, *columns],
+        kept,
+        [*notes, *([f"{shared}."] if shared else [])],
         lambda row: row.get("status", Status.OK) != Status.OK,
-    )  # fmt: skip
+    )
     every = [row | row["identity"] for row in rows] if csv else []
     before_csv = [name for name in identity.LEADING if rows and name in rows[0]["identity"]]
     keys = (*before_csv, *csv, *identity.trailing([row["identity"] for row in rows]))
     return Section(name=name, tables=(table,) if kept else (), rows=every, keys=keys)
 
 
-def findings_section(name: str, entries: Sequence[E], find: Callable[[E], Iterable[str]]) -> Section:
+def findings_section(
+    name: str, entries: Sequence[E], find: Callable[[E], Iterable[str]]
+) -> Section:
     """What `find` says of each profile, in rows."""
     rows = rows_of(entries, lambda entry: finding_rows(find(entry)))
-    return over_configurations(name, "Findings", rows, FINDING, [column.key for column in FINDING], ())
+    return over_configurations(
+        name, "Findings", rows, FINDING, [column.key for column in FINDING], ()
+    )

@@ -27,30 +27,40 @@ UNLIMITED = 1_000_000
 """Width that rich is given for an unlimited width."""
 LONGEST_TRACEBACK = 20_000
 HEIGHT = 25
-"""Lines of the terminal. Nothing printed here depends on it, but without it rich looks for the width by itself."""
+"""Lines of the terminal. Nothing printed here depends on it, but without it rich looks for the
+width by itself.
+"""
 MAX_WORD = 24
 """Longest part of a word, in characters, that a terminal keeps on one line."""
 LONGEST_ON_TERMINAL = 1000
-"""Longest text of a cell in the terminal, in characters; the longest cell sets the width of its column."""
+"""Longest text of a cell in the terminal, in characters; the longest cell sets the width of its
+column.
+"""
 FAILED_STYLE = "dim red"
 
 
 def print_table(table: Table, directory: Path | None = None) -> None:
-    """Print a table within the terminal's width; `directory` is where its files are, if it was written."""
+    """Print a table within the terminal's width; `directory` is where its files are, if it was
+    written.
+    """
     width = _width()
     where = "" if directory is None else f"; the CSV and Markdown files in {directory} have them"
     _console(width).print(to_rich(table, width, where))
 
 
 def print_sentences(sentences: Iterable[str]) -> None:
-    """Print each sentence on lines of its own, and an empty line behind them; wrapped in a terminal only."""
+    """Print each sentence on lines of its own, and an empty line behind them; wrapped in a
+    terminal only.
+    """
     lines = [plain(sentence) for sentence in sentences]
     if lines:
         _console(_width()).print("\n".join([*lines, ""]))
 
 
 def _width() -> int | None:
-    """The width to use: COLUMNS if set, else the terminal's; None, which is unlimited, if the output is no terminal."""
+    """The width to use: COLUMNS if set, else the terminal's; None, which is unlimited, if the
+    output is no terminal.
+    """
     try:
         asked = int(os.environ.get("COLUMNS", ""))
     except ValueError:
@@ -65,13 +75,18 @@ def _console(width: int | None) -> Console:
 
 
 def plain(text: str) -> str:
-    """The text within rich's markup: without control characters, and escaped so that rich reads no markup in it."""
+    """The text within rich's markup: without control characters, and escaped so that rich reads
+    no markup in it.
+    """
     return escape(inert_line(text))
 
 
-def print_run(record: RunRecord, path: Path | None = None, ceilings: Ceilings = NO_CEILINGS) -> None:
+def print_run(
+    record: RunRecord, path: Path | None = None, ceilings: Ceilings = NO_CEILINGS
+) -> None:
     """Print the table of one run, its failure or warnings, and the path of its record."""
-    from cs336_systems.report.frame import to_frame  # pandas is slow to import, and the other functions do not need it
+    # pandas is slow to import, and the other functions do not need it
+    from cs336_systems.report.frame import to_frame
     from cs336_systems.report.sections.steps import results_table, step_answer
 
     frame = to_frame([record], ceilings)
@@ -85,7 +100,10 @@ def print_run(record: RunRecord, path: Path | None = None, ceilings: Ceilings = 
             console.print(plain(line), soft_wrap=True)
     if record.between_s:
         between_ms = 1e3 * statistics.fmean(record.between_s)
-        print_line(f"between steps: {between_ms:.4g} ms, in which the loop did other things, such as loading data")
+        print_line(
+            f"between steps: {between_ms:.4g} ms, in which the loop did other things, such as "
+            "loading data"
+        )
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {plain(warning.message)}")
     print_line(f"record: {path}")
@@ -99,43 +117,63 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
     for record in records:
         if record.failure is not None:
             place = f" ({place})" if (place := own_place(record)) else ""
-            console.print(f"[red]{plain(record.config.label)}[/]: {plain(record.failure.message + place)}")
+            console.print(
+                f"[red]{plain(record.config.label)}[/]: {plain(record.failure.message + place)}"
+            )
     print_line(f"results: {directory}")
 
 
 def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     """Title, table and notes for a terminal of `width` characters; None is unlimited.
 
-    If the table is too wide, columns with a `drop_order` are left out; a note names them, followed by `where`, which
-    says where to find them.
+    If the table is too wide, columns with a `drop_order` are left out; a note names them, followed
+    by `where`, which says where to find them.
     """
     if width is None and table.headings == FINDING:
         lines = [f"{number}. {inert_line(finding)}" for number, finding in table.rows]
-        return Group(Text(inert_line(table.title), style="bold"), *map(Text, [*lines, *map(inert_line, table.notes)]))
+        return Group(
+            Text(inert_line(table.title), style="bold"),
+            *map(Text, [*lines, *map(inert_line, table.notes)]),
+        )
     columns = range(len(table.headings))
-    texts = [[inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns]
+    texts = [
+        [inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns
+    ]
     shown, widths, gap = _fit(table.headings, texts, width)
     body = _body(table, texts, shown, widths, gap) if widths else _list(table, texts, shown)
-    left_out = [heading.label.strip() for column, heading in enumerate(table.headings) if column not in shown]
+    left_out = [
+        heading.label.strip()
+        for column, heading in enumerate(table.headings)
+        if column not in shown
+    ]
     names = ", ".join(dict.fromkeys(left_out))
     notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
-    return Group(Text(inert_line(table.title), style="bold"), body, *(Text(inert_line(note)) for note in notes))
+    return Group(
+        Text(inert_line(table.title), style="bold"),
+        body,
+        *(Text(inert_line(note)) for note in notes),
+    )
 
 
 def _fit(
     headings: Sequence[Column], texts: Sequence[Sequence[str]], width: int | None
 ) -> tuple[Sequence[int], Sequence[int], int]:
-    """The indices of the columns to show, their widths, and the spaces between; `texts` are the cells of each column.
+    """The indices of the columns to show, their widths, and the spaces between; `texts` are the
+    cells of each column.
 
-    If all cells fit on one line each, nothing is wrapped. Otherwise headings and texts wrap, and columns are left out
-    by their `drop_order`. There are no widths if even that is too wide: then each cell has a line of its own.
+    If all cells fit on one line each, nothing is wrapped. Otherwise headings and texts wrap, and
+    columns are left out by their `drop_order`. There are no widths if even that is too wide: then
+    each cell has a line of its own.
     """
     shown: Sequence[int] = range(len(headings))
     heads = [[*_lines(heading), *cells] for heading, cells in zip(headings, texts, strict=True)]
     whole = [*map(_widest, heads)]
     if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
         return shown, whole, 2
-    least = [_widest([*_words(heads[each]), *(texts[each] if headings[each].numeric else ())]) for each in shown]
+    least = [
+        _widest([*_words(heads[each]), *(texts[each] if headings[each].numeric else ())])
+        for each in shown
+    ]
     by_worth = sorted(shown, key=lambda column: headings[column].drop_order)
     fewest = max(1, sum(not heading.drop_order for heading in headings))
     for number, gap in itertools.product(range(len(headings), fewest - 1, -1), (2, 1)):
@@ -145,8 +183,12 @@ def _fit(
     return shown, (), 0
 
 
-def _stretched(least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int) -> list[int]:
-    """Widths between `least` and `most` that fill the room; columns that need little more than `least` come first."""
+def _stretched(
+    least: Sequence[int], most: Sequence[int], columns: Sequence[int], room: int
+) -> list[int]:
+    """Widths between `least` and `most` that fill the room; columns that need little more than
+    `least` come first.
+    """
     widths = {column: least[column] for column in columns}
     left = room - sum(widths.values())
     for rank, column in enumerate(sorted(columns, key=lambda column: most[column] - least[column])):
@@ -170,13 +212,21 @@ def _widest(texts: Iterable[str]) -> int:
 
 
 def _body(
-    table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int], widths: Sequence[int], gap: int
+    table: Table,
+    texts: Sequence[Sequence[str]],
+    shown: Sequence[int],
+    widths: Sequence[int],
+    gap: int,
 ) -> rich.table.Table:
-    drawn = rich.table.Table(box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+    drawn = rich.table.Table(
+        box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0)
+    )
     for column, width in zip(shown, widths, strict=True):
         heading = table.headings[column]
         justify: JustifyMethod = "right" if heading.numeric else "left"
-        drawn.add_column(Text("\n".join(_lines(heading))), justify=justify, width=width, overflow="fold")
+        drawn.add_column(
+            Text("\n".join(_lines(heading))), justify=justify, width=width, overflow="fold"
+        )
     for index in range(len(table.rows)):
         cells = (Text(texts[column][index]) for column in shown)
         drawn.add_row(*cells, style=FAILED_STYLE if index in table.failed else None)
@@ -187,6 +237,10 @@ def _list(table: Table, texts: Sequence[Sequence[str]], shown: Sequence[int]) ->
     """The table as a list: a line for each cell, and a blank line between two rows."""
     blocks = []
     for index in range(len(table.rows)):
-        lines = [f"{inert_line(table.headings[c].label)}: {texts[c][index]}" for c in shown if texts[c][index]]
+        lines = [
+            f"{inert_line(table.headings[c].label)}: {texts[c][index]}"
+            for c in shown
+            if texts[c][index]
+        ]
         blocks.append(Text("\n".join(lines), style=FAILED_STYLE if index in table.failed else ""))
     return Text("\n\n").join(blocks)

@@ -1,4 +1,6 @@
-"""How tables, pictures and sentences write numbers, statuses, modes, warnings, and places in the user's own code."""
+"""How tables, pictures and sentences write numbers, statuses, modes, warnings, and places in the
+user's own code.
+"""
 
 import math
 import re
@@ -14,7 +16,9 @@ MIN_DIGITS, MAX_DIGITS = 3, 5
 MAX_LABEL = 64
 """Longest name in a readable table, in characters; the CSV has the whole name."""
 LABEL_END = 8
-"""How many of these are from the name's end: few, because some cuBLAS kernels differ only in the middle, by tiles."""
+"""How many of these are from the name's end: few, because some cuBLAS kernels differ only in the
+middle, by tiles.
+"""
 DOUBT = "?"
 """Mark behind a time that is in doubt, and behind a value that was computed from one."""
 
@@ -32,18 +36,22 @@ STATUS_WORDS = {
     Status.INVALID: "invalid record",
 }
 SHIPPED = (
-    "These ceilings come with this program: they were measured on another machine, whose CPU and power limit may "
-    "differ (cs336 ceilings measures those of this one)."
+    "These ceilings come with this program: they were measured on another machine, whose CPU and "
+    "power limit may differ (cs336 ceilings measures those of this one)."
 )
 DOUBTED_FORECAST = (
-    f"{DOUBT} marks a forecast from ceilings many of whose times are in doubt: measure them again on a quiet machine."
+    f"{DOUBT} marks a forecast from ceilings many of whose times are in doubt: measure them "
+    "again on a quiet machine."
 )
 SCATTER = f"{100 * compare.PROCESS_DEVIATION:g} %"
 CHANCE = (
-    f"Of fewer than {FEWEST} processes each, {1 / compare.ONE_PROCESS_TELLS:.2f} to {compare.ONE_PROCESS_TELLS:.2f} "
-    f"times as fast may be chance: they are assumed to scatter by {SCATTER} (cs336 compare takes several)."
+    f"Of fewer than {FEWEST} processes each, {1 / compare.ONE_PROCESS_TELLS:.2f} to "
+    f"{compare.ONE_PROCESS_TELLS:.2f} times as fast may be chance: they are assumed to scatter by "
+    f"{SCATTER} (cs336 compare takes several)."
 )
-_FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+).*\n(?:    .*\n|  \[Previous .*\n)*', re.MULTILINE)
+_FRAME = re.compile(
+    r'^  File "([^"\n]+)", line (\d+).*\n(?:    .*\n|  \[Previous .*\n)*', re.MULTILINE
+)
 _NOT_THE_USERS = ("cs336_systems/", "importlib/", "<frozen importlib", "torch/", "triton/")
 """Beginnings of the paths, in a record's traceback, of files that are not the user's."""
 
@@ -54,16 +62,20 @@ def status_text(status: str) -> str:
 
 
 def warning_counts(codes: Sequence[str | None], rows: str) -> str:
-    """How many rows have each warning: `drift in 2 of 4 rows, unstable in 1 of 4 rows`; empty without warnings.
+    """How many rows have each warning: `drift in 2 of 4 rows, unstable in 1 of 4 rows`; empty
+    without warnings.
 
     `codes` has the warnings of each row, joined by semicolons; `rows` is what the rows are called.
     """
     counts = Counter(code for found in codes if found for code in found.split(";"))
-    return ", ".join(f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common())
+    return ", ".join(
+        f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common()
+    )
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """The value to this many significant digits, without an exponent and with commas between thousands.
+    """The value to this many significant digits, without an exponent and with commas between
+    thousands.
 
     All digits before the decimal point are written, even if they are more.
     """
@@ -79,7 +91,9 @@ def rounded(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """How often something happened: a whole number, or a mean with two decimals; with commas between thousands."""
+    """How often something happened: a whole number, or a mean with two decimals; with commas
+    between thousands.
+    """
     return f"{value:,.2f}" if value % 1 else f"{value:,.0f}"
 
 
@@ -96,8 +110,8 @@ def change(ratio: float) -> str:
 def mean_and_std(mean: float, std: float | None) -> str:
     """Mean and standard deviation with the same decimals: `66.31 ± 0.12`, `66.3 ± 0.4`.
 
-    The deviation has one significant digit, or two if the first is a 1. If it is larger than the mean, each has two
-    significant digits: `0.072 ± 33`.
+    The deviation has one significant digit, or two if the first is a 1. If it is larger than the
+    mean, each has two significant digits: `0.072 ± 33`.
     """
     if std is None or not math.isfinite(std):
         return significant(mean)
@@ -111,7 +125,9 @@ def mean_and_std(mean: float, std: float | None) -> str:
 
 
 def interval_text(low: float | None, high: float | None) -> str:
-    """The interval as `2.426 to 2.433`, with enough digits to show its width; empty if an end is unknown."""
+    """The interval as `2.426 to 2.433`, with enough digits to show its width; empty if an end is
+    unknown.
+    """
     if low is None or high is None:
         return ""
     digits = interval_digits(low, high)
@@ -140,7 +156,11 @@ def ratio(value: float | None, whole: float | None) -> float | None:
 
 def label(name: str) -> str:
     """The name; if it is longer than MAX_LABEL, without its middle."""
-    return name if len(name) <= MAX_LABEL else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
+    return (
+        name
+        if len(name) <= MAX_LABEL
+        else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
+    )
 
 
 def scientific(value: float) -> str:
@@ -149,7 +169,9 @@ def scientific(value: float) -> str:
 
 
 def amount(value: float | str) -> str:
-    """A whole number in full; others to four digits, and from a million on with a power of a thousand: `70e9`."""
+    """A whole number in full; others to four digits, and from a million on with a power of a
+    thousand: `70e9`.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, int) or not value:
@@ -171,7 +193,9 @@ def percent_of(part: float, whole: float = 1) -> str:
 
 
 def between(values: Mapping[str, float], text: Callable[[float], str]) -> str:
-    """The least and the largest value with their names; one value if they read the same, empty without any."""
+    """The least and the largest value with their names; one value if they read the same, empty
+    without any.
+    """
     if not values:
         return ""
     least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
@@ -180,13 +204,19 @@ def between(values: Mapping[str, float], text: Callable[[float], str]) -> str:
 
 
 def own_traceback(record: RunRecord) -> str:
-    """The traceback of a failed run of the user's own model, reduced to the user's files; empty for other runs."""
+    """The traceback of a failed run of the user's own model, reduced to the user's files; empty
+    for other runs.
+    """
     return _of_the_user(record.failure) if record.config.model_factory else ""
 
 
 def own_place(record: RunRecord) -> str:
-    """The innermost file and line of the user's own code, in the model's package if possible; empty for other runs."""
-    return place_in(record.config.model_factory, record.failure) if record.config.model_factory else ""
+    """The innermost file and line of the user's own code, in the model's package if possible;
+    empty for other runs.
+    """
+    return (
+        place_in(record.config.model_factory, record.failure) if record.config.model_factory else ""
+    )
 
 
 def _of_the_user(failure: Failure | None) -> str:
@@ -198,10 +228,14 @@ def _of_the_user(failure: Failure | None) -> str:
 
 
 def place_in(name: str, failure: Failure | None) -> str:
-    """The innermost file and line of the user's own code, in the package of `name` if possible; empty if none."""
+    """The innermost file and line of the user's own code, in the package of `name` if possible;
+    empty if none.
+    """
     frames = list(_FRAME.finditer(_of_the_user(failure)))
     package = name.partition(":")[0].partition(".")[0]
-    nearest = [frame for frame in frames if frame[1].startswith((f"{package}.py", f"{package}/"))] or frames
+    nearest = [
+        frame for frame in frames if frame[1].startswith((f"{package}.py", f"{package}/"))
+    ] or frames
     return f"{nearest[-1][1]}, line {nearest[-1][2]}" if nearest else ""
 
 

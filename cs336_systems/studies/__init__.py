@@ -1,1 +1,3 @@
-"""Measurements beside the training step: attention alone, the effect of fusion, hardware ceilings, precision."""
+"""Measurements beside the training step: attention alone, the effect of fusion, hardware
+ceilings, precision.
+"""

@@ -1,4 +1,6 @@
-"""One cell of the ceilings: a matmul, a pass over memory, a launch, a kernel of a step, or collectives of processes."""
+"""One cell of the ceilings: a matmul, a pass over memory, a launch, a kernel of a step, or
+collectives of processes.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +23,13 @@ from cs336_systems.measure.failure import classify, describe
 from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.measure.precision import apply_math_mode
 from cs336_systems.measure.run import measure as measure_run
-from cs336_systems.parallel.collectives import Rank, all_gather, devices_of, group_of, reduce_scatter
+from cs336_systems.parallel.collectives import (
+    Rank,
+    all_gather,
+    devices_of,
+    group_of,
+    reduce_scatter,
+)
 from cs336_systems.parallel.exchange import of_all_ranks, shared_rows
 from cs336_systems.record import Failure, Status
 from cs336_systems.studies.ceilings_records import (
@@ -52,7 +60,8 @@ from cs336_systems.studies.records import Row
 from cs336_systems.sweep.ranks import first_failed, run_ranks
 
 GRAPH_BELOW_S = 1e-3
-"""A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer than the run itself.
+"""A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer
+than the run itself.
 
 The host needs 6 to 10 us for one kernel, and up to 0.3 ms for a backward pass of autograd.
 """
@@ -61,9 +70,13 @@ MAX_GRAPH_RUNS = 100
 """Most runs in one graph; a graph has as many as take GRAPH_S."""
 PROBES = 3
 MAX_GROWTH = 100
-"""Largest factor from one number of repetitions to the next, because a first measured time may be far too short."""
+"""Largest factor from one number of repetitions to the next, because a first measured time may
+be far too short.
+"""
 MARGIN = 1.1
-"""The next loop is planned to take this many times the wanted time, so that it does not narrowly miss it again."""
+"""The next loop is planned to take this many times the wanted time, so that it does not narrowly
+miss it again.
+"""
 
 Run = Callable[[], object]
 Timer = Callable[[Run, int], float]
@@ -100,7 +113,8 @@ def device_timer(run: Run, count: int) -> float:
 def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = float) -> Loops:
     """Time `run` on the grid's device. Raises whatever `run` raises.
 
-    Where several processes run it together, `agree` makes one time of theirs, so that all decide alike.
+    Where several processes run it together, `agree` makes one time of theirs, so that all decide
+    alike.
     """
 
     def timer(run: Run, count: int) -> float:
@@ -117,9 +131,11 @@ def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = floa
 
 
 def replayed(run: Run, count: int) -> Run:
-    """A function that launches `count` runs at once, as a CUDA graph. `run` must have been called before.
+    """A function that launches `count` runs at once, as a CUDA graph. `run` must have been called
+    before.
 
-    The function keeps `run` alive, and so all memory that `run` uses, because a graph stores only addresses.
+    The function keeps `run` alive, and so all memory that `run` uses, because a graph stores only
+    addresses.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -133,15 +149,18 @@ def _replay(graph: torch.cuda.CUDAGraph, _captured: Run) -> None:
 
 
 def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int = 1) -> Loops:
-    """Find the number of calls that takes `grid.loop_s`, which also warms up, then time `grid.loops` such loops.
+    """Find the number of calls that takes `grid.loop_s`, which also warms up, then time
+    `grid.loops` such loops.
 
-    `runs_per_call` is the number of repetitions in one call of `run`, such as those of a CUDA graph.
+    `runs_per_call` is the number of repetitions in one call of `run`, such as those of a CUDA
+    graph.
     """
     timer(run, 1)
     count, elapsed_s = 1, timer(run, 1)
     while True:
         if elapsed_s >= grid.loop_s:
-            # a second loop must take as long too, because an interruption can make one short loop look long
+            # a second loop must take as long too, because an interruption can make one short loop
+            # look long
             first_s = timer(run, count)
             if first_s >= grid.loop_s:
                 break
@@ -153,16 +172,24 @@ def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int =
 
 
 def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:
-    """A larger number of repetitions, which should take `wanted_s`, given that `count` took the shorter `elapsed_s`."""
+    """A larger number of repetitions, which should take `wanted_s`, given that `count` took the
+    shorter `elapsed_s`.
+    """
     most = MAX_GROWTH * count
-    guess = most if elapsed_s * MAX_GROWTH < wanted_s else math.ceil(MARGIN * count * wanted_s / elapsed_s)
+    guess = (
+        most
+        if elapsed_s * MAX_GROWTH < wanted_s
+        else math.ceil(MARGIN * count * wanted_s / elapsed_s)
+    )
     return max(count + 1, min(most, guess))
 
 
 PATIENCE_S = 120.0
 """How long a process waits for the others before it fails."""
 LOOP_SHARE = 0.5
-"""Share of the grid's least time of a loop that suffices here: there are many cells, and all processes repeat."""
+"""Share of the grid's least time of a loop that suffices here: there are many cells, and all
+processes repeat.
+"""
 NO_ACCESS = "the GPUs cannot write to each other's memory"
 
 
@@ -176,7 +203,9 @@ class _Answer:
 
 
 def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> list[CollectiveCell]:
-    """Time collectives of one kind, by the slowest process; if a process fails, all rows get the failure."""
+    """Time collectives of one kind, by the slowest process; if a process fails, all rows get the
+    failure.
+    """
     assert not torch.cuda.is_initialized(), "forked processes could not use CUDA"
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
     ranks = rows[0].world_size
@@ -191,13 +220,18 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
 def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _Answer:
     """What one process does."""
     kind = rows[0].collective
-    torch.set_num_threads(1)  # the processes share the cores, and OpenMP's threads do not survive a fork
+    # the processes share the cores, and OpenMP's threads do not survive a fork
+    torch.set_num_threads(1)
     try:
         with group_of(rank, grid.device):
             pairs = permutations(range(rank.ranks), 2) if kind is Collective.PUSH else ()
-            if not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):  # alike in all processes
+            # alike in all processes
+            if not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
                 return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
-            brief, agree = replace(grid, loop_s=LOOP_SHARE * grid.loop_s), partial(_agreed, grid.device)
+            brief, agree = (
+                replace(grid, loop_s=LOOP_SHARE * grid.loop_s),
+                partial(_agreed, grid.device),
+            )
             made = partial(make_collective, grid.device, kind)
             return _Answer(loops=tuple(measure(made(row.num_bytes), brief, agree) for row in rows))
     except Exception as error:
@@ -206,7 +240,9 @@ def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _A
 
 
 def make_collective(device: Device, collective: Collective, num_bytes: int) -> Callable[[], object]:
-    """The collective of a tensor of so many bytes among the processes of the group, of which each has its part."""
+    """The collective of a tensor of so many bytes among the processes of the group, of which
+    each has its part.
+    """
     whole = torch.rand(num_bytes // FP32_BYTES, device=device.value)
     greatest = dist.ReduceOp.MAX  # repeated sums would overflow
     if collective is Collective.ALL_REDUCE:
@@ -215,7 +251,9 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
         return lambda: dist.broadcast(whole, src=0)
     if collective is Collective.PUSH:
         here = dist.get_rank()
-        rows = [rank_rows for [rank_rows] in of_all_ranks([shared_rows(whole, dist.get_world_size())])]
+        rows = [
+            rank_rows for [rank_rows] in of_all_ranks([shared_rows(whole, dist.get_world_size())])
+        ]
         # the function keeps this rank's rows alive, because the other ranks write to them
         return lambda: [
             rank_rows[here, : len(whole)].copy_(whole, non_blocking=True)
@@ -240,19 +278,27 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability from which NVIDIA GPUs multiply fp8 in hardware."""
 LAUNCHES_IN_GRAPH = 1000
 LOOPS, LOOP_S = 3, 0.01
-"""Number and least time of the loops of each kernel of a step: few and short, because there are hundreds of them."""
+"""Number and least time of the loops of each kernel of a step: few and short, because there are
+hundreds of them.
+"""
 NARROW = RunConfig(
     size="narrow",
-    model=ModelConfig(vocab_size=256, context_length=16, d_model=64, d_ff=128, num_layers=12, num_heads=4),
+    model=ModelConfig(
+        vocab_size=256, context_length=16, d_model=64, d_ff=128, num_layers=12, num_heads=4
+    ),
     batch_size=1,
     warmup_steps=5,
     measured_steps=40,
 )
-"""A training step with the operations of `small`, each of which a GPU ends long before the host launches the next."""
+"""A training step with the operations of `small`, each of which a GPU ends long before the host
+launches the next.
+"""
 
 
 def measure_rows(grid: CeilingsGrid, rows: Sequence[Row]) -> list[Row]:
-    """Each row with its timing; after launches on a GPU, also its cache. Raises whatever running them raises."""
+    """Each row with its timing; after launches on a GPU, also its cache. Raises whatever running
+    them raises.
+    """
     collectives = [row for row in rows if isinstance(row, CollectiveCell)]
     if collectives:
         return [*measure_collectives(grid, collectives)]
@@ -288,20 +334,34 @@ def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -
     """Why the device has no such matmul; None if it has."""
     if device is Device.CPU:
         is_missing = precision in ONLY_ON_GPUS
-        return f"{precision} products are measured on NVIDIA GPUs, got device cpu" if is_missing else None
+        return (
+            f"{precision} products are measured on NVIDIA GPUs, got device cpu"
+            if is_missing
+            else None
+        )
     if precision is not ProductPrecision.FP8:
         return None
     if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
         return f"fp8 needs compute capability 8.9, the device has {'.'.join(map(str, capability))}"
     if shape.inner % FP8_MULTIPLE or shape.columns % FP8_MULTIPLE:
-        return f"fp8 needs inner and last sides that are multiples of {FP8_MULTIPLE}, got {shape.label}"
+        return (
+            f"fp8 needs inner and last sides that are multiples of {FP8_MULTIPLE}, got "
+            f"{shape.label}"
+        )
     return None
 
 
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
-    """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a linear layer."""
-    dtype, sides = PRODUCT_DTYPES[precision], [(shape.rows, shape.inner), (shape.columns, shape.inner)]
-    drawn = normal(make_generator(grid), sides, torch.bfloat16 if precision is ProductPrecision.FP8 else dtype)
+    """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a
+    linear layer.
+    """
+    dtype, sides = (
+        PRODUCT_DTYPES[precision],
+        [(shape.rows, shape.inner), (shape.columns, shape.inner)],
+    )
+    drawn = normal(
+        make_generator(grid), sides, torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
+    )
     left, right = (each.to(dtype) for each in drawn)
     if precision is ProductPrecision.FP8:
         one = torch.ones((), device=grid.device.value)
@@ -325,13 +385,26 @@ def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
     step = torch.ones((), device=grid.device.value)
     target.copy_(source)
     return lambda: torch._fused_adamw_(
-        [target], [source], [moments[0]], [moments[1]], [], [step], lr=1e-3, beta1=0.9, beta2=0.999,
-        weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-    )  # fmt: skip
+        [target],
+        [source],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step],
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.999,
+        weight_decay=0.01,
+        eps=1e-8,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
-    """Time launches of a kernel on one element, one by one or in a CUDA graph; of copies; or calls of a narrow step."""
+    """Time launches of a kernel on one element, one by one or in a CUDA graph; of copies; or
+    calls of a narrow step.
+    """
     if launch is Launch.STEP:
         return time_calls(replace(NARROW, device=grid.device, seed=grid.seed))
     if launch is Launch.QUEUED:
@@ -345,11 +418,15 @@ def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
     if launch is Launch.EAGER:
         return timed_loops(run, host_timer if grid.device is Device.CPU else launch_timer, grid)
     run()
-    return timed_loops(replayed(run, LAUNCHES_IN_GRAPH), launch_timer, grid, runs_per_call=LAUNCHES_IN_GRAPH)
+    return timed_loops(
+        replayed(run, LAUNCHES_IN_GRAPH), launch_timer, grid, runs_per_call=LAUNCHES_IN_GRAPH
+    )
 
 
 def time_calls(config: RunConfig) -> Loops:
-    """The measured steps of a run as loops of the calls that the host makes in one; raise RuntimeError if it failed."""
+    """The measured steps of a run as loops of the calls that the host makes in one; raise
+    RuntimeError if it failed.
+    """
     record = measure_run(config)
     step = record.measurement(Phase.STEP)
     if step is None:
@@ -359,7 +436,9 @@ def time_calls(config: RunConfig) -> Loops:
 
 
 def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
-    """Time one matmul or one kernel of attention; its backward is the time of both passes less that of forward."""
+    """Time one matmul or one kernel of attention; its backward is the time of both passes less
+    that of forward.
+    """
     apply_math_mode(Precision.TF32 if row.precision is Precision.TF32 else Precision.FP32)
     brief = _brief(grid)
     if row.form not in MATMULS_OF:
@@ -384,7 +463,9 @@ def make_matmul(grid: CeilingsGrid, row: KernelCell) -> Run:
     return lambda: left @ right
 
 
-def _random(grid: CeilingsGrid, row: KernelCell, rows: int, columns: int, is_transposed: bool) -> Tensor:
+def _random(
+    grid: CeilingsGrid, row: KernelCell, rows: int, columns: int, is_transposed: bool
+) -> Tensor:
     """Random matrices of this shape, row-major, or column-major if `is_transposed`."""
     sides = (columns, rows) if is_transposed else (rows, columns)
     shape = sides if row.batch == 1 else (row.batch, *sides)
@@ -399,13 +480,17 @@ def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: 
     if not with_backward:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
     inputs = tuple(each.requires_grad_() for each in (q, k, v))
-    return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, upstream)
+    return lambda: torch.autograd.grad(
+        F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, upstream
+    )
 
 
 def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
     """One pass over this many elements."""
     generator = make_generator(grid)
-    source = torch.rand(row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value)
+    source = torch.rand(
+        row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value
+    )
     if row.how is Pass.COPY:
         return source.clone
     if row.how is Pass.WIDEN:

@@ -1,6 +1,8 @@
-"""The study of ceilings: what a machine reaches at its best in matmuls, memory, launches and collectives.
+"""The study of ceilings: what a machine reaches at its best in matmuls, memory, launches and
+collectives.
 
-The fastest matmul and the largest copy of a study are its ceilings, of which other results are reported as shares.
+The fastest matmul and the largest copy of a study are its ceilings, of which other results are
+reported as shares.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,11 +33,15 @@ MAX_BYTES = 2**42
 PADDED = ", padded"
 """Suffix of the name of a matmul whose columns are those of another one, rounded up."""
 SMALL_COLLECTIVES_BYTES = (2**12, 2**16)
-"""Bytes of small collectives, such as those of a model's vectors, in addition to the sizes of passes over memory."""
+"""Bytes of small collectives, such as those of a model's vectors, in addition to the sizes of
+passes over memory.
+"""
 MAX_SIDE = 2**20
 """Most rows or columns of a matrix, so that a typing error does not ask for a petabyte."""
 QUEUED_BYTES = 2**28
-"""Bytes moved by the copies that show the gap between two kernels: each takes that much longer than in a CUDA graph."""
+"""Bytes moved by the copies that show the gap between two kernels: each takes that much longer
+than in a CUDA graph.
+"""
 MASK_SIDE = 512
 """Number of positions in masked passes, and width of the rows in softmax passes."""
 HEADS, D_HEAD = 16, 64
@@ -43,19 +49,27 @@ HEADS, D_HEAD = 16, 64
 PASS_BYTES = dict.fromkeys(Pass, 4 + 4) | {Pass.WIDEN: 2 + 4}
 """Bytes moved per element: bf16 read and fp32 written, or fp32 both."""
 PASS_UNIT = HEADS * MASK_SIDE * D_HEAD
-"""The elements of a pass are a multiple of this: one sequence of heads, or two masked matrices of scores."""
+"""The elements of a pass are a multiple of this: one sequence of heads, or two masked matrices
+of scores.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """Raw times of loops of `count` repetitions each. Statistics are derived from them, never stored."""
+    """Raw times of loops of `count` repetitions each. Statistics are derived from them, never
+    stored.
+    """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     times_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.times_s or not all(MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s):
-            raise ValueError(f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s")
+        if not self.times_s or not all(
+            MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s
+        ):
+            raise ValueError(
+                f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s"
+            )
 
     @property
     def median_s(self) -> float:
@@ -64,7 +78,9 @@ class Loops:
 
     @property
     def stdev_s(self) -> float | None:
-        """Sample standard deviation over the loops of the time of one repetition; None for a single loop."""
+        """Sample standard deviation over the loops of the time of one repetition; None for a
+        single loop.
+        """
         return stdev(self.times_s) / self.count if len(self.times_s) > 1 else None
 
     @property
@@ -121,7 +137,9 @@ class TimedRow(Row):
 
 
 class ProductPrecision(StrEnum):
-    """Data type of the factors of a matmul. Sums are in fp32; fp8 is e4m3 with one scale for each matrix."""
+    """Data type of the factors of a matmul. Sums are in fp32; fp8 is e4m3 with one scale for
+    each matrix.
+    """
 
     FP32 = "fp32"
     TF32 = "tf32"
@@ -142,7 +160,9 @@ ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
 
 
 class Stream(StrEnum):
-    """A pass over memory: a copy, a sum (which only reads), or PyTorch's fused AdamW on one flat tensor."""
+    """A pass over memory: a copy, a sum (which only reads), or PyTorch's fused AdamW on one flat
+    tensor.
+    """
 
     COPY = "copy"
     READ = "read"
@@ -150,7 +170,9 @@ class Stream(StrEnum):
 
 
 STREAM_BYTES = {Stream.COPY: 2 * FP32_BYTES, Stream.READ: FP32_BYTES, Stream.ADAMW: 7 * FP32_BYTES}
-"""Bytes moved per element. AdamW reads parameter, gradient and both moments, and writes all but the gradient."""
+"""Bytes moved per element. AdamW reads parameter, gradient and both moments, and writes all but
+the gradient.
+"""
 
 
 class Launch(StrEnum):
@@ -168,7 +190,9 @@ class Launch(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A matmul of (rows, inner) by (inner, columns), as in a linear layer: the second matrix is transposed."""
+    """A matmul of (rows, inner) by (inner, columns), as in a linear layer: the second matrix is
+    transposed.
+    """
 
     rows: int
     inner: int
@@ -193,7 +217,9 @@ class Shape:
     def moved_bytes(self, precision: ProductPrecision) -> int:
         """Both factors read once and the result written once: the least that any matmul moves."""
         factors = self.rows * self.inner + self.inner * self.columns
-        return FACTOR_BYTES[precision] * factors + RESULT_BYTES[precision] * self.rows * self.columns
+        return (
+            FACTOR_BYTES[precision] * factors + RESULT_BYTES[precision] * self.rows * self.columns
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +301,10 @@ class PassCell(TimedRow):
 
 
 def kernel_cells(
-    presets: Sequence[str], contexts: Sequence[int], precisions: Sequence[Precision], batch_size: int
+    presets: Sequence[str],
+    contexts: Sequence[int],
+    precisions: Sequence[Precision],
+    batch_size: int,
 ) -> Iterator[KernelCell]:
     """The matmuls and the attention kernels of training steps of these sizes, each once."""
     configs = [
@@ -296,28 +325,42 @@ def kernel_cells(
     )
     for precision, form, batch, rows, inner, columns in found:
         yield KernelCell(
-            precision=precision, form=form, batch=batch, rows=rows, inner=inner, columns=columns, timing=UNTIMED
+            precision=precision,
+            form=form,
+            batch=batch,
+            rows=rows,
+            inner=inner,
+            columns=columns,
+            timing=UNTIMED,
         )
 
 
-def _configs(preset: str, context_length: int, precision: Precision, batch_size: int) -> list[RunConfig]:
+def _configs(
+    preset: str, context_length: int, precision: Precision, batch_size: int
+) -> list[RunConfig]:
     """Steps of one block: eager with each attention, and in bf16 as `--fast` computes it."""
     model = replace(SIZES[preset], context_length=context_length, num_layers=1)
     eager = [
         RunConfig(
-            size=preset, model=replace(model, attention=attention), precision=precision, batch_size=batch_size,
+            size=preset,
+            model=replace(model, attention=attention),
+            precision=precision,
+            batch_size=batch_size,
             device=Device.CUDA,
         )
         for attention in Attention
-    ]  # fmt: skip
+    ]
     fast = fastest(eager[0], None)
     return [*eager, fast] if is_fast_step(fast) and fast.precision is precision else eager
 
 
 def pass_cells(device: Device, sizes: Sequence[int]) -> Iterator[PassCell]:
-    """Passes that move about so many bytes, of all kinds but copies; on a CPU also copies into a new tensor."""
+    """Passes that move about so many bytes, of all kinds but copies; on a CPU also copies into a
+    new tensor.
+    """
     for how in Pass:
-        if how is Pass.COPY and device is not Device.CPU:  # where a step makes tensors in memory that it has already
+        # where a step makes tensors in memory that it has already
+        if how is Pass.COPY and device is not Device.CPU:
             continue
         units = dict.fromkeys(max(1, size // (PASS_BYTES[how] * PASS_UNIT)) for size in sizes)
         for count in units:
@@ -325,14 +368,20 @@ def pass_cells(device: Device, sizes: Sequence[int]) -> Iterator[PassCell]:
 
 
 TIMED_ROWS = {
-    "products": ProductCell, "streams": StreamCell, "launches": LaunchCell, "reductions": CollectiveCell,
-    "kernels": KernelCell, "passes": PassCell,
-}  # fmt: skip
+    "products": ProductCell,
+    "streams": StreamCell,
+    "launches": LaunchCell,
+    "reductions": CollectiveCell,
+    "kernels": KernelCell,
+    "passes": PassCell,
+}
 """The cells of a study by the field that holds them."""
 
 
 def joined(rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows of rounds, those of one cell as one row with all loops as repetitions, or a failure if there was one."""
+    """The rows of rounds, those of one cell as one row with all loops as repetitions, or a
+    failure if there was one.
+    """
     rounds: dict[TimedRow, list[TimedRow]] = {}
     for row in rows:
         assert isinstance(row, TimedRow)
@@ -342,7 +391,9 @@ def joined(rows: Iterable[Row]) -> Iterator[Row]:
         if len(loops) < len(found) or len(found) == 1:
             yield next((row for row in found if row.timing.loops is None), found[0])
         else:
-            times_s = (max(MIN_TIME_S, time_s / each.count) for each in loops for time_s in each.times_s)
+            times_s = (
+                max(MIN_TIME_S, time_s / each.count) for each in loops for time_s in each.times_s
+            )
             yield cell.with_loops(Loops(count=1, times_s=tuple(times_s)))
 
 
@@ -352,19 +403,27 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
 
     MEASURE: ClassVar[str] = "cs336_systems.studies.ceilings_cell:measure_rows"
 
-    # fmt: off
     device: Device
     shapes: tuple[Shape, ...]
     precisions: Annotated[
         tuple[ProductPrecision, ...],
         Setting(
-            "fp32, tf32, bf16, fp16, fp8 (e4m3).", metavar="NAME",
-            by_device=ByDevice(gpu=tuple(ProductPrecision), cpu=(ProductPrecision.FP32, ProductPrecision.BF16)),
+            "fp32, tf32, bf16, fp16, fp8 (e4m3).",
+            metavar="NAME",
+            by_device=ByDevice(
+                gpu=tuple(ProductPrecision), cpu=(ProductPrecision.FP32, ProductPrecision.BF16)
+            ),
         ),
     ]
-    stream_bytes: Annotated[tuple[int, ...], Setting(least=STREAM_BYTES[Stream.ADAMW], most=MAX_BYTES)]
-    """Bytes that a pass over memory moves; also, with smaller ones, the sizes of the tensors of collectives."""
-    loops: Annotated[int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)] = 5
+    stream_bytes: Annotated[
+        tuple[int, ...], Setting(least=STREAM_BYTES[Stream.ADAMW], most=MAX_BYTES)
+    ]
+    """Bytes that a pass over memory moves; also, with smaller ones, the sizes of the tensors of
+    collectives.
+    """
+    loops: Annotated[
+        int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)
+    ] = 5
     loop_s: Annotated[
         float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.005))
     ] = 0.04
@@ -372,9 +431,10 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
     world_size: Annotated[
         int,
         Setting(
-            "Most processes of a collective, each on a GPU of its own. 2, 4 and so on up to it are measured too; 1 "
-            "leaves them out.",
-            least=1, default="all GPUs, 1 on a CPU",
+            "Most processes of a collective, each on a GPU of its own. 2, 4 and so on up to it "
+            "are measured too; 1 leaves them out.",
+            least=1,
+            default="all GPUs, 1 on a CPU",
         ),
     ] = 1
     seed: int = 0
@@ -383,12 +443,15 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
     step_contexts: Annotated[
         tuple[int, ...],
         Setting(
-            "Context lengths of the steps of --step-presets.", least=1, most=MAX_SIDE,
+            "Context lengths of the steps of --step-presets.",
+            least=1,
+            most=MAX_SIDE,
             by_device=ByDevice(gpu=(128, 256, 512), cpu=(64, 128, 256)),
         ),
     ] = (128, 256, 512)
-    step_batch_size: Annotated[int, Setting("Sequences in a batch of these steps.", least=1, most=MAX_SIDE)] = 4
-    # fmt: on
+    step_batch_size: Annotated[
+        int, Setting("Sequences in a batch of these steps.", least=1, most=MAX_SIDE)
+    ] = 4
 
     def __post_init__(self) -> None:
         check(self)
@@ -400,13 +463,17 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
     def groups(self) -> list[list[Cell[Row]]]:
         """One group of all cells of one process; on a CPU each occurs once per loop, in rounds.
 
-        Other programs, or other guests of the host, take a CPU for seconds at a time. That would slow all loops of a
-        cell if they were measured in a row; in rounds it slows one loop of each cell, and the medians stay the same.
-        Collectives have groups of their own: a worker that has used CUDA could not fork their processes.
+        Other programs, or other guests of the host, take a CPU for seconds at a time. That would
+        slow all loops of a cell if they were measured in a row; in rounds it slows one loop of each
+        cell, and the medians stay the same. Collectives have groups of their own: a worker that has
+        used CUDA could not fork their processes.
         """
         cells, rounds = [*self.cells()], self.loops if self.device is Device.CPU else 1
         alone = [cell for cell in cells if not isinstance(cell.rows[0], CollectiveCell)]
-        return [alone * rounds, *([cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell))]
+        return [
+            alone * rounds,
+            *([cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell)),
+        ]
 
     def cells(self) -> Iterator[Cell[Row]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
@@ -414,20 +481,31 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
             row = ProductCell(precision=precision, shape=shape, timing=UNTIMED)
             yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
         for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
-            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]  # a whole number of elements
+            # a whole number of elements
+            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]
             passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=UNTIMED)
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
         for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
-            yield Cell(label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),))
+            yield Cell(
+                label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),)
+            )
         yield from self._step_cells()
         powers = (2**power for power in range(1, self.world_size.bit_length()))
         for ranks in sorted({*powers, self.world_size} - {1}):
             multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
-            sizes = sorted({size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)})
+            sizes = sorted(
+                {
+                    size // multiple * multiple
+                    for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)
+                }
+            )
             for kind in TIMED:
-                if kind is not Collective.PUSH or self.device is Device.CUDA:  # pushes use a GPU's copy engines
+                # pushes use a GPU's copy engines
+                if kind is not Collective.PUSH or self.device is Device.CUDA:
                     collectives = (
-                        CollectiveCell(collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED)
+                        CollectiveCell(
+                            collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED
+                        )
                         for size in filter(None, sizes)
                     )
                     yield Cell(label=f"{kind} of {ranks} processes", rows=tuple(collectives))
@@ -436,8 +514,12 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
         if not self.step_presets:
             return
-        precisions = [Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS]
-        for kernel in kernel_cells(self.step_presets, self.step_contexts, precisions, self.step_batch_size):
+        precisions = [
+            Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS
+        ]
+        for kernel in kernel_cells(
+            self.step_presets, self.step_contexts, precisions, self.step_batch_size
+        ):
             yield Cell(label=kernel.label, rows=(kernel,))
         for each in pass_cells(self.device, sorted(set(self.stream_bytes))):
             yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
@@ -446,10 +528,13 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         """The study with these rows, each kind in a field of its own."""
         rows = tuple(joined(rows)) if self.device is Device.CPU else rows
         by_field: dict[str, Any] = {
-            name: tuple(row for row in rows if isinstance(row, kind)) for name, kind in TIMED_ROWS.items()
+            name: tuple(row for row in rows if isinstance(row, kind))
+            for name, kind in TIMED_ROWS.items()
         }
         cache_bytes = next((row.num_bytes for row in rows if isinstance(row, CacheRow)), None)
-        return CeilingsStudy(grid=self, **by_field, cache_bytes=cache_bytes, environment=environment)
+        return CeilingsStudy(
+            grid=self, **by_field, cache_bytes=cache_bytes, environment=environment
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -496,7 +581,9 @@ class CeilingsStudy:
         found: dict[tuple[int, Collective], dict[int, float]] = {}
         for cell in self.reductions:
             if cell.timing.time_s is not None:
-                found.setdefault((cell.world_size, cell.collective), {})[cell.num_bytes] = cell.timing.time_s
+                found.setdefault((cell.world_size, cell.collective), {})[cell.num_bytes] = (
+                    cell.timing.time_s
+                )
         return found
 
     def curves(self) -> Curves | None:
@@ -515,9 +602,14 @@ class CeilingsStudy:
                 passes.setdefault(cell.how, {})[cell.moved_bytes] = time_s
         return Curves(
             matmuls={precision: tuple(self._matmuls(precision)) for precision in Precision},
-            copies=copies, adamw=adamw, passes=passes, launch_s=launch_s, kernel_s=kernel_s,
-            queued_gap_s=0.0 if on_host else gap_s, on_host=on_host,
-        )  # fmt: skip
+            copies=copies,
+            adamw=adamw,
+            passes=passes,
+            launch_s=launch_s,
+            kernel_s=kernel_s,
+            queued_gap_s=0.0 if on_host else gap_s,
+            on_host=on_host,
+        )
 
     def _matmuls(self, precision: Precision) -> Iterator[Matmul]:
         """The matmuls of layers, which stand for all forms, and those of steps."""
@@ -525,21 +617,31 @@ class CeilingsStudy:
         for cell in self.products:
             shape, time_s = cell.shape, cell.timing.time_s
             if cell.precision is of_layers and time_s is not None:
-                yield Matmul(rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s)
+                yield Matmul(
+                    rows=shape.rows, inner=shape.inner, columns=shape.columns, time_s=time_s
+                )
         for kernel in self.kernels:
             if kernel.precision is precision and (time_s := kernel.timing.time_s) is not None:
                 yield Matmul(
-                    rows=kernel.rows, inner=kernel.inner, columns=kernel.columns, batch=kernel.batch, form=kernel.form,
+                    rows=kernel.rows,
+                    inner=kernel.inner,
+                    columns=kernel.columns,
+                    batch=kernel.batch,
+                    form=kernel.form,
                     time_s=time_s,
-                )  # fmt: skip
+                )
 
     def _stream_times(self, stream: Stream) -> dict[int, float]:
-        timed = ((cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream)
+        timed = (
+            (cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream
+        )
         return {moved_bytes: time_s for moved_bytes, time_s in timed if time_s is not None}
 
     @property
     def host_call_s(self) -> float | None:
-        """Time of one call of the host in a step, or of a launch if no step was timed; None if neither was."""
+        """Time of one call of the host in a step, or of a launch if no step was timed; None if
+        neither was.
+        """
         return self.launch_s(Launch.STEP) or self.launch_s(Launch.EAGER)
 
     def launch_s(self, launch: Launch) -> float | None:

@@ -1,4 +1,6 @@
-"""The process that measures the cells of a study, one by one, and what its measurements have in common."""
+"""The process that measures the cells of a study, one by one, and what its measurements have in
+common.
+"""
 
 import contextlib
 import gc
@@ -19,7 +21,9 @@ from cs336_systems.measure.nvml import visible_gpus
 from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
 
 Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
-"""Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises what running raises."""
+"""Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises
+what running raises.
+"""
 
 DTYPES = {
     Precision.FP32: torch.float32,
@@ -53,7 +57,11 @@ class OperationObserver(TorchDispatchMode):
         return output
 
     def observe(
-        self, func: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object], output: object
+        self,
+        func: OpOverload[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        output: object,
     ) -> None:
         """Take note of an operation, its operands and its result."""
         raise NotImplementedError
@@ -64,9 +72,14 @@ def make_generator(grid: Grid[RowT, StudyT]) -> torch.Generator:
     return torch.Generator(grid.device.value).manual_seed(grid.seed)
 
 
-def normal(generator: torch.Generator, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+def normal(
+    generator: torch.Generator, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
+) -> Iterator[torch.Tensor]:
     """Normally distributed tensors of these shapes, on the generator's device."""
-    return (torch.randn(shape, generator=generator, device=generator.device, dtype=dtype) for shape in shapes)
+    return (
+        torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+        for shape in shapes
+    )
 
 
 def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
@@ -79,18 +92,24 @@ def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
         while True:
             rows, is_fit = attempt(grid, connection.recv(), function)
             if len(sys.modules) > num_modules:
-                # frozen, because collecting all of PyTorch's objects before each cell takes longer than some cells
+                # frozen, because collecting all of PyTorch's objects before each cell takes longer
+                # than some cells
                 gc.collect()
                 gc.freeze()
                 num_modules = len(sys.modules)
             connection.send((rows, is_fit, environment(grid.device, gpu)))
 
 
-def attempt(grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]) -> tuple[tuple[RowT, ...], bool]:
-    """The rows that `measure` returns, or rows of its failure; and whether this process is fit for another cell."""
+def attempt(
+    grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]
+) -> tuple[tuple[RowT, ...], bool]:
+    """The rows that `measure` returns, or rows of its failure; and whether this process is fit
+    for another cell.
+    """
     gc.collect()
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # the next cell may need the memory that the last one left in the cache
+        # the next cell may need the memory that the last one left in the cache
+        torch.cuda.empty_cache()
     try:
         return tuple(measure(grid, cell.rows)) if cell.rows else (), True
     except Exception as error:

@@ -1,4 +1,6 @@
-"""Measures one cell of the study of operators: times of forward and backward, memory or kernels, and errors."""
+"""Measures one cell of the study of operators: times of forward and backward, memory or kernels,
+and errors.
+"""
 
 import math
 import re
@@ -37,11 +39,17 @@ OpFunction = Callable[..., Tensor]
 T = TypeVar("T")
 EPS = 1e-5
 BLOCK_BYTES = 2**27
-"""Most bytes of the scores of one block of queries in float64; a few tensors of this size exist at the same time."""
+"""Most bytes of the scores of one block of queries in float64; a few tensors of this size exist
+at the same time.
+"""
 HEAD_START_CYCLES = 4_000_000
-"""GPU cycles, about 2 ms, that the device waits so that the host can launch one pass forward and backward."""
+"""GPU cycles, about 2 ms, that the device waits so that the host can launch one pass forward and
+backward.
+"""
 CACHES_FULL = 4
-"""Sets of inputs take turns; together they are this many times as large as the L2 cache, so that no set stays in it."""
+"""Sets of inputs take turns; together they are this many times as large as the L2 cache, so that
+no set stays in it.
+"""
 MAX_SETS = 64
 _BACKENDS = {
     operators.Implementation.FLASH: SDPBackend.FLASH_ATTENTION,
@@ -64,7 +72,8 @@ class Inputs:
 
 
 class Passes:
-    """Forward and backward of a function on sets of inputs that take turns. Gradients are returned, not accumulated.
+    """Forward and backward of a function on sets of inputs that take turns. Gradients are returned,
+    not accumulated.
 
     Forward alone once `has_backward` is set to False; there are no gradients then.
     """
@@ -91,7 +100,9 @@ class Passes:
         return (output, *self.backward(output))
 
     def timed(self, clock: Clock) -> dict[Phase, float]:
-        """Times in seconds of one forward and one backward pass, between two synchronisations of the device."""
+        """Times in seconds of one forward and one backward pass, between two synchronisations of
+        the device.
+        """
         clock.start()
         output = self.forward()
         clock.lap(Phase.FORWARD)
@@ -101,7 +112,9 @@ class Passes:
         return clock.stop().phases_s
 
 
-def make_inputs(shapes: Sequence[tuple[int, ...]], precision: Precision, generator: torch.Generator) -> Inputs:
+def make_inputs(
+    shapes: Sequence[tuple[int, ...]], precision: Precision, generator: torch.Generator
+) -> Inputs:
     """Normally distributed inputs of these shapes; the output is taken to have the first shape."""
     *inputs, upstream = normal(generator, (*shapes, shapes[0]), DTYPES[precision])
     return Inputs(tuple(tensor.requires_grad_() for tensor in inputs), upstream)
@@ -118,7 +131,9 @@ def softmax(x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
     return exponentials / exponentials.sum(dim=-1, keepdim=True)
 
 
-def rms_norm(x: Float[Tensor, "*rows width"], weight: Float[Tensor, " width"]) -> Float[Tensor, "*rows width"]:
+def rms_norm(
+    x: Float[Tensor, "*rows width"], weight: Float[Tensor, " width"]
+) -> Float[Tensor, "*rows width"]:
     """x over its root mean square, times a learned gain (Zhang and Sennrich 2019)."""
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS) * weight
 
@@ -128,7 +143,9 @@ def full_attention(
     k: Float[Tensor, "*batch keys d_head"],
     v: Float[Tensor, "*batch keys d_head"],
 ) -> Float[Tensor, "*batch queries d_head"]:
-    """Written-out attention to all keys (Vaswani et al. 2017, eq. 1), as naive_attention computes it when causal."""
+    """Written-out attention to all keys (Vaswani et al. 2017, eq. 1), as naive_attention
+    computes it when causal.
+    """
     scores: Tensor = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     return scores.softmax(dim=-1) @ v
 
@@ -137,7 +154,10 @@ OPS: Mapping[operators.Op, tuple[OpFunction, OpFunction]] = MappingProxyType(
     {
         operators.Op.GELU: (gelu, lambda x: F.gelu(x, approximate="tanh")),
         operators.Op.SOFTMAX: (softmax, lambda x: F.softmax(x, dim=-1)),
-        operators.Op.RMS_NORM: (rms_norm, lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
+        operators.Op.RMS_NORM: (
+            rms_norm,
+            lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+        ),
         operators.Op.ATTENTION: (full_attention, F.scaled_dot_product_attention),
     }
 )
@@ -153,10 +173,14 @@ def compiled(function: OpFunction) -> OpFunction:
 def make_attention(grid: operators.AttentionGrid, cell: operators.AttentionCell) -> OpFunction:
     """The function that the cell's implementation names."""
     if cell.implementation is operators.Implementation.OWN:
-        torch._dynamo.reset()  # the user's may be compiled too, and refuse the ninth shape as ours would
+        # the user's may be compiled too, and refuse the ninth shape as ours would
+        torch._dynamo.reset()
         own = load_own(str(grid.own))
         return lambda q, k, v: own(q, k, v, grid.causal)
-    if cell.implementation not in (operators.Implementation.NAIVE, operators.Implementation.COMPILED):
+    if cell.implementation not in (
+        operators.Implementation.NAIVE,
+        operators.Implementation.COMPILED,
+    ):
         return partial(_sdpa, _BACKENDS.get(cell.implementation), grid.causal)
     function: OpFunction = full_attention
     if grid.causal:
@@ -167,15 +191,21 @@ def make_attention(grid: operators.AttentionGrid, cell: operators.AttentionCell)
 
 
 def _sdpa(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's attention, with an added axis of one head, because its fused kernels only take four axes."""
-    choice: AbstractContextManager[object] = nullcontext() if backend is None else sdpa_kernel(backend)
+    """PyTorch's attention, with an added axis of one head, because its fused kernels only take
+    four axes.
+    """
+    choice: AbstractContextManager[object] = (
+        nullcontext() if backend is None else sdpa_kernel(backend)
+    )
     q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     with choice:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).squeeze(1)
 
 
 def load_own(name: str) -> Callable[..., Any]:
-    """Import the function, or `apply` of the torch.autograd.Function; raise ValueError where it is not there."""
+    """Import the function, or `apply` of the torch.autograd.Function; raise ValueError where it
+    is not there.
+    """
     found: Any = load_callable(name, "--own", "a function or a torch.autograd.Function")
     is_autograd = isinstance(found, type) and issubclass(found, torch.autograd.Function)
     own: Callable[..., Any] = found.apply if is_autograd else found
@@ -190,9 +220,12 @@ def measure_attention(
 
 
 def measure_cell(
-    grid: operators.AttentionGrid, cell: operators.AttentionCell, attention: OpFunction | None = None
+    grid: operators.AttentionGrid,
+    cell: operators.AttentionCell,
+    attention: OpFunction | None = None,
 ) -> operators.CellResult:
-    """Warm up, time `grid.passes` passes, then read the memory of one more. Raises whatever running raises.
+    """Warm up, time `grid.passes` passes, then read the memory of one more. Raises whatever running
+    raises.
 
     `attention` replaces the function that the cell names.
     """
@@ -213,7 +246,9 @@ def measure_cell(
             failure = describe(error, Status.CRASHED, cell.label, grid.device)
             passes.has_backward = False
     elif reason := _why_unavailable(run):
-        return operators.CellResult(cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason))
+        return operators.CellResult(
+            cell=cell, status=Status.UNAVAILABLE, failure=Failure(message=reason)
+        )
     first_pass_s = perf_counter() - started
     for _ in range(grid.warmup_passes - 1):
         run()
@@ -222,7 +257,9 @@ def measure_cell(
         cell=cell,
         status=Status.OK,
         failure=failure,
-        measurements=tuple(Measurement(phase, tuple(time[phase] for time in times)) for phase in times[0]),
+        measurements=tuple(
+            Measurement(phase, tuple(time[phase] for time in times)) for phase in times[0]
+        ),
         first_pass_s=first_pass_s,
         memory=_memory(passes) if grid.device is Device.CUDA else None,
     )
@@ -250,7 +287,9 @@ def fault_of(output: object, inputs: Inputs) -> str | None:
 
 
 def _why_unavailable(run: Callable[[], object]) -> str | None:
-    """Run the first pass; return PyTorch's reasons if it has no kernel for such inputs, and None if it has one."""
+    """Run the first pass; return PyTorch's reasons if it has no kernel for such inputs, and None
+    if it has one.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -258,8 +297,15 @@ def _why_unavailable(run: Callable[[], object]) -> str | None:
         except RuntimeError as error:
             if not re.search(_NO_KERNEL, str(error)):
                 raise
-            said = [str(warning.message).partition(" (Triggered internally")[0].strip() for warning in caught]
-            reasons = [text for text in said if not text.endswith("because:") and "runtime disabled" not in text]
+            said = [
+                str(warning.message).partition(" (Triggered internally")[0].strip()
+                for warning in caught
+            ]
+            reasons = [
+                text
+                for text in said
+                if not text.endswith("because:") and "runtime disabled" not in text
+            ]
             return " ".join(dict.fromkeys(reasons)) or str(error).splitlines()[0]
     return None
 
@@ -278,13 +324,17 @@ def _memory(passes: Passes) -> operators.CellMemory:
     )
 
 
-def _compared(grid: operators.AttentionGrid, result: operators.CellResult, passes: Passes) -> operators.CellResult:
-    """The result with the errors of one more pass against float64, and invalid if they show a wrong own function.
+def _compared(
+    grid: operators.AttentionGrid, result: operators.CellResult, passes: Passes
+) -> operators.CellResult:
+    """The result with the errors of one more pass against float64, and invalid if they show a wrong
+    own function.
 
     Without errors if float64 does not fit into memory.
     """
     cell = result.cell
-    inputs = _inputs_of(grid, cell)  # new ones, because a faulty kernel may have overwritten those of the passes
+    # new ones, because a faulty kernel may have overwritten those of the passes
+    inputs = _inputs_of(grid, cell)
     try:
         exact = exact_attention(inputs, causal=grid.causal)
         result = replace(result, errors=exact_errors(passes.both(), exact))
@@ -298,43 +348,64 @@ def _compared(grid: operators.AttentionGrid, result: operators.CellResult, passe
     if not (wrong := operators.wrong_quantities(cell, result.errors, kernel)):
         return result
     of_kernel = {each.quantity: each.relative or 0 for each in kernel}
-    said = [f"{each.quantity} {math.inf if each.relative is None else each.relative:.2g} (PyTorch's "
-            f"{of_kernel[each.quantity]:.2g})" for each in result.errors if each.quantity in wrong]  # fmt: skip
+    said = [
+        f"{each.quantity} {math.inf if each.relative is None else each.relative:.2g} (PyTorch's "
+        f"{of_kernel[each.quantity]:.2g})"
+        for each in result.errors
+        if each.quantity in wrong
+    ]
     message = f"{grid.own}: errors against float64, over the largest magnitude: {', '.join(said)}"
-    return replace(result, status=Status.INVALID, failure=Failure(message=message, where=cell.label))
+    return replace(
+        result, status=Status.INVALID, failure=Failure(message=message, where=cell.label)
+    )
 
 
 def exact_attention(inputs: Inputs, *, causal: bool) -> tuple[Tensor, ...]:
-    """The output and the gradients of queries, keys and values, each (batch, seq, d_head) in float64.
+    """The output and the gradients of queries, keys and values, each (batch, seq, d_head) in
+    float64.
 
-    In blocks of queries, whose scores backward computes again; keys that no query of a block attends to are left out,
-    which halves the work where it is causal.
+    In blocks of queries, whose scores backward computes again; keys that no query of a block
+    attends to are left out, which halves the work where it is causal.
     """
     q, k, v = leaves = tuple(tensor.detach().double().requires_grad_() for tensor in inputs.forward)
     batch, length, _ = q.shape
     positions, blocks = torch.arange(length, device=q.device), []
-    for queries in positions.split(max(1, BLOCK_BYTES // (batch * length * torch.float64.itemsize))):
+    for queries in positions.split(
+        max(1, BLOCK_BYTES // (batch * length * torch.float64.itemsize))
+    ):
         first, last = int(queries[0]), int(queries[-1])
         keys = positions[: last + 1 if causal else length]
-        mask = (queries[:, None] >= keys) if causal else torch.ones(len(queries), length, device=q.device).bool()
+        mask = (
+            (queries[:, None] >= keys)
+            if causal
+            else torch.ones(len(queries), length, device=q.device).bool()
+        )
         block = q[:, first : last + 1], k[:, : len(keys)], v[:, : len(keys)], mask
         blocks.append(checkpoint(naive_attention, *block, use_reentrant=False))
     output = torch.cat(blocks, dim=1)
     return output.detach(), *torch.autograd.grad(output, leaves, inputs.upstream.double())
 
 
-def exact_errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[operators.ExactError, ...]:
-    """How far the output, and the gradients of queries, keys and values if there are any, are from those in float64."""
+def exact_errors(
+    found: Sequence[Tensor], exact: Sequence[Tensor]
+) -> tuple[operators.ExactError, ...]:
+    """How far the output, and the gradients of queries, keys and values if there are any, are
+    from those in float64.
+    """
     return tuple(
         operators.ExactError(
-            quantity=quantity, max_error=distance([(tensor, right)]), max_exact=float(right.abs().max())
+            quantity=quantity,
+            max_error=distance([(tensor, right)]),
+            max_exact=float(right.abs().max()),
         )
         for quantity, tensor, right in zip(operators.Quantity, found, exact, strict=False)
     )
 
 
 def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
-    """The largest distance of an element from the exact one, over all pairs; None if any is not finite."""
+    """The largest distance of an element from the exact one, over all pairs; None if any is not
+    finite.
+    """
     errors = [(found.detach().double() - exact.detach()).abs().max() for found, exact in pairs]
     largest = float(torch.stack(errors).max())  # NaN if any is
     return largest if math.isfinite(largest) else None
@@ -343,7 +414,8 @@ def distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float | None:
 def measure_fusion(
     grid: operators.FusionGrid, rows: Sequence[operators.FusionRow], fused: OpFunction | None = None
 ) -> list[operators.FusionRow]:
-    """The rows of forward and backward of a version, with everything that is measured. Raises whatever running raises.
+    """The rows of forward and backward of a version, with everything that is measured. Raises
+    whatever running raises.
 
     `fused` replaces the fused operation that the rows name.
     """
@@ -368,16 +440,26 @@ def measure_fusion(
             moved_bytes=None if moved is None else moved[index].num_bytes,
             max_error=max_error,
         )
-        for index, (row, max_error) in enumerate(zip(rows, _max_errors(passes, written_out), strict=True))
+        for index, (row, max_error) in enumerate(
+            zip(rows, _max_errors(passes, written_out), strict=True)
+        )
     ]
 
 
-def _taking_turns(grid: operators.FusionGrid, op: operators.Op, precision: Precision, function: OpFunction) -> Passes:
-    """Passes on as many sets of inputs as fill the caches; on a CPU on one set, which may stay in them."""
-    make_set = partial(make_inputs, operators.input_shapes(grid, op), precision, make_generator(grid))
+def _taking_turns(
+    grid: operators.FusionGrid, op: operators.Op, precision: Precision, function: OpFunction
+) -> Passes:
+    """Passes on as many sets of inputs as fill the caches; on a CPU on one set, which may stay
+    in them.
+    """
+    make_set = partial(
+        make_inputs, operators.input_shapes(grid, op), precision, make_generator(grid)
+    )
     first = make_set()
     size = sum(tensor.nbytes for tensor in (*first.forward, first.upstream))
-    cache_bytes = torch.cuda.get_device_properties().L2_cache_size if grid.device is Device.CUDA else 0
+    cache_bytes = (
+        torch.cuda.get_device_properties().L2_cache_size if grid.device is Device.CUDA else 0
+    )
     sets = max(1, min(MAX_SETS, -(-CACHES_FULL * cache_bytes // size)))
     return Passes(function, first, *(make_set() for _ in range(sets - 1)))
 
@@ -385,7 +467,8 @@ def _taking_turns(grid: operators.FusionGrid, op: operators.Op, precision: Preci
 def _timed_turns(passes: Passes, grid: operators.FusionGrid) -> list[tuple[float, ...]]:
     """Times in seconds of forward, and of backward, in each turn.
 
-    On a GPU the device waits before each turn while the host launches it, so that the times are the device's own.
+    On a GPU the device waits before each turn while the host launches it, so that the times are the
+    device's own.
     """
     if grid.device is Device.CPU:
         turns = [passes.timed(HostClock()) for _ in range(grid.passes)]
@@ -399,11 +482,16 @@ def _timed_turns(passes: Passes, grid: operators.FusionGrid) -> list[tuple[float
         passes.backward(output, turn)
         end.record()
     torch.cuda.synchronize()
-    return [tuple(turn[index].elapsed_time(turn[index + 1]) / 1e3 for turn in events) for index in range(2)]
+    return [
+        tuple(turn[index].elapsed_time(turn[index + 1]) / 1e3 for turn in events)
+        for index in range(2)
+    ]
 
 
 def _kernels(passes: Passes) -> list[tuple[str, ...]]:
-    """Names of the kernels that forward and backward launch on the GPU, in order, as the profiler sees them."""
+    """Names of the kernels that forward and backward launch on the GPU, in order, as the
+    profiler sees them.
+    """
     output, forward = _profiled(passes.forward)
     _, backward = _profiled(lambda: passes.backward(output))
     return [forward, backward]
@@ -423,7 +511,9 @@ def _profiled(run: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
 
 
 class Watcher(OperationObserver):
-    """Notes operations that compute new values, and the bytes of their operands and results: counted, no formula."""
+    """Notes operations that compute new values, and the bytes of their operands and results:
+    counted, no formula.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,19 +521,29 @@ class Watcher(OperationObserver):
         self.num_bytes = 0
 
     def observe(
-        self, func: OpOverload[..., object], args: Sequence[object], kwargs: Mapping[str, object], output: object
+        self,
+        func: OpOverload[..., object],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        output: object,
     ) -> None:
         """Add up what the operation reads and writes."""
         if not func.is_view and not str(func).startswith(_NO_NEW_VALUES):
             self.operations.append(str(func))
             for leaf in tree_leaves((args, kwargs, output)):
                 if isinstance(leaf, Tensor):  # elements that a broadcast repeats count once
-                    sizes = (size for size, stride in zip(leaf.shape, leaf.stride(), strict=True) if stride)
+                    sizes = (
+                        size
+                        for size, stride in zip(leaf.shape, leaf.stride(), strict=True)
+                        if stride
+                    )
                     self.num_bytes += math.prod(sizes) * leaf.element_size()
 
 
 def _moved(passes: Passes) -> list[Watcher]:
-    """What the operations of forward and of backward read and write. Those of compiled code cannot be watched."""
+    """What the operations of forward and of backward read and write. Those of compiled code
+    cannot be watched.
+    """
     with Watcher() as forward:
         output = passes.forward()
     with Watcher() as backward:
@@ -452,16 +552,20 @@ def _moved(passes: Passes) -> list[Watcher]:
 
 
 def _max_errors(passes: Passes, written_out: OpFunction) -> list[float | None]:
-    """Largest distance of the output, and of the gradients, from those of the written-out form in float64.
+    """Largest distance of the output, and of the gradients, from those of the written-out form in
+    float64.
 
-    Only the first element of the batch counts, so the gradient of a weight, which sums over the batch, is left out.
+    Only the first element of the batch counts, so the gradient of a weight, which sums over the
+    batch, is left out.
     """
     inputs = passes.sets[0]
     output, *gradients = passes.both()
     exact_inputs = [_first(tensor).detach().double().requires_grad_() for tensor in inputs.forward]
     exact_output = written_out(*exact_inputs)
     exact_gradients = torch.autograd.grad(exact_output, exact_inputs, inputs.upstream[:1].double())
-    batched = [(_first(a), b) for a, b in zip(gradients, exact_gradients, strict=True) if a.dim() > 1]
+    batched = [
+        (_first(a), b) for a, b in zip(gradients, exact_gradients, strict=True) if a.dim() > 1
+    ]
     return [distance([(_first(output), exact_output)]), distance(batched)]
 
 

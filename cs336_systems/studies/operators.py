@@ -1,6 +1,8 @@
-"""The two grids of the study of operators, and their records: attention alone, and what fusing does to operations.
+"""The two grids of the study of operators, and their records: attention alone, and what fusing does
+to operations.
 
-Attention alone has no heads, as in the course's exercise: q, k and v have the shape (batch, context, d_head).
+Attention alone has no heads, as in the course's exercise: q, k and v have the shape (batch,
+context, d_head).
 """
 
 import math
@@ -14,19 +16,33 @@ from typing import Annotated, ClassVar
 from cs336_systems.config import Device, Phase, Precision, is_import_name
 from cs336_systems.record import Count, Environment, Failure, Input, Measurement, Seconds, Status
 from cs336_systems.settings import ByDevice, Rule, Setting, check
-from cs336_systems.studies.records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
+from cs336_systems.studies.records import (
+    AT_LEAST_ONE,
+    ELEMENT_BYTES,
+    FORMAT_VERSION,
+    PRECISIONS_HELP,
+    Cell,
+    Grid,
+    Row,
+)
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 TOLERANCE = 10
-"""An own implementation is wrong if it is more than this many times as far from float64 as PyTorch's kernel."""
+"""An own implementation is wrong if it is more than this many times as far from float64 as
+PyTorch's kernel.
+"""
 ROUNDING: Mapping[Precision, float] = MappingProxyType(
     {Precision.FP32: 2**-23, Precision.TF32: 2**-10, Precision.BF16: 2**-7, Precision.FP16: 2**-10}
 )
-"""Distance from 1 to the next larger number, of inputs and results, or of tf32 of what products read."""
+"""Distance from 1 to the next larger number, of inputs and results, or of tf32 of what products
+read.
+"""
 
 
 class Implementation(StrEnum):
-    """How attention is computed: op by op, these compiled, PyTorch's choice, one of its kernels, or the user's own."""
+    """How attention is computed: op by op, these compiled, PyTorch's choice, one of its kernels,
+    or the user's own.
+    """
 
     NAIVE = "naive"
     COMPILED = "compiled"
@@ -50,7 +66,10 @@ class AttentionCell:
     @property
     def label(self) -> str:
         """A few words for people."""
-        return f"{self.implementation} {self.precision}, width {self.d_head}, context {self.context_length}"
+        return (
+            f"{self.implementation} {self.precision}, width {self.d_head}, context "
+            f"{self.context_length}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,30 +78,37 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
 
     MEASURE: ClassVar[str] = "cs336_systems.studies.operator_cell:measure_attention"
 
-    # fmt: off
     device: Device
     batch_size: Annotated[int, Setting("Sequences in a batch.", least=1)] = 8
     d_heads: Annotated[
         tuple[int, ...],
         Setting(
-            "Width of queries, keys and values (elements).", least=1,
+            "Width of queries, keys and values (elements).",
+            least=1,
             by_device=ByDevice(gpu=(16, 32, 64, 128), cpu=(16, 32)),
         ),
     ]
     context_lengths: Annotated[
         tuple[int, ...],
         Setting(
-            "Tokens in a sequence.", least=1,
+            "Tokens in a sequence.",
+            least=1,
             by_device=ByDevice(gpu=(256, 1024, 4096, 8192, 16384), cpu=(64, 256)),
         ),
     ]
     implementations: Annotated[
         tuple[Implementation, ...],
         Setting(
-            "naive: written out. compiled: naive under torch.compile. sdpa: the kernel that PyTorch chooses. "
-            "flash, efficient, cudnn, math: that kernel of PyTorch's. own: yours, which --own adds.", metavar="NAME",
+            "naive: written out. compiled: naive under torch.compile. sdpa: the kernel that "
+            "PyTorch chooses. flash, efficient, cudnn, math: that kernel of PyTorch's. own: "
+            "yours, which --own adds.",
+            metavar="NAME",
             by_device=ByDevice(
-                gpu=tuple(name for name in Implementation if name not in (Implementation.SDPA, Implementation.OWN)),
+                gpu=tuple(
+                    name
+                    for name in Implementation
+                    if name not in (Implementation.SDPA, Implementation.OWN)
+                ),
                 cpu=(Implementation.NAIVE, Implementation.COMPILED, Implementation.SDPA),
             ),
         ),
@@ -90,11 +116,13 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     own: Annotated[
         str | None,
         Setting(
-            "Your own attention as package.module:name, a function or a torch.autograd.Function, as one more "
-            "implementation. Function or Function.apply is called as own(q, k, v, is_causal) with three tensors "
-            "(batch, seq, d_head) of the precision's data type and a bool; it returns one such tensor, which has "
-            "gradients with respect to q, k and v. Then all implementations are compared with float64 too.",
-            metavar="MODULE:NAME", default="none",
+            "Your own attention as package.module:name, a function or a torch.autograd.Function, "
+            "as one more implementation. Function or Function.apply is called as own(q, k, v, "
+            "is_causal) with three tensors (batch, seq, d_head) of the precision's data type and "
+            "a bool; it returns one such tensor, which has gradients with respect to q, k and v. "
+            "Then all implementations are compared with float64 too.",
+            metavar="MODULE:NAME",
+            default="none",
             rules=(
                 Rule(
                     lambda grid: is_import_name(grid.own),
@@ -110,14 +138,14 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     passes: Annotated[
         int,
         Setting(
-            "Timed passes of each cell, one forward and one backward each.", least=1,
+            "Timed passes of each cell, one forward and one backward each.",
+            least=1,
             by_device=ByDevice(gpu=100, cpu=10),
         ),
     ] = 100
     warmup_passes: Annotated[int, Setting("Passes before the timed ones.", least=1)] = 10
     timeout_s: Annotated[float, Setting("Longest time for one cell (seconds).")] = 600.0
     seed: int = 0
-    # fmt: on
 
     def __post_init__(self) -> None:
         check(self)
@@ -131,12 +159,26 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     def groups(self) -> list[list[Cell["CellResult"]]]:
         """One group for each precision and implementation, the smallest cells first."""
         groups = []
-        for precision, implementation in product(dict.fromkeys(self.precisions), dict.fromkeys(self.implementations)):
+        for precision, implementation in product(
+            dict.fromkeys(self.precisions), dict.fromkeys(self.implementations)
+        ):
             cells = [
-                AttentionCell(implementation=implementation, precision=precision, d_head=d_head, context_length=length)
-                for length, d_head in product(sorted(set(self.context_lengths)), sorted(set(self.d_heads)))
+                AttentionCell(
+                    implementation=implementation,
+                    precision=precision,
+                    d_head=d_head,
+                    context_length=length,
+                )
+                for length, d_head in product(
+                    sorted(set(self.context_lengths)), sorted(set(self.d_heads))
+                )
             ]
-            groups.append([Cell(label=cell.label, rows=(CellResult(cell=cell, status=Status.OK),)) for cell in cells])
+            groups.append(
+                [
+                    Cell(label=cell.label, rows=(CellResult(cell=cell, status=Status.OK),))
+                    for cell in cells
+                ]
+            )
         return groups
 
     def study(self, rows: tuple["CellResult", ...], environment: Environment) -> "AttentionStudy":
@@ -160,7 +202,9 @@ class CellMemory:
 
 
 class Quantity(StrEnum):
-    """What is compared with attention in float64: the output, and the gradients of queries, keys and values."""
+    """What is compared with attention in float64: the output, and the gradients of queries, keys
+    and values.
+    """
 
     OUTPUT = "output"
     DQ = "dq"
@@ -180,17 +224,25 @@ class ExactError:
 
     @property
     def relative(self) -> float | None:
-        """Largest distance over largest magnitude; None where either is not known, or all elements are 0."""
-        return None if self.max_error is None or not self.max_exact else self.max_error / self.max_exact
+        """Largest distance over largest magnitude; None where either is not known, or all
+        elements are 0.
+        """
+        return (
+            None
+            if self.max_error is None or not self.max_exact
+            else self.max_error / self.max_exact
+        )
 
 
 def wrong_quantities(
     cell: AttentionCell, found: Sequence[ExactError], of_kernel: Sequence[ExactError]
 ) -> tuple[Quantity, ...]:
-    """Those of `found` that are over TOLERANCE times as far from float64 as PyTorch's kernel is, on the same inputs.
+    """Those of `found` that are over TOLERANCE times as far from float64 as PyTorch's kernel is, on
+    the same inputs.
 
-    A kernel may happen to round hardly at all, so its error counts as at least one rounding of the data type, and as
-    at least the error of a sum over the context in fp32, which grows as the root of the number of terms.
+    A kernel may happen to round hardly at all, so its error counts as at least one rounding of the
+    data type, and as at least the error of a sum over the context in fp32, which grows as the root
+    of the number of terms.
     """
     least = max(ROUNDING[cell.precision], ROUNDING[Precision.FP32] * math.sqrt(cell.context_length))
     known = {error.quantity: error.relative for error in of_kernel if error.max_exact}
@@ -198,7 +250,10 @@ def wrong_quantities(
         error.quantity
         for error in found
         if error.quantity in known
-        and (error.relative is None or error.relative > TOLERANCE * max(least, known[error.quantity] or 0))
+        and (
+            error.relative is None
+            or error.relative > TOLERANCE * max(least, known[error.quantity] or 0)
+        )
     )
 
 
@@ -211,20 +266,30 @@ class CellResult(Row):
     failure: Failure | None = None
     """Why the cell failed; with status ok, why the user's own has no times of backward."""
     measurements: tuple[Measurement, ...] = ()
-    """Times of forward and, if there is one, of backward. Those of an invalid cell are kept, and belong in no table."""
+    """Times of forward and, if there is one, of backward. Those of an invalid cell are kept, and
+    belong in no table.
+    """
     first_pass_s: Seconds | None = None
-    """First forward and backward by the host's clock, which includes compiling, loading libraries and autotuning."""
+    """First forward and backward by the host's clock, which includes compiling, loading
+    libraries and autotuning.
+    """
     memory: CellMemory | None = None
     """None on a CPU, which has no CUDA allocator."""
     errors: tuple[ExactError, ...] = ()
-    """Of every quantity, in studies of an own implementation; empty also where float64 does not fit into memory."""
+    """Of every quantity, in studies of an own implementation; empty also where float64 does not
+    fit into memory.
+    """
 
     def measurement(self, phase: Phase) -> Measurement | None:
-        """Times of forward, backward, or with `Phase.STEP` both together; None where the cell has none that count."""
+        """Times of forward, backward, or with `Phase.STEP` both together; None where the cell
+        has none that count.
+        """
         if self.status is not Status.OK:
             return None
         if phase is Phase.STEP and len(self.measurements) > 1:
-            return Measurement(phase, tuple(map(sum, zip(*(m.times_s for m in self.measurements), strict=True))))
+            return Measurement(
+                phase, tuple(map(sum, zip(*(m.times_s for m in self.measurements), strict=True)))
+            )
         return next((m for m in self.measurements if m.phase is phase), None)
 
 
@@ -238,7 +303,9 @@ class AttentionStudy:
     results: tuple[CellResult, ...] = ()
     """In the order in which they were measured."""
     environment: Environment | None = None
-    """Where the cells were measured; None in records of an interrupted study that earlier versions wrote."""
+    """Where the cells were measured; None in records of an interrupted study that earlier
+    versions wrote.
+    """
     format_version: int = FORMAT_VERSION
 
     @property
@@ -250,19 +317,31 @@ class AttentionStudy:
         return [result.status for result in self.results]
 
     def available(self, precision: Precision) -> list[Implementation]:
-        """Implementations with a kernel for at least one cell at this precision, in the order of the grid."""
+        """Implementations with a kernel for at least one cell at this precision, in the order of
+        the grid.
+        """
         results = [result for result in self.results if result.cell.precision is precision]
-        found = {result.cell.implementation for result in results if result.status is not Status.UNAVAILABLE}
+        found = {
+            result.cell.implementation
+            for result in results
+            if result.status is not Status.UNAVAILABLE
+        }
         return [name for name in dict.fromkeys(self.grid.implementations) if name in found]
 
 
 def attention_flops(grid: AttentionGrid, cell: AttentionCell, phase: Phase) -> int:
-    """FLOPs of the matmuls of forward (scores and values), of backward (the gradients of their factors), or of both.
+    """FLOPs of the matmuls of forward (scores and values), of backward (the gradients of their
+    factors), or of both.
 
-    A multiply-add counts as 2; causal attention counts as full. Backward is 2 x forward if the weights are kept and
-    2.5 x if the kernel computes the scores again (Dao 2023), which the user's own is taken to do; softmax is left out.
+    A multiply-add counts as 2; causal attention counts as full. Backward is 2 x forward if the
+    weights are kept and 2.5 x if the kernel computes the scores again (Dao 2023), which the user's
+    own is taken to do; softmax is left out.
     """
-    keeps_weights = cell.implementation in (Implementation.NAIVE, Implementation.COMPILED, Implementation.MATH)
+    keeps_weights = cell.implementation in (
+        Implementation.NAIVE,
+        Implementation.COMPILED,
+        Implementation.MATH,
+    )
     matmul = 2 * grid.batch_size * cell.context_length**2 * cell.d_head
     backward = 4 if keeps_weights else 5
     return matmul * {Phase.FORWARD: 2, Phase.BACKWARD: backward, Phase.STEP: 2 + backward}[phase]
@@ -281,7 +360,8 @@ def rows_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
 def naive_saved_bytes(grid: AttentionGrid, cell: AttentionCell) -> int:
     """What written-out attention keeps from forward to backward, besides its inputs.
 
-    These are the weights, which softmax and the matmul with the values share, the scaled queries, and the output.
+    These are the weights, which softmax and the matmul with the values share, the scaled queries,
+    and the output.
     """
     return weights_bytes(grid, cell) + 2 * rows_bytes(grid, cell)
 
@@ -296,7 +376,9 @@ class Op(StrEnum):
 
 
 class Version(StrEnum):
-    """What is run: the written-out operations one by one, these under torch.compile, or PyTorch's fused operation."""
+    """What is run: the written-out operations one by one, these under torch.compile, or
+    PyTorch's fused operation.
+    """
 
     EAGER = "eager"
     COMPILED = "compiled"
@@ -307,36 +389,51 @@ class Version(StrEnum):
 class FusionGrid(Grid["FusionRow", "FusionStudy"]):
     """What to run.
 
-    The inputs of gelu, softmax and rms_norm have the shape (batch_size, context_length, width), those of attention
-    (batch_size, num_heads, context_length, d_head).
+    The inputs of gelu, softmax and rms_norm have the shape (batch_size, context_length, width),
+    those of attention (batch_size, num_heads, context_length, d_head).
     """
 
     MEASURE: ClassVar[str] = "cs336_systems.studies.operator_cell:measure_fusion"
 
-    # fmt: off
     device: Device
-    ops: Annotated[tuple[Op, ...], Setting("gelu (its tanh form), softmax, rms_norm, attention.")] = tuple(Op)
+    ops: Annotated[
+        tuple[Op, ...], Setting("gelu (its tanh form), softmax, rms_norm, attention.")
+    ] = tuple(Op)
     precisions: Annotated[tuple[Precision, ...], Setting(PRECISIONS_HELP)] = (Precision.FP32,)
-    batch_size: Annotated[int, Setting("Sequences in a batch.", least=1, by_device=ByDevice(gpu=16, cpu=2))]
-    context_length: Annotated[int, Setting("Tokens in a sequence.", least=1, by_device=ByDevice(gpu=1024, cpu=64))]
+    batch_size: Annotated[
+        int, Setting("Sequences in a batch.", least=1, by_device=ByDevice(gpu=16, cpu=2))
+    ]
+    context_length: Annotated[
+        int, Setting("Tokens in a sequence.", least=1, by_device=ByDevice(gpu=1024, cpu=64))
+    ]
     width: Annotated[
         int,
         Setting(
-            "Elements of a token for gelu, softmax and rms_norm; softmax and rms_norm work along them.", least=1,
+            "Elements of a token for gelu, softmax and rms_norm; softmax and rms_norm work along "
+            "them.",
+            least=1,
             by_device=ByDevice(gpu=6400, cpu=512),
         ),
     ]
-    num_heads: Annotated[int, Setting("Attention heads.", least=1, by_device=ByDevice(gpu=25, cpu=2))]
+    num_heads: Annotated[
+        int, Setting("Attention heads.", least=1, by_device=ByDevice(gpu=25, cpu=2))
+    ]
     d_head: Annotated[
-        int, Setting("Width of one attention head (elements).", least=1, by_device=ByDevice(gpu=64, cpu=16))
+        int,
+        Setting(
+            "Width of one attention head (elements).", least=1, by_device=ByDevice(gpu=64, cpu=16)
+        ),
     ]
     passes: Annotated[
         int,
-        Setting("Timed passes, one forward and one backward each.", least=1, by_device=ByDevice(gpu=50, cpu=10)),
+        Setting(
+            "Timed passes, one forward and one backward each.",
+            least=1,
+            by_device=ByDevice(gpu=50, cpu=10),
+        ),
     ] = 50
     warmup_passes: Annotated[int, Setting("Passes before the timed ones.", least=1)] = 5
     seed: int = 0
-    # fmt: on
 
     def __post_init__(self) -> None:
         check(self)
@@ -344,8 +441,12 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
     def groups(self) -> list[list[Cell["FusionRow"]]]:
         """One group of all versions of all operations."""
         cells = [
-            Cell(label=f"{op} {version} {precision}", rows=version_rows(self, op, precision, version))
-            for precision, op, version in product(dict.fromkeys(self.precisions), dict.fromkeys(self.ops), Version)
+            Cell(
+                label=f"{op} {version} {precision}", rows=version_rows(self, op, precision, version)
+            )
+            for precision, op, version in product(
+                dict.fromkeys(self.precisions), dict.fromkeys(self.ops), Version
+            )
         ]
         return [cells]
 
@@ -367,15 +468,23 @@ class FusionRow(Row):
     measurement: Measurement | None = None
     """Raw times; None unless status is ok."""
     kernels: tuple[str, ...] = ()
-    """Kernels of one pass in the order of their launch; on a CPU, the operators that compute new values."""
+    """Kernels of one pass in the order of their launch; on a CPU, the operators that compute new
+    values.
+    """
     must_move_bytes: Count
-    """Inputs and upstream gradient read once, outputs and gradients written once: the least that any version moves."""
+    """Inputs and upstream gradient read once, outputs and gradients written once: the least that
+    any version moves.
+    """
     moved_bytes: Count | None = None
-    """Sum over all operations of the pass of operands read and results written; None for compiled code."""
+    """Sum over all operations of the pass of operands read and results written; None for
+    compiled code.
+    """
     matmul_flops: Count = 0
     """FLOPs of the matmuls; a multiply-add counts as 2."""
     max_error: float | None = None
-    """Largest distance from the written-out form in float64, for the first of the batch; None if not finite."""
+    """Largest distance from the written-out form in float64, for the first of the batch; None if
+    not finite.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,14 +503,17 @@ class FusionStudy:
         return [row.status for row in self.rows]
 
 
-def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Version) -> tuple[FusionRow, ...]:
+def version_rows(
+    grid: FusionGrid, op: Op, precision: Precision, version: Version
+) -> tuple[FusionRow, ...]:
     """The rows of forward and backward of one version of an operation, with nothing measured."""
     shapes = input_shapes(grid, op)
     inputs, output = sum(map(math.prod, shapes)), math.prod(shapes[0])
     # forward: inputs in, output out; backward: inputs and upstream gradient in, gradients out
     must_move_elements = {Phase.FORWARD: inputs + output, Phase.BACKWARD: 2 * inputs + output}
     attention = 4 * grid.batch_size * grid.num_heads * grid.context_length**2 * grid.d_head
-    flops = attention if op is Op.ATTENTION else 0  # backward has a matmul for the gradient of each factor
+    # backward has a matmul for the gradient of each factor
+    flops = attention if op is Op.ATTENTION else 0
     matmul_flops = {Phase.FORWARD: flops, Phase.BACKWARD: 2 * flops}
     return tuple(
         FusionRow(
@@ -418,7 +530,9 @@ def version_rows(grid: FusionGrid, op: Op, precision: Precision, version: Versio
 
 
 def input_shapes(grid: FusionGrid, op: Op) -> list[tuple[int, ...]]:
-    """Shapes of the inputs of an operation; the first is also the output's. All but weights have a batch axis first."""
+    """Shapes of the inputs of an operation; the first is also the output's. All but weights have
+    a batch axis first.
+    """
     rows = (grid.batch_size, grid.context_length, grid.width)
     heads = (grid.batch_size, grid.num_heads, grid.context_length, grid.d_head)
     inputs: dict[Op, list[tuple[int, ...]]] = {

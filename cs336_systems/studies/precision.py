@@ -1,4 +1,6 @@
-"""What low precision does to a sum and to layer norm, and which data types autocast chooses, as observed."""
+"""What low precision does to a sum and to layer norm, and which data types autocast chooses, as
+observed.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +19,17 @@ from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.studies import records
 from cs336_systems.studies.cell import OperationObserver
 
-SHORT_NAMES = MappingProxyType({torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"})
+SHORT_NAMES = MappingProxyType(
+    {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+)
 
 
-def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]) -> records.PrecisionStudy:
-    """Observe sums, layer norm, and autocast on each of the devices; `status` is called with a text for each part."""
+def run_precision_study(
+    devices: Sequence[Device], status: Callable[[str], None]
+) -> records.PrecisionStudy:
+    """Observe sums, layer norm, and autocast on each of the devices; `status` is called with a
+    text for each part.
+    """
     status("adding up in low precision")
     sums = accumulation_study()
     status("layer norm in low precision")
@@ -37,7 +45,12 @@ def run_precision_study(devices: Sequence[Device], status: Callable[[str], None]
 
 
 def accumulate(
-    sum_dtype: torch.dtype, addend_dtype: torch.dtype, *, cast: bool = False, addend: float = 0.01, count: int = 1000
+    sum_dtype: torch.dtype,
+    addend_dtype: torch.dtype,
+    *,
+    cast: bool = False,
+    addend: float = 0.01,
+    count: int = 1000,
 ) -> records.Accumulation:
     """Add `addend`, stored as `addend_dtype`, to a sum kept as `sum_dtype`, `count` times."""
     total = torch.zeros((), dtype=sum_dtype)
@@ -61,24 +74,34 @@ def accumulate(
 
 
 def accumulation_study() -> tuple[records.Accumulation, ...]:
-    """The course's four ways to add 0.01 a thousand times, then the same with bf16 in place of fp16."""
+    """The course's four ways to add 0.01 a thousand times, then the same with bf16 in place of
+    fp16.
+    """
     low_precision = [
         accumulate(*dtypes, cast=cast)
         for dtype in (torch.float16, torch.bfloat16)
-        for *dtypes, cast in ((dtype, dtype, False), (torch.float32, dtype, False), (torch.float32, dtype, True))
+        for *dtypes, cast in (
+            (dtype, dtype, False),
+            (torch.float32, dtype, False),
+            (torch.float32, dtype, True),
+        )
     ]
     return (accumulate(torch.float32, torch.float32), *low_precision)
 
 
 ACTIVATIONS = ((0.0, 1e-4), (0.0, 1.0), (0.0, 300.0), (1024.0, 1.0))
-"""Centre and scale: the square underflows in fp16, fits, overflows in fp16; the deviation is lost in bf16."""
+"""Centre and scale: the square underflows in fp16, fits, overflows in fp16; the deviation is
+lost in bf16.
+"""
 NORM_EPS = 1e-5
 """Added to the variance, as in torch.nn.LayerNorm."""
 NUM_ACTIVATIONS = 8
 
 
 def normalise(centre: float, scale: float, dtype: torch.dtype) -> records.NormalisedActivations:
-    """Layer norm on the CPU, with every operation in this data type, beside the same in fp64 and PyTorch's own."""
+    """Layer norm on the CPU, with every operation in this data type, beside the same in fp64 and
+    PyTorch's own.
+    """
     exact_variance, exact_output, _ = _normalised(centre, scale, torch.float64)
     variance, output, library_output = _normalised(centre, scale, dtype)
     return records.NormalisedActivations(
@@ -114,7 +137,9 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 class ToyModel(nn.Module):
-    """The course's example for autocast: two linear layers with a ReLU and a layer norm between them."""
+    """The course's example for autocast: two linear layers with a ReLU and a layer norm between
+    them.
+    """
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -129,7 +154,11 @@ class ToyModel(nn.Module):
         return logits
 
 
-SCORES, SOFTMAX, WEIGHTS = "attention's scores", "attention's softmax", "weights applied to the values"
+SCORES, SOFTMAX, WEIGHTS = (
+    "attention's scores",
+    "attention's softmax",
+    "weights applied to the values",
+)
 TOY_OUTPUTS = MappingProxyType(
     {"first linear's output (fc1)": "fc1", records.NORM_INPUT: "relu", records.NORM_OUTPUT: "ln"}
 )
@@ -154,14 +183,17 @@ BATCH_SIZE = 2
 def observed_dtypes(
     model: nn.Module, inputs: Tensor, precision: Precision, outputs: Mapping[str, str]
 ) -> dict[str, str]:
-    """Run forward and backward under autocast on the device of `inputs`; return data types in order of execution.
+    """Run forward and backward under autocast on the device of `inputs`; return data types in order
+    of execution.
 
-    `outputs` names, for each quantity to observe, the module whose output it is. Parameters, logits, loss and gradients
-    are observed always; attention's scores, softmax and weights if the model computes them as separate operations.
+    `outputs` names, for each quantity to observe, the module whose output it is. Parameters,
+    logits, loss and gradients are observed always; attention's scores, softmax and weights if the
+    model computes them as separate operations.
     """
     seen = {"parameters": _names(parameter.dtype for parameter in model.parameters())}
     hooks = [
-        model.get_submodule(name).register_forward_hook(_recorder(seen, quantity)) for quantity, name in outputs.items()
+        model.get_submodule(name).register_forward_hook(_recorder(seen, quantity))
+        for quantity, name in outputs.items()
     ]
     try:
         with autocast(precision, Device(inputs.device.type)), AttentionOps(seen):
@@ -173,7 +205,9 @@ def observed_dtypes(
         for hook in hooks:
             hook.remove()
     seen |= {"logits": short_name(logits.dtype), "loss": short_name(loss.dtype)}
-    seen["gradients"] = _names(parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None)
+    seen["gradients"] = _names(
+        parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None
+    )
     return seen
 
 
@@ -188,11 +222,14 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(sorted({short_name(dtype) for dtype in dtypes}))
 
 
-MATMULS = frozenset({"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"})
+MATMULS = frozenset(
+    {"aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default"}
+)
 
 
 class AttentionOps(OperationObserver):
-    """Notes in `seen` the data types around the first softmax: the matmul before it, its output, the matmul after it.
+    """Notes in `seen` the data types around the first softmax: the matmul before it, its output,
+    the matmul after it.
 
     Operands are seen after autocast has cast them.
     """
@@ -203,7 +240,11 @@ class AttentionOps(OperationObserver):
         self._last_matmul: torch.dtype | None = None
 
     def observe(
-        self, func: OpOverload[..., object], args: Sequence[object], _kwargs: Mapping[str, object], output: object
+        self,
+        func: OpOverload[..., object],
+        args: Sequence[object],
+        _kwargs: Mapping[str, object],
+        output: object,
     ) -> None:
         """Note the operation's data type if it is one of attention's."""
         if str(func) in MATMULS and isinstance(output, Tensor):
@@ -211,16 +252,24 @@ class AttentionOps(OperationObserver):
             factor = args[-2]
             if SOFTMAX in self._seen and isinstance(factor, Tensor):
                 self._seen.setdefault(WEIGHTS, short_name(factor.dtype))
-        elif str(func) == "aten._softmax.default" and SOFTMAX not in self._seen and isinstance(output, Tensor):
+        elif (
+            str(func) == "aten._softmax.default"
+            and SOFTMAX not in self._seen
+            and isinstance(output, Tensor)
+        ):
             if self._last_matmul is not None:
                 self._seen[SCORES] = short_name(self._last_matmul)
             self._seen[SOFTMAX] = short_name(output.dtype)
 
 
 def dtype_study(devices: Sequence[Device]) -> tuple[records.ObservedDtype, ...]:
-    """Observe the toy model and both architectures of TransformerLM under fp16 and bf16 autocast on each device."""
+    """Observe the toy model and both architectures of TransformerLM under fp16 and bf16 autocast
+    on each device.
+    """
     return tuple(
-        records.ObservedDtype(model=name, device=device, precision=precision, quantity=quantity, dtype=dtype)
+        records.ObservedDtype(
+            model=name, device=device, precision=precision, quantity=quantity, dtype=dtype
+        )
         for device in devices
         for name in ("ToyModel", *(f"TransformerLM, {arch}" for arch in Arch))
         for precision in records.MIXED_PRECISIONS
@@ -231,7 +280,9 @@ def dtype_study(devices: Sequence[Device]) -> tuple[records.ObservedDtype, ...]:
 def _observe(name: str, device: Device, precision: Precision) -> dict[str, str]:
     with torch.device(device.value):
         if name == "ToyModel":
-            return observed_dtypes(ToyModel(20, 5), torch.randn(BATCH_SIZE, 20), precision, TOY_OUTPUTS)
+            return observed_dtypes(
+                ToyModel(20, 5), torch.randn(BATCH_SIZE, 20), precision, TOY_OUTPUTS
+            )
         config = replace(SIZES["tiny"], arch=Arch(name.split()[-1]), context_length=16)
         tokens = torch.randint(config.vocab_size, (BATCH_SIZE, config.context_length))
         return observed_dtypes(TransformerLM(config), tokens, precision, TRANSFORMER_OUTPUTS)

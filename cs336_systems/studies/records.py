@@ -1,4 +1,6 @@
-"""What all studies share: a grid of cells, their rows, the file that keeps them; and the record of precision's."""
+"""What all studies share: a grid of cells, their rows, the file that keeps them; and the record
+of precision's.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,12 +15,16 @@ from cs336_systems.record import Environment, Failure, Input, RecordError, Statu
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
-"""Bytes of one element of the inputs: they have the precision's own data type, there is no autocast."""
+"""Bytes of one element of the inputs: they have the precision's own data type, there is no
+autocast.
+"""
 PRECISIONS_HELP = "Of inputs and products, without autocast: fp32, tf32, bf16, fp16."
 
 
 class Row:
-    """One row of a record, a data class: parameters, and what was measured with them or why that failed."""
+    """One row of a record, a data class: parameters, and what was measured with them or why that
+    failed.
+    """
 
     __slots__ = ()
 
@@ -144,13 +150,17 @@ class ObservedDtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormalisedActivations:
-    """Activations `centre + scale` and `centre - scale`, in equal numbers, normalised in one data type throughout."""
+    """Activations `centre + scale` and `centre - scale`, in equal numbers, normalised in one
+    data type throughout.
+    """
 
     centre: float
     scale: float
     dtype: str
     variance: float | None
-    """Variance as computed in the data type, of activations rounded to it; None beyond its range."""
+    """Variance as computed in the data type, of activations rounded to it; None beyond its
+    range.
+    """
     exact_variance: float
     """Variance as computed in fp64."""
     output: float | None

@@ -1,10 +1,12 @@
-"""Measures the cells of a study in worker processes, so that no cell's failure touches another. Needs no torch itself.
+"""Measures the cells of a study in worker processes, so that no cell's failure touches another.
+Needs no torch itself.
 
-A worker measures the cells of a group, one after the other. A cell that fails in any way (out of memory, a CUDA error,
-a crash, a hang) takes its worker with it, and the next cell gets a fresh one.
+A worker measures the cells of a group, one after the other. A cell that fails in any way (out of
+memory, a CUDA error, a crash, a hang) takes its worker with it, and the next cell gets a fresh one.
 
-The folder of cells is the whole state of a study: one that was interrupted is resumed by starting it again. A cell that
-has a result is not measured again. Studies with different grids share the folder.
+The folder of cells is the whole state of a study: one that was interrupted is resumed by starting
+it again. A cell that has a result is not measured again. Studies with different grids share the
+folder.
 """
 
 import contextlib
@@ -43,8 +45,8 @@ def run_study(
 ) -> StudyT:
     """Measure the cells of the grid that are not done; a cell that fails has rows that say so.
 
-    `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses one of the GPUs, and
-    SweepError if no worker starts.
+    `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses one of the
+    GPUs, and SweepError if no worker starts.
     """
     cells = cells or Cells(grid)
     groups = cells.todo()
@@ -56,7 +58,9 @@ def run_study(
     done, total = 0, sum(map(len, groups))
     with contextlib.ExitStack() as stack:
         for gpu in gpus:
-            stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+            stack.enter_context(
+                store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
+            )
         announce("importing PyTorch", 0, 0)
         worker = stack.enter_context(contextlib.closing(_CellWorker(grid, gpus)))
         environment = worker.environment()
@@ -65,7 +69,9 @@ def run_study(
                 announce(cell.label, done, total)
                 rows, seen = worker.measure(cell)
                 if grid.own is not None and grid.source not in (None, source_of(grid.own)):
-                    raise store.SweepError(f"{grid.own} changed while it was measured; run the same command again")
+                    raise store.SweepError(
+                        f"{grid.own} changed while it was measured; run the same command again"
+                    )
                 environment, done = seen or environment, done + 1
                 cells.keep(key, rows, environment)
                 on_progress()
@@ -86,7 +92,9 @@ class Cells(Generic[RowT, StudyT]):
 
     def todo(self) -> list[dict[str, Cell[RowT]]]:
         """The groups of the cells that are not measured yet."""
-        left = [{key: group[key] for key in group if key not in self.measured} for group in self.groups]
+        left = [
+            {key: group[key] for key in group if key not in self.measured} for group in self.groups
+        ]
         return [group for group in left if group]
 
     def keep(self, key: str, rows: tuple[RowT, ...], environment: Environment) -> None:
@@ -97,7 +105,9 @@ class Cells(Generic[RowT, StudyT]):
         self.measured[key] = alone
 
     def study(self) -> StudyT:
-        """The study of all measured cells in the order of the grid, with the last one's environment."""
+        """The study of all measured cells in the order of the grid, with the last one's
+        environment.
+        """
         keys = [key for group in self.groups for key in group if key in self.measured]
         rows = tuple(row for key in keys for row in self.measured[key].rows)
         return self.grid.study(rows, self.measured[keys[-1]].environment)
@@ -167,7 +177,9 @@ class _CellWorker(Generic[RowT, StudyT]):
         raise store.SweepError(": ".join(["no worker could start", answer[1].message, *last_line]))
 
     def measure(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], Environment | None]:
-        """The rows of the cell, and where they were measured; rows of its failure if the process ends or hangs."""
+        """The rows of the cell, and where they were measured; rows of its failure if the process
+        ends or hangs.
+        """
         answer = self._ask(cell)
         if len(answer) == 2:
             status, failure = answer
@@ -177,10 +189,15 @@ class _CellWorker(Generic[RowT, StudyT]):
             self.close()
         return rows, environment
 
-    def _ask(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], bool, Environment] | tuple[Status, Failure]:
-        """Send the cell to the process, and return its answer, or how it ended or was killed without one."""
+    def _ask(
+        self, cell: Cell[RowT]
+    ) -> tuple[tuple[RowT, ...], bool, Environment] | tuple[Status, Failure]:
+        """Send the cell to the process, and return its answer, or how it ended or was killed
+        without one.
+        """
         process = self._process or self._start()
-        with contextlib.suppress(ConnectionError):  # the process has already died; receiving will raise
+        # the process has already died; receiving will raise
+        with contextlib.suppress(ConnectionError):
             self._connection.send(cell)
         is_in_time = self._wait(process)
         if is_in_time:
@@ -195,12 +212,16 @@ class _CellWorker(Generic[RowT, StudyT]):
 
     def _start(self) -> WorkerProcess:
         self._connection, theirs = fork_server().Pipe()
-        self._process = WorkerProcess(_serve, theirs, self._grid, self._gpu_uuids, timeout_s=self._grid.timeout_s)
+        self._process = WorkerProcess(
+            _serve, theirs, self._grid, self._gpu_uuids, timeout_s=self._grid.timeout_s
+        )
         theirs.close()
         return self._process
 
     def _wait(self, process: WorkerProcess) -> bool:
-        """Wait until the process has answered or ended; False if it does neither within the time of a cell."""
+        """Wait until the process has answered or ended; False if it does neither within the time
+        of a cell.
+        """
         started, timeout_s = monotonic(), self._grid.timeout_s
         while True:
             left_s = None if timeout_s is None else max(0.0, started + timeout_s - monotonic())
@@ -209,7 +230,9 @@ class _CellWorker(Generic[RowT, StudyT]):
                 return bool(ready)
 
     def close(self) -> None:
-        """Kill the process and all that descends from it; the rows are here, so nothing in it is needed any more."""
+        """Kill the process and all that descends from it; the rows are here, so nothing in it is
+        needed any more.
+        """
         if self._process is not None:
             self._process.kill()
             self._process.reap()
@@ -217,9 +240,14 @@ class _CellWorker(Generic[RowT, StudyT]):
             self._process = None
 
 
-def _serve(connection: Connection, grid: Grid[RowT, StudyT], gpu_uuids: Sequence[str], log: Connection) -> None:
-    """Entry of a worker, which sees the GPUs in `gpu_uuids`, or all that this process sees if that is empty."""
+def _serve(
+    connection: Connection, grid: Grid[RowT, StudyT], gpu_uuids: Sequence[str], log: Connection
+) -> None:
+    """Entry of a worker, which sees the GPUs in `gpu_uuids`, or all that this process sees if
+    that is empty.
+    """
     begin_worker(log, gpu_uuids)
-    from cs336_systems.studies import cell  # imports torch, which this module's own process must not
+    # imports torch, which this module's own process must not
+    from cs336_systems.studies import cell
 
     cell.serve(connection, grid)

@@ -1,8 +1,9 @@
 """A sweep on a Ray cluster: every run is a task of Ray, and this process alone writes records.
 
-Ray places the tasks, starts a task whose machine dies on another one, and brings back what a task returns: plain bytes,
-which are a `Reply` in JSON on the first line, then the files that the run has left. A task measures as a local sweep
-does, in a fresh process that a fork server starts; that process does not load Ray.
+Ray places the tasks, starts a task whose machine dies on another one, and brings back what a task
+returns: plain bytes, which are a `Reply` in JSON on the first line, then the files that the run has
+left. A task measures as a local sweep does, in a fresh process that a fork server starts; that
+process does not load Ray.
 """
 
 import atexit
@@ -23,7 +24,8 @@ from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
 
-# Ray reads them when it is imported; without the second, a run for which memory is too small would have endless tries
+# Ray reads them when it is imported; without the second, a run for which memory is too small would
+# have endless tries
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_task_oom_retries": "0"}
 
 import msgspec
@@ -41,7 +43,12 @@ from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import alike, visible_gpus
 from cs336_systems.record import Failure, Identity, RunRecord, Status
 from cs336_systems.sweep import store
-from cs336_systems.sweep.isolation import Interrupts, fork_server, preload_to_explain, spare_children
+from cs336_systems.sweep.isolation import (
+    Interrupts,
+    fork_server,
+    preload_to_explain,
+    spare_children,
+)
 from cs336_systems.sweep.keep import Keeper, Listener, resume
 from cs336_systems.sweep.process import adopt_orphans, when_it_ends
 from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
@@ -55,13 +62,17 @@ _TICK_S = 1.0
 _HEAD_S = 10.0
 """How long a process of Ray may take to accept a connection, and to answer it."""
 _ANSWER_S = 15.0
-"""How long all machines together may take to describe themselves; a sweep uses those that answer later when they do."""
+"""How long all machines together may take to describe themselves; a sweep uses those that answer
+later when they do.
+"""
 _RAY_S = 20.0
 """How long a call of Ray may take in which Ray waits for nothing but its own processes."""
 _SPARE_S = 60.0
 """How much longer than its time limit a run may take, with all that Ray does for it."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a client of gRPC sends first; a server, such as Ray, sends such settings too (RFC 9113, 3.4)."""
+"""What a client of gRPC sends first; a server, such as Ray, sends such settings too (RFC 9113,
+3.4).
+"""
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -76,7 +87,9 @@ class Needs(msgspec.Struct, frozen=True):
     """What a sweep requires of its machines."""
 
     identity: Identity | None = None
-    """Conditions in which all machines must be alike; None if they may differ, or before the first machine is known."""
+    """Conditions in which all machines must be alike; None if they may differ, or before the
+    first machine is known.
+    """
     require_device: str | None = None
     """Part of the name of the device that machines must have, without regard to case."""
     nsys: bool = False
@@ -92,7 +105,9 @@ class Needs(msgspec.Struct, frozen=True):
             return None
         needed, present = msgspec.to_builtins(self.identity), msgspec.to_builtins(node.identity)
         different = [
-            f"{name} is {present[name]}, needed {needed[name]}" for name in needed if present[name] != needed[name]
+            f"{name} is {present[name]}, needed {needed[name]}"
+            for name in needed
+            if present[name] != needed[name]
         ]
         return f"{'; '.join(different)}; --allow-mixed uses it too" if different else None
 
@@ -104,7 +119,9 @@ class Request(msgspec.Struct, frozen=True):
     timeout_s: float
     needs: Needs
     key: str
-    """Where the task notes in Ray's store on which machine it runs, after those where it was started before."""
+    """Where the task notes in Ray's store on which machine it runs, after those where it was
+    started before.
+    """
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -117,9 +134,12 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def describe(device: str) -> bytes:
-    """The task that describes its machine for runs on the device: a `Node` in JSON; `null` without such a device."""
+    """The task that describes its machine for runs on the device: a `Node` in JSON; `null`
+    without such a device.
+    """
     if device == Device.CUDA and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        del os.environ["CUDA_VISIBLE_DEVICES"]  # so some Rays hide GPUs from a task that asks for none
+        # so some Rays hide GPUs from a task that asks for none
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     gpu = next(iter(visible_gpus()), None) if device == Device.CUDA else None
     if device == Device.CUDA and gpu is None:
         return b"null"
@@ -132,38 +152,55 @@ def measure(request: bytes) -> bytes:
     config, needs = asked.config, asked.needs
     place = ray.get_runtime_context().get_node_id()
     kv = ray.experimental.internal_kv
-    kv._internal_kv_put(asked.key, (kv._internal_kv_get(asked.key) or b"") + place.encode() + b" ", overwrite=True)
+    kv._internal_kv_put(
+        asked.key, (kv._internal_kv_get(asked.key) or b"") + place.encode() + b" ", overwrite=True
+    )
     _prepare()
     try:
-        if "OMP_NUM_THREADS" not in psutil.Process().environ():  # Ray has set it; a local run has PyTorch's own number
+        # Ray has set it; a local run has PyTorch's own number
+        if "OMP_NUM_THREADS" not in psutil.Process().environ():
             os.environ.pop("OMP_NUM_THREADS", None)
         gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
         if len(gpus) < (width := num_slots(config)) and config.device is Device.CUDA:
-            raise store.SweepError(f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {width}")
+            raise store.SweepError(
+                f"it has {len(gpus)} GPUs of one kind that Ray gives to the run, needed {width}"
+            )
         node = Node(identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
         if (why := needs.why_left_out(node)) is not None:
             raise store.SweepError(why)
         with temporary_directory() as scratch, contextlib.ExitStack() as stack:
             for gpu in gpus:
-                stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+                stack.enter_context(
+                    store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
+                )
             (runs := scratch / "runs").mkdir()
-            measure_one(config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False)
+            measure_one(
+                config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False
+            )
             paths = [path for path in _paths(config, runs) if path.is_file()]
             reply = Reply(files=tuple((path.name, path.stat().st_size) for path in paths))
-            return b"".join([msgspec.json.encode(reply), b"\n", *(path.read_bytes() for path in paths)])
+            return b"".join(
+                [msgspec.json.encode(reply), b"\n", *(path.read_bytes() for path in paths)]
+            )
     except KeyboardInterrupt:
         os._exit(1)  # Ray ends this process, and starts the run elsewhere
     except Exception as error:  # the driver would unpickle an exception
-        why = error_in_words(error) if isinstance(error, OSError) else str(error) or type(error).__name__
+        why = (
+            error_in_words(error)
+            if isinstance(error, OSError)
+            else str(error) or type(error).__name__
+        )
         return msgspec.json.encode(Reply(refused=why)) + b"\n"
 
 
 @functools.cache
 def _prepare() -> None:
-    """Let this process of Ray end with the one that has started it, and what it starts not import Ray's program.
+    """Let this process of Ray end with the one that has started it, and what it starts not import
+    Ray's program.
 
-    Without the former, Ray lets a task go on for ever where it dies. The first call of `fork_server` must come before
-    this process adopts orphans, as the shell that removes temporary files is to be one.
+    Without the former, Ray lets a task go on for ever where it dies. The first call of
+    `fork_server` must come before this process adopts orphans, as the shell that removes temporary
+    files is to be one.
     """
     fork_server()
     when_it_ends(os.getppid(), functools.partial(os._exit, 1))
@@ -172,16 +209,19 @@ def _prepare() -> None:
 
 
 def _paths(config: RunConfig, runs: Path) -> list[Path]:
-    """Paths of all files that the run may leave. The record is the last: it implies that the others are there."""
+    """Paths of all files that the run may leave. The record is the last: it implies that the
+    others are there.
+    """
     return [*store.raw_profile_paths(config, runs), runs / f"{config.key}.json"]
 
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Be the driver of the cluster at `address`; "auto" is the cluster that this machine belongs to.
+    """Be the driver of the cluster at `address`; "auto" is the cluster that this machine belongs
+    to.
 
-    Raises SweepError without a cluster there, and for errors of Ray meanwhile. Ray prints to standard output, which is
-    for results: that is dropped.
+    Raises SweepError without a cluster there, and for errors of Ray meanwhile. Ray prints to
+    standard output, which is for results: that is dropped.
     """
     hint = ""
     try:
@@ -189,8 +229,11 @@ def connected(address: str) -> Iterator[None]:
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
             package = {"py_modules": [str(Path(cs336_systems.__file__).parent)]}
-            logging.getLogger("ray").setLevel(logging.ERROR)  # it warns that it sets no handler of signals in a thread
-            _promptly(ray.init, address, configure_logging=False, log_to_driver=False, runtime_env=package)
+            # it warns that it sets no handler of signals in a thread
+            logging.getLogger("ray").setLevel(logging.ERROR)
+            _promptly(
+                ray.init, address, configure_logging=False, log_to_driver=False, runtime_env=package
+            )
             hint = ""
             try:
                 yield
@@ -201,13 +244,15 @@ def connected(address: str) -> Iterator[None]:
         if isinstance(error, store.SweepError):
             raise
         raise store.SweepError(
-            f"no connection to the Ray cluster {address}: {_in_a_line(error)}{hint}; finished runs are kept, "
-            "and the same command goes on"
+            f"no connection to the Ray cluster {address}: {_in_a_line(error)}{hint}; finished "
+            "runs are kept, and the same command goes on"
         ) from error
 
 
 def _promptly(call: Callable[..., T], *arguments: Any, **options: Any) -> T:  # noqa: ANN401
-    """What the call returns, in which Ray waits for its own processes alone; raise OSError if one of them hangs."""
+    """What the call returns, in which Ray waits for its own processes alone; raise OSError if
+    one of them hangs.
+    """
     return _within(_RAY_S, call, *arguments, **options)
 
 
@@ -222,19 +267,25 @@ def _within(patience_s: float, call: Callable[..., T], *arguments: Any, **option
 
     threading.Thread(target=answer, daemon=True).start()
     if not wait([future], patience_s).done:
-        atexit.register(os._exit, 1)  # Ray's own end would wait too, and Python's crash, as threads of Ray still wait
+        # Ray's own end would wait too, and Python's crash, as threads of Ray still wait
+        atexit.register(os._exit, 1)
         atexit.register(print, end="", flush=True)
         raise OSError(f"Ray did not answer here within {patience_s:g} s")
     return future.result()
 
 
 def _checked(address: str) -> str:
-    """The address as HOST:PORT; raise OSError if nothing listens there, or not Ray, for which Ray would wait long."""
-    if address == "auto":  # the cluster that this machine belongs to; it may have died, as Ray keeps its last address
+    """The address as HOST:PORT; raise OSError if nothing listens there, or not Ray, for which
+    Ray would wait long.
+    """
+    # the cluster that this machine belongs to; it may have died, as Ray keeps its last address
+    if address == "auto":
         try:
             address = str(canonicalize_bootstrap_address_or_die("auto"))
         except ConnectionError:
-            raise OSError("this machine belongs to none; `ray start` makes it part of one") from None
+            raise OSError(
+                "this machine belongs to none; `ray start` makes it part of one"
+            ) from None
     host, _, port = address.rpartition(":")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), _HEAD_S)
@@ -271,23 +322,32 @@ class Machine:
         return 0 if self.refused is not None else int(self.count) if device is Device.CUDA else 1
 
 
-def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machine], Needs, dict[str, Any]]:
-    """All machines of the cluster, what a sweep requires of those that join later, and answers still to come by id.
+def look(
+    device: Device, needs: Needs, *, allow_mixed: bool
+) -> tuple[list[Machine], Needs, dict[str, Any]]:
+    """All machines of the cluster, what a sweep requires of those that join later, and answers
+    still to come by id.
 
-    If `needs` names no identity, the machines that have most slots choose it, unless all may be mixed.
+    If `needs` names no identity, the machines that have most slots choose it, unless all may be
+    mixed.
     """
     alive = _alive()
-    task = ray.remote(max_calls=int(device is Device.CUDA))(describe)  # its process goes on to measure, not on a GPU
+    # its process goes on to measure, not on a GPU
+    task = ray.remote(max_calls=int(device is Device.CUDA))(describe)
     answers = {
         name: task.options(
-            num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False),
         ).remote(device.value)
         for name in alive
     }
     ready = _ready([*answers.values()], _ANSWER_S)
 
     def found(needs: Needs) -> list[Machine]:
-        return [_machine(name, alive[name], answer, device, needs) for name, answer in answers.items()]
+        return [
+            _machine(name, alive[name], answer, device, needs) for name, answer in answers.items()
+        ]
 
     slots: Counter[Identity] = Counter()
     for machine in found(needs):
@@ -296,11 +356,17 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
     if needs.identity is None and not allow_mixed and slots:
         needs = msgspec.structs.replace(needs, identity=slots.most_common(1)[0][0])
     in_order = sorted(found(needs), key=lambda each: (each.host, each.address, each.id))
-    return in_order, needs, {name: answer for name, answer in answers.items() if answer not in ready}
+    return (
+        in_order,
+        needs,
+        {name: answer for name, answer in answers.items() if answer not in ready},
+    )
 
 
 def _ready(references: list[Any], patience_s: float, least: int | None = None) -> list[Any]:
-    """What tasks have returned and Ray has brought here, after this time or once so many are here, which may be all."""
+    """What tasks have returned and Ray has brought here, after this time or once so many are
+    here, which may be all.
+    """
     if not references:
         time.sleep(patience_s)
         return []
@@ -309,22 +375,34 @@ def _ready(references: list[Any], patience_s: float, least: int | None = None) -
 
 
 def _alive() -> dict[str, dict[str, Any]]:
-    """The machines of the cluster, by id; raise OSError if its head or Ray on this machine has died or hangs."""
+    """The machines of the cluster, by id; raise OSError if its head or Ray on this machine has
+    died or hangs.
+    """
 
     def find() -> dict[str, dict[str, Any]]:
         context = ray.get_runtime_context()
         _checked(context.gcs_address)
         alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
         if (here := alive.get(context.get_node_id())) is None:
-            raise OSError("Ray has died on this machine, and takes along what was started from here")
+            raise OSError(
+                "Ray has died on this machine, and takes along what was started from here"
+            )
         _checked(f"{here['NodeManagerAddress']}:{here['NodeManagerPort']}")
         return alive
 
     return _promptly(find)
 
 
-def _machine(name: str, found: dict[str, Any], answer: Any, device: Device, needs: Needs) -> Machine:  # noqa: ANN401
-    """The machine that Ray has `found`, with its answer to `describe`, and whether the sweep uses it."""
+def _machine(
+    name: str,
+    found: dict[str, Any],
+    answer: Any,  # noqa: ANN401
+    device: Device,
+    needs: Needs,
+) -> Machine:
+    """The machine that Ray has `found`, with its answer to `describe`, and whether the sweep
+    uses it.
+    """
     node, count = None, _count(found, device)
     try:
         node = msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None)
@@ -336,9 +414,13 @@ def _machine(name: str, found: dict[str, Any], answer: Any, device: Device, need
     if not count:
         refused = f"Ray counts none of its {'GPUs' if device is Device.CUDA else 'cores'}"
     return Machine(
-        id=name, host=str(found["NodeManagerHostname"]), address=str(found["NodeManagerAddress"]), count=count,
-        node=node, refused=refused,
-    )  # fmt: skip
+        id=name,
+        host=str(found["NodeManagerHostname"]),
+        address=str(found["NodeManagerAddress"]),
+        count=count,
+        node=node,
+        refused=refused,
+    )
 
 
 def _count(found: dict[str, Any], device: Device) -> float:
@@ -357,14 +439,17 @@ def sweep_on_cluster(
     require_device: str | None = None,
     wait_nodes_s: float = 180.0,
 ) -> Outcome:
-    """Measure those of `configs` that have no result in `directory` yet, on the machines of the cluster at `address`.
+    """Measure those of `configs` that have no result in `directory` yet, on the machines of the
+    cluster at `address`.
 
-    The caller holds the directory's lock. Raises SweepError and LockedError as `run_sweep` does, and SweepError if
-    there is no machine for `wait_nodes_s`.
+    The caller holds the directory's lock. Raises SweepError and LockedError as `run_sweep` does,
+    and SweepError if there is no machine for `wait_nodes_s`.
     """
     runs = store.make_writable(directory / "runs")
     with contextlib.ExitStack() as stack:
-        keeper, todo, unexplained, present = resume(configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed)
+        keeper, todo, unexplained, present = resume(
+            configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed
+        )
         adopt_orphans()
         preload_to_explain()
         interrupts = stack.enter_context(Interrupts(at_once=True))
@@ -376,7 +461,9 @@ def sweep_on_cluster(
                 interrupts.at_once = False
                 nsys = any(config.profiler is Profiler.NSYS for config in todo)
                 needs = Needs(identity=present, require_device=require_device, nsys=nsys)
-                _Driver(keeper, explainer, todo, timeout_s, wait_nodes_s, interrupts, needs, allow_mixed).run()
+                _Driver(
+                    keeper, explainer, todo, timeout_s, wait_nodes_s, interrupts, needs, allow_mixed
+                ).run()
         explainer.run(())  # what is left; the machines are free for others
         return outcome(keeper, interrupted=interrupts.count > 0)
 
@@ -395,11 +482,17 @@ class _Driver:
     needs: Needs
     allow_mixed: bool
     _waiting: deque[RunConfig] = field(default_factory=deque)
-    """The widest first, because the GPUs that they need would otherwise never be free at the same time."""
+    """The widest first, because the GPUs that they need would otherwise never be free at the
+    same time.
+    """
     _running: dict[Any, tuple[RunConfig, float, str]] = field(default_factory=dict)
-    """Runs that Ray has, by what it will return, each with the time at which Ray got it, and the key of its place."""
+    """Runs that Ray has, by what it will return, each with the time at which Ray got it, and the
+    key of its place.
+    """
     _deaths: Counter[RunConfig] = field(default_factory=Counter)
-    """How often a run had died before a machine refused it, after which Ray counts its starts anew."""
+    """How often a run had died before a machine refused it, after which Ray counts its starts
+    anew.
+    """
     _keys: str = field(default_factory=lambda: f"cs336-{uuid4()}-")
     """How the keys of this sweep begin."""
     _left_out: set[str] = field(default_factory=set)
@@ -409,7 +502,9 @@ class _Driver:
     _lost_s: dict[str, float] = field(default_factory=dict)
     """When machines were lost whose runs Ray may not have started elsewhere yet, by id."""
     _late: dict[str, Any] = field(default_factory=dict)
-    """Descriptions that are still to come, by the id of the machine, which is not used until then."""
+    """Descriptions that are still to come, by the id of the machine, which is not used until
+    then.
+    """
     _worked_s: float = field(default_factory=monotonic)
     """When a machine was last there that had slots for a run."""
     _cores: float = 0.0
@@ -420,12 +515,18 @@ class _Driver:
         self._waiting.extend(sorted(self.todo, key=num_slots, reverse=True))
         used: list[Machine] = []
         while not used and not self.interrupts.count:
-            machines, self.needs, self._late = look(self._device, self.needs, allow_mixed=self.allow_mixed)
+            machines, self.needs, self._late = look(
+                self._device, self.needs, allow_mixed=self.allow_mixed
+            )
             used = [machine for machine in machines if self._is_used(machine)]
-            self._check_patience(max((machine.runs_at_once(self._device) for machine in used), default=0))
+            self._check_patience(
+                max((machine.runs_at_once(self._device) for machine in used), default=0)
+            )
             if not used:
                 time.sleep(_TICK_S)
-        self._cores = max(Counter(machine.count for machine in used).most_common(1), default=(0.0, 0))[0]
+        self._cores = max(
+            Counter(machine.count for machine in used).most_common(1), default=(0.0, 0)
+        )[0]
         measure_task = ray.remote(max_calls=0)(measure)
         while (self._waiting or self._running) and not self.interrupts.count:
             alive = _alive()
@@ -456,7 +557,8 @@ class _Driver:
 
     def _is_used(self, machine: Machine) -> bool:
         if machine.refused is None:
-            self._left_out.discard(machine.id)  # where an earlier look found that it could not be used
+            # where an earlier look found that it could not be used
+            self._left_out.discard(machine.id)
         else:
             self._leave_out(machine.id, machine.host, machine.refused)
         return machine.refused is None
@@ -468,14 +570,20 @@ class _Driver:
             self.keeper.listener.noted(f"{host} is not used: {why}")
 
     def _places(self, key: str) -> list[str]:
-        """Ids of the machines where the run with this key has begun, the last being where it is; none if it waits."""
-        return (_promptly(ray.experimental.internal_kv._internal_kv_get, key) or b"").decode().split()
+        """Ids of the machines where the run with this key has begun, the last being where it is;
+        none if it waits.
+        """
+        return (
+            (_promptly(ray.experimental.internal_kv._internal_kv_get, key) or b"").decode().split()
+        )
 
     def _ask_again(self) -> None:
-        """Give Ray again what does not end, although its machine was lost a while ago, or it must have ended long ago.
+        """Give Ray again what does not end, although its machine was lost a while ago, or it must
+        have ended long ago.
 
-        Ray does not notice the former while connections to the machine stay open, nor that a process is stopped. Runs
-        that have noted no machine, as they wait or have only just begun, lose nothing.
+        Ray does not notice the former while connections to the machine stay open, nor that a
+        process is stopped. Runs that have noted no machine, as they wait or have only just begun,
+        lose nothing.
         """
         now_s = monotonic()
         gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= _RAY_S}
@@ -492,7 +600,9 @@ class _Driver:
             del self._lost_s[name]
 
     def _slots(self, alive: dict[str, dict[str, Any]]) -> dict[str, int]:
-        """How many ranks each machine in use can run at once; notes the machines that join and that are lost."""
+        """How many ranks each machine in use can run at once; notes the machines that join and
+        that are lost.
+        """
         slots, on_gpu = {}, self._device is Device.CUDA
         for name, found in alive.items():
             host, count = str(found["NodeManagerHostname"]), _count(found, self._device)
@@ -503,21 +613,31 @@ class _Driver:
                 slots[name] = int(count) if on_gpu else 1
                 if name not in self._there:
                     self._there[name] = host
-                    self.keeper.listener.noted(f"{host} joins: {counted(slots[name], 'run')} at a time")
+                    self.keeper.listener.noted(
+                        f"{host} joins: {counted(slots[name], 'run')} at a time"
+                    )
         for name in self._there.keys() - alive.keys():
             self._lost_s[name] = monotonic()
-            self._left_out.add(name)  # else a run may wait for what Ray has asked of it, while its connections are open
-            self.keeper.listener.noted(f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere")
+            # else a run may wait for what Ray has asked of it, while its connections are open
+            self._left_out.add(name)
+            self.keeper.listener.noted(
+                f"{self._there.pop(name)} is lost; Ray starts what ran there elsewhere"
+            )
         return slots
 
     def _submit(self, task: Any, slots: dict[str, int]) -> None:  # noqa: ANN401
-        """Give Ray as many runs as the machines have slots for, so that runs which Ray has are in progress."""
+        """Give Ray as many runs as the machines have slots for, so that runs which Ray has are
+        in progress.
+        """
         free = sum(slots.values()) - sum(num_slots(config) for config, *_ in self._running.values())
         most = max(slots.values(), default=0)
-        selector = {"ray.io/node-id": f"!in({','.join(self._left_out)})"} if self._left_out else None
+        selector = (
+            {"ray.io/node-id": f"!in({','.join(self._left_out)})"} if self._left_out else None
+        )
         for config in [config for config in self._waiting if num_slots(config) <= most]:
             if (width := num_slots(config)) > free:
-                continue  # a narrower run may fit, and the machine for this one may be held by another job
+                # a narrower run may fit, and the machine for this one may be held by another job
+                continue
             free -= width
             self._waiting.remove(config)
             on_cpu = self._device is Device.CPU
@@ -525,12 +645,16 @@ class _Driver:
             key = f"{self._keys}{uuid4()}"
             request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, key))
             retries = MAX_TRIES - 1 - self._deaths[config]
-            reference = task.options(**needed, max_retries=retries, label_selector=selector).remote(request)
+            reference = task.options(**needed, max_retries=retries, label_selector=selector).remote(
+                request
+            )
             self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
     def _take(self, reference: Any, config: RunConfig, started_s: float, key: str) -> None:  # noqa: ANN401
-        """Keep the record and the profile of a run that has ended, or give the run to another machine."""
+        """Keep the record and the profile of a run that has ended, or give the run to another
+        machine.
+        """
         elapsed_s = monotonic() - started_s
         try:
             reply, contents = _decoded(_promptly(ray.get, reference), config, self.keeper.runs)
@@ -538,8 +662,13 @@ class _Driver:
         except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
             raise
         except RayError as error:
-            message = f"given up by Ray, which starts a run {MAX_TRIES} times at most: {_in_a_line(error)}"
-            self.keeper.finish(self.keeper.fail(config, Status.KILLED, Failure(message=message), elapsed_s))
+            message = (
+                f"given up by Ray, which starts a run {MAX_TRIES} times at most: "
+                f"{_in_a_line(error)}"
+            )
+            self.keeper.finish(
+                self.keeper.fail(config, Status.KILLED, Failure(message=message), elapsed_s)
+            )
             return
         except (ValueError, RecursionError) as error:
             why = f"no reply of a run: {error}"
@@ -555,7 +684,9 @@ class _Driver:
         else:
             self.keeper.finish(self.keeper.refuse(config, why, elapsed_s))
 
-    def _kept(self, config: RunConfig, contents: dict[Path, memoryview], elapsed_s: float) -> RunRecord:
+    def _kept(
+        self, config: RunConfig, contents: dict[Path, memoryview], elapsed_s: float
+    ) -> RunRecord:
         """Write what the run has left, and check its record."""
         try:
             (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
@@ -567,20 +698,24 @@ class _Driver:
         return self.keeper.read(config, elapsed_s)
 
     def _check_patience(self, most: int) -> None:
-        """Raise SweepError if for too long no machine has had slots for any run; `most` is how many one has now."""
+        """Raise SweepError if for too long no machine has had slots for any run; `most` is how
+        many one has now.
+        """
         left = [*self._waiting, *(config for config, *_ in self._running.values())]
         needed = min(map(num_slots, left), default=0)
         if needed <= most:
             self._worked_s = monotonic()
         elif monotonic() - self._worked_s >= self.wait_nodes_s:
             raise store.SweepError(
-                f"no machine for the {counted(len(left), 'run')} left within {self.wait_nodes_s:g} s: needed {needed} "
-                f"slot(s) on one, found {most}; finished runs are kept, and the same command goes on"
+                f"no machine for the {counted(len(left), 'run')} left within "
+                f"{self.wait_nodes_s:g} s: needed {needed} slot(s) on one, found {most}; finished "
+                "runs are kept, and the same command goes on"
             )
 
 
 def _decoded(data: object, config: RunConfig, runs: Path) -> tuple[Reply, dict[Path, memoryview]]:
-    """The reply in what a task has returned, and the contents of the run's files by their paths here.
+    """The reply in what a task has returned, and the contents of the run's files by their paths
+    here.
 
     Raises ValueError for data that cannot be a reply of this run.
     """

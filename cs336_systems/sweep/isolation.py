@@ -1,4 +1,5 @@
-"""Worker processes as their parent handles them: started from a preloaded fork server, watched, and killed.
+"""Worker processes as their parent handles them: started from a preloaded fork server, watched, and
+killed.
 
 Sweeps and studies start, wait for and kill their workers here only.
 """
@@ -35,33 +36,49 @@ LOG_TAIL_BYTES = 16 * 1024
 """Most bytes of the end of a worker's output that are kept."""
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_AT_ONCE = 64
-"""Most chunks in one read of a log, so that a worker that prints endlessly does not delay the checks of time limits."""
+"""Most chunks in one read of a log, so that a worker that prints endlessly does not delay the
+checks of time limits.
+"""
 _ANSWER_S = 10.0
 """How long the fork server may take to report the end of a worker before it is killed."""
 START_S = 600.0
-"""How long the fork server may take to start a worker, imports included, where the user has given no time limit."""
+"""How long the fork server may take to start a worker, imports included, where the user has
+given no time limit.
+"""
 _LEAST_START_S = 60.0
-"""How long it may take at least: importing PyTorch from a slow disk takes half a minute, however short the runs are."""
+"""How long it may take at least: importing PyTorch from a slow disk takes half a minute, however
+short the runs are.
+"""
 _LONGEST_DIRECTORY = 80
-"""Longest name of the temporary directory, in bytes; with that of a socket in it, the kernel takes 107."""
+"""Longest name of the temporary directory, in bytes; with that of a socket in it, the kernel
+takes 107.
+"""
 _MAX_PID = 2**22
 """Largest id of a process on Linux."""
 _END_S = 60.0
-"""How long a process that was killed may take to end, because it frees the memory of its GPU first."""
+"""How long a process that was killed may take to end, because it frees the memory of its GPU
+first.
+"""
 _DEATH_S = 10.0
-"""How long killed processes may take to end. One that waits for a device that hangs does not end at all."""
+"""How long killed processes may take to end. One that waits for a device that hangs does not end
+at all.
+"""
 
 _PRELOAD = ("cs336_systems.sweep.server", "cs336_systems.sweep.worker")
 """Imported once for all workers, in this order. It must not touch CUDA."""
 EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
-"""Function that a worker calls with a run, the directory of records, and the connection for its output."""
+"""Function that a worker calls with a run, the directory of records, and the connection for its
+output.
+"""
 
 
 @functools.cache
 def fork_server() -> ForkServerContext:
-    """The context whose server imports torch once and never touches CUDA, so that a fork of it is a fresh process."""
+    """The context whose server imports torch once and never touches CUDA, so that a fork of it
+    is a fresh process.
+    """
     shared_directory()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
@@ -70,20 +87,24 @@ def fork_server() -> ForkServerContext:
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import these modules too when it starts, so that not every run imports them itself."""
+    """Have the fork server import these modules too when it starts, so that not every run
+    imports them itself.
+    """
     fork_server().set_forkserver_preload([*_PRELOAD, *modules])
 
 
 def preload_to_explain() -> None:
-    """Have the fork server import only what explains profiles when it starts: torch takes seconds to import."""
+    """Have the fork server import only what explains profiles when it starts: torch takes
+    seconds to import.
+    """
     fork_server().set_forkserver_preload([_PRELOAD[0], *EXPLAINING])
 
 
 def ensure_fork_server() -> None:
     """Start the fork server unless it is running, with signals blocked until it ignores them.
 
-    Its environment lets it find the package where this process found it: before Python 3.12.3 it does not get
-    `sys.path`, and without its preload every worker would take seconds to start.
+    Its environment lets it find the package where this process found it: before Python 3.12.3 it
+    does not get `sys.path`, and without its preload every worker would take seconds to start.
     """
     fork_server()
     before = dict(os.environ)
@@ -104,11 +125,14 @@ def ensure_fork_server() -> None:
 
 @contextlib.contextmanager
 def _short_temporary_directory() -> Iterator[None]:
-    """Give the temporary directory a short name where it leaves no room for that of the fork server's socket."""
+    """Give the temporary directory a short name where it leaves no room for that of the fork
+    server's socket.
+    """
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     directory = shared_directory()
     if len(os.fsencode(directory)) > _LONGEST_DIRECTORY:
-        settings["tempdir"] = f"/proc/self/fd/{os.open(directory, os.O_RDONLY)}"  # stays open as long as the socket
+        # stays open as long as the socket
+        settings["tempdir"] = f"/proc/self/fd/{os.open(directory, os.O_RDONLY)}"
     try:
         yield
     finally:
@@ -118,7 +142,8 @@ def _short_temporary_directory() -> Iterator[None]:
 def _ensure_tracker() -> None:
     """Start multiprocessing's resource tracker unless it is running, with its warnings off.
 
-    Workers are killed, so semaphores of the compiler are left; the tracker would warn of each that it removes.
+    Workers are killed, so semaphores of the compiler are left; the tracker would warn of each that
+    it removes.
     """
     sys.warnoptions.append("ignore:resource_tracker")
     try:
@@ -128,7 +153,8 @@ def _ensure_tracker() -> None:
 
 
 def start(process: BaseProcess, timeout_s: float | None = None) -> None:
-    """Start the process from the fork server; if that fails, from a second one; then raise SweepError.
+    """Start the process from the fork server; if that fails, from a second one; then raise
+    SweepError.
 
     It is raised too if a fork server does not start the process in time, with what the server does.
     """
@@ -142,28 +168,33 @@ def start(process: BaseProcess, timeout_s: float | None = None) -> None:
             if _is_worker(process.pid, server):
                 return
             _kill_server(server)
-            raise SweepError("the process that starts the workers sent no process id: what does it import?")
+            raise SweepError(
+                "the process that starts the workers sent no process id: what does it import?"
+            )
         except TimeoutError as error:
             state = psutil.Process(server).status()
             _kill_server(server)
             raise SweepError(
-                f"the process that starts the workers, whose state was {state!r}, started none within {limit_s:g} s: "
-                "see whether `python -c 'import torch'` ends, and run the same command again, with a longer "
-                "--timeout-s if it takes so long"
+                f"the process that starts the workers, whose state was {state!r}, started none "
+                f"within {limit_s:g} s: see whether `python -c 'import torch'` ends, and run the "
+                "same command again, with a longer --timeout-s if it takes so long"
             ) from error
         except FileNotFoundError as error:  # the fork server's socket
             raise SweepError(
-                f"{get_temp_dir()}: these temporary files were removed while they were in use; have TMPDIR left alone "
-                "and run the same command again"
+                f"{get_temp_dir()}: these temporary files were removed while they were in use; "
+                "have TMPDIR left alone and run the same command again"
             ) from error
         except (EOFError, ConnectionError) as error:
             reason = error
             _kill_server(server)  # a server that is still ending would be used again
-    raise SweepError("the process that starts the workers died; run the same command again") from reason
+    raise SweepError(
+        "the process that starts the workers died; run the same command again"
+    ) from reason
 
 
 def join(process: BaseProcess) -> int:
-    """Wait for the end of a process that has ended or was killed, and return its exit code, negative for a signal.
+    """Wait for the end of a process that has ended or was killed, and return its exit code,
+    negative for a signal.
 
     A fork server that does not report it is killed; the code is then 255.
     """
@@ -180,14 +211,17 @@ def join(process: BaseProcess) -> int:
 def _time_limit(limit_s: float) -> Iterator[None]:
     """Raise TimeoutError in this context, which must be in the main thread, once the time is over.
 
-    By an alarm: multiprocessing waits for the fork server without a limit, which cannot be killed while it waits for
-    some file systems.
+    By an alarm: multiprocessing waits for the fork server without a limit, which cannot be killed
+    while it waits for some file systems.
     """
 
     def end(*_: object) -> NoReturn:
         raise TimeoutError
 
-    handler, timer = signal.signal(signal.SIGALRM, end), signal.setitimer(signal.ITIMER_REAL, limit_s)
+    handler, timer = (
+        signal.signal(signal.SIGALRM, end),
+        signal.setitimer(signal.ITIMER_REAL, limit_s),
+    )
     try:
         yield
     finally:
@@ -196,17 +230,22 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 
 def _is_worker(pid: int | None, server: int) -> bool:
-    """Whether the number may be that of a process which the fork server has started, and which may have ended."""
+    """Whether the number may be that of a process which the fork server has started, and which
+    may have ended.
+    """
     if pid is None or not 0 < pid <= _MAX_PID:
         return False
     try:
-        return psutil.Process(pid).ppid() in (server, os.getpid(), 1)  # the fork server may have ended too
+        # the fork server may have ended too
+        return psutil.Process(pid).ppid() in (server, os.getpid(), 1)
     except psutil.NoSuchProcess:
         return True
 
 
 def _is_running(process: BaseProcess) -> bool:
-    """Whether the process has not ended yet; one that has ended may still wait for the fork server to reap it."""
+    """Whether the process has not ended yet; one that has ended may still wait for the fork
+    server to reap it.
+    """
     try:
         return bool(psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -219,22 +258,33 @@ def _server() -> int:
 
 
 def _kill_server(server: int) -> None:
-    """Kill the fork server, and wait until it is dead, unless it waits for a device; multiprocessing reaps it."""
+    """Kill the fork server, and wait until it is dead, unless it waits for a device;
+    multiprocessing reaps it.
+    """
     deadline = monotonic() + _DEATH_S
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(server, signal.SIGKILL)
-        while os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None and monotonic() < deadline:
+        while (
+            os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+            and monotonic() < deadline
+        ):
             time.sleep(0.01)
 
 
 class WorkerProcess:
-    """A process in a session of its own that calls `entry` with `args` and its log; the end of its output is kept.
+    """A process in a session of its own that calls `entry` with `args` and its log; the end of its
+    output is kept.
 
-    `entry` begins with `begin_worker`, and imports what it needs itself, because the parent must not import torch.
+    `entry` begins with `begin_worker`, and imports what it needs itself, because the parent must
+    not import torch.
     """
 
     def __init__(
-        self, entry: Callable[..., None], *args: object, name: str | None = None, timeout_s: float | None = None
+        self,
+        entry: Callable[..., None],
+        *args: object,
+        name: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._tail = b""
         self._exit_code: int | None = None
@@ -242,7 +292,9 @@ class WorkerProcess:
         context = fork_server()
         self.log, log_of_child = context.Pipe(duplex=False)
         os.set_blocking(self.log.fileno(), False)
-        self.process: BaseProcess = context.Process(target=entry, args=(*args, log_of_child), name=name)
+        self.process: BaseProcess = context.Process(
+            target=entry, args=(*args, log_of_child), name=name
+        )
         start(self.process, timeout_s)
         self.started = monotonic()
         log_of_child.close()
@@ -253,7 +305,9 @@ class WorkerProcess:
         return monotonic() - self.started
 
     def drain(self) -> None:
-        """Read the worker's output, keep the end of it, and note when every writer has closed the log."""
+        """Read the worker's output, keep the end of it, and note when every writer has closed
+        the log.
+        """
         for _ in range(_CHUNKS_AT_ONCE):
             try:
                 chunk = os.read(self.log.fileno(), _CHUNK_BYTES)
@@ -286,7 +340,9 @@ class WorkerProcess:
                     descendant.kill()
 
     def reap(self) -> int:
-        """Wait for the end, kill what the worker left behind, and return its exit code, negative for a signal."""
+        """Wait for the end, kill what the worker left behind, and return its exit code, negative
+        for a signal.
+        """
         if self._exit_code is not None:
             return self._exit_code
         code = join(self.process)
@@ -299,7 +355,9 @@ class WorkerProcess:
         return code
 
     def failure(self, exit_code: int, timeout_s: float | None = None) -> tuple[Status, Failure]:
-        """Why a reaped worker gave no result; `timeout_s` is the time limit where it was killed at that limit."""
+        """Why a reaped worker gave no result; `timeout_s` is the time limit where it was killed
+        at that limit.
+        """
         status, name = Status.CRASHED, None
         if timeout_s is not None:
             status = Status.TIMEOUT
@@ -315,12 +373,16 @@ class WorkerProcess:
 def wait_for_workers(
     workers: Sequence[WorkerProcess], others: Sequence[Connection | int], timeout_s: float | None
 ) -> list[object]:
-    """Wait until a worker prints or ends, one of `others` is readable, or the time is over; read the workers' output.
+    """Wait until a worker prints or ends, one of `others` is readable, or the time is over; read
+    the workers' output.
 
     Returns what is ready; for a worker that has ended, this is its sentinel.
     """
     printing = [worker for worker in workers if not worker.log_closed]
-    sentinels, logs = [worker.process.sentinel for worker in workers], [worker.log for worker in printing]
+    sentinels, logs = (
+        [worker.process.sentinel for worker in workers],
+        [worker.log for worker in printing],
+    )
     ready = wait([*sentinels, *logs, *others], timeout_s)
     for worker in printing:
         worker.drain()
@@ -330,7 +392,9 @@ def wait_for_workers(
 class Worker(WorkerProcess):
     """One run, measured or explained by `entry`."""
 
-    def __init__(self, config: RunConfig, directory: Path, entry: Entry, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, directory: Path, entry: Entry, timeout_s: float | None = None
+    ) -> None:
         super().__init__(entry, config, directory.absolute(), name=config.key, timeout_s=timeout_s)
         self.config = config
 
@@ -341,7 +405,9 @@ def end_in_words(exit_code: int) -> str:
         return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
     if exit_code == -signal.SIGSTOP:
         return "was stopped by SIGSTOP, and did not go on"
-    return f"died of {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
+    return (
+        f"died of {signal_name(-exit_code)}" if exit_code < 0 else f"ended with status {exit_code}"
+    )
 
 
 def signal_name(number: int) -> str:
@@ -358,19 +424,23 @@ _own_children: set[psutil.Process] = set()
 def spare_children() -> None:
     """Exclude the present children of this process from `kill_orphans`.
 
-    Call it in a process that has measured, in which a model or the compiler may have started children.
+    Call it in a process that has measured, in which a model or the compiler may have started
+    children.
     """
     _own_children.update(psutil.Process().children())
 
 
 def kill_orphans() -> None:
-    """Kill and reap processes that dead workers left and that became children of this one (a child subreaper).
+    """Kill and reap processes that dead workers left and that became children of this one (a child
+    subreaper).
 
-    The fork server and the resource tracker, which multiprocessing starts, share this process's session; a
-    worker's descendants do not, because a worker leads a session of its own.
+    The fork server and the resource tracker, which multiprocessing starts, share this process's
+    session; a worker's descendants do not, because a worker leads a session of its own.
     """
     deadline = monotonic() + _DEATH_S
-    while strangers := [c for c in psutil.Process().children() if _in_other_session(c) and c not in _own_children]:
+    while strangers := [
+        c for c in psutil.Process().children() if _in_other_session(c) and c not in _own_children
+    ]:
         for stranger in strangers:
             with contextlib.suppress(psutil.Error):
                 stranger.kill()
@@ -387,11 +457,14 @@ def _in_other_session(process: psutil.Process) -> bool:
 
 
 _ONE_REQUEST_S = 0.3
-"""Signals this close together count as one request: `timeout` and a closing terminal send theirs twice."""
+"""Signals this close together count as one request: `timeout` and a closing terminal send theirs
+twice.
+"""
 
 
 class Interrupts:
-    """Counts SIGINT, SIGTERM and SIGHUP and wakes the sweep's loop; the second signal ends the process at once.
+    """Counts SIGINT, SIGTERM and SIGHUP and wakes the sweep's loop; the second signal ends the
+    process at once.
 
     A signal that was ignored when the process started, as under nohup, stays ignored.
     """
@@ -399,14 +472,18 @@ class Interrupts:
     def __init__(self, *, at_once: bool = False) -> None:
         self.count = 0
         self.at_once = at_once
-        """Whether the first signal ends the process at once too, because no worker has started yet."""
+        """Whether the first signal ends the process at once too, because no worker has started
+        yet.
+        """
         self._last = -math.inf
         self.workers: list[Worker] = []
         self.wakeup, self._write = os.pipe()
 
     def __enter__(self) -> "Interrupts":
         os.set_blocking(self._write, False)
-        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        handled = [
+            number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        ]
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self

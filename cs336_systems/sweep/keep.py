@@ -1,7 +1,9 @@
-"""What a sweep keeps of its runs: records, old and new, and explanations of raw profiles; and who is told of them.
+"""What a sweep keeps of its runs: records, old and new, and explanations of raw profiles; and who
+is told of them.
 
-A profile is explained in a process of its own, after the run, and again if the explanation is lost. The run's record is
-not changed, so a defect of the analysis can lose an explanation but no measurement.
+A profile is explained in a process of its own, after the run, and again if the explanation is lost.
+The run's record is not changed, so a defect of the analysis can lose an explanation but no
+measurement.
 """
 
 import contextlib
@@ -37,13 +39,21 @@ from cs336_systems.text import print_aside
 
 
 class Listener:
-    """Receives the events of a sweep. Each method does nothing here; a subclass overrides those that it shows."""
+    """Receives the events of a sweep. Each method does nothing here; a subclass overrides those
+    that it shows.
+    """
 
-    def planned(self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]) -> None:
-        """The sweep keeps these records, will run these configurations, and set these unreadable files aside."""
+    def planned(
+        self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]
+    ) -> None:
+        """The sweep keeps these records, will run these configurations, and set these unreadable
+        files aside.
+        """
 
     def importing(self) -> None:
-        """The fork server imports PyTorch, which takes seconds. Nothing is measured until this method has returned."""
+        """The fork server imports PyTorch, which takes seconds. Nothing is measured until this
+        method has returned.
+        """
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """A worker has been started."""
@@ -55,7 +65,9 @@ class Listener:
         """A worker has been started that explains the raw profile of this run."""
 
     def explained(self, config: RunConfig, failure: str | None) -> None:
-        """That worker has ended; `failure` says in one line why there is no explanation; None if there is one."""
+        """That worker has ended; `failure` says in one line why there is no explanation; None if
+        there is one.
+        """
 
     def noted(self, line: str) -> None:
         """A message about a machine of the sweep; it may be text that the machine sent."""
@@ -71,21 +83,33 @@ class Keeper:
     runs: Path
     listener: Listener
     inputs: Sequence[Input] = ()
-    """Input files as they were when the sweep began; the result of a run with changed files does not count."""
+    """Input files as they were when the sweep began; the result of a run with changed files does
+    not count.
+    """
     measured: list[RunRecord] = field(default_factory=list)
 
     def finish(self, record: RunRecord) -> None:
-        """Remember the record of a run that has ended, which is in the directory already, and notify the listener."""
+        """Remember the record of a run that has ended, which is in the directory already, and
+        notify the listener.
+        """
         self.measured.append(record)
         self.listener.finished(record)
 
     def _changed_since(self, record: RunRecord) -> str | None:
-        """Why a result does not count, if an input file of its run has changed since the sweep began."""
+        """Why a result does not count, if an input file of its run has changed since the sweep
+        began.
+        """
         changed = store.changed_inputs(record, self.inputs) if record.status.is_result else []
-        return f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh" if changed else None
+        return (
+            f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
+            if changed
+            else None
+        )
 
     def read(self, config: RunConfig, elapsed_s: float, log_tail: str | None = None) -> RunRecord:
-        """The record that the run has left in the directory, or one that says why that does not count."""
+        """The record that the run has left in the directory, or one that says why that does not
+        count.
+        """
         path = self.runs / f"{config.key}.json"
         try:
             record = read_record(path)
@@ -95,14 +119,22 @@ class Keeper:
         changed = self._changed_since(record)
         return record if changed is None else self.refuse(config, changed, elapsed_s, log_tail)
 
-    def refuse(self, config: RunConfig, message: str, elapsed_s: float, log_tail: str | None = None) -> RunRecord:
+    def refuse(
+        self, config: RunConfig, message: str, elapsed_s: float, log_tail: str | None = None
+    ) -> RunRecord:
         """Write a record that says that the run's own record does not count."""
-        return self.fail(config, Status.INVALID, Failure(message=message, log_tail=log_tail), elapsed_s)
+        return self.fail(
+            config, Status.INVALID, Failure(message=message, log_tail=log_tail), elapsed_s
+        )
 
-    def fail(self, config: RunConfig, status: Status, failure: Failure, elapsed_s: float) -> RunRecord:
+    def fail(
+        self, config: RunConfig, status: Status, failure: Failure, elapsed_s: float
+    ) -> RunRecord:
         """Write the record of a failed run, which began `elapsed_s` ago."""
         started_at = time_now(ago_s=elapsed_s)
-        return self.write(RunRecord(config=config, status=status, started_at=started_at, failure=failure))
+        return self.write(
+            RunRecord(config=config, status=status, started_at=started_at, failure=failure)
+        )
 
     def write(self, record: RunRecord) -> RunRecord:
         """Write the record; raise SweepError where that fails."""
@@ -134,10 +166,11 @@ def resume(
     allow_mixed: bool,
     present: Identity | None = None,
 ) -> Resumed:
-    """Clean up `runs`, whose lock this process holds, and find what is left to do; `fresh` sets all records aside.
+    """Clean up `runs`, whose lock this process holds, and find what is left to do; `fresh` sets all
+    records aside.
 
-    Raises SweepError for records that were not made under the `present` conditions (those of the first record if they
-    are not known), unless these may be mixed.
+    Raises SweepError for records that were not made under the `present` conditions (those of the
+    first record if they are not known), unless these may be mixed.
     """
     if fresh:
         store.set_aside(runs)
@@ -147,26 +180,36 @@ def resume(
     kept = [record for record in records if record.key not in wanted or record.status.is_result]
     done = {record.key for record in kept}
     todo = [config for config in configs if config.key not in done]
-    unexplained = [record.config for record in kept if record.key in wanted and can_be_explained(record, runs)]
+    unexplained = [
+        record.config for record in kept if record.key in wanted and can_be_explained(record, runs)
+    ]
     inputs: tuple[Input, ...] = ()
     if not allow_mixed:
         inputs = all_inputs(configs)
-        present = present or next((record.environment.identity for record in kept if record.environment), None)
+        present = present or next(
+            (record.environment.identity for record in kept if record.environment), None
+        )
         if present is not None:
             store.refuse_to_mix(kept, present, inputs, runs.parent)
     listener.planned(kept, todo, problems)
-    return Resumed(Keeper(runs, listener, inputs), todo, unexplained, None if allow_mixed else present)
+    return Resumed(
+        Keeper(runs, listener, inputs), todo, unexplained, None if allow_mixed else present
+    )
 
 
 def lacks_explanation(record: RunRecord, runs: Path) -> bool:
-    """Whether the run was profiled, ended in a way that can be explained, and has no readable explanation.
+    """Whether the run was profiled, ended in a way that can be explained, and has no readable
+    explanation.
 
-    A failed run can be explained only if it left a memory snapshot, which shows how it ran out of memory.
+    A failed run can be explained only if it left a memory snapshot, which shows how it ran out of
+    memory.
     """
     config = record.config
     if config.profiler is Profiler.NONE:
         return False
-    has_snapshot = config.profiler is Profiler.MEMORY and store.raw_profile_path(config, runs).is_file()
+    has_snapshot = (
+        config.profiler is Profiler.MEMORY and store.raw_profile_path(config, runs).is_file()
+    )
     return (record.status is Status.OK or has_snapshot) and not has_explanation(config, runs)
 
 
@@ -194,7 +237,9 @@ def has_explanation(config: RunConfig, runs: Path) -> bool:
 
 
 def explain_run(config: RunConfig, runs: Path) -> None:
-    """Read the raw profile of the run and write its explanation. Raises what the analysis raises."""
+    """Read the raw profile of the run and write its explanation. Raises what the analysis
+    raises.
+    """
     raw, target = store.raw_profile_path(config, runs), store.explanation_path(config, runs)
     target.parent.mkdir(parents=True, exist_ok=True)
     if config.profiler is Profiler.MEMORY:
@@ -210,7 +255,9 @@ def explain_run(config: RunConfig, runs: Path) -> None:
 
 
 def explain_in_worker(config: RunConfig, runs: Path, log: Connection) -> None:
-    """Entry of a forked worker that explains one run. If it fails, the last line of its output says why."""
+    """Entry of a forked worker that explains one run. If it fails, the last line of its output
+    says why.
+    """
     begin_worker(log)
     _limit_memory()
     try:
@@ -222,8 +269,11 @@ def explain_in_worker(config: RunConfig, runs: Path, log: Connection) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit this process to the memory of the machine, and have it killed first when memory runs out."""
-    with contextlib.suppress(OSError, ValueError):  # raised outside Linux, and if the limit is lower already
+    """Limit this process to the memory of the machine, and have it killed first when memory runs
+    out.
+    """
+    # raised outside Linux, and if the limit is lower already
+    with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_DATA, (host_memory_bytes(), resource.RLIM_INFINITY))
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,6 +1,8 @@
-"""The ladder: rungs from the slow way to the fast way, one change at a time, and the gate that each rung must pass.
+"""The ladder: rungs from the slow way to the fast way, one change at a time, and the gate that each
+rung must pass.
 
-To add a rung, add a line to `_changes`: its name, what it changes in words, whether it applies, its new settings.
+To add a rung, add a line to `_changes`: its name, what it changes in words, whether it applies, its
+new settings.
 """
 
 import statistics
@@ -26,7 +28,12 @@ from cs336_systems.config import (
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.files import LADDER, FileError, encode_json, read_json, write_atomically
-from cs336_systems.model.fast.choose import NICE_VOCABULARY, best_sdpa_backend, can_fuse_activations, can_pack_attention
+from cs336_systems.model.fast.choose import (
+    NICE_VOCABULARY,
+    best_sdpa_backend,
+    can_fuse_activations,
+    can_pack_attention,
+)
 
 FORMAT_VERSION = 1
 REASON_STEPS = 3
@@ -34,38 +41,49 @@ REASON_STEPS = 3
 GATE_STEPS = 20
 """Number of first steps whose losses are compared."""
 MIN_FP8_PARAMETERS = 10**9
-"""Least parameter count for fp8: in smaller models casts cost what matmuls gain (measurements of torchao's fp8)."""
+"""Least parameter count for fp8: in smaller models casts cost what matmuls gain (measurements of
+torchao's fp8).
+"""
 MIN_FALL = 1e-3
-"""Least fall of the reference's loss, as a share of the first loss; with a smaller fall there is no verdict."""
-BOUNDS: Mapping[Precision, float] = MappingProxyType({Precision.FP32: 1e-3, Precision.TF32: 2e-3, Precision.BF16: 5e-3})
-"""By precision, the largest distance from the reference's losses that passes, as a share of how far these fall.
+"""Least fall of the reference's loss, as a share of the first loss; with a smaller fall there is
+no verdict.
+"""
+BOUNDS: Mapping[Precision, float] = MappingProxyType(
+    {Precision.FP32: 1e-3, Precision.TF32: 2e-3, Precision.BF16: 5e-3}
+)
+"""By precision, the largest distance from the reference's losses that passes, as a share of how far
+these fall.
 
-In fp32 losses differ by the order of sums, by 5e-6 at most, and repeats on a GPU are not all alike. In bf16, which has
-8 significant bits, 2e-4 to 2e-3 was observed; tf32, which has 11, lies between. Defects lie farther off: attention that
-sees the future by 9e-3 to 9e-2, targets shifted by one by 3e-2 and more, weights that are not updated by 1. (Observed
-on a CPU, with models of width 64 to 512 and depth 2 to 24, 256 to 512 tokens per step, and learning rates about the one
-below. With 32 tokens per step rounding averages out less, and bf16 fails.) The gate does not find defects that AdamW
-undoes, such as a common factor of all gradients, or that hardly show in 20 steps, such as a missing weight decay.
+In fp32 losses differ by the order of sums, by 5e-6 at most, and repeats on a GPU are not all alike.
+In bf16, which has 8 significant bits, 2e-4 to 2e-3 was observed; tf32, which has 11, lies between.
+Defects lie farther off: attention that sees the future by 9e-3 to 9e-2, targets shifted by one by
+3e-2 and more, weights that are not updated by 1. (Observed on a CPU, with models of width 64 to 512
+and depth 2 to 24, 256 to 512 tokens per step, and learning rates about the one below. With 32
+tokens per step rounding averages out less, and bf16 fails.) The gate does not find defects that
+AdamW undoes, such as a common factor of all gradients, or that hardly show in 20 steps, such as a
+missing weight decay.
 """
 FP8_BOUND = 2.5e-2
 """The bound for rungs whose matmuls are in fp8, in place of bf16's. fp8 has 4 significant bits.
 
-Under the conditions above, with three seeds for each shape and architecture, 3e-3 to 2.1e-2 was observed. Only one of
-three models of depth 24 over 256 tokens was at 2.8e-2, which fails; over 1024 tokens such models are at 1.0e-2 to
-1.4e-2.
+Under the conditions above, with three seeds for each shape and architecture, 3e-3 to 2.1e-2 was
+observed. Only one of three models of depth 24 over 256 tokens was at 2.8e-2, which fails; over 1024
+tokens such models are at 1.0e-2 to 1.4e-2.
 
-The bound is too wide to always find attention that sees the future; the gate finds that at the earlier rungs, which
-differ from this one in their matmuls only. Wrong casts lie farther off: without a unit by 0.24 and more, with a unit
-wrong by a tenth by 0.15, with the largest elements clipped by 0.48, with one bit less by 2.7e-2.
+The bound is too wide to always find attention that sees the future; the gate finds that at the
+earlier rungs, which differ from this one in their matmuls only. Wrong casts lie farther off:
+without a unit by 0.24 and more, with a unit wrong by a tenth by 0.15, with the largest elements
+clipped by 0.48, with one bit less by 2.7e-2.
 """
 
 
 def gate_learning_rate(d_model: int) -> float:
     """The learning rate at which losses distinguish best between a right step and a wrong one.
 
-    The rate falls with the width, because at the same rate the losses of wide models would fall too fast. At 1e-3,
-    without a learning-rate warm-up, rounding alone drives the losses of large models apart, and even 1e-4 is too much
-    for 24 layers of width 256; at a hundredth of that the losses hardly fall.
+    The rate falls with the width, because at the same rate the losses of wide models would fall too
+    fast. At 1e-3, without a learning-rate warm-up, rounding alone drives the losses of large models
+    apart, and even 1e-4 is too much for 24 layers of width 256; at a hundredth of that the losses
+    hardly fall.
     """
     return 5e-3 / d_model
 
@@ -93,12 +111,13 @@ class _Change(NamedTuple):
 def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     """All changes in their order, including those that do not apply here.
 
-    What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`; `fused-loss` needs
-    `blocks`; `fused-blocks`, `split`, `fp8` and `moments` need `cast-once`; `activations` and `packed` need
-    `fused-blocks`. A CPU has no fused AdamW that also writes copies, and no
-    tensor cores that need a padded vocabulary. A user's own model is not changed inside, and it may wait for the
-    device, which a CUDA graph cannot record. If no rule knows the device, PyTorch chooses the kernel of fused
-    attention. fp8 is for large models whose sizes fit it, on devices known to have it.
+    What a change needs before it: `cast-once` and `graph` need `fused`; `cast-once` also `bf16`;
+    `fused-loss` needs `blocks`; `fused-blocks`, `split`, `fp8` and `moments` need `cast-once`;
+    `activations` and `packed` need `fused-blocks`. A CPU has no fused AdamW that also writes
+    copies, and no tensor cores that need a padded vocabulary. A user's own model is not changed
+    inside, and it may wait for the device, which a CUDA graph cannot record. If no rule knows the
+    device, PyTorch chooses the kernel of fused attention. fp8 is for large models whose sizes fit
+    it, on devices known to have it.
     """
     best = best_sdpa_backend(base.model, base.device, device_name)
     flash = best if best is SdpaBackend.AUTO else SdpaBackend.FLASH
@@ -117,53 +136,100 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     return (
         _Change("tf32", "fp32 products in TF32", on_gpu, {"precision": Precision.TF32}),
         _Change("bf16", "autocast to bf16", True, {"precision": Precision.BF16}),
-        _Change("compile", "torch.compile, model and loss as one", True, {"compile": CompileMode.DEFAULT}),
+        _Change(
+            "compile",
+            "torch.compile, model and loss as one",
+            True,
+            {"compile": CompileMode.DEFAULT},
+        ),
         _Change("attention", f"fused attention ({flash})", ours, fused(flash)),
         _Change(
-            "vocabulary", f"vocabulary a multiple of {NICE_VOCABULARY}", on_gpu and ours and awkward,
+            "vocabulary",
+            f"vocabulary a multiple of {NICE_VOCABULARY}",
+            on_gpu and ours and awkward,
             {"pad_vocabulary": NICE_VOCABULARY},
         ),
         _Change("fused", "fused AdamW", True, {"optimizer": OptimizerKind.FUSED}),
-        _Change("cudnn", "attention by cuDNN", ours and best is SdpaBackend.CUDNN, fused(SdpaBackend.CUDNN)),
-        _Change("cast-once", "bf16 weights beside fp32 masters", copies, {"cast_once": True}),
-        _Change("graph", "each phase of the step a CUDA graph", on_gpu and ours, {"cuda_graph": True}),
-        _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
-        _Change("fused-loss", "logits become their gradient in place", on_gpu and ours, {"fused_loss": True}),
         _Change(
-            "fused-blocks", "norms add their branch, GELU its bias; embedding's gradient in one pass", copies,
+            "cudnn",
+            "attention by cuDNN",
+            ours and best is SdpaBackend.CUDNN,
+            fused(SdpaBackend.CUDNN),
+        ),
+        _Change("cast-once", "bf16 weights beside fp32 masters", copies, {"cast_once": True}),
+        _Change(
+            "graph", "each phase of the step a CUDA graph", on_gpu and ours, {"cuda_graph": True}
+        ),
+        _Change("blocks", "compiled block by block", ours, {"compile_blocks": True}),
+        _Change(
+            "fused-loss",
+            "logits become their gradient in place",
+            on_gpu and ours,
+            {"fused_loss": True},
+        ),
+        _Change(
+            "fused-blocks",
+            "norms add their branch, GELU its bias; embedding's gradient in one pass",
+            copies,
             {"fused_blocks": True},
         ),
-        _Change("split", "masters stored as their copies and remainders", copies, {"split_masters": True}),
         _Change(
-            "activations", "GELU or SwiGLU within the products", copies and fuses, {"fused_activations": True}
+            "split",
+            "masters stored as their copies and remainders",
+            copies,
+            {"split_masters": True},
         ),
         _Change(
-            "packed", "attention by FlashAttention 4, q, k and v side by side", copies and packs,
+            "activations",
+            "GELU or SwiGLU within the products",
+            copies and fuses,
+            {"fused_activations": True},
+        ),
+        _Change(
+            "packed",
+            "attention by FlashAttention 4, q, k and v side by side",
+            copies and packs,
             {"packed_attention": True},
         ),
         _Change(
-            "fp8", "block products in fp8",
-            on_gpu and ours and is_large and has_fp8, {"fp8": True, "fused_activations": False},
+            "fp8",
+            "block products in fp8",
+            on_gpu and ours and is_large and has_fp8,
+            {"fp8": True, "fused_activations": False},
         ),
         _Change("moments", "AdamW's moments in bf16", copies, {"bf16_moments": True}),
-    )  # fmt: skip
+    )
 
 
-RUNG_NAMES = ("fp32", *(change.name for change in _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)))
+RUNG_NAMES = (
+    "fp32",
+    *(change.name for change in _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)),
+)
 """Names of all rungs in their order, including those that apply to some configurations only."""
 
 
 def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
-    """The ladder for the shape, batch, data and steps of `base` on the device of that name (None if not known).
+    """The ladder for the shape, batch, data and steps of `base` on the device of that name (None if
+    not known).
 
     Changes that `base` has already are undone first. Changes that do not apply are left out.
     """
     plain = replace(base.model, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO)
     config = replace(
-        base.without_shortcuts, model=plain, mode=Mode.TRAIN, precision=Precision.FP32, optimizer=OptimizerKind.FOREACH,
+        base.without_shortcuts,
+        model=plain,
+        mode=Mode.TRAIN,
+        precision=Precision.FP32,
+        optimizer=OptimizerKind.FOREACH,
         sync_phases=False,
-    )  # fmt: skip
-    found = [Rung(name="fp32", change="true fp32, eager, attention written out, foreach AdamW", config=config)]
+    )
+    found = [
+        Rung(
+            name="fp32",
+            change="true fp32, eager, attention written out, foreach AdamW",
+            config=config,
+        )
+    ]
     for change in _changes(config, device_name):
         if change.applies:
             config = replace(config, **change.fields)
@@ -172,13 +238,19 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
 
 
 def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
-    """The first rung and those named; the change of a rung includes the changes of rungs left out before it.
+    """The first rung and those named; the change of a rung includes the changes of rungs left out
+    before it.
 
-    Raises ValueError for a name that the ladder does not have, and says so if other ladders have it.
+    Raises ValueError for a name that the ladder does not have, and says so if other ladders have
+    it.
     """
     known = [rung.name for rung in ladder]
     if unknown := [name for name in names if name not in known]:
-        why = " for this model, on this device and with what is installed" if unknown[0] in RUNG_NAMES else ""
+        why = (
+            " for this model, on this device and with what is installed"
+            if unknown[0] in RUNG_NAMES
+            else ""
+        )
         raise ValueError(f"there is no rung {unknown[0]!r}{why}; there are: {', '.join(known)}")
     found: list[Rung] = []
     changes: list[str] = []
@@ -198,10 +270,14 @@ def reason_run(rung: Rung) -> RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Whether a rung computes what the first does: its losses compared with the reference's at each of GATE_STEPS."""
+    """Whether a rung computes what the first does: its losses compared with the reference's at
+    each of GATE_STEPS.
+    """
 
     bound: float
-    """Largest distance that passes; all distances are shares of the fall of the reference's loss."""
+    """Largest distance that passes; all distances are shares of the fall of the reference's
+    loss.
+    """
     loss: float | None = None
     """Loss at the last of the steps; None unless finite."""
     last: float | None = None
@@ -228,23 +304,35 @@ Losses = Sequence[float | None]
 
 
 def judge(
-    precision: Precision, processes: Sequence[Losses], references: Sequence[Losses], *, fp8: bool = False
+    precision: Precision,
+    processes: Sequence[Losses],
+    references: Sequence[Losses],
+    *,
+    fp8: bool = False,
 ) -> Gate:
-    """The gate of a rung of this precision, from the losses of its worst process and the reference's mean losses."""
+    """The gate of a rung of this precision, from the losses of its worst process and the
+    reference's mean losses.
+    """
     bound = FP8_BOUND if fp8 else BOUNDS[precision]
     expected = _mean_losses(references)
     if expected is None:
         return Gate(bound=bound, missing=f"the reference has no {GATE_STEPS} finite losses")
     fall = expected[0] - expected[-1]
     if fall < MIN_FALL * abs(expected[0]):
-        return Gate(bound=bound, missing=f"the reference's loss falls by less than {MIN_FALL:.1%} of itself")
+        return Gate(
+            bound=bound, missing=f"the reference's loss falls by less than {MIN_FALL:.1%} of itself"
+        )
     if not processes or any(len(losses) < GATE_STEPS for losses in processes):
         return Gate(bound=bound, missing=f"there are no {GATE_STEPS} losses")
     mean = _mean_losses(processes)
     if mean is None:
         return Gate(bound=bound)
     distances = [
-        [abs(loss - wanted) / fall for loss, wanted in zip(losses, expected, strict=False) if loss is not None]
+        [
+            abs(loss - wanted) / fall
+            for loss, wanted in zip(losses, expected, strict=False)
+            if loss is not None
+        ]
         for losses in processes
     ]
     return Gate(
@@ -256,7 +344,9 @@ def judge(
 
 
 def _mean_losses(processes: Sequence[Losses]) -> list[float] | None:
-    """The mean of each step's loss over the processes; None unless each has GATE_STEPS finite losses."""
+    """The mean of each step's loss over the processes; None unless each has GATE_STEPS finite
+    losses.
+    """
     if not processes or any(len(losses) < GATE_STEPS for losses in processes):
         return None
     steps = zip(*(losses[:GATE_STEPS] for losses in processes), strict=True)

@@ -1,4 +1,6 @@
-"""Process conventions that a sweep and its workers share. The functions do their work on Linux only."""
+"""Process conventions that a sweep and its workers share. The functions do their work on Linux
+only.
+"""
 
 import contextlib
 import ctypes
@@ -19,11 +21,17 @@ import psutil
 import cs336_systems
 
 RECORD_NOT_WRITTEN = 74
-"""Exit status (EX_IOERR) of a worker that could not write its record: the disk failed, not the run."""
+"""Exit status (EX_IOERR) of a worker that could not write its record: the disk failed, not the
+run.
+"""
 NOT_EXPLAINED = 65
-"""Exit status (EX_DATAERR) of a worker that could not explain a profile; the last line of its output says why."""
+"""Exit status (EX_DATAERR) of a worker that could not explain a profile; the last line of its
+output says why.
+"""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a sweep: Ctrl-C, the system, a closing terminal; often sent to the whole process group."""
+"""Signals that end a sweep: Ctrl-C, the system, a closing terminal; often sent to the whole
+process group.
+"""
 FORKER_VARIABLE = "CS336_FORKER"
 """Environment variable that tells a fork server which process started it."""
 _SAFE_PATH = "set by cs336"
@@ -32,16 +40,19 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def die_with_forker(signal_number: int) -> None:
-    """Ask the kernel to send `signal_number` to this process when the process that forked it ends."""
+    """Ask the kernel to send `signal_number` to this process when the process that forked it
+    ends.
+    """
     _prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def begin_worker(log: Connection, gpu_uuids: Sequence[str] = ()) -> None:
-    """Turn this forked process into a worker: its own session and process group, its output into `log`.
+    """Turn this forked process into a worker: its own session and process group, its output into
+    `log`.
 
-    The signals that the fork server ignores have their default effect again, and the worker is killed as soon as the
-    sweep ends. It sees the GPUs in `gpu_uuids`, or those that the sweep sees if that is empty. Its garbage collections
-    leave out what the fork server has imported.
+    The signals that the fork server ignores have their default effect again, and the worker is
+    killed as soon as the sweep ends. It sees the GPUs in `gpu_uuids`, or those that the sweep sees
+    if that is empty. Its garbage collections leave out what the fork server has imported.
     """
     gc.freeze()
     gc.enable()
@@ -59,7 +70,8 @@ def begin_worker(log: Connection, gpu_uuids: Sequence[str] = ()) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the fork server ends, which it does when the sweep ends.
+    """Have the kernel kill this process when the fork server ends, which it does when the sweep
+    ends.
 
     If the sweep has ended already, end this process now.
     """
@@ -70,7 +82,9 @@ def die_with_parent() -> None:
 
 
 def when_it_ends(process: int, then: Callable[[], None]) -> None:
-    """Call `then` in a thread once the process has ended. The thread waits in the kernel. Linux only."""
+    """Call `then` in a thread once the process has ended. The thread waits in the kernel. Linux
+    only.
+    """
     if sys.platform != "linux":
         return
     try:
@@ -87,7 +101,8 @@ def when_it_ends(process: int, then: Callable[[], None]) -> None:
 
 
 def die_with(supervisor: int) -> None:
-    """End this process, and all others that the process `supervisor` has started, as soon as `supervisor` ends.
+    """End this process, and all others that the process `supervisor` has started, as soon as
+    `supervisor` ends.
 
     For a process whose parent is not the supervisor and may outlive it, as under nsys. Linux only.
     """
@@ -111,23 +126,30 @@ def die_with(supervisor: int) -> None:
 def child_environment() -> dict[str, str]:
     """This process's environment, changed so that a child imports the package from the same place.
 
-    A child that Python starts by -c or -m would import a package of this name in the current directory otherwise.
+    A child that Python starts by -c or -m would import a package of this name in the current
+    directory otherwise.
     """
     environment = {"PYTHONSAFEPATH": _SAFE_PATH} | os.environ
     root = str(Path(cs336_systems.__file__).parents[1])
     if root != sysconfig.get_path("purelib"):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [root, environment.get("PYTHONPATH")])
+        )
     return environment
 
 
 def forget_safe_path() -> None:
-    """Undo in a child what `child_environment` asked of Python, since a user's model may start Python too."""
+    """Undo in a child what `child_environment` asked of Python, since a user's model may start
+    Python too.
+    """
     if os.environ.get("PYTHONSAFEPATH") == _SAFE_PATH:
         del os.environ["PYTHONSAFEPATH"]
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends, so that they can still be found and killed."""
+    """Become the parent of all descendants whose own parent ends, so that they can still be
+    found and killed.
+    """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,7 +1,8 @@
-"""The ranks of a run: its worker starts them, watches them, and makes one record of their records or failures.
+"""The ranks of a run: its worker starts them, watches them, and makes one record of their records
+or failures.
 
-The worker itself never touches CUDA. A rank that fails ends the others, and so does one that is stopped. The processes
-of collectives that `cs336 ceilings` times are started and watched here too.
+The worker itself never touches CUDA. A rank that fails ends the others, and so does one that is
+stopped. The processes of collectives that `cs336 ceilings` times are started and watched here too.
 """
 
 import math
@@ -23,14 +24,25 @@ import psutil
 
 from cs336_systems.config import Device, Phase, RunConfig
 from cs336_systems.parallel.collectives import Rank, devices_of
-from cs336_systems.record import Failure, Measurement, RankRecord, RunRecord, RunWarning, Status, WarningCode, time_now
+from cs336_systems.record import (
+    Failure,
+    Measurement,
+    RankRecord,
+    RunRecord,
+    RunWarning,
+    Status,
+    WarningCode,
+    time_now,
+)
 from cs336_systems.sweep.isolation import end_in_words, signal_name
 from cs336_systems.sweep.process import die_with_forker
 from cs336_systems.sweep.store import path_of_rank
 from cs336_systems.temporary import temporary_directory
 
 _GRACE_S = 2.0
-"""How long the other ranks may go on after one has failed, because their errors may show the cause."""
+"""How long the other ranks may go on after one has failed, because their errors may show the
+cause.
+"""
 _LOOK_S = 1.0
 """Time between two looks for stopped ranks: long, because timed steps share the host."""
 _STOPPED_S = 2.0
@@ -38,9 +50,15 @@ _STOPPED_S = 2.0
 _COLLECTIVE_S = 7 * 24 * 3600.0
 """How long a collective may take: longer than any run, whose own time limit ends it."""
 _OF_OTHERS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "DistBackendError",
-    "DistNetworkError", "DistStoreError", "NCCL",
-)  # fmt: skip
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "NCCL",
+)
 """Parts of error messages of a rank that has lost the connection to another rank."""
 
 
@@ -84,20 +102,28 @@ class RankEnd(Generic[AnswerT]):
         """How the rank ended."""
         if self.answer is not None:
             return self.answer.status
-        return Status.KILLED if self.exit_code in (-signal.SIGKILL, -signal.SIGSTOP) else Status.CRASHED
+        return (
+            Status.KILLED
+            if self.exit_code in (-signal.SIGKILL, -signal.SIGSTOP)
+            else Status.CRASHED
+        )
 
     @property
     def failure(self) -> Failure:
         """Why a rank that has failed did so; the message names the rank."""
         if self.answer is not None and self.answer.failure is not None:
-            return replace(self.answer.failure, message=f"rank {self.rank}: {self.answer.failure.message}")
+            return replace(
+                self.answer.failure, message=f"rank {self.rank}: {self.answer.failure.message}"
+            )
         assert self.exit_code is not None
         name = signal_name(-self.exit_code) if self.exit_code < 0 else None
         return Failure(message=f"rank {self.rank} {end_in_words(self.exit_code)}", signal=name)
 
     @property
     def blame(self) -> tuple[int, int]:
-        """Sort key of failures; the smallest is the cause: own failures, then aborts, then lost connections."""
+        """Sort key of failures; the smallest is the cause: own failures, then aborts, then lost
+        connections.
+        """
         failure = None if self.answer is None else self.answer.failure
         if failure is not None:
             return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
@@ -123,19 +149,30 @@ class RankEnd(Generic[AnswerT]):
 
 
 def run_ranks(
-    call: Callable[[Rank], AnswerT], kind: type[AnswerT], ranks: int, devices: Sequence[str], timeout_s: float
+    call: Callable[[Rank], AnswerT],
+    kind: type[AnswerT],
+    ranks: int,
+    devices: Sequence[str],
+    timeout_s: float,
 ) -> list[RankEnd[AnswerT]]:
-    """Make the call for each rank in a process, a child of this one, which sends what it returns, of the type `kind`.
+    """Make the call for each rank in a process, a child of this one, which sends what it returns,
+    of the type `kind`.
 
-    `devices` are the GPUs that each sees (see devices_of), empty on a CPU. A collective may take `timeout_s`. The
-    others end at most _GRACE_S after the first that fails. Afterwards no process is left.
+    `devices` are the GPUs that each sees (see devices_of), empty on a CPU. A collective may take
+    `timeout_s`. The others end at most _GRACE_S after the first that fails. Afterwards no process
+    is left.
     """
     context = multiprocessing.get_context("fork")
     ends: list[RankEnd[AnswerT]] = []
     with temporary_directory() as scratch:
         try:
             for number in range(ranks):
-                place = Rank(rank=number, ranks=ranks, meeting=f"file://{scratch}/meeting", timeout_s=timeout_s)
+                place = Rank(
+                    rank=number,
+                    ranks=ranks,
+                    meeting=f"file://{scratch}/meeting",
+                    timeout_s=timeout_s,
+                )
                 pipe, other = context.Pipe(duplex=False)
                 process = context.Process(target=_answer, args=(call, place, devices, other))
                 process.start()
@@ -157,8 +194,12 @@ def first_failed(ends: Sequence[RankEnd[AnswerT]]) -> RankEnd[AnswerT] | None:
     return min(failed, key=lambda each: each.blame, default=None)
 
 
-def _answer(call: Callable[[Rank], AnswerT], place: Rank, devices: Sequence[str], pipe: Connection) -> None:
-    """Entry of a rank: make the call, send its answer, and end without waiting for the other ranks."""
+def _answer(
+    call: Callable[[Rank], AnswerT], place: Rank, devices: Sequence[str], pipe: Connection
+) -> None:
+    """Entry of a rank: make the call, send its answer, and end without waiting for the other
+    ranks.
+    """
     die_with_forker(signal.SIGKILL)
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[place.rank]
@@ -183,15 +224,20 @@ def _watch(ends: Sequence[RankEnd[AnswerT]], kind: type[AnswerT]) -> None:
             deadline = min(deadline, monotonic() + _GRACE_S)
 
 
-def measure_on_ranks(config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None) -> RunRecord:
-    """Run the configuration on its ranks, each a child of this process, and return the one record of all.
+def measure_on_ranks(
+    config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None
+) -> RunRecord:
+    """Run the configuration on its ranks, each a child of this process, and return the one record
+    of all.
 
-    `gpu_uuids` names a GPU for each rank. Rank 0 writes the file `profile`, if the run has a profiler, and each other
-    rank a file beside it, with its number.
+    `gpu_uuids` names a GPU for each rank. Rank 0 writes the file `profile`, if the run has a
+    profiler, and each other rank a file beside it, with its number.
     """
     started_at = time_now()
     devices = devices_of(gpu_uuids, all_of_them=config.parallel.writes_to_others)
-    ends = run_ranks(partial(_measure_rank, config, profile), RunRecord, config.ranks, devices, _COLLECTIVE_S)
+    ends = run_ranks(
+        partial(_measure_rank, config, profile), RunRecord, config.ranks, devices, _COLLECTIVE_S
+    )
     if (failed := first_failed(ends)) is None:
         return merge([each.answer for each in ends if each.answer is not None])
     record = failed.answer or RunRecord(config=config, status=failed.status, started_at=started_at)
@@ -221,8 +267,12 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
     return replace(
         first,
         measurements=_slowest(records, [record.measurements for record in records]),
-        warmup_times_s=tuple(map(max, zip(*(record.warmup_times_s for record in records), strict=False))),
-        host_times_s=tuple(map(max, zip(*(record.host_times_s for record in records), strict=True))),
+        warmup_times_s=tuple(
+            map(max, zip(*(record.warmup_times_s for record in records), strict=False))
+        ),
+        host_times_s=tuple(
+            map(max, zip(*(record.host_times_s for record in records), strict=True))
+        ),
         host_phases=_slowest(records, [record.host_phases for record in records]),
         losses=tuple(map(_mean, zip(*(record.losses for record in records), strict=False))),
         memory=max(
@@ -240,12 +290,20 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
     )
 
 
-def _slowest(records: Sequence[RunRecord], parts: Sequence[Sequence[Measurement]]) -> tuple[Measurement, ...]:
-    """For each step, all times of its slowest rank, so that they add up; `parts` are the measurements of each rank."""
+def _slowest(
+    records: Sequence[RunRecord], parts: Sequence[Sequence[Measurement]]
+) -> tuple[Measurement, ...]:
+    """For each step, all times of its slowest rank, so that they add up; `parts` are the
+    measurements of each rank.
+    """
     steps = [_times(record, Phase.STEP) for record in records]
-    slowest = [max(range(len(records)), key=times.__getitem__) for times in zip(*steps, strict=True)]
+    slowest = [
+        max(range(len(records)), key=times.__getitem__) for times in zip(*steps, strict=True)
+    ]
     return tuple(
-        Measurement(own[0].phase, tuple(own[rank].times_s[step] for step, rank in enumerate(slowest)))
+        Measurement(
+            own[0].phase, tuple(own[rank].times_s[step] for step, rank in enumerate(slowest))
+        )
         for own in zip(*parts, strict=True)
     )
 
@@ -256,7 +314,9 @@ def _times(record: RunRecord, phase: Phase) -> tuple[float, ...]:
 
 
 def _mean(losses: Sequence[float | None]) -> float | None:
-    """The loss of the whole batch, as all ranks have batches of one size; None if one of them is not finite."""
+    """The loss of the whole batch, as all ranks have batches of one size; None if one of them is
+    not finite.
+    """
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if len(known) == len(losses) else None
 
@@ -265,20 +325,34 @@ def _warnings(records: Sequence[RunRecord]) -> list[RunWarning]:
     """The first warning of each kind, which names its rank unless all ranks have one."""
     found = []
     for code in dict.fromkeys(warning.code for record in records for warning in record.warnings):
-        own = [(rank, each) for rank, record in enumerate(records) for each in record.warnings if each.code is code]
+        own = [
+            (rank, each)
+            for rank, record in enumerate(records)
+            for each in record.warnings
+            if each.code is code
+        ]
         rank, warning = own[0]
         is_of_all = len({rank for rank, _ in own}) == len(records)
-        found.append(warning if is_of_all else replace(warning, message=f"rank {rank}: {warning.message}"))
+        found.append(
+            warning if is_of_all else replace(warning, message=f"rank {rank}: {warning.message}")
+        )
     return found
 
 
 def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
-    """A warning if one rank's own work, its step without the phase communication, takes clearly longer.
+    """A warning if one rank's own work, its step without the phase communication, takes clearly
+    longer.
 
-    PyTorch's DDP and FSDP hide such a difference, because they wait for the other ranks inside of backward.
+    PyTorch's DDP and FSDP hide such a difference, because they wait for the other ranks inside of
+    backward.
     """
-    steps, waits = ([_times(record, phase) for record in records] for phase in (Phase.STEP, Phase.COMMUNICATION))
-    own = [[step - wait for step, wait in zip(*both, strict=True)] for both in zip(steps, waits, strict=True)]
+    steps, waits = (
+        [_times(record, phase) for record in records] for phase in (Phase.STEP, Phase.COMMUNICATION)
+    )
+    own = [
+        [step - wait for step, wait in zip(*both, strict=True)]
+        for both in zip(steps, waits, strict=True)
+    ]
     medians = [statistics.median(times) for times in own]
     slow, quick = (medians.index(choose(medians)) for choose in (max, min))
     differences = [one - other for one, other in zip(own[slow], own[quick], strict=True)]
@@ -287,8 +361,9 @@ def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
     if medians[slow] - medians[quick] <= UNEVEN_SHARE * whole or not is_steady:
         return []
     message = (
-        f"rank {slow} works {medians[slow] * 1e3:.3g} ms of a step itself, rank {quick} {medians[quick] * 1e3:.3g} ms, "
-        "and waits for the others; look for what slows the one down"
+        f"rank {slow} works {medians[slow] * 1e3:.3g} ms of a step itself, rank {quick} "
+        f"{medians[quick] * 1e3:.3g} ms, and waits for the others; look for what slows the one "
+        "down"
     )
     return [RunWarning(code=WarningCode.UNEVEN_RANKS, message=message)]
 
@@ -296,4 +371,6 @@ def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
 def _of_rank(rank: int, record: RunRecord) -> RankRecord:
     shared = {each.name for each in fields(RankRecord)} & {each.name for each in fields(RunRecord)}
     device_uuid = record.environment.device_uuid if record.environment else None
-    return RankRecord(rank=rank, device_uuid=device_uuid, **{name: getattr(record, name) for name in shared})
+    return RankRecord(
+        rank=rank, device_uuid=device_uuid, **{name: getattr(record, name) for name in shared}
+    )

@@ -1,9 +1,9 @@
 """A sweep: a grid of runs, each in a fresh process. Every run leaves a record, failed runs too.
 
-The directory of records is the whole state, so an interrupted sweep is resumed by starting it again. A run that has a
-result (`ok` or `oom`) is not repeated; one that crashed, hung or was killed is, because it may end well the next time.
-A profiled run is explained afterwards in another process. If that fails, or the explanation is lost, the raw profile is
-explained again.
+The directory of records is the whole state, so an interrupted sweep is resumed by starting it
+again. A run that has a result (`ok` or `oom`) is not repeated; one that crashed, hung or was killed
+is, because it may end well the next time. A profiled run is explained afterwards in another
+process. If that fails, or the explanation is lost, the raw profile is explained again.
 """
 
 import contextlib
@@ -16,7 +16,15 @@ from pathlib import Path
 from time import monotonic
 
 from cs336_systems.analysis.warnings import judged
-from cs336_systems.config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
+from cs336_systems.config import (
+    CompileMode,
+    Device,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Profiler,
+    RunConfig,
+)
 from cs336_systems.measure.environment import identity
 from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
 from cs336_systems.record import RunRecord, Status, load_records
@@ -24,7 +32,9 @@ from cs336_systems.sweep import isolation, keep, store
 from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 
 _TICK_S = 1.0
-"""Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share the host."""
+"""Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share
+the host.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +59,26 @@ def run_sweep(
     fresh: bool = False,
     allow_mixed: bool = False,
 ) -> Outcome:
-    """Measure those of `configs` that have no result yet in `directory`, whose lock the caller holds.
+    """Measure those of `configs` that have no result yet in `directory`, whose lock the caller
+    holds.
 
-    Raises SweepError if the directory cannot be written, if its records come from other hardware or software (unless
-    `allow_mixed`) or from a later version of this program, and if the disk fills up; LockedError if another sweep uses
-    a GPU.
+    Raises SweepError if the directory cannot be written, if its records come from other hardware or
+    software (unless `allow_mixed`) or from a later version of this program, and if the disk fills
+    up; LockedError if another sweep uses a GPU.
     """
     runs = store.make_writable(directory / "runs")
     adopt_orphans()
     with contextlib.ExitStack() as stack:
         gpus = _gpus(configs)
         if (needed := max(map(num_slots, configs), default=0)) > len(gpus):
-            raise store.SweepError(f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}")
+            raise store.SweepError(
+                f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}"
+            )
         for gpu in gpus:
             if gpu is not None:
-                stack.enter_context(store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})"))
+                stack.enter_context(
+                    store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
+                )
         present = identity(configs[0].device, gpus[0]) if configs else None
         keeper, todo, unexplained, _ = keep.resume(
             configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present
@@ -87,7 +102,9 @@ def outcome(keeper: keep.Keeper, *, interrupted: bool) -> Outcome:
     return Outcome(
         records=tuple(every),
         measured=tuple(keeper.measured),
-        unexplained=tuple(record.config for record in every if keep.lacks_explanation(record, keeper.runs)),
+        unexplained=tuple(
+            record.config for record in every if keep.lacks_explanation(record, keeper.runs)
+        ),
         interrupted=interrupted,
     )
 
@@ -95,7 +112,8 @@ def outcome(keeper: keep.Keeper, *, interrupted: bool) -> Outcome:
 def explain_again(
     records: Sequence[RunRecord], runs: Path, listener: keep.Listener, *, timeout_s: float = 600.0
 ) -> tuple[RunConfig, ...]:
-    """Explain those of `records` in `runs` that have a raw profile and no explanation; measure nothing.
+    """Explain those of `records` in `runs` that have a raw profile and no explanation; measure
+    nothing.
 
     Return those that could not be explained. Raises KeyboardInterrupt if a signal stops it.
     """
@@ -114,7 +132,9 @@ def explain_again(
 
 @dataclass(slots=True)
 class Loop:
-    """Keeps one worker per slot running until nothing is left to do or a signal interrupts the sweep."""
+    """Keeps one worker per slot running until nothing is left to do or a signal interrupts the
+    sweep.
+    """
 
     keeper: keep.Keeper
     gpus: Sequence[Gpu | None]
@@ -145,14 +165,17 @@ class Loop:
         try:
             while self.is_busy and not self.interrupts.count:
                 self.step(_TICK_S)
-                if monotonic() - ticked >= _TICK_S:  # output of a worker wakes the loop far more often
+                # output of a worker wakes the loop far more often
+                if monotonic() - ticked >= _TICK_S:
                     ticked = monotonic()
                     self.keeper.listener.tick()
         finally:
             self.end()
 
     def step(self, patience_s: float) -> None:
-        """Start workers in slots that are free, wait for an event, but no longer than this, and keep results."""
+        """Start workers in slots that are free, wait for an event, but no longer than this, and
+        keep results.
+        """
         while (self.waiting or self.unexplained) and not self.interrupts.count:
             count = 1 if self.unexplained else num_slots(self.waiting[0])
             if len(self.free) < count:
@@ -160,7 +183,8 @@ class Loop:
             gpus, self.free = self.free[:count], self.free[count:]
             self.working[self._start(gpus)] = gpus
         for worker in self._ended(list(self.working), patience_s):
-            # sorted, so that each of several runs on the same ranks gets the same GPUs in the same order
+            # sorted, so that each of several runs on the same ranks gets the same GPUs in the same
+            # order
             self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
             self.interrupts.workers.remove(worker)
 
@@ -172,13 +196,17 @@ class Loop:
         isolation.kill_orphans()
 
     def _start(self, gpus: Sequence[Gpu | None]) -> isolation.Worker:
-        """Start to explain the first run that waits for it; if none does, to measure the first on these GPUs."""
+        """Start to explain the first run that waits for it; if none does, to measure the first
+        on these GPUs.
+        """
         explains, runs = bool(self.unexplained), self.keeper.runs
         config = (self.unexplained if explains else self.waiting).popleft()
         entry: isolation.Entry = keep.explain_in_worker
         if not explains:
             (runs / f"{config.key}.json").unlink(missing_ok=True)
-            entry = functools.partial(measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu])
+            entry = functools.partial(
+                measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu]
+            )
         worker = isolation.Worker(config, runs, entry, self.timeout_s)
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
@@ -189,9 +217,15 @@ class Loop:
             self.keeper.listener.started(config, gpus[0])
         return worker
 
-    def _ended(self, working: Sequence[isolation.Worker], patience_s: float) -> Iterator[isolation.Worker]:
-        """Wait for an event, then yield the workers that have ended, after their results have been kept."""
-        left_s = min([patience_s, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)])
+    def _ended(
+        self, working: Sequence[isolation.Worker], patience_s: float
+    ) -> Iterator[isolation.Worker]:
+        """Wait for an event, then yield the workers that have ended, after their results have
+        been kept.
+        """
+        left_s = min(
+            [patience_s, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)]
+        )
         ready = isolation.wait_for_workers(working, [self.interrupts.wakeup], left_s)
         if self.interrupts.count:
             return  # the signal may have ended the workers too, which is no failure of their runs
@@ -217,8 +251,12 @@ class Loop:
         if keep.can_be_explained(record, self.keeper.runs):
             self.unexplained.append(record.config)
 
-    def _why_unexplained(self, worker: isolation.Worker, exit_code: int, timed_out: bool) -> str | None:
-        """In one line, why a worker that has ended left no explanation, and what to do; None if it left one."""
+    def _why_unexplained(
+        self, worker: isolation.Worker, exit_code: int, timed_out: bool
+    ) -> str | None:
+        """In one line, why a worker that has ended left no explanation, and what to do; None if
+        it left one.
+        """
         if keep.has_explanation(worker.config, self.keeper.runs):
             return None
         if timed_out:
@@ -227,7 +265,10 @@ class Loop:
             why = (worker.log_tail() or "").splitlines()[-1]
         else:
             why = isolation.end_in_words(exit_code)
-        return f"{why}; the record and the raw profile are kept: `cs336 report {self.keeper.runs.parent}` tries again"
+        return (
+            f"{why}; the record and the raw profile are kept: `cs336 report "
+            f"{self.keeper.runs.parent}` tries again"
+        )
 
     def _collect(self, worker: isolation.Worker, exit_code: int, timed_out: bool) -> RunRecord:
         """The record of a worker that has ended: the one that it wrote, or one of its failure."""
@@ -238,18 +279,30 @@ class Loop:
                 return record
             if exit_code or timed_out:  # the worker may have ended before it judged the times
                 record = self.keeper.write(judged(record))
-            if record.failed_rank is not None and record.failure is not None and record.failure.log_tail is None:
-                record = self.keeper.write(replace(record, failure=replace(record.failure, log_tail=worker.log_tail())))
+            if (
+                record.failed_rank is not None
+                and record.failure is not None
+                and record.failure.log_tail is None
+            ):
+                record = self.keeper.write(
+                    replace(record, failure=replace(record.failure, log_tail=worker.log_tail()))
+                )
             return record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
             why = (worker.log_tail() or "").splitlines()[-1:]
-            raise store.SweepError(f"the record of {config.key} could not be written: {''.join(why)}")
+            raise store.SweepError(
+                f"the record of {config.key} could not be written: {''.join(why)}"
+            )
         status, failure = worker.failure(exit_code, self.timeout_s if timed_out else None)
         return self.keeper.fail(config, status, failure, worker.elapsed_s)
 
 
-def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
-    """Entry of a worker that measures. It imports torch itself, because this module's own process must not."""
+def measure_in_worker(
+    config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]
+) -> None:
+    """Entry of a worker that measures. It imports torch itself, because this module's own
+    process must not.
+    """
     from cs336_systems.sweep import worker
 
     worker.main(config, runs, log, gpu_uuids)
@@ -258,10 +311,14 @@ def measure_in_worker(config: RunConfig, runs: Path, log: Connection, gpu_uuids:
 def modules_of(configs: Sequence[RunConfig]) -> list[str]:
     """Modules that only some runs need, and these do, for the fork server to import once.
 
-    Dynamo and torch.compile's backend take 2 s each to import. The backend is included only if runs compile on a CPU,
-    because on a GPU its imports could touch CUDA.
+    Dynamo and torch.compile's backend take 2 s each to import. The backend is included only if runs
+    compile on a CPU, because on a GPU its imports could touch CUDA.
     """
-    modules = [*isolation.EXPLAINING] if any(config.profiler is not Profiler.NONE for config in configs) else []
+    modules = (
+        [*isolation.EXPLAINING]
+        if any(config.profiler is not Profiler.NONE for config in configs)
+        else []
+    )
     if any(config.profiler is Profiler.MEMORY for config in configs):
         modules.append("cs336_systems.measure.memory")
     if any(config.needs_fast_model or config.cuda_graph for config in configs):
@@ -270,7 +327,9 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
         modules.append("cs336_systems.parallel.ways")
     if any(map(_uses_dynamo, configs)):
         modules.append("torch._dynamo")
-    if any(config.compile is not CompileMode.NONE and config.device is Device.CPU for config in configs):
+    if any(
+        config.compile is not CompileMode.NONE and config.device is Device.CPU for config in configs
+    ):
         modules.append("torch._inductor.compile_fx")
     if any(config.parallel is Parallel.FSDP2 for config in configs):
         modules.append("torch.distributed.fsdp")
@@ -278,19 +337,37 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def _uses_dynamo(config: RunConfig) -> bool:
-    """Whether the run imports Dynamo, to compile or as PyTorch's optimizers, checkpoints, profiler and modes do."""
-    optimizes = config.mode is Mode.TRAIN and not config.cast_once and config.optimizer is not OptimizerKind.ADAMW
-    is_observed = config.profiler is Profiler.KINETO or config.is_shared  # ranks count what they send in a mode
-    return config.compile is not CompileMode.NONE or config.checkpoint_blocks > 0 or is_observed or optimizes
+    """Whether the run imports Dynamo, to compile or as PyTorch's optimizers, checkpoints,
+    profiler and modes do.
+    """
+    optimizes = (
+        config.mode is Mode.TRAIN
+        and not config.cast_once
+        and config.optimizer is not OptimizerKind.ADAMW
+    )
+    # ranks count what they send in a mode
+    is_observed = config.profiler is Profiler.KINETO or config.is_shared
+    return (
+        config.compile is not CompileMode.NONE
+        or config.checkpoint_blocks > 0
+        or is_observed
+        or optimizes
+    )
 
 
 def measure_one(
-    config: RunConfig, runs: Path, *, timeout_s: float = 600.0, gpus: Sequence[Gpu | None] = (), explains: bool = True
+    config: RunConfig,
+    runs: Path,
+    *,
+    timeout_s: float = 600.0,
+    gpus: Sequence[Gpu | None] = (),
+    explains: bool = True,
 ) -> RunRecord:
     """Measure one run in a worker, as a sweep does; write its record to `runs` and return it.
 
-    Used for a run on several ranks, and on machines of a cluster. The caller must hold the locks of `gpus`, or else of
-    the GPUs that a sweep of this run would take. Raises KeyboardInterrupt if a signal stops it.
+    Used for a run on several ranks, and on machines of a cluster. The caller must hold the locks of
+    `gpus`, or else of the GPUs that a sweep of this run would take. Raises KeyboardInterrupt if a
+    signal stops it.
     """
     isolation.preload(*modules_of([config]))
     isolation.spare_children()
@@ -317,6 +394,8 @@ def _gpus(configs: Sequence[RunConfig]) -> tuple[Gpu | None, ...]:
 
 
 def gpus_left_out(configs: Sequence[RunConfig]) -> tuple[Gpu, ...]:
-    """Visible GPUs that a sweep leaves idle, because times of different kinds of GPU do not belong in one table."""
+    """Visible GPUs that a sweep leaves idle, because times of different kinds of GPU do not
+    belong in one table.
+    """
     used = _gpus(configs)
     return () if used == (None,) else tuple(gpu for gpu in visible_gpus() if gpu not in used)

@@ -1,15 +1,22 @@
 """Imported first by the fork server, to set when the server ends and which signals it ignores.
 
-Garbage is collected in workers only: in the server, collections during PyTorch's import would traverse all its objects.
+Garbage is collected in workers only: in the server, collections during PyTorch's import would
+traverse all its objects.
 """
 
 import gc
 import os
 import signal
 
-from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker, forget_safe_path
+from cs336_systems.sweep.process import (
+    FORKER_VARIABLE,
+    STOP_SIGNALS,
+    die_with_forker,
+    forget_safe_path,
+)
 
-die_with_forker(signal.SIGKILL)  # otherwise a worker would keep the fork server alive after the sweep
+# otherwise a worker would keep the fork server alive after the sweep
+die_with_forker(signal.SIGKILL)
 if os.getppid() != int(os.environ.pop(FORKER_VARIABLE, os.getppid())):
     os._exit(1)  # the sweep has ended already
 for number in STOP_SIGNALS:

@@ -1,7 +1,8 @@
-"""The directory of a sweep's results: its paths, checks before writing, and refusal to mix unlike records.
+"""The directory of a sweep's results: its paths, checks before writing, and refusal to mix unlike
+records.
 
-Also locks: one sweep at a time on a directory and on a GPU. The kernel releases a lock when its holder ends, so no lock
-is ever stale.
+Also locks: one sweep at a time on a directory and on a GPU. The kernel releases a lock when its
+holder ends, so no lock is ever stale.
 """
 
 import contextlib
@@ -50,7 +51,9 @@ VIEWERS = {
 
 
 class SweepError(RuntimeError):
-    """The sweep cannot start or continue; the message says why and what to do. Finished records are kept."""
+    """The sweep cannot start or continue; the message says why and what to do. Finished records
+    are kept.
+    """
 
 
 class LockedError(RuntimeError):
@@ -58,7 +61,9 @@ class LockedError(RuntimeError):
 
 
 def make_writable(runs: Path) -> Path:
-    """Create the directory and write a probe file, so that a sweep fails before its first run, not after it."""
+    """Create the directory and write a probe file, so that a sweep fails before its first run,
+    not after it.
+    """
     probe = runs / f".probe.{os.getpid()}.tmp"
     try:
         runs.mkdir(parents=True, exist_ok=True)
@@ -77,12 +82,19 @@ def raw_profile_path(config: RunConfig, runs: Path) -> Path:
 
 
 def explanation_path(config: RunConfig, runs: Path) -> Path:
-    """Path of the explanation of this run's raw profile: a `MemoryProfile` of a snapshot, a `StepProfile` of others."""
-    return runs.with_name(_MEMORY if config.profiler is Profiler.MEMORY else _KERNELS) / f"{config.key}.json"
+    """Path of the explanation of this run's raw profile: a `MemoryProfile` of a snapshot, a
+    `StepProfile` of others.
+    """
+    return (
+        runs.with_name(_MEMORY if config.profiler is Profiler.MEMORY else _KERNELS)
+        / f"{config.key}.json"
+    )
 
 
 def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:
-    """Paths of all files that this run's profiler may leave: of every rank, and notes beside a memory snapshot."""
+    """Paths of all files that this run's profiler may leave: of every rank, and notes beside a
+    memory snapshot.
+    """
     if config.profiler is Profiler.NONE:
         return ()
     from cs336_systems.analysis.memory.profile import notes_path
@@ -95,7 +107,9 @@ def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:
 
 
 def path_of_rank(raw: Path, rank: int) -> Path:
-    """Path of one rank's raw profile: for the first rank the run's own path, for the others files beside it."""
+    """Path of one rank's raw profile: for the first rank the run's own path, for the others
+    files beside it.
+    """
     return raw if not rank else raw.with_name(f"rank{rank}_{raw.name}")
 
 
@@ -114,7 +128,9 @@ def fresh_profile_path(config: RunConfig, runs: Path) -> Path | None:
 
 
 def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
-    """Quarantine records that are damaged; raise SweepError for one that a later version of this program wrote."""
+    """Quarantine records that are damaged; raise SweepError for one that a later version of this
+    program wrote.
+    """
     if newer := [problem for problem in problems if problem.is_newer]:
         raise SweepError(f"{newer[0]}, or choose another --name")
     for problem in problems:
@@ -122,20 +138,28 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
 
 
 def set_aside(runs: Path) -> None:
-    """Move all records to a new directory beside `runs`, named after the time, and leave `runs` empty."""
+    """Move all records to a new directory beside `runs`, named after the time, and leave `runs`
+    empty.
+    """
     if any(runs.iterdir()):
         runs.rename(runs.with_name(f"{runs.name}-before-{time_stamp()}"))
         runs.mkdir()
 
 
 def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
-    """Append the time to the names of an earlier run's record, profile and explanation, which no report reads then.
+    """Append the time to the names of an earlier run's record, profile and explanation, which no
+    report reads then.
 
     Returns the record's new path, or None if there is no earlier run.
     """
     stamp = time_stamp()
     patterns = (f"*/{config.key}.*", f"*/rank*_{config.key}.*")
-    for path in [path for pattern in patterns for path in runs.parent.glob(pattern) if not path.name.endswith("Z")]:
+    for path in [
+        path
+        for pattern in patterns
+        for path in runs.parent.glob(pattern)
+        if not path.name.endswith("Z")
+    ]:
         path.rename(path.with_name(f"{path.name}.{stamp}"))
     kept = runs / f"{config.key}.json.{stamp}"
     return kept if kept.exists() else None
@@ -154,13 +178,20 @@ def quarantine(path: Path) -> Path:
     return path.rename(target)
 
 
-def refuse_to_mix(records: Sequence[RunRecord], present: Identity, inputs: Sequence[Input], directory: Path) -> None:
-    """Raise SweepError, which names the differences, unless all records were made under the `present` conditions.
+def refuse_to_mix(
+    records: Sequence[RunRecord], present: Identity, inputs: Sequence[Input], directory: Path
+) -> None:
+    """Raise SweepError, which names the differences, unless all records were made under the
+    `present` conditions.
 
-    `inputs` are the current ones of the runs that are wanted; inputs of other runs may have changed.
+    `inputs` are the current ones of the runs that are wanted; inputs of other runs may have
+    changed.
     """
     for record in records:
-        if changed := [*_changed_conditions(record, present), *(changed_inputs(record, inputs) if inputs else ())]:
+        if changed := [
+            *_changed_conditions(record, present),
+            *(changed_inputs(record, inputs) if inputs else ()),
+        ]:
             raise SweepError(
                 f"{directory} holds records made under other conditions ({'; '.join(changed)}). "
                 "Choose another --name, start over with --fresh (the old records are kept beside), "
@@ -173,7 +204,11 @@ def _changed_conditions(record: RunRecord, present: Identity) -> list[str]:
         return []
     past = msgspec.to_builtins(record.environment.identity)
     now = msgspec.to_builtins(present)
-    return [f"{name} was {_shown(past[name])}, is {now[name]}" for name in now if past[name] != now[name]]
+    return [
+        f"{name} was {_shown(past[name])}, is {now[name]}"
+        for name in now
+        if past[name] != now[name]
+    ]
 
 
 def _shown(text: str | None) -> str:
@@ -184,14 +219,19 @@ def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
     """A sentence for each input of the record's run whose state differs from that in `inputs`."""
     now = {found.name: found.state for found in inputs}
     return [
-        f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is {now[past.name] or 'unreadable'}"
+        (
+            f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is "
+            f"{now[past.name] or 'unreadable'}"
+        )
         for past in record.inputs
         if past.name in now and past.state != now[past.name]
     ]
 
 
 def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
-    """Write environment.json: the environment of the latest record that has one, and the command line."""
+    """Write environment.json: the environment of the latest record that has one, and the command
+    line.
+    """
     known = [record for record in records if record.environment is not None]
     if known:
         latest = max(known, key=lambda record: record.started_at)
@@ -201,9 +241,13 @@ def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
 
 
 def command_in(directory: Path) -> str:
-    """The command that measured last in this directory; empty where its environment.json does not have it."""
+    """The command that measured last in this directory; empty where its environment.json does
+    not have it.
+    """
     try:
-        return shlex.join(msgspec.json.decode((directory / ENVIRONMENT_FILE).read_bytes(), type=_Argv).argv)
+        return shlex.join(
+            msgspec.json.decode((directory / ENVIRONMENT_FILE).read_bytes(), type=_Argv).argv
+        )
     except (OSError, msgspec.MsgspecError):
         return ""
 
@@ -230,26 +274,37 @@ def writing(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path` during the context; raise LockedError, which names the holder, if it is taken."""
+    """Hold the lock file `path` during the context; raise LockedError, which names the holder,
+    if it is taken.
+    """
     descriptor = _open(path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
-            raise LockedError(f"{what} is in use by {shorten(holder, LONGEST_PART)}; wait for it or end it") from None
+            holder = (
+                os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "another process"
+            )
+            raise LockedError(
+                f"{what} is in use by {shorten(holder, LONGEST_PART)}; wait for it or end it"
+            ) from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}: {shlex.join(sys.argv)}\n".encode(), 0)
+        os.pwrite(
+            descriptor,
+            f"process {os.getpid()} on {platform.node()}: {shlex.join(sys.argv)}\n".encode(),
+            0,
+        )
         yield
     finally:
         os.close(descriptor)
 
 
 def _open(path: Path) -> int:
-    """Open the lock file, which every user may lock, because users share GPUs and may share directories.
+    """Open the lock file, which every user may lock, because users share GPUs and may share
+    directories.
 
-    O_CREAT is only used if the file is missing: in a shared directory such as /tmp, Linux refuses it for another
-    user's file.
+    O_CREAT is only used if the file is missing: in a shared directory such as /tmp, Linux refuses
+    it for another user's file.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -261,5 +316,7 @@ def _open(path: Path) -> int:
 
 
 def gpu_lock_path(uuid: str) -> Path:
-    """Lock file of a GPU, the same for all users of this machine. Older drivers put slashes into UUIDs of slices."""
+    """Lock file of a GPU, the same for all users of this machine. Older drivers put slashes into
+    UUIDs of slices.
+    """
     return Path(tempfile.gettempdir()) / f"cs336-systems-{uuid.replace('/', '-')}.lock"

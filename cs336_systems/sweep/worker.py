@@ -1,4 +1,6 @@
-"""The worker process of one run: it measures, under a profiler if the run has one, writes the record, and ends."""
+"""The worker process of one run: it measures, under a profiler if the run has one, writes the
+record, and ends.
+"""
 
 import os
 import sys
@@ -24,7 +26,8 @@ from cs336_systems.text import print_aside
 
 
 def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:
-    """Entry of a forked worker that measures one run, or starts its ranks, and writes its record into `runs`.
+    """Entry of a forked worker that measures one run, or starts its ranks, and writes its record
+    into `runs`.
 
     The times are written before they are judged: the time limit may come meanwhile.
     """
@@ -40,7 +43,8 @@ def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str
 
 
 def run_here(config: RunConfig, runs: Path, gpu_uuids: Sequence[str] = ()) -> RunRecord:
-    """Measure in this process and its ranks, or in a process under nsys; the raw profile stays beside `runs`.
+    """Measure in this process and its ranks, or in a process under nsys; the raw profile stays
+    beside `runs`.
 
     `gpu_uuids` are for the ranks of a run that has any.
     """
@@ -50,29 +54,39 @@ def run_here(config: RunConfig, runs: Path, gpu_uuids: Sequence[str] = ()) -> Ru
     return _measured(config, gpu_uuids, profile)
 
 
-def _measured(config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None) -> RunRecord:
+def _measured(
+    config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None
+) -> RunRecord:
     if config.is_shared:
         return measure_on_ranks(config, gpu_uuids, profile)
     return measure(config, profile=profile)
 
 
 def _measured_under_nsys(config: RunConfig, report: Path, gpu_uuids: Sequence[str]) -> RunRecord:
-    """The record that the process under nsys writes; one of a failure if it writes none, or nsys leaves no report."""
+    """The record that the process under nsys writes; one of a failure if it writes none, or nsys
+    leaves no report.
+    """
     started_at = time_now()
     try:
         with temporary_directory() as scratch:
             run_under_nsys(config, report, scratch, gpu_uuids)
             record = read_record(scratch / f"{config.key}.json")
         if record.status is Status.OK and not report.is_file():
-            raise NsysError(f"the run ended well and nsys left no {report.name}: see what it printed")
+            raise NsysError(
+                f"the run ended well and nsys left no {report.name}: see what it printed"
+            )
         return record
-    except Exception as error:  # any failure of profiling: the times are in the record of the unprofiled run
+    # any failure of profiling: the times are in the record of the unprofiled run
+    except Exception as error:
         failure = describe(error, Status.CRASHED, "profiling", config.device)
-        return RunRecord(config=config, status=Status.CRASHED, started_at=started_at, failure=failure)
+        return RunRecord(
+            config=config, status=Status.CRASHED, started_at=started_at, failure=failure
+        )
 
 
 if __name__ == "__main__":
-    # under nsys; arguments: configuration as JSON, directory for the record, id of the worker, GPUs of ranks
+    # under nsys; arguments: configuration as JSON, directory for the record, id of the worker, GPUs
+    # of ranks
     die_with(int(sys.argv[3]))
     forget_safe_path()
     asked = msgspec.json.decode(sys.argv[1], type=RunConfig)

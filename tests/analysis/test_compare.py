@@ -1,4 +1,6 @@
-"""A verdict on two sides is seldom wrong for A against A and finds real effects; rows match by what sweeps share."""
+"""A verdict on two sides is seldom wrong for A against A and finds real effects; rows match by
+what sweeps share.
+"""
 
 import itertools
 import math
@@ -35,7 +37,9 @@ def blocks(means_s, cv=0.0):
 
 @pytest.mark.parametrize(("num_a", "num_b"), [(3, 3), (5, 5), (3, 9)])
 def test_intervals_are_those_of_scipy(num_a, num_b, monkeypatch) -> None:
-    """Welch's for sides measured apart, if times of measurement did not differ; of pairs for sides in turn."""
+    """Welch's for sides measured apart, if times of measurement did not differ; of pairs for
+    sides in turn.
+    """
     monkeypatch.setattr(module, "SESSION_DEVIATION", 0.0)
     generator = np.random.default_rng(num_a)
     a, b = generator.lognormal(-2, 0.01, size=num_a), generator.lognormal(-2, 0.05, size=num_b)
@@ -58,13 +62,23 @@ def test_swapping_a_and_b_inverts_the_answer() -> None:
 
 
 def test_drift_does_not_fool_interleaved_processes_nor_hide_an_effect() -> None:
-    """The machine slows by 5 % from the first process to the last, each of which scatters by 0.1 %."""
+    """The machine slows by 5 % from the first process to the last, each of which scatters by 0.1
+    %.
+    """
     generator = np.random.default_rng(0)
     for _ in range(100):
-        for truth, verdict in ((1.0, Verdict.CANNOT_TELL), (1.03, Verdict.SLOWER), (0.97, Verdict.FASTER)):
+        for truth, verdict in (
+            (1.0, Verdict.CANNOT_TELL),
+            (1.03, Verdict.SLOWER),
+            (0.97, Verdict.FASTER),
+        ):
             sides = {}, {}
             for position, (side, repeat) in enumerate(interleave(2, 6)):
-                mean_s = (1 + 0.05 * position / 11) * (truth if side else 1) * (1 + 0.001 * generator.standard_normal())
+                mean_s = (
+                    (1 + 0.05 * position / 11)
+                    * (truth if side else 1)
+                    * (1 + 0.001 * generator.standard_normal())
+                )
                 sides[side][repeat] = Measurement(Phase.STEP, (mean_s, mean_s))
             found = compare_in_turn(*sides)
             assert found.verdict is verdict
@@ -82,13 +96,22 @@ def test_a_difference_that_is_sure_but_too_small_is_not_told() -> None:
 @pytest.mark.parametrize("num_configs", [2, 3, 5])
 def test_interleave_gives_every_configuration_the_same_mean_position(num_configs, repeats) -> None:
     order = interleave(num_configs, repeats)
-    assert sorted(order) == [(config, repeat) for config in range(num_configs) for repeat in range(repeats)]
-    positions = [[at for at, (config, _) in enumerate(order) if config == wanted] for wanted in range(num_configs)]
+    assert sorted(order) == [
+        (config, repeat) for config in range(num_configs) for repeat in range(repeats)
+    ]
+    positions = [
+        [at for at, (config, _) in enumerate(order) if config == wanted]
+        for wanted in range(num_configs)
+    ]
     assert len({sum(at) for at in positions}) == 1
 
 
-def draw_sides(generator, times, num_pairs, count, *, in_turn, scatter, cv, correlation, drift, outliers):
-    """Pairs of sides of `count` processes of which B takes `times` as long; `drift` is between blocks, or sides."""
+def draw_sides(
+    generator, times, num_pairs, count, *, in_turn, scatter, cv, correlation, drift, outliers
+):
+    """Pairs of sides of `count` processes of which B takes `times` as long; `drift` is between
+    blocks, or sides.
+    """
     logs = scatter * generator.standard_normal((num_pairs, 2, count))
     if in_turn:
         logs += drift * generator.standard_normal((num_pairs, 1, count))
@@ -96,22 +119,32 @@ def draw_sides(generator, times, num_pairs, count, *, in_turn, scatter, cv, corr
         logs[:, 1] += drift * generator.standard_normal((num_pairs, 1))
     noise = generator.standard_normal((num_pairs, 2, count, 10))
     for step in range(1, 10):
-        noise[..., step] = correlation * noise[..., step - 1] + math.sqrt(1 - correlation**2) * noise[..., step]
+        noise[..., step] = (
+            correlation * noise[..., step - 1] + math.sqrt(1 - correlation**2) * noise[..., step]
+        )
     steps = np.exp(logs)[..., None] * (1 + cv * noise)
     steps *= 1 + 0.5 * (generator.random(noise.shape) < outliers)
     steps[:, 1] *= times
     for pair in steps.tolist():
-        yield [{block: Measurement(Phase.STEP, tuple(times_s)) for block, times_s in enumerate(side)} for side in pair]
+        yield [
+            {block: Measurement(Phase.STEP, tuple(times_s)) for block, times_s in enumerate(side)}
+            for side in pair
+        ]
 
 
 @pytest.mark.parametrize("cell", range(16))
 def test_equal_sides_are_seldom_told_apart_and_a_large_difference_mostly_is(cell) -> None:
-    """Of pairs of equal sides at most 5 %, as far as so many trials show, wherever no more than assumed scatters."""
+    """Of pairs of equal sides at most 5 %, as far as so many trials show, wherever no more than
+    assumed scatters.
+    """
     generator, trials, in_turn = np.random.default_rng(cell), 200, bool(cell % 2)
     settings = {
-        "in_turn": in_turn, "cv": generator.choice([0.001, 0.01, 0.03]), "outliers": generator.choice([0, 0.02]),
-        "correlation": generator.choice([0, 0.5, 0.9]), "drift": generator.uniform(0, SESSION_DEVIATION),
-    }  # fmt: skip
+        "in_turn": in_turn,
+        "cv": generator.choice([0.001, 0.01, 0.03]),
+        "outliers": generator.choice([0, 0.02]),
+        "correlation": generator.choice([0, 0.5, 0.9]),
+        "drift": generator.uniform(0, SESSION_DEVIATION),
+    }
     quiet = settings | {"cv": 0.001, "outliers": 0, "drift": 0.01}
     num, scatter = int(generator.integers(1, 11)), generator.uniform(0.001, PROCESS_DEVIATION)
     if cell < 8:  # what is assumed is so, and no process shows it
@@ -132,21 +165,33 @@ def test_a_single_step_tells_nothing_of_the_scatter() -> None:
 
 
 def test_what_is_assumed_is_what_the_published_records_show() -> None:
-    """No two processes of one configuration are told apart, and the assumed deviations are about the largest there."""
+    """No two processes of one configuration are told apart, and the assumed deviations are about
+    the largest there.
+    """
     alike: dict[object, list[tuple[Path, Measurement]]] = {}
     for path in committed_runs():
         for record in load_records(path)[0]:
             measured = record.measurement(Phase.STEP)
-            if record.environment and measured and measured.cv and record.config.profiler is Profiler.NONE:
+            if (
+                record.environment
+                and measured
+                and measured.cv
+                and record.config.profiler is Profiler.NONE
+            ):
                 key = record.config.configuration, record.environment.identity
                 alike.setdefault(key, []).append((path, measured))
     pairs = [pair for same in alike.values() for pair in itertools.combinations(same, 2)]
     assert len(pairs) > 300
-    assert {compare_apart({0: a}, {0: b}).verdict for (_, a), (_, b) in pairs} == {Verdict.CANNOT_TELL}
+    assert {compare_apart({0: a}, {0: b}).verdict for (_, a), (_, b) in pairs} == {
+        Verdict.CANNOT_TELL
+    }
     deviations, differences = [], []
     for same in (same for same in alike.values() if len(same) > 1):
         deviations.append(np.std([math.log(measured.mean_s) for _, measured in same], ddof=1))
-        sides = [[math.log(m.mean_s) for path, m in same if path == wanted] for wanted in {path for path, _ in same}]
+        sides = [
+            [math.log(m.mean_s) for path, m in same if path == wanted]
+            for wanted in {path for path, _ in same}
+        ]
         differences += [abs(np.mean(a) - np.mean(b)) for a, b in itertools.combinations(sides, 2)]
     assert max(deviations) == pytest.approx(PROCESS_DEVIATION, abs=0.005)
     assert SESSION_DEVIATION / 2 < max(differences) < SESSION_DEVIATION
@@ -186,7 +231,10 @@ def test_a_setting_with_a_value_on_both_sides_takes_part() -> None:
 def test_a_setting_that_follows_from_others_on_one_side_is_left_out() -> None:
     """--fast chooses the compile mode by the size."""
     a = [{"size": size, "context": 128, "compile": "none"} for size in ("small", "large")]
-    b = [{"size": size, "context": 128, "compile": mode} for size, mode in (("small", "default"), ("large", "max"))]
+    b = [
+        {"size": size, "context": 128, "compile": mode}
+        for size, mode in (("small", "default"), ("large", "max"))
+    ]
     found = match(a, b)
     assert found.differing == ("compile",)
     assert found.pairs == ((0, 0), (1, 1))
@@ -206,9 +254,12 @@ def test_records_of_unlike_conditions_are_refused_by_name_unless_allowed(name) -
     refuse_unlike(([a], [a]), allow_mixed=False)
 
 
-def test_versions_of_an_input_within_a_side_are_refused_and_those_of_both_sides_are_what_is_compared() -> None:
+def test_versions_of_an_input_within_a_side_are_refused_and_of_both_are_compared() -> None:
     old, new = (
-        replace(make_record(make_config("small", context), (0.1, 0.1)), inputs=(Input(name="model.py", state=state),))
+        replace(
+            make_record(make_config("small", context), (0.1, 0.1)),
+            inputs=(Input(name="model.py", state=state),),
+        )
         for context, state in ((128, "1"), (256, "2"))
     )
     with pytest.raises(ValueError, match="versions of a model's source"):

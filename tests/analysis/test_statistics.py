@@ -26,22 +26,32 @@ def test_mean_interval_is_students(n, confidence) -> None:
 
 
 def test_it_takes_three_values_to_have_an_interval() -> None:
-    """Of two, Student's t with one degree of freedom would make 6.4 times the difference: 1 and 2 from -4.9 to 7.9."""
+    """Of two, Student's t with one degree of freedom would make 6.4 times the difference: 1 and
+    2 from -4.9 to 7.9.
+    """
     assert [mean_interval(values) for values in ([], [1.0], [1.0, 2.0], [2.0, 2.0])] == [None] * 4
     assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5])
-def test_the_interval_of_steps_that_resemble_each_other_covers_the_truth(correlation: float) -> None:
-    """Of 300 processes of 100 steps; Student's t alone covers it in about 74 % of those with a correlation of 0.5."""
+def test_the_interval_of_steps_that_resemble_each_other_covers_the_truth(
+    correlation: float,
+) -> None:
+    """Of 300 processes of 100 steps; Student's t alone covers it in about 74 % of those with a
+    correlation of 0.5.
+    """
     times = 0.01 * correlated_steps(np.random.default_rng(0), 1, 300, 100, correlation)[0]
     half = [steady_interval(steps.tolist()) * steps.mean() for steps in times]
     assert np.mean(np.abs(times.mean(axis=1) - 1) <= half) == pytest.approx(0.945, abs=0.035)
     assert steady_interval([1.0] * 9) is None
 
 
-def correlated_steps(generator, trials: int, processes: int, steps: int, correlation: float = 0.8) -> np.ndarray:
-    """Step times of mean 100 and variance 1, each correlated with the one before it in its process."""
+def correlated_steps(
+    generator, trials: int, processes: int, steps: int, correlation: float = 0.8
+) -> np.ndarray:
+    """Step times of mean 100 and variance 1, each correlated with the one before it in its
+    process.
+    """
     times = generator.standard_normal((trials, processes, steps))
     times[..., 1:] *= math.sqrt(1 - correlation**2)
     for step in range(1, steps):
@@ -52,7 +62,8 @@ def correlated_steps(generator, trials: int, processes: int, steps: int, correla
 def test_lag1_autocorrelation_of_known_series() -> None:
     assert lag1_autocorrelation([1, -1] * 50) == pytest.approx(-0.99)
     assert lag1_autocorrelation([0] * 50 + [1] * 50) == pytest.approx(0.97)
-    assert lag1_autocorrelation([1, 2, 3, 4]) == pytest.approx(0.25)  # (0.75 - 0.25 + 0.75) / 5, by hand
+    # (0.75 - 0.25 + 0.75) / 5, by hand
+    assert lag1_autocorrelation([1, 2, 3, 4]) == pytest.approx(0.25)
     assert lag1_autocorrelation([5.0] * 10) is None
     assert lag1_autocorrelation([1.0, 2.0]) is None
 
@@ -85,13 +96,17 @@ def outliers_by_definition(values: list[float], alpha: float) -> list[int]:
 
 
 def test_outliers_are_those_of_the_definition_on_drawn_series() -> None:
-    """Ties, spikes of many sizes on both sides, steps, and spikes that dwarf all other differences."""
+    """Ties, spikes of many sizes on both sides, steps, and spikes that dwarf all other
+    differences.
+    """
     generator, num_with_outliers = np.random.default_rng(0), 0
     for _ in range(300):
         n = int(generator.integers(0, 40))
         series = generator.normal(1, 10.0 ** generator.integers(-9, 0), n)
         is_spike = generator.random(n) < generator.choice([0, 0.1, 0.4])
-        series[is_spike] += generator.choice([-1, 1], is_spike.sum()) * 10.0 ** generator.uniform(-6, 12)
+        series[is_spike] += generator.choice([-1, 1], is_spike.sum()) * 10.0 ** generator.uniform(
+            -6, 12
+        )
         values = series.round(int(generator.choice([1, 3, 15]))).tolist()
         expected = outliers_by_definition(values, 0.005)
         num_with_outliers += bool(expected)
@@ -100,7 +115,9 @@ def test_outliers_are_those_of_the_definition_on_drawn_series() -> None:
 
 
 def test_judging_a_long_run_takes_seconds() -> None:
-    """200,000 steps, half of them far from the others: a look at all steps for each outlier would take hours."""
+    """200,000 steps, half of them far from the others: a look at all steps for each outlier
+    would take hours.
+    """
     times_s = np.exp(np.random.default_rng(0).standard_cauchy(200_000).clip(-20, 20)).tolist()
     started = process_time()
     assert len(timing_warnings(times_s)) >= 2

@@ -51,7 +51,8 @@ def test_independent_noise_is_seldom_said_to_drift(draw) -> None:
     trials = 1500
     alarms = 0
     for _ in range(trials):
-        times = 0.05 * (1 + 0.01 * draw(generator))  # 1 %, a noisy machine: quieter ones stay under the least drift
+        # 1 %, a noisy machine: quieter ones stay under the least drift
+        times = 0.05 * (1 + 0.01 * draw(generator))
         alarms += WarningCode.DRIFT in warnings_of(times)
     assert alarms / trials < 0.01
 
@@ -107,9 +108,19 @@ def test_the_cpu_is_the_limit_if_most_of_a_step_waits_for_it() -> None:
 
 
 def test_the_phases_that_wait_are_those_of_most_steps() -> None:
-    """The host holds up forward in two of three steps and backward in one, and launches the optimizer at once."""
-    device = {Phase.FORWARD: (0.1, 0.1, 0.1), Phase.BACKWARD: (0.2, 0.25, 0.2), Phase.OPTIMIZER: (0.04, 0.04, 0.04)}
-    host = {Phase.FORWARD: (0.1, 0.1, 0.08), Phase.BACKWARD: (0.1, 0.25, 0.1), Phase.OPTIMIZER: (0.001, 0.001, 0.001)}
+    """The host holds up forward in two of three steps and backward in one, and launches the
+    optimizer at once.
+    """
+    device = {
+        Phase.FORWARD: (0.1, 0.1, 0.1),
+        Phase.BACKWARD: (0.2, 0.25, 0.2),
+        Phase.OPTIMIZER: (0.04, 0.04, 0.04),
+    }
+    host = {
+        Phase.FORWARD: (0.1, 0.1, 0.08),
+        Phase.BACKWARD: (0.1, 0.25, 0.1),
+        Phase.OPTIMIZER: (0.001, 0.001, 0.001),
+    }
     step = Measurement(Phase.STEP, tuple(map(sum, zip(*device.values(), strict=True))))
     on_device, on_host = ([Measurement(*each) for each in own.items()] for own in (device, host))
     assert launched_phases([*on_device, step], on_host) == {Phase.FORWARD: pytest.approx(0.1)}
@@ -127,8 +138,13 @@ PLAIN = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
 
 
 def test_a_run_is_not_advised_what_it_does_already() -> None:
-    end, flags = "use a larger model or batch", "fewer kernels (--compile default, --attention sdpa, --optimizer fused)"
-    assert launch_bound(PLAIN).endswith(f"{end}, {flags}, or CUDA graphs (--cuda-graph --optimizer fused)")
+    end, flags = (
+        "use a larger model or batch",
+        "fewer kernels (--compile default, --attention sdpa, --optimizer fused)",
+    )
+    assert launch_bound(PLAIN).endswith(
+        f"{end}, {flags}, or CUDA graphs (--cuda-graph --optimizer fused)"
+    )
     model = replace(PLAIN.model, attention=Attention.SDPA)
     graphs = replace(PLAIN, optimizer=OptimizerKind.FUSED, model=model, cuda_graph=True)
     assert launch_bound(graphs).endswith(f"{end}, or fewer kernels (--compile default)")
@@ -147,13 +163,19 @@ def test_a_run_is_not_advised_what_it_does_already() -> None:
         (Remedy.ATTENTION, {}, "--attention sdpa"),
         (Remedy.OPTIMIZER, {}, "--optimizer fused"),
         (Remedy.GRAPHS, {}, "--cuda-graph --optimizer fused"),
-        (Remedy.GRAPHS, {"optimizer": OptimizerKind.FUSED, "warmup_steps": 1}, "--cuda-graph --warmup-steps 4"),
+        (
+            Remedy.GRAPHS,
+            {"optimizer": OptimizerKind.FUSED, "warmup_steps": 1},
+            "--cuda-graph --warmup-steps 4",
+        ),
         (Remedy.TF32, {}, "--precision tf32"),
         (Remedy.BF16, {"precision": Precision.TF32}, "--mixed-precision"),
         (Remedy.OVERLAP, {"parallel": Parallel.DDP_FLAT, "ranks": 2}, "--parallel ddp-overlap"),
     ],
 )
-def test_flags_of_a_change_make_a_valid_run_that_has_it(remedy: Remedy, changes: dict, flags: str) -> None:
+def test_flags_of_a_change_make_a_valid_run_that_has_it(
+    remedy: Remedy, changes: dict, flags: str
+) -> None:
     config = replace(PLAIN, **changes)
     assert remedy.named_for(config) == flags
     other = remedy.applied_to(config)
@@ -164,24 +186,39 @@ def test_flags_of_a_change_make_a_valid_run_that_has_it(remedy: Remedy, changes:
 
 def test_what_a_run_cannot_have_is_not_open_to_it() -> None:
     assert not Remedy.GRAPHS.is_open_to(replace(PLAIN, precision=Precision.FP16))
-    assert not Remedy.ATTENTION.is_open_to(replace(PLAIN, model=replace(PLAIN.model, attention=Attention.SDPA)))
+    assert not Remedy.ATTENTION.is_open_to(
+        replace(PLAIN, model=replace(PLAIN.model, attention=Attention.SDPA))
+    )
     assert not Remedy.OVERLAP.is_open_to(PLAIN)
 
 
 @pytest.mark.parametrize(
     ("clocks_mhz", "reasons", "share"),
-    [((1980, 1980), ("power cap",), None), ((1980, 1500), (), None), ((1980, 1485), ("power cap",), "75%"),
-     ((990, 1980), ("power cap",), "50%")],
-)  # fmt: skip
+    [
+        ((1980, 1980), ("power cap",), None),
+        ((1980, 1500), (), None),
+        ((1980, 1485), ("power cap",), "75%"),
+        ((990, 1980), ("power cap",), "50%"),
+    ],
+)
 def test_a_gpu_at_its_full_clock_is_not_throttled(
     clocks_mhz: tuple[int, int], reasons: tuple[str, ...], share: str | None
 ) -> None:
-    """The driver names reasons for clocks that are the highest too; a clock without a reason is that of an idle GPU."""
+    """The driver names reasons for clocks that are the highest too; a clock without a reason is
+    that of an idle GPU.
+    """
     before, after = (
-        GpuState(sm_clock_hz=clock * 10**6, max_sm_clock_hz=1980 * 10**6, memory_clock_hz=1, power_w=700.0,
-                 temperature_c=60, throttle_reasons=reasons, other_processes=0)
+        GpuState(
+            sm_clock_hz=clock * 10**6,
+            max_sm_clock_hz=1980 * 10**6,
+            memory_clock_hz=1,
+            power_w=700.0,
+            temperature_c=60,
+            throttle_reasons=reasons,
+            other_processes=0,
+        )
         for clock in clocks_mhz
-    )  # fmt: skip
+    )
     found = throttled(Telemetry(before=before, after=after))
     assert (found is None) == (share is None)
     assert share is None or share in (found or "")

@@ -34,11 +34,17 @@ def account(*words: str | Path) -> int:
 def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for gib in ("3", "80"):
-        assert account("--size", "small", "--context-length", "256", "--fit", "--memory-gib", gib) == 0
+        assert (
+            account("--size", "small", "--context-length", "256", "--fit", "--memory-gib", gib) == 0
+        )
         said = capsys.readouterr().out
         assert said.startswith("What fits"), "what was asked comes first"
-        answers.append((re.search(r"this configuration\s+(\S.*?)\s*\n", said)[1],
-                        int(re.search(r"largest batch at context 256\s+(\d+)", said)[1])))  # fmt: skip
+        answers.append(
+            (
+                re.search(r"this configuration\s+(\S.*?)\s*\n", said)[1],
+                int(re.search(r"largest batch at context 256\s+(\d+)", said)[1]),
+            )
+        )
     (small, few), (large, many) = answers
     assert (small, large) == ("does not fit", "fits")
     assert few < 4 <= many
@@ -47,10 +53,19 @@ def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> 
 def test_what_is_to_fit_this_machine_is_what_programs_can_have_of_its_smallest_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The driver keeps a GiB of the one to itself, and the other is smaller: as a sweep plans, so here."""
+    """The driver keeps a GiB of the one to itself, and the other is smaller: as a sweep plans,
+    so here.
+    """
     sizes = ((80 * GIB, 79 * GIB), (24 * GIB, 23 * GIB))
     gpus = tuple(
-        Gpu(index=i, uuid=f"GPU-{i}", name="NVIDIA X", memory_bytes=whole, usable_bytes=usable, driver="1")
+        Gpu(
+            index=i,
+            uuid=f"GPU-{i}",
+            name="NVIDIA X",
+            memory_bytes=whole,
+            usable_bytes=usable,
+            driver="1",
+        )
         for i, (whole, usable) in enumerate(sizes)
     )
     monkeypatch.setattr(nvml, "visible_gpus", lambda: gpus)
@@ -87,7 +102,10 @@ def test_without_a_known_memory_the_flag_is_needed(
         (["--checkpoint-blocks", "-1"], "--checkpoint-blocks"),
         (["--top", "0"], "--top"),
         (["--top", "-3"], "--top"),
-        (["--device-name", "A100"], "A100-SXM4-40GB, A100-PCIE-40GB, A100-SXM4-80GB, A100 80GB PCIe"),
+        (
+            ["--device-name", "A100"],
+            "A100-SXM4-40GB, A100-PCIE-40GB, A100-SXM4-80GB, A100 80GB PCIe",
+        ),
         (["--device-name", "H20"], "is not known; did you mean one of H200"),
         (["--device-name", "Gforce RTX 4090"], "GeForce RTX 4090"),
         (["--device-name", ""], "RTX A6000"),
@@ -95,7 +113,9 @@ def test_without_a_known_memory_the_flag_is_needed(
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_what_cannot_be_meant_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_meant_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert account(*words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -115,7 +135,12 @@ def test_a_damaged_file_of_ceilings_is_said_and_costs_nothing_else(
     path = tmp_path / "h200" / "ceilings.json"
     path.parent.mkdir()
     path.write_bytes(b"{")
-    assert account("--size", "small", "--mixed-precision", "--device-name", "H200", "--ceilings", tmp_path) == 0
+    assert (
+        account(
+            "--size", "small", "--mixed-precision", "--device-name", "H200", "--ceilings", tmp_path
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out.startswith("One step of")
     assert str(path) in err
@@ -129,7 +154,9 @@ def test_every_known_device_can_be_named(name: str) -> None:
         assert name in device.names
 
 
-def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_numbers_are_written_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place")) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].endswith(str(tmp_path / "new" / "place"))
@@ -147,11 +174,17 @@ def test_tables_and_numbers_are_written_where_asked(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("short", "name"),
     [
-        ("4090", "GeForce RTX 4090"), ("a6000", "RTX A6000"), ("h200", "H200"), ("nvidia h100 pcie", "H100 PCIe"),
-        ("H100 SXM", "H100 80GB HBM3"), ("A100-SXM-80GB", "A100-SXM4-80GB"), ("V100-SXM2", "V100-SXM2-16GB"),
-        ("L4", "L4"), ("a10", "A10"),
+        ("4090", "GeForce RTX 4090"),
+        ("a6000", "RTX A6000"),
+        ("h200", "H200"),
+        ("nvidia h100 pcie", "H100 PCIe"),
+        ("H100 SXM", "H100 80GB HBM3"),
+        ("A100-SXM-80GB", "A100-SXM4-80GB"),
+        ("V100-SXM2", "V100-SXM2-16GB"),
+        ("L4", "L4"),
+        ("a10", "A10"),
     ],
-)  # fmt: skip
+)
 def test_a_short_name_means_the_one_device_that_it_can_mean(short: str, name: str) -> None:
     assert device_meant(short) is find_device(name) is not None
 
@@ -171,19 +204,28 @@ def flops_of(*words: str) -> int:
 def ceilings_of(directory: Path, device_name: str, tflops: float = 1) -> Path:
     products = [product_at(square(side), tflops) for side in (64, 8192)]
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
-    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
+    launches = [
+        LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)
+    ]
     directory.mkdir()
     study = make_ceilings(products, streams, launches, device_name=device_name)
     (directory / "ceilings.json").write_bytes(encode_json(study))
     return directory
 
 
-def test_ceilings_give_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Products so slow that nothing else counts: the step takes its FLOPs over their rate. None is in fp32."""
+def test_ceilings_give_the_time_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Products so slow that nothing else counts: the step takes its FLOPs over their rate. None
+    is in fp32.
+    """
     ceilings_of(tmp_path / "h200", "NVIDIA H200", tflops=1e-3)
     flags = ["--size", "small", "--device-name", "H200", "--ceilings", str(tmp_path)]
     assert account(*flags, "--mixed-precision") == 0
-    assert step_of(capsys.readouterr().out) == (pytest.approx(flops_of("--size", "small") / 1e9, rel=0.01), True)
+    assert step_of(capsys.readouterr().out) == (
+        pytest.approx(flops_of("--size", "small") / 1e9, rel=0.01),
+        True,
+    )
     assert account(*flags, "--precision", "fp32") == 0
     assert not step_of(capsys.readouterr().out)[1]
 
@@ -204,7 +246,9 @@ def test_a_device_that_is_not_said_is_asked_for(
 def test_a_short_name_means_the_one_device_of_the_ceilings_that_it_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """H100 alone is the one whose ceilings come with the program, unless the user has measured another."""
+    """H100 alone is the one whose ceilings come with the program, unless the user has measured
+    another.
+    """
     flags = ["--size", "tiny", "--mixed-precision", "--ceilings", tmp_path, "--device-name"]
     ceilings_of(tmp_path / "0", "NVIDIA H200")
     assert account(*flags, "h100") == 0
@@ -225,10 +269,19 @@ def test_a_short_name_means_the_one_device_of_the_ceilings_that_it_fits(
 
 @pytest.mark.parametrize("here", [None, "NVIDIA A30", "NVIDIA H100 80GB HBM3"])
 def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
-    here: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Whatever GPU this machine has: its data sheet, its memory and its time. The memory of a GPU here is measured."""
-    gpus = [Gpu(index=0, uuid="u", name=name, memory_bytes=23 * GIB, driver="1") for name in (here,) if name]
+    """Whatever GPU this machine has: its data sheet, its memory and its time. The memory of a
+    GPU here is measured.
+    """
+    gpus = [
+        Gpu(index=0, uuid="u", name=name, memory_bytes=23 * GIB, driver="1")
+        for name in (here,)
+        if name
+    ]
     for module in (command, nvml):
         monkeypatch.setattr(module, "visible_gpus", lambda: tuple(gpus))
     directory = ceilings_of(tmp_path / "h100", "NVIDIA H100 80GB HBM3", tflops=1e-3)
@@ -242,7 +295,9 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
     assert "no data sheet says how much Own GPU has" in capsys.readouterr().err
 
 
-def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_without_ceilings_takes_its_data_sheet_and_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Of a large model nothing but the matmuls counts, at the stated share of the peak."""
     flags = ["--size", "2.7B", "--batch-size", "32", "--mixed-precision", "--attention", "sdpa"]
     flags += ["--device-name", "B200", "--mode", "inference"]
@@ -264,7 +319,9 @@ def values(said: str) -> dict[str, str]:
     return dict(re.findall(r"^(\S.*?)  +(\S+)", said, re.MULTILINE))
 
 
-@pytest.mark.parametrize("device", [["--device-name", "H100"], ["--device-name=NVIDIA H100 80GB HBM3"]])
+@pytest.mark.parametrize(
+    "device", [["--device-name", "H100"], ["--device-name=NVIDIA H100 80GB HBM3"]]
+)
 def test_the_lectures_days_come_with_what_they_follow_from(
     device: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,9 +372,14 @@ ALL_GIVEN = [*DAYS, "--peak-tflops", "1"]
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [*((flag, "0") for flag in NUMBERS), *(("--tokens", value) for value in ("-1", "nan", "inf", "1e300"))],
+    [
+        *((flag, "0") for flag in NUMBERS),
+        *(("--tokens", value) for value in ("-1", "nan", "inf", "1e300")),
+    ],
 )
-def test_numbers_that_cannot_be_meant_are_refused(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_cannot_be_meant_are_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = list(ALL_GIVEN)
     words[words.index(flag) + 1] = value
     assert account(*words) == 2
@@ -348,10 +410,14 @@ def test_training_that_cannot_be_told_is_refused_in_one_line(
     assert said in printed.err
 
 
-@pytest.mark.parametrize("gpus", [(), ("an H20, whose peak is not known",)], ids=["none", "unknown"])
+@pytest.mark.parametrize(
+    "gpus", [(), ("an H20, whose peak is not known",)], ids=["none", "unknown"]
+)
 def test_without_a_known_gpu_the_device_must_be_named(
     gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus))
+    monkeypatch.setattr(
+        command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus)
+    )
     assert account(*DAYS) == 2
     assert "--device-name or --peak-tflops" in capsys.readouterr().err

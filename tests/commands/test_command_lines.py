@@ -1,4 +1,6 @@
-"""Whatever is typed, a command ends with one line and the right exit status, never with a traceback."""
+"""Whatever is typed, a command ends with one line and the right exit status, never with a
+traceback.
+"""
 
 import json
 import os
@@ -15,14 +17,76 @@ from cs336_systems.commands.flags import flag_names, parse
 
 LONG = "9" * 320
 NUMBERS = (
-    "0", "1", "-1", "3", "16", "1.5", "1e5", "1e400", "nan", "inf", "-inf", LONG, f"-{LONG}", f"1e{LONG}", "9" * 5000,
-    "0x10", "1_000", "", " ", "80GB", "7B", "70GiB", "1K", "K", "e9", "1e9", "2T", "\u0663", f"{2**63}", "1e-9",
-)  # fmt: skip
+    "0",
+    "1",
+    "-1",
+    "3",
+    "16",
+    "1.5",
+    "1e5",
+    "1e400",
+    "nan",
+    "inf",
+    "-inf",
+    LONG,
+    f"-{LONG}",
+    f"1e{LONG}",
+    "9" * 5000,
+    "0x10",
+    "1_000",
+    "",
+    " ",
+    "80GB",
+    "7B",
+    "70GiB",
+    "1K",
+    "K",
+    "e9",
+    "1e9",
+    "2T",
+    "\u0663",
+    f"{2**63}",
+    "1e-9",
+)
 WORDS = (
-    "help", "--help", "-h", "--help-all", "--", "-", "---", "--=", "--no-such", "-x", "tiny", "8B", "cpu", "fp32",
-    "train", "naive", "sdpa", "H100", "x" * 5000, "nothing/there", ".", "/dev/null", "\udc80", "\x1b[31m", "a\nb", "{}",
-    "$(x)", "%s", "a b", "--size tiny", "mine:make", "none", "bf16", "ddp", "fsdp", "2.7B", "gpt2",
-)  # fmt: skip
+    "help",
+    "--help",
+    "-h",
+    "--help-all",
+    "--",
+    "-",
+    "---",
+    "--=",
+    "--no-such",
+    "-x",
+    "tiny",
+    "8B",
+    "cpu",
+    "fp32",
+    "train",
+    "naive",
+    "sdpa",
+    "H100",
+    "x" * 5000,
+    "nothing/there",
+    ".",
+    "/dev/null",
+    "\udc80",
+    "\x1b[31m",
+    "a\nb",
+    "{}",
+    "$(x)",
+    "%s",
+    "a b",
+    "--size tiny",
+    "mine:make",
+    "none",
+    "bf16",
+    "ddp",
+    "fsdp",
+    "2.7B",
+    "gpt2",
+)
 DRAWN = int(os.environ.get("CS336_COMMAND_LINES", "150"))
 
 
@@ -42,12 +106,16 @@ def nothing_is_run(monkeypatch: pytest.MonkeyPatch, here: object) -> None:
     ):
         monkeypatch.setattr(f"cs336_systems.commands.{name}", begins)
     monkeypatch.setattr("cs336_systems.sweep.run.measure_one", begins)
-    monkeypatch.setattr("cs336_systems.costs.traces.importlib", SimpleNamespace(import_module=begins))
+    monkeypatch.setattr(
+        "cs336_systems.costs.traces.importlib", SimpleNamespace(import_module=begins)
+    )
     monkeypatch.setattr("cs336_systems.costs.traces.subprocess", SimpleNamespace(run=begins))
 
 
 def drawn(chance: random.Random) -> list[str]:
-    """A command, mostly an existing one, with some of its flags; most of their values are of the right type."""
+    """A command, mostly an existing one, with some of its flags; most of their values are of the
+    right type.
+    """
     command = chance.choice(cli.COMMANDS)
     kind = cli._arguments(command)
     names = sorted(flag_names(kind))
@@ -68,7 +136,9 @@ def drawn(chance: random.Random) -> list[str]:
     return words
 
 
-def test_no_command_line_is_answered_by_a_traceback(nothing_is_run: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_line_is_answered_by_a_traceback(
+    nothing_is_run: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     chance = random.Random(int(os.environ.get("CS336_FAULT_SEED", "6")))
     statuses = []
     for _ in range(DRAWN):
@@ -84,7 +154,10 @@ def test_no_command_line_is_answered_by_a_traceback(nothing_is_run: None, capsys
         assert "Traceback" not in said, words
         if status:
             assert said.splitlines()[-1].startswith("error: "), (words, said)
-            assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1, (words, said)
+            assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1, (
+                words,
+                said,
+            )
         statuses.append(status)
     assert statuses.count(0) > DRAWN / 20
 
@@ -119,9 +192,17 @@ def test_how_it_ends(line: str, status: int, num_lines: int, here: Path) -> None
 
 def test_what_an_encoding_lacks_is_escaped_and_json_stays_json() -> None:
     words = [sys.executable, "-m", "cs336_systems", "kernels", str(PROFILE)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "LC_ALL": "C",
+        "PYTHONUTF8": "0",
+        "PYTHONCOERCECLOCALE": "0",
+    }
     tables = subprocess.run(words, env=environment, capture_output=True, timeout=100)
     assert (tables.returncode, tables.stderr) == (0, b"")
     assert "\\u00b5s" in tables.stdout.decode("ascii")
     done = subprocess.run([*words, "--json"], env=environment, capture_output=True, timeout=100)
-    assert json.loads(done.stdout.decode("ascii"))["kernels"] == json.loads(PROFILE.read_bytes())["kernels"]
+    assert (
+        json.loads(done.stdout.decode("ascii"))["kernels"]
+        == json.loads(PROFILE.read_bytes())["kernels"]
+    )

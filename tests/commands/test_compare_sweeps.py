@@ -38,8 +38,10 @@ def test_sweeps_on_disk_are_compared_and_nothing_is_written(here, capsys) -> Non
     assert compare(a, b) == 0
     assert sorted(here.rglob("*")) == before
     assert re.findall(r"slower|cannot tell|only in B", capsys.readouterr().out)[:3] == [
-        "slower", "cannot tell", "only in B",
-    ]  # fmt: skip
+        "slower",
+        "cannot tell",
+        "only in B",
+    ]
 
 
 def test_records_of_other_conditions_are_refused_in_one_line_unless_allowed(here, capsys) -> None:
@@ -57,7 +59,9 @@ def test_records_of_other_conditions_are_refused_in_one_line_unless_allowed(here
 @pytest.mark.parametrize("side", ["attention/bf16", "nowhere", "README.md"])
 def test_what_holds_no_sweep_is_refused_in_one_line(side, capsys) -> None:
     assert compare(DATA / side, sweep("a", 0.1)) == 2
-    assert re.fullmatch(rf"error: [^\n]*{re.escape(str(DATA / side))}[^\n]*\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        rf"error: [^\n]*{re.escape(str(DATA / side))}[^\n]*\n", capsys.readouterr().err
+    )
 
 
 def test_equal_sides_are_refused_in_one_line_unless_asked_for(measured, capsys) -> None:
@@ -85,7 +89,9 @@ class Measured:
     @staticmethod
     def record(config: RunConfig) -> RunRecord:
         """A step that takes twice as long with another seed."""
-        step_s = config.model.context_length * (0.02 if config.seed else 0.01) + config.repeat * 1e-6
+        step_s = (
+            config.model.context_length * (0.02 if config.seed else 0.01) + config.repeat * 1e-6
+        )
         return make_record(config, [step_s] * 5)
 
 
@@ -102,9 +108,13 @@ def test_the_runs_of_two_configurations_alternate(measured, here) -> None:
     (directory,) = (here / "data/e2e_benchmark").iterdir()
     with (directory / "comparison.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["verdict"], row["a_processes"], row["b_processes"]) for row in rows] == [("slower", "4", "4")]
+    assert [(row["verdict"], row["a_processes"], row["b_processes"]) for row in rows] == [
+        ("slower", "4", "4")
+    ]
     page = (directory / "index.html").read_text()
-    assert 0 < page.index('id="findings"') < page.index('id="comparison"') < page.index('id="results"')
+    assert (
+        0 < page.index('id="findings"') < page.index('id="comparison"') < page.index('id="results"')
+    )
     before = {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
     for path in directory.glob("comparison.[cmt]*"):
         path.unlink()
@@ -114,7 +124,9 @@ def test_the_runs_of_two_configurations_alternate(measured, here) -> None:
 
 
 def test_a_baseline_is_kept_once_and_compared_with_later(here, capsys) -> None:
-    """The results change from 100 to 50 ms: B is twice as fast, give or take what one process each can tell."""
+    """The results change from 100 to 50 ms: B is twice as fast, give or take what one process
+    each can tell.
+    """
     a = sweep("a", 0.1)
     assert compare(a, "--baseline", "before") == 0
     for path in (a / "runs").iterdir():
@@ -122,7 +134,9 @@ def test_a_baseline_is_kept_once_and_compared_with_later(here, capsys) -> None:
     write_record(make_record(make_config("small", 128), [0.05] * 5), a / "runs")
     capsys.readouterr()
     assert compare(a, "--baseline", "before") == 0
-    assert re.fullmatch(r"B is 2\.0 ± 0\.3 times as fast as A .*", capsys.readouterr().out.splitlines()[-1])
+    assert re.fullmatch(
+        r"B is 2\.0 ± 0\.3 times as fast as A .*", capsys.readouterr().out.splitlines()[-1]
+    )
     assert len([*(here / "data/baselines/before/runs").iterdir()]) == 1
     for wrong in ((a,), (a, a, "--baseline", "x"), (ONE, "--baseline", "x")):
         assert compare(*wrong) == 2

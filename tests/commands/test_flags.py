@@ -1,4 +1,6 @@
-"""What the flags mean on a machine with a GPU and without, what they cannot mean, and where results go."""
+"""What the flags mean on a machine with a GPU and without, what they cannot mean, and where
+results go.
+"""
 
 import io
 import json
@@ -21,7 +23,16 @@ from cs336_systems.commands.account import AccountArguments
 from cs336_systems.commands.benchmark import BenchmarkArguments
 from cs336_systems.commands.flags import FIELDS, MAX_NAME_LENGTH
 from cs336_systems.commands.sweep import SweepArguments, default_name
-from cs336_systems.config import SIZES, Device, Mode, ModelConfig, Phase, Precision, Profiler, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Device,
+    Mode,
+    ModelConfig,
+    Phase,
+    Precision,
+    Profiler,
+    RunConfig,
+)
 from cs336_systems.costs.time import step_time
 from cs336_systems.measure import nvml
 from cs336_systems.measure.nvml import Gpu
@@ -69,20 +80,33 @@ def name(flags: str = "") -> str:
 
 
 def test_without_flags_a_cpu_trains_and_sweeps_tiny() -> None:
-    assert one() == RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=128), device=Device.CPU)
+    assert one() == RunConfig(
+        size="tiny", model=replace(SIZES["tiny"], context_length=128), device=Device.CPU
+    )
     assert (one().mode, one().precision, one().batch_size) == (Mode.TRAIN, Precision.FP32, 4)
     assert (one().warmup_steps, one().measured_steps) == (5, 10)
-    assert grid() == [replace(one(), model=replace(one().model, context_length=length)) for length in (64, 128, 256)]
+    assert grid() == [
+        replace(one(), model=replace(one().model, context_length=length))
+        for length in (64, 128, 256)
+    ]
 
 
 @pytest.mark.usefixtures("gpu")
 def test_without_flags_a_gpu_trains_small_and_sweeps_the_assignment_s_grid() -> None:
-    assert one() == RunConfig(size="small", model=replace(SIZES["small"], context_length=512), device=Device.CUDA)
+    assert one() == RunConfig(
+        size="small", model=replace(SIZES["small"], context_length=512), device=Device.CUDA
+    )
     assert (one("--device cpu").size, one("--device cpu").device) == ("tiny", Device.CPU)
     assert one("--device cuda") == one()
-    expected = [(size, length) for size in ("small", "medium", "large", "xl", "2.7B") for length in (128, 256, 512)]
+    expected = [
+        (size, length)
+        for size in ("small", "medium", "large", "xl", "2.7B")
+        for length in (128, 256, 512)
+    ]
     assert sorted((c.size, c.model.context_length) for c in grid()) == sorted(expected)
-    assert {(c.device, c.mode, c.precision) for c in grid()} == {(Device.CUDA, Mode.TRAIN, Precision.FP32)}
+    assert {(c.device, c.mode, c.precision) for c in grid()} == {
+        (Device.CUDA, Mode.TRAIN, Precision.FP32)
+    }
 
 
 def saved(array: np.ndarray) -> bytes:
@@ -99,10 +123,14 @@ NO_TOKENS = {
     saved(np.zeros((20, 20), np.int32)): "found 2 axes of int32",
     saved(np.zeros(128, np.int32)): "needed more than context_length = 128 tokens, found 128",
 }
-"""Contents of files that a step of tiny on a CPU, at context 128, cannot take for tokens, and what is said of them."""
+"""Contents of files that a step of tiny on a CPU, at context 128, cannot take for tokens, and
+what is said of them.
+"""
 
 
-def test_a_token_file_that_is_none_is_said_before_any_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_file_that_is_none_is_said_before_any_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for content, problem in NO_TOKENS.items():
         Path("t.npy").write_bytes(content)
@@ -113,12 +141,16 @@ def test_a_token_file_that_is_none_is_said_before_any_run(tmp_path: Path, monkey
 def typed(config: RunConfig) -> str:
     """The flags of a configuration of another shape than its preset's."""
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NO_FLAG}
-    values |= {f.name: getattr(config.model, f.name) for f in fields(config.model) if f.name not in NO_FLAG}
+    values |= {
+        f.name: getattr(config.model, f.name) for f in fields(config.model) if f.name not in NO_FLAG
+    }
     words = ["--size tiny", *(["--model " + config.model_factory] if config.model_factory else [])]
     for name, value in values.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words += [] if value == (name == "ranges") else [f"--{flag}" if value else f"--no-{flag}"]
+            words += (
+                [] if value == (name == "ranges") else [f"--{flag}" if value else f"--no-{flag}"]
+            )
         elif value is not None:
             words.append(f"--{flag} {value}")
     return " ".join(words)
@@ -148,11 +180,15 @@ def test_graphs_go_where_memory_is_recorded() -> None:
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
 
 
-def test_a_run_that_nsys_started_is_a_profiled_one(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_nsys_started_is_a_profiled_one(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert one().profiler is Profiler.NONE
     monkeypatch.setenv(UNDER_NSYS, "1")
     assert one().profiler is Profiler.NSYS
-    assert one("--device cpu").profiler is Profiler.NONE, "nsys sees no kernels there, and slows next to nothing"
+    assert one("--device cpu").profiler is Profiler.NONE, (
+        "nsys sees no kernels there, and slows next to nothing"
+    )
     with pytest.raises(ValueError, match="two profilers"):
         one("--profile")
 
@@ -166,7 +202,9 @@ def test_a_profiled_sweep_runs_each_configuration_without_the_profiler_too(gpu: 
         plain = [config for config in configs if config.profiler is Profiler.NONE]
         assert plain == grid("--sizes small xl --context-lengths 128 --repeats 2")
         profiled = [config for config in configs if config.profiler is profiler]
-        assert [config.unprofiled for config in profiled] == [config for config in plain if config.repeat == 0]
+        assert [config.unprofiled for config in profiled] == [
+            config for config in plain if config.repeat == 0
+        ]
         assert len(configs) == len(plain) + len(profiled)
         assert parse(SweepArguments, flag).directory().parent == Path("data") / folder
     with pytest.raises(ValueError, match="choose one"):
@@ -183,19 +221,30 @@ def test_a_sweep_is_not_run_under_nsys(
 
 
 def test_a_grid_is_every_combination_once_sizes_first() -> None:
-    configs = grid("--sizes small medium --context-lengths 16 32 --modes forward train --precisions fp32 bf16 "
-                   "--warmup-steps 0 5")  # fmt: skip
-    seen = [(c.size, c.model.context_length, c.mode.value, c.precision.value, c.warmup_steps) for c in configs]
+    configs = grid(
+        "--sizes small medium --context-lengths 16 32 --modes forward train --precisions fp32 bf16 "
+        "--warmup-steps 0 5"
+    )
+    seen = [
+        (c.size, c.model.context_length, c.mode.value, c.precision.value, c.warmup_steps)
+        for c in configs
+    ]
     by_hand = [
         (size, length, mode, precision, warmup)
-        for size in ("small", "medium") for length in (16, 32) for mode in ("forward", "train")
-        for precision in ("fp32", "bf16") for warmup in (0, 5)
-    ]  # fmt: skip
+        for size in ("small", "medium")
+        for length in (16, 32)
+        for mode in ("forward", "train")
+        for precision in ("fp32", "bf16")
+        for warmup in (0, 5)
+    ]
     assert seen == by_hand
 
 
 def test_what_is_asked_for_twice_runs_once() -> None:
-    flags = "--sizes tiny tiny --context-lengths 64 64 --modes train train --precisions bf16 bf16 --warmup-steps 5 5"
+    flags = (
+        "--sizes tiny tiny --context-lengths 64 64 --modes train train --precisions bf16 bf16 "
+        "--warmup-steps 5 5"
+    )
     assert grid(flags) == grid("--sizes tiny --context-lengths 64 --precisions bf16")
     assert len(grid("--mixed-precision --precisions bf16 bf16 --context-lengths 64")) == 1
     same_shape = "--d-model 8 --d-ff 8 --num-layers 1 --num-heads 1 --context-lengths 64"
@@ -215,20 +264,54 @@ def test_repeats_go_forth_and_back() -> None:
 
 def test_a_plain_name_is_a_directory_below_the_output_and_no_other_is_taken() -> None:
     for text in ("x", "X-1", "_", "run_2.0+a", "0", "a..b", "x" * MAX_NAME_LENGTH):
-        assert SweepArguments(name=text, output=Path("out")).directory() == Path("out/e2e_benchmark") / text
-    for text in ("", ".", "..", "../x", "/etc/x", "a/b", "a\\b", "-rf", ".hidden", "~", "a b", "a\n", "a\0b", "$(id)",
-                 "a*", "C:", "x" * 101, "é", "a\u202eb", "\udcff", "%2e"):  # fmt: skip
-        with pytest.raises(ValueError, match=r"^--name must be 1 to 100 letters, digits, [^\n\0]*; got '[^\n\0]*$"):
+        assert (
+            SweepArguments(name=text, output=Path("out")).directory()
+            == Path("out/e2e_benchmark") / text
+        )
+    for text in (
+        "",
+        ".",
+        "..",
+        "../x",
+        "/etc/x",
+        "a/b",
+        "a\\b",
+        "-rf",
+        ".hidden",
+        "~",
+        "a b",
+        "a\n",
+        "a\0b",
+        "$(id)",
+        "a*",
+        "C:",
+        "x" * 101,
+        "é",
+        "a\u202eb",
+        "\udcff",
+        "%2e",
+    ):
+        with pytest.raises(
+            ValueError, match=r"^--name must be 1 to 100 letters, digits, [^\n\0]*; got '[^\n\0]*$"
+        ):
             SweepArguments(name=text).directory()
 
 
-def test_a_default_name_says_mode_precision_what_differs_and_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_name_says_mode_precision_what_differs_and_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert name() == "train_fp32_cpu"
     assert name("--modes forward train --precisions fp32 bf16") == "forward-train_fp32-bf16_cpu"
     assert name("--mixed-precision") == "train_bf16_cpu"
     assert name("--sizes small medium --repeats 3") == "train_fp32_sizes-small-medium_repeats-3_cpu"
-    assert name("--attention sdpa --no-ranges --d-ff 64") == "train_fp32_d-ff-64_attention-sdpa_ranges-False_cpu"
-    assert name("--output elsewhere --fresh --timeout-s 5 --allow-mixed --dry-run --device cpu") == "train_fp32_cpu"
+    assert (
+        name("--attention sdpa --no-ranges --d-ff 64")
+        == "train_fp32_d-ff-64_attention-sdpa_ranges-False_cpu"
+    )
+    assert (
+        name("--output elsewhere --fresh --timeout-s 5 --allow-mixed --dry-run --device cpu")
+        == "train_fp32_cpu"
+    )
     see(monkeypatch, H100)
     assert name() == "train_fp32_NVIDIA-H100-80GB-HBM3"
     assert name("--device cpu") == "train_fp32_cpu"
@@ -246,13 +329,20 @@ def test_long_default_names_differ_where_the_flags_do() -> None:
 def test_the_smallest_run_comes_first_and_what_will_not_fit_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139 GiB."""
-    flags = f"--sizes 10B 2.7B small --context-lengths 512 --output {shlex.quote(str(tmp_path))} --dry-run"
+    """An H100 of 64 GiB: 2.7B at context 512 took 57.7 GiB on an H200, and 10B more than 139
+    GiB.
+    """
+    flags = (
+        f"--sizes 10B 2.7B small --context-lengths 512 --output {shlex.quote(str(tmp_path))} "
+        "--dry-run"
+    )
     assert [config.size for config in grid(flags)] == ["small", "2.7B", "10B"]
     assert sweep(shlex.split(flags)) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"will not fit: (\S+)", printed) == ["10B"]
-    assert re.search(r"small ctx 512 train fp32, 5 \+ 10 steps, .*predicted peak \d\.\d GiB", printed)
+    assert re.search(
+        r"small ctx 512 train fp32, 5 \+ 10 steps, .*predicted peak \d\.\d GiB", printed
+    )
 
 
 @pytest.mark.parametrize("flag", ["fp8", "selective-checkpoints --checkpoint-blocks 1"])
@@ -273,16 +363,25 @@ def test_fast_leaves_fused_activations_out_for_what_cannot_be_combined_with_them
 def test_one_value_of_a_setting_of_the_step_is_the_run_of_that_value() -> None:
     flags = "--attention sdpa --optimizer fused --compile default --batch-size 8"
     assert grid(f"{flags} --context-lengths 64") == [one(f"{flags} --context-length 64")]
-    assert name("--attention sdpa --optimizer fused --batch-size 8 --d-ff 64 --checkpoint-blocks 1 --repeats 3") == (
-        "train_fp32_checkpoint-blocks-1_repeats-3_d-ff-64_attention-sdpa_batch-size-8_optimizer-fused_cpu"
+    assert name(
+        "--attention sdpa --optimizer fused --batch-size 8 --d-ff 64 --checkpoint-blocks 1 "
+        "--repeats 3"
+    ) == (
+        "train_fp32_checkpoint-blocks-1_repeats-3_d-ff-64_attention-sdpa_batch-size-8_optimizer-fu"
+        "sed_cpu"
     ), "where the sweeps of earlier versions are found"
-    assert name("--attention naive sdpa --batch-size 4 8") == "train_fp32_attention-naive-sdpa_batch-size-4-8_cpu"
+    assert (
+        name("--attention naive sdpa --batch-size 4 8")
+        == "train_fp32_attention-naive-sdpa_batch-size-4-8_cpu"
+    )
     assert name("--compile none none --optimizer adamw adamw --attention naive naive") == name()
 
 
 def test_ranks_are_a_number_that_is_given() -> None:
     assert [one(f"--parallel ddp-overlap --ranks {ranks}").ranks for ranks in (1, 2)] == [1, 2]
-    assert [config.ranks for config in grid("--parallel none ddp --ranks 1 2 --context-lengths 8")] == [1, 1, 2]
+    assert [
+        config.ranks for config in grid("--parallel none ddp --ranks 1 2 --context-lengths 8")
+    ] == [1, 1, 2]
     assert (one().ranks, one("--ranks 1").ranks) == (1, 1)
 
 
@@ -312,7 +411,11 @@ if __name__:
         ("takes", "--num-layers 3", "--num-layers 3"),
         ("Model", "--rope-theta 5.5", "--rope-theta 5.5"),
         ("fixed", "--size xl", "--size xl"),
-        ("fixed", "--attention naive --size tiny --vocab-size 7 --context-length 9 --batch-size 2", None),
+        (
+            "fixed",
+            "--attention naive --size tiny --vocab-size 7 --context-length 9 --batch-size 2",
+            None,
+        ),
         ("fixed", "--size gpt2", None),
         ("takes", "--attention sdpa --d-model 96 --size small", None),
         ("Model", "--num-layers 3 --size xl", None),
@@ -324,7 +427,9 @@ if __name__:
 def test_a_flag_that_an_own_model_does_not_take_is_refused(
     factory: str, flags: str, refused: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The vocabulary (of gpt2 another one) shapes the tokens; a source that does not tell what it takes is believed."""
+    """The vocabulary (of gpt2 another one) shapes the tokens; a source that does not tell what
+    it takes is believed.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(SOURCE)
     own = f"--model mine:{factory} {flags}"
@@ -354,16 +459,41 @@ def test_fast_is_the_same_step_chosen_by_rule() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_fast_makes_checkpoints_where_the_step_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """An H100 of 64 GiB holds the step of xl at batch 4 and not at batch 32; what is asked for stays."""
+def test_fast_makes_checkpoints_where_the_step_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An H100 of 64 GiB holds the step of xl at batch 4 and not at batch 32; what is asked for
+    stays.
+    """
     large = "--size xl --fast --batch-size 32"
     assert one("--size xl --fast").checkpoint_blocks == 0
     assert (one(large).checkpoint_blocks, one(large).selective_checkpoints) == (1, True)
     asked = [one(f"{large} --checkpoint-blocks {blocks}") for blocks in (0, 2)]
-    assert [(config.checkpoint_blocks, config.selective_checkpoints) for config in asked] == [(0, False), (2, False)]
-    assert one("--size xl --fast --checkpoint-blocks 1 --selective-checkpoints").selective_checkpoints
-    assert sweep(["--fast", "--sizes", "xl", "--batch-size", "32", "--context-lengths", "512", "--dry-run"]) == 0
-    said = r", selective checkpoints of which \d+ blocks keep hidden activations \(\d+ GiB without\)\n"
+    assert [(config.checkpoint_blocks, config.selective_checkpoints) for config in asked] == [
+        (0, False),
+        (2, False),
+    ]
+    assert one(
+        "--size xl --fast --checkpoint-blocks 1 --selective-checkpoints"
+    ).selective_checkpoints
+    assert (
+        sweep(
+            [
+                "--fast",
+                "--sizes",
+                "xl",
+                "--batch-size",
+                "32",
+                "--context-lengths",
+                "512",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
+    said = (
+        r", selective checkpoints of which \d+ blocks keep hidden activations \(\d+ GiB without\)\n"
+    )
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -372,8 +502,11 @@ def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, H100, replace(H100, index=1, uuid="GPU-2"))
     shared = "--parallel ddp-overlap --ranks 2"
     flags = (shared, f"{shared} --shard-optimizer", "--parallel fsdp --ranks 2")
-    assert [one(f"--size 2.7B --fast --batch-size 12 {each}").checkpoint_blocks for each in flags] == [1, 0, 0]
-    # graphs of collectives and expandable segments exclude each other: the flag that is given decides
+    assert [
+        one(f"--size 2.7B --fast --batch-size 12 {each}").checkpoint_blocks for each in flags
+    ] == [1, 0, 0]
+    # graphs of collectives and expandable segments exclude each other: the flag that is given
+    # decides
     large = f"--size 2.7B --fast --batch-size 12 {shared}"
     for given, chosen in (
         ("", (True, False)),
@@ -390,12 +523,20 @@ def test_fast_knows_what_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fast_takes_shortcuts_that_are_asked_for_besides() -> None:
     fast = one("--size xl --fast --fp8")
     assert fast == replace(one("--size xl --fast"), fp8=True)
-    assert one("--size xl --fast --bf16-moments") == replace(one("--size xl --fast"), bf16_moments=True)
+    assert one("--size xl --fast --bf16-moments") == replace(
+        one("--size xl --fast"), bf16_moments=True
+    )
     assert not one("--size xl --fast").bf16_moments
-    assert [config.fp8 for config in grid("--fast --fp8 --sizes xl --context-lengths 128")] == [True]
+    assert [config.fp8 for config in grid("--fast --fp8 --sizes xl --context-lengths 128")] == [
+        True
+    ]
     assert one("--size xl --fast --compile-blocks") == one("--size xl --fast")
-    assert one("--size xl --fast --sync-phases") == replace(one("--size xl --fast"), sync_phases=True)
-    with pytest.raises(ValueError, match="--cast-once needs --precision bf16, got --precision fp32"):
+    assert one("--size xl --fast --sync-phases") == replace(
+        one("--size xl --fast"), sync_phases=True
+    )
+    with pytest.raises(
+        ValueError, match="--cast-once needs --precision bf16, got --precision fp32"
+    ):
         one("--fast --cast-once --device cpu")
 
 
@@ -403,7 +544,9 @@ CONTRARY = {
     "--attention naive": "attention itself, here sdpa: leave out --attention naive",
     "--optimizer adamw": "optimizer itself, here fused: leave out --optimizer adamw",
     "--compile none": "compile itself, here default: leave out --compile none",
-    "--vocab-size 50257 --pad-vocabulary 1": "pad vocabulary itself, here 128: leave out --pad-vocabulary 1",
+    ("--vocab-size 50257 --pad-vocabulary 1"): (
+        "pad vocabulary itself, here 128: leave out --pad-vocabulary 1"
+    ),
     "--precision tf32": "precisions? itself, here bf16: leave out --precisions? tf32",
 }
 """What --fast says to flags that it would not heed, on a GPU."""
@@ -419,7 +562,9 @@ def test_fast_refuses_what_it_would_not_heed(flags: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [BenchmarkArguments, SweepArguments], ids=["benchmark", "sweep"])
-def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_common_flags_and_help_all_every_one(
+    kind: type, capsys: pytest.CaptureFixture[str]
+) -> None:
     def shown(word: str) -> set[str]:
         with pytest.raises(SystemExit, match="0"):
             parse(kind, word)
@@ -429,7 +574,9 @@ def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pyte
     assert common < every
     assert len(common) <= 26
     parts_of_fast = {
-        flag_of(name, setting) for name, (_, setting) in FIELDS.items() if setting.is_shortcut and setting.help
+        flag_of(name, setting)
+        for name, (_, setting) in FIELDS.items()
+        if setting.is_shortcut and setting.help
     }
     assert parts_of_fast & common == {"--compile"}
     assert parts_of_fast <= every
@@ -438,7 +585,11 @@ def test_help_shows_common_flags_and_help_all_every_one(kind: type, capsys: pyte
 @pytest.mark.parametrize(
     ("kind", "plural", "declared"),
     [
-        (BenchmarkArguments, "--sizes small --context-lengths=64", "--size small --context-length 64"),
+        (
+            BenchmarkArguments,
+            "--sizes small --context-lengths=64",
+            "--size small --context-length 64",
+        ),
         (SweepArguments, "--size tiny small --mode train", "--sizes tiny small --modes train"),
     ],
     ids=["benchmark", "sweep"],
@@ -473,19 +624,38 @@ SWEEP = {
 }
 BY_PARSER = {
     "benchmark": [
-        "--batch-size abc", "--batch-size 1.5", f"--batch-size {'9' * 5000}", "--batch-size", "--mode sideways",
-        "--no-such-flag", "--siz tiny", "tiny", "--rope-theta pi", "--size 'tiny\n\x1b[2J'", "--model 'a:b\n'",
+        "--batch-size abc",
+        "--batch-size 1.5",
+        f"--batch-size {'9' * 5000}",
+        "--batch-size",
+        "--mode sideways",
+        "--no-such-flag",
+        "--siz tiny",
+        "tiny",
+        "--rope-theta pi",
+        "--size 'tiny\n\x1b[2J'",
+        "--model 'a:b\n'",
         "--model os.system(true)",
     ],
     "sweep": ["--sizes", "--repeats 0", "--repeats 1001", "--timeout-s 0", "--timeout-s nan"],
     "main": [
-        "report", "report 'nothing here'", "report 'nul\0'", "report . ..", "no-such-command",
-        "account --parallel fsdp", "compare '--size tiny' '--size ../../x'", "compare '--size tiny' '--d-model 0'",
-        "compare '--size tiny' '--no-such-flag 1'", "compare '--size tiny' not/a/path", "compare '--size tiny' /",
-        *(f"compare '--size tiny' '--size tiny' {flag}" for flag in (
-            "--repeats 1", f"--repeats {10**18}", "--timeout-s -1", "--name=../x")),
+        "report",
+        "report 'nothing here'",
+        "report 'nul\0'",
+        "report . ..",
+        "no-such-command",
+        "account --parallel fsdp",
+        "compare '--size tiny' '--size ../../x'",
+        "compare '--size tiny' '--d-model 0'",
+        "compare '--size tiny' '--no-such-flag 1'",
+        "compare '--size tiny' not/a/path",
+        "compare '--size tiny' /",
+        *(
+            f"compare '--size tiny' '--size tiny' {flag}"
+            for flag in ("--repeats 1", f"--repeats {10**18}", "--timeout-s -1", "--name=../x")
+        ),
     ],
-}  # fmt: skip
+}
 """What the parser refuses in its own words, and what is refused in another command's."""
 ASK = """
 import contextlib, io, json, sys
@@ -508,23 +678,36 @@ assert not psutil.Process().children()
 """
 
 
-def test_what_cannot_be_meant_is_refused_before_torch_is_imported_or_a_process_started(tmp_path: Path) -> None:
-    """All in one fresh process: one line that names what is wrong, or the parser's box around its words."""
+def test_what_cannot_be_meant_is_refused_before_torch_is_imported_or_a_process_started(
+    tmp_path: Path,
+) -> None:
+    """All in one fresh process: one line that names what is wrong, or the parser's box around
+    its words.
+    """
     lines = [
         (command, shlex.split(flags), f"error: .*{re.escape(words)}.*\n\\Z")
         for command, refused in (("benchmark", BENCHMARK), ("sweep", SWEEP))
         for flags, words in refused.items()
     ]
     lines += [
-        (command, shlex.split(flags), r"(?s)\s*\S") for command, refused in BY_PARSER.items() for flags in refused
+        (command, shlex.split(flags), r"(?s)\s*\S")
+        for command, refused in BY_PARSER.items()
+        for flags in refused
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-c", ASK], input=json.dumps([line[:2] for line in lines]), env=environment, cwd=tmp_path,
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [sys.executable, "-c", ASK],
+        input=json.dumps([line[:2] for line in lines]),
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    for (command, argv, pattern), (status, out, err) in zip(lines, json.loads(done.stdout), strict=True):
+    for (command, argv, pattern), (status, out, err) in zip(
+        lines, json.loads(done.stdout), strict=True
+    ):
         assert (status, out) == (2, ""), (command, argv, err)
         assert re.match(pattern, err), (command, argv, err)
         assert "Traceback" not in err, (command, argv)
@@ -534,7 +717,9 @@ def test_what_cannot_be_meant_is_refused_before_torch_is_imported_or_a_process_s
 def test_a_dry_run_says_how_long_each_step_should_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On an H200, whose committed ceilings are beside the results; without ceilings, what would measure them."""
+    """On an H200, whose committed ceilings are beside the results; without ceilings, what would
+    measure them.
+    """
     flags = shlex.split(f"--output {DATA} --sizes small --context-lengths 128 512 --dry-run")
     see(monkeypatch, replace(H100, name="NVIDIA A100-SXM4-80GB"))
     assert sweep(flags) == 0
@@ -546,23 +731,33 @@ def test_a_dry_run_says_how_long_each_step_should_take(
     printed, said = capsys.readouterr()
     assert not said
     curves = load_ceilings(DATA / "ceilings").curves("NVIDIA H200")
-    steps_s = [step_time(config, curves).step_s for config in grid("--sizes small --context-lengths 128 512")]
-    assert [float(ms) for ms in re.findall(r"predicted step ([\d.,]+) ms", printed)] == pytest.approx(
-        [1e3 * step_s for step_s in steps_s], rel=1e-3
-    )
+    steps_s = [
+        step_time(config, curves).step_s
+        for config in grid("--sizes small --context-lengths 128 512")
+    ]
+    assert [
+        float(ms) for ms in re.findall(r"predicted step ([\d.,]+) ms", printed)
+    ] == pytest.approx([1e3 * step_s for step_s in steps_s], rel=1e-3)
 
 
 def test_a_dry_run_says_what_a_fast_step_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As long as it took on an H100 to a fifth, and nearly as much memory; nothing of steps that are not forecast."""
+    """As long as it took on an H100 to a fifth, and nearly as much memory; nothing of steps that
+    are not forecast.
+    """
     see(monkeypatch, H100)
     flags = f"--output {DATA} --fast --sizes medium xl --context-lengths 512"
     assert sweep(shlex.split(f"{flags} --dry-run")) == 0
     printed = capsys.readouterr().out
-    found = re.findall(r": (\w+) ctx .*predicted step ([\d.]+) ms, predicted peak about ([\d.]+) GiB", printed)
+    found = re.findall(
+        r": (\w+) ctx .*predicted step ([\d.]+) ms, predicted peak about ([\d.]+) GiB", printed
+    )
     measured = {
-        record.config.size: (1e3 * record.measurement(Phase.STEP).median_s, record.memory.peak_allocated_bytes / 2**30)
+        record.config.size: (
+            1e3 * record.measurement(Phase.STEP).median_s,
+            record.memory.peak_allocated_bytes / 2**30,
+        )
         for record in load_records(DATA / "e2e_benchmark/h100_train_fast/runs")[0]
         if record.config.model.context_length == 512
     }
@@ -575,6 +770,8 @@ def test_a_dry_run_says_what_a_fast_step_takes(
     assert "predicted step" not in printed
 
 
-@pytest.mark.parametrize(("text", "value"), [("70B", 70e9), ("15T", 15e12), ("1.5m", 1.5e6), ("7e9", 7e9)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("70B", 70e9), ("15T", 15e12), ("1.5m", 1.5e6), ("7e9", 7e9)]
+)
 def test_a_number_may_end_in_a_scale(text: str, value: float) -> None:
     assert parse(AccountArguments, f"--parameters {text}").known.parameters == value

@@ -34,7 +34,9 @@ def predicted_s(config):
 
 
 def test_errors_are_those_of_the_records() -> None:
-    """One step as long as predicted in the median, and one twice as long, of which the forecast misses half."""
+    """One step as long as predicted in the median, and one twice as long, of which the forecast
+    misses half.
+    """
     exact, double = predicted_s(CONFIG), make_config("tiny", 16, batch_size=2)
     records = [
         make_record(CONFIG, [exact, exact, 9 * exact]),
@@ -53,12 +55,16 @@ class SlowHost(Ceilings):
 
     def curves(self, device_name):
         found = super().curves(device_name)
-        return replace(found, launch_s=1e-3, adamw={size: 100 * time_s for size, time_s in found.adamw.items()})
+        return replace(
+            found, launch_s=1e-3, adamw={size: 100 * time_s for size, time_s in found.adamw.items()}
+        )
 
 
 @pytest.mark.parametrize("is_by_phase", [False, True])
 def test_the_predicted_limit_is_found_as_that_of_the_record_was(is_by_phase) -> None:
-    """At the end of a step with a slow host the device is at work on AdamW: only phases show what limits most of it."""
+    """At the end of a step with a slow host the device is at work on AdamW: only phases show
+    what limits most of it.
+    """
     record = make_record(make_config("tiny", 16, optimizer="fused"), [1.0])
     if is_by_phase:
         record = replace(record, host_phases=(Measurement(Phase.FORWARD, (0.1,)),))
@@ -71,14 +77,19 @@ def test_limits_that_are_named_right_are_counted() -> None:
     record = make_record(CONFIG, [1.0], codes=[WarningCode.LAUNCH_BOUND])
     ((row,), _) = scored({PLACE: [record]}, lambda _: CEILINGS)
     named = (Limit.LAUNCHES, Limit.LAUNCHES, Limit.DEVICE, Limit.DEVICE)
-    rows = [{**row, "key": str(number), "predicted_limit": limit} for number, limit in enumerate(named)]
+    rows = [
+        {**row, "key": str(number), "predicted_limit": limit} for number, limit in enumerate(named)
+    ]
     (launches,) = forecast_section(rows, 0).tables
     assert launches.values[0]["named_right"] == 50
 
 
 def test_what_is_not_predicted_is_counted() -> None:
     compiled = make_config("tiny", 16, compile="default")
-    records = [make_record(config, [1.0]) for config in (CONFIG, compiled, make_config("tiny", 16, precision="fp16"))]
+    records = [
+        make_record(config, [1.0])
+        for config in (CONFIG, compiled, make_config("tiny", 16, precision="fp16"))
+    ]
     rows, others = scored({PLACE: records}, lambda _: CEILINGS)
     assert (len(rows), others) == (1, 2)
     assert scored({PLACE: records}, lambda _: NO_CEILINGS) == ([], 3)
@@ -95,17 +106,24 @@ DEVICES = sorted({row["device_name"] for row in committed_errors()})
 """The bounds hold for each device by itself."""
 
 
-def errors_on(device: str, limit: Limit | None = None, shapes: Shapes | None = None) -> list[dict[str, str]]:
+def errors_on(
+    device: str, limit: Limit | None = None, shapes: Shapes | None = None
+) -> list[dict[str, str]]:
     rows = [row for row in committed_errors() if row["device_name"] == device]
     rows = [row for row in rows if limit is None or row["limit"] == limit]
     return [row for row in rows if shapes is None or row["shapes"] == shapes]
 
 
 def test_a_step_is_also_predicted_as_if_its_matmuls_had_not_been_measured() -> None:
-    """All products run at 1 TFLOP/s but for the step's own, at a millionth of that: without these it is shorter."""
+    """All products run at 1 TFLOP/s but for the step's own, at a millionth of that: without
+    these it is shorter.
+    """
     every = chain.from_iterable(operations(CONFIG).values())
     own = {each.sides for each in every if each.kind is Kind.MATMUL and each.batch == 1}
-    fast = [product_at(Shape(rows=rows, inner=inner, columns=columns), 1e-6, FP32) for rows, inner, columns in own]
+    fast = [
+        product_at(Shape(rows=rows, inner=inner, columns=columns), 1e-6, FP32)
+        for rows, inner, columns in own
+    ]
     study = make_rates()
     ceilings = Ceilings((replace(study, products=(*study.products, *fast)),))
     measured, unmeasured = scored({PLACE: [make_record(CONFIG, [1.0])]}, lambda _: ceilings)[0]
@@ -117,13 +135,15 @@ def test_a_step_is_also_predicted_as_if_its_matmuls_had_not_been_measured() -> N
 def test_the_committed_errors_are_of_many_steps() -> None:
     assert "NVIDIA H200" in DEVICES
     assert min(len(errors_on("NVIDIA H200", limit)) for limit in Limit) > 50
-    assert min(len(errors_on(device)) for device in DEVICES) >= 30, "the default grid in two precisions"
+    assert min(len(errors_on(device)) for device in DEVICES) >= 30, (
+        "the default grid in two precisions"
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_committed_errors_are_within_the_bounds_that_were_set(device: str) -> None:
-    """Nine of ten steps limited by launches may be as far off as CPUs differ, and so may a step that is limited by the
-    device although the forecast takes the host to be slower than that.
+    """Nine of ten steps limited by launches may be as far off as CPUs differ, and so may a step
+    that is limited by the device although the forecast takes the host to be slower than that.
     """
     groups = (
         (Limit.DEVICE, Shapes.MEASURED, 5, 10),
@@ -143,7 +163,9 @@ H100_SWEEPS = {f"e2e_benchmark/{name}" for name in ("h100_train", "h100_train_fa
 
 
 @pytest.mark.parametrize("left_out", ["e2e_benchmark/h100_sdpa", ""])
-def test_of_nine_in_ten_steps_the_limit_is_named_on_a_card_that_the_forecast_was_not_tuned_on(left_out: str) -> None:
+def test_of_nine_in_ten_steps_the_limit_is_named_on_a_card_that_the_forecast_was_not_tuned_on(
+    left_out: str,
+) -> None:
     """Of its default grid, eager and --fast, and with fused attention too."""
     rows = [row for row in committed_errors() if row["directory"] in H100_SWEEPS - {left_out}]
     for limit in Limit:

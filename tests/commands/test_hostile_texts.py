@@ -1,7 +1,9 @@
-"""No text of any file reaches a terminal, a table or a picture with its control characters, or whole if it is long.
+"""No text of any file reaches a terminal, a table or a picture with its control characters, or
+whole if it is long.
 
-JSON is for programs. Every text that a file of any kind may hold is the worst there is, and so is the file's own name;
-then the commands that read such files run, and all that they print, write and draw is looked through.
+JSON is for programs. Every text that a file of any kind may hold is the worst there is, and so is
+the file's own name; then the commands that read such files run, and all that they print, write and
+draw is looked through.
 """
 
 import contextlib
@@ -18,10 +20,22 @@ from matplotlib.text import Text
 
 from cs336_systems import cli
 from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.memory.profile import notes_path, read_notes, write_memory_profile, write_notes
+from cs336_systems.analysis.memory.profile import (
+    notes_path,
+    read_notes,
+    write_memory_profile,
+    write_notes,
+)
 from cs336_systems.config import Profiler
 from cs336_systems.files import encode_json
-from cs336_systems.record import Failure, Status, WarningCode, encode_record, load_records, write_record
+from cs336_systems.record import (
+    Failure,
+    Status,
+    WarningCode,
+    encode_record,
+    load_records,
+    write_record,
+)
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import StudyResults
 from cs336_systems.report.terminal import print_run
@@ -73,7 +87,9 @@ def drawn(monkeypatch):
     """Texts of all pictures."""
     found = []
     set_text = Text.set_text
-    monkeypatch.setattr(Text, "set_text", lambda self, text: (found.append(str(text)), set_text(self, text))[1])
+    monkeypatch.setattr(
+        Text, "set_text", lambda self, text: (found.append(str(text)), set_text(self, text))[1]
+    )
     return found
 
 
@@ -101,7 +117,10 @@ def is_inert(capfd, drawn):
                 text = path.read_bytes().decode()
                 check(text, len(text) if path.suffix == ".csv" else MOST_WRITTEN, path.name)
                 if path.suffix == ".csv":
-                    assert max(len(cell) for row in csv.reader(text.splitlines()) for cell in row) <= LONGEST_CELL
+                    assert (
+                        max(len(cell) for row in csv.reader(text.splitlines()) for cell in row)
+                        <= LONGEST_CELL
+                    )
 
     return look
 
@@ -138,7 +157,9 @@ def sweep_directory(tmp_path_factory):
 
 @pytest.fixture
 def bad_records(tmp_path):
-    """A sweep's directory with a whole record, and files in whose names and contents only texts are wrong."""
+    """A sweep's directory with a whole record, and files in whose names and contents only texts
+    are wrong.
+    """
     runs = tmp_path / "bad" / "runs"
     runs.mkdir(parents=True)
     record = make_record(make_config(), (0.1, 0.2))
@@ -167,11 +188,24 @@ def make(directory):
 
 def test_compare(sweep_directory, bad_records, tmp_path, is_inert):
     records = load_records(sweep_directory / "runs")[0]
-    good = [record for record in records if record.status is Status.OK and record.config.profiler is Profiler.NONE]
+    good = [
+        record
+        for record in records
+        if record.status is Status.OK and record.config.profiler is Profiler.NONE
+    ]
     for repeat in range(3):
-        write_record(replace(good[0], config=replace(good[0].config, repeat=repeat)), make(tmp_path / NAME / "runs"))
+        write_record(
+            replace(good[0], config=replace(good[0].config, repeat=repeat)),
+            make(tmp_path / NAME / "runs"),
+        )
     a, b, c = str(tmp_path / NAME), str(sweep_directory), str(bad_records)
-    for words in ((a, a), (b, c), (c, c), (a, a, "--a-against-a"), (b, b, "--a-against-a", "--allow-mixed")):
+    for words in (
+        (a, a),
+        (b, c),
+        (c, c),
+        (a, a, "--a-against-a"),
+        (b, b, "--a-against-a", "--allow-mixed"),
+    ):
         cli.main(["compare", *words])
         is_inert()
     (other,) = (make(tmp_path / "data" / "e2e_benchmark" / "name" / "runs"),)
@@ -182,7 +216,10 @@ def test_compare(sweep_directory, bad_records, tmp_path, is_inert):
 
 
 def test_progress_of_a_sweep(sweep_directory, bad_records, is_inert):
-    records, problems = load_records(sweep_directory / "runs")[0], load_records(bad_records / "runs")[1]
+    records, problems = (
+        load_records(sweep_directory / "runs")[0],
+        load_records(bad_records / "runs")[1],
+    )
     with StatusLine() as listener:
         listener.planned(records[:1], [record.config for record in records], problems)
         for record in records:
@@ -194,7 +231,9 @@ def test_progress_of_a_sweep(sweep_directory, bad_records, is_inert):
 
 @pytest.fixture
 def not_rendered(monkeypatch):
-    """Pictures are made, and not turned into pixels, which takes most of the time; a sweep's report is."""
+    """Pictures are made, and not turned into pixels, which takes most of the time; a sweep's
+    report is.
+    """
     monkeypatch.setattr(Figure, "savefig", lambda self, file, **options: file.write(b"no picture"))
 
 
@@ -222,7 +261,9 @@ def test_kernels(tmp_path, is_inert, not_rendered):
 def test_memory(tmp_path, is_inert, not_rendered):
     run = Training()
     run.step(0)
-    run.program.events += [{"action": f"{i}{SHORTER}", "addr": 0, "size": 0, "stream": 0} for i in range(30)]
+    run.program.events += [
+        {"action": f"{i}{SHORTER}", "addr": 0, "size": 0, "stream": 0} for i in range(30)
+    ]
     for event in run.program.events:
         event["frames"] = [{**frame("f"), "name": SHORTER, "filename": SHORTER}]
         event[SHORTER] = 1
@@ -241,7 +282,9 @@ def test_memory(tmp_path, is_inert, not_rendered):
 
 def test_studies(tmp_path, is_inert, not_rendered):
     cell = studies.make_cell()
-    attention = studies.make_study(studies.make_result(cell), studies.make_failed(studies.make_cell("flash")))
+    attention = studies.make_study(
+        studies.make_result(cell), studies.make_failed(studies.make_cell("flash"))
+    )
     fusion = studies.make_fusion(studies.make_row(), studies.make_lost_row(op=Op.RMS_NORM))
     for study in (attention, fusion, ceilings.make_whole()):
         StudyResults(poisoned(study, SHORTER)).write(tmp_path)

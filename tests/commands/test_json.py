@@ -35,7 +35,9 @@ def results(capsys: pytest.CaptureFixture[str]) -> Callable[..., object]:
     def run(*words: object, command: Callable[..., int] = cli.main) -> object:
         assert command([*map(str, words), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert [name for name in names(found) if SCALED.search(name) and name != "bucket_mib"] == [], "but for a flag"
+        assert [
+            name for name in names(found) if SCALED.search(name) and name != "bucket_mib"
+        ] == [], "but for a flag"
         return found
 
     return run
@@ -44,7 +46,9 @@ def results(capsys: pytest.CaptureFixture[str]) -> Callable[..., object]:
 def names(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         yield from value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for part in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from names(part)
 
 
@@ -62,7 +66,10 @@ def test_an_account_has_every_number_of_its_tables(results: Callable[..., dict])
 
 
 def test_a_number_of_parameters_has_seconds_and_parameters(results: Callable[..., dict]) -> None:
-    found = results(*("account", "--parameters", "1e9", "--tokens", "1e12"), *("--peak-tflops", "1000", "--count", "2"))
+    found = results(
+        *("account", "--parameters", "1e9", "--tokens", "1e12"),
+        *("--peak-tflops", "1000", "--count", "2"),
+    )
     assert found["training_s"] == pytest.approx(6e21 / (2 * 1e15 * 0.5))
     assert found["peak_flops_per_s"] == pytest.approx(1e15)
 
@@ -72,7 +79,9 @@ def test_profiles_are_what_their_files_hold(results: Callable[..., dict], here: 
     found = results("kernels", "kernels.json")
     walls_s = found["phases"][0]["wall_s"]
     statistics = found.pop("statistics")[found["phases"][0]["phase"]]
-    assert (statistics["mean_s"], statistics["median_s"]) == pytest.approx((np.mean(walls_s), np.median(walls_s)))
+    assert (statistics["mean_s"], statistics["median_s"]) == pytest.approx(
+        (np.mean(walls_s), np.median(walls_s))
+    )
     assert statistics["stdev_s"] == pytest.approx(np.std(walls_s, ddof=1))
     assert found == json.loads((here / "kernels.json").read_text())
     write_memory_profile(make_memory(), here / "memory.json")
@@ -83,14 +92,22 @@ def test_a_run_has_statistics_beside_its_raw_times(capsys: pytest.CaptureFixture
     times_s = (0.1, 0.4, 0.2, 0.7)
     record = make_record(make_config(), times_s)
     found = summary(times_s)
-    expected = [np.mean(times_s), np.median(times_s), np.std(times_s, ddof=1), min(times_s), max(times_s)]
+    expected = [
+        np.mean(times_s),
+        np.median(times_s),
+        np.std(times_s, ddof=1),
+        min(times_s),
+        max(times_s),
+    ]
     assert [*found] == ["mean_s", "median_s", "stdev_s", "min_s", "max_s"]
     assert [*found.values()] == pytest.approx(expected)
     print_run(record)
     assert "Minimum 100.0, median 300.0, maximum 700.0 ms in 4 steps" in capsys.readouterr().out
 
 
-def test_nothing_of_a_library_or_a_child_process_is_among_the_json(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_a_library_or_a_child_process_is_among_the_json(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """They write to the descriptor itself, which a replacement of sys.stdout does not reach."""
     import os
 

@@ -1,4 +1,6 @@
-"""`cs336 ladder`: what its flags mean, what it runs and in which order, what it writes, and what it refuses."""
+"""`cs336 ladder`: what its flags mean, what it runs and in which order, what it writes, and what
+it refuses.
+"""
 
 import contextlib
 import csv
@@ -28,9 +30,22 @@ pytestmark = pytest.mark.usefixtures("no_pictures", "here")
 
 CPU = ["--device", "cpu"]
 SMALL = [
-    *CPU, "--context-length", "64", "--batch-size", "4", "--vocab-size", "503", "--d-model", "64", "--d-ff", "128",
-    "--num-layers", "2", "--num-heads", "2",
-]  # fmt: skip
+    *CPU,
+    "--context-length",
+    "64",
+    "--batch-size",
+    "4",
+    "--vocab-size",
+    "503",
+    "--d-model",
+    "64",
+    "--d-ff",
+    "128",
+    "--num-layers",
+    "2",
+    "--num-heads",
+    "2",
+]
 
 
 @pytest.fixture
@@ -63,7 +78,14 @@ def test_defaults_on_a_cpu() -> None:
     arguments = LadderArguments(device="cpu")
     base = arguments.base()
     assert (base.size, base.batch_size, base.model.context_length) == ("tiny", 4, 128)
-    assert [rung.name for rung in arguments.ladder()] == ["fp32", "bf16", "compile", "attention", "fused", "blocks"]
+    assert [rung.name for rung in arguments.ladder()] == [
+        "fp32",
+        "bf16",
+        "compile",
+        "attention",
+        "fused",
+        "blocks",
+    ]
     assert arguments.directory() == Path("data/ladder/tiny_ctx128_b4_cpu")
 
 
@@ -73,12 +95,17 @@ def test_runs_go_up_the_ladder_and_down_again_then_the_profiles() -> None:
     runs = arguments.runs(rungs)
     low, middle, high = (rung.config for rung in rungs)
     assert runs[:6] == (
-        low, middle, high, *(replace(config, repeat=1) for config in (high, middle, low)),
-    )  # fmt: skip
+        low,
+        middle,
+        high,
+        *(replace(config, repeat=1) for config in (high, middle, low)),
+    )
     assert runs[6:] == tuple(map(reason_run, rungs))
 
 
-def test_a_dry_run_names_the_rungs_and_makes_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_the_rungs_and_makes_nothing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ladder(*CPU, "--dry-run", "--rungs", "bf16", "fused", "--name", "x") == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in said[:3]] == ["fp32", "bf16", "fused"]
@@ -86,7 +113,9 @@ def test_a_dry_run_names_the_rungs_and_makes_nothing(here: Path, capsys: pytest.
     assert not list(here.iterdir())
 
 
-@pytest.mark.parametrize("words", [["--rungs", "fp8"], ["--warmup-steps", "30", "--measured-steps", "0"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["--rungs", "fp8"], ["--warmup-steps", "30", "--measured-steps", "0"]], ids=" ".join
+)
 def test_what_cannot_be_meant_is_refused_before_anything_runs(words: list[str], here: Path) -> None:
     with contextlib.suppress(SystemExit):  # the parser's
         assert ladder(*CPU, *words) == 2
@@ -115,7 +144,9 @@ class FakeSweep:
         for config in configs:
             listener.finished(self._record(config, configs[0]))
         records, _ = load_records(directory / "runs")
-        return Outcome(records=tuple(records), measured=tuple(records), interrupted=self.interrupted)
+        return Outcome(
+            records=tuple(records), measured=tuple(records), interrupted=self.interrupted
+        )
 
     def _record(self, config: RunConfig, first: RunConfig) -> RunRecord:
         if self.first_fails and config.configuration == first:
@@ -135,21 +166,27 @@ def gates(directory: Path) -> dict[str, str]:
         return {row["rung"]: row["gate"] for row in csv.DictReader(file)}
 
 
-def test_a_crash_of_the_first_rung_calls_for_another_try_and_not_for_another_run(fake: FakeSweep) -> None:
+def test_a_crash_of_the_first_rung_calls_for_another_try_and_not_for_another_run(
+    fake: FakeSweep,
+) -> None:
     fake.first_fails = Status.CRASHED
     assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 1
     assert len(fake.calls) == 1
     assert gates(Path("data/ladder/x")) == {"fp32": "", "bf16": "no verdict"}
 
 
-def test_an_interrupted_ladder_is_reported_as_far_as_it_is(fake: FakeSweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_ladder_is_reported_as_far_as_it_is(
+    fake: FakeSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake.interrupted = True
     assert ladder(*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16") == 130
     assert "goes on from here" in capsys.readouterr().err
     assert set(gates(Path("data/ladder/x"))) == {"fp32", "bf16"}
 
 
-def test_another_ladder_does_not_write_over_the_tables(fake: FakeSweep, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_ladder_does_not_write_over_the_tables(
+    fake: FakeSweep, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [*SMALL, "--no-reasons", "--name", "x", "--rungs", "bf16"]
     assert ladder(*words) == 0
     before = Path("data/ladder/x/ladder.md").read_bytes()
@@ -172,7 +209,9 @@ def test_a_second_ladder_in_the_directory_of_one_that_runs_changes_nothing(fake:
 # The whole of it
 
 
-def test_the_command_measures_judges_and_explains(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_judges_and_explains(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ladder(*SMALL, "--rungs", "bf16", "--repeats", "2", "--name", "x") == 0
     directory = here / "data" / "ladder" / "x"
     with (directory / "ladder.csv").open() as file:
@@ -180,7 +219,9 @@ def test_the_command_measures_judges_and_explains(here: Path, capsys: pytest.Cap
     assert [row["rung"] for row in (first, second)] == ["fp32", "bf16"]
     for row in (first, second):
         assert (row["status"], row["processes"], row["gate"]) == ("ok", "2", "passed")
-        assert float(row["tokens_per_s"]) == pytest.approx(4 * 64 / float(row["step_mean_ms"]) * 1e3, rel=1e-6)
+        assert float(row["tokens_per_s"]) == pytest.approx(
+            4 * 64 / float(row["step_mean_ms"]) * 1e3, rel=1e-6
+        )
         assert float(row["launches_per_step"]) > 100
         assert row["compile_s"] == ""
     runs = [json.loads(path.read_text()) for path in directory.glob("runs/*.json")]
@@ -198,7 +239,13 @@ def test_the_command_measures_judges_and_explains(here: Path, capsys: pytest.Cap
     assert second["speed_up_over_last_ci95_low"] == "", "two processes give no interval"
     assert float(first["distance_largest"]) == 0, "the same on the same machine, to the bit"
     assert 0 < float(second["distance_largest"]) < float(second["bound"])
-    assert {"environment.json", "ladder.json", "ladder.md", "ladder.tex", "ladder.typ", "plots", "runs"} <= {
-        path.name for path in directory.iterdir()
-    }
+    assert {
+        "environment.json",
+        "ladder.json",
+        "ladder.md",
+        "ladder.tex",
+        "ladder.typ",
+        "plots",
+        "runs",
+    } <= {path.name for path in directory.iterdir()}
     assert "From the slow way to the fast way" in capsys.readouterr().out

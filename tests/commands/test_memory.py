@@ -1,4 +1,6 @@
-"""`cs336 memory` from end to end: what it prints and writes, and what it says of a file that is no snapshot."""
+"""`cs336 memory` from end to end: what it prints and writes, and what it says of a file that is
+no snapshot.
+"""
 
 import os
 import pickle
@@ -45,19 +47,27 @@ def test_json_is_the_profile_and_is_read_again(
     assert memory(tmp_path / "a" / "b" / "memory.json") == 0
     said = capsys.readouterr().out
     assert said.startswith("The peak is")
-    for words in ("Memory from phase to phase", "Largest allocations",
-                  "Check: at all 12 boundaries", "saves for backward"):  # fmt: skip
+    for words in (
+        "Memory from phase to phase",
+        "Largest allocations",
+        "Check: at all 12 boundaries",
+        "saves for backward",
+    ):
         assert words in said
 
 
-def test_top_is_how_many_allocations_are_listed(snapshot: Path, tmp_path: Path, no_pictures: None) -> None:
+def test_top_is_how_many_allocations_are_listed(
+    snapshot: Path, tmp_path: Path, no_pictures: None
+) -> None:
     for top in (2, 5):
         assert memory(snapshot, "--top", top, "--output", tmp_path / str(top)) == 0
         lines = (tmp_path / str(top) / "largest.md").read_text().splitlines()
         assert sum(line.startswith("| ") for line in lines) == 2 + top
 
 
-def test_running_out_of_memory_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_out_of_memory_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Training(limit_bytes=40 * MIB)
     run.forward(0)
     assert run.program.malloc(60 * MIB) is None
@@ -76,7 +86,11 @@ def check_refused(said: str, path: Path, words: str) -> None:
 WRONG = {
     "empty": ("s.pickle", b"", "empty"),
     "code": ("s.pickle", pickle.dumps(replace), "would run code of the file"),
-    "nothing in it": ("s.pickle", pickle.dumps({"segments": [], "device_traces": []}), "no device has any memory"),
+    "nothing in it": (
+        "s.pickle",
+        pickle.dumps({"segments": [], "device_traces": []}),
+        "no device has any memory",
+    ),
     "a pipe": ("s.pickle", None, "no regular file"),
     "no profile": ("s.json", b"[" * 100_000, "not a memory profile"),
     "an old profile": ("s.json", b'{"format_version": 1}', "explain the snapshot again"),
@@ -124,7 +138,11 @@ def test_a_file_for_another_command_is_called_what_it_is(
         check_refused(capsys.readouterr().err, path, name)
     profile_path.parent.mkdir()
     write_memory_profile(explain_memory(snapshot), profile_path)
-    given = {record_path: "a record of a run", profile_path: "a memory profile", snapshot: "`cs336 memory`"}
+    given = {
+        record_path: "a record of a run",
+        profile_path: "a memory profile",
+        snapshot: "`cs336 memory`",
+    }
     for path, name in given.items():
         assert main(["kernels", str(path)]) == 2
         check_refused(capsys.readouterr().err, path, name)

@@ -12,9 +12,27 @@ from cs336_systems.costs.curves import MATMUL_EFFICIENCY
 from cs336_systems.costs.scale import PARALLEL, Scheme
 from cs336_systems.files import encode_json
 from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
-from tests.report.ceilings import CollectiveCell, lasting, make_ceilings, product_at, square, stream_at
+from tests.report.ceilings import (
+    CollectiveCell,
+    lasting,
+    make_ceilings,
+    product_at,
+    square,
+    stream_at,
+)
 
-GIVEN = ["--size", "8B", "--ranks", "8", "64", "1024", "--gpus-per-node", "8", "--network-gb-per-s", "50"]
+GIVEN = [
+    "--size",
+    "8B",
+    "--ranks",
+    "8",
+    "64",
+    "1024",
+    "--gpus-per-node",
+    "8",
+    "--network-gb-per-s",
+    "50",
+]
 MIB = 2**20
 
 
@@ -42,8 +60,12 @@ def ceilings_at(directory: Path, spread: float = 0.0, **fields: object) -> Path:
     """
     products = [product_at(square(side), 800, spread=spread) for side in (512, 1024, 2048, 16384)]
     streams = [stream_at(4000, 2**30, stream) for stream in (Stream.COPY, Stream.ADAMW)]
-    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
-    reductions = [CollectiveCell(num_bytes=64 * MIB, world_size=2, timing=lasting(64 * MIB / 200e9))]
+    launches = [
+        LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)
+    ]
+    reductions = [
+        CollectiveCell(num_bytes=64 * MIB, world_size=2, timing=lasting(64 * MIB / 200e9))
+    ]
     directory.mkdir()
     study = make_ceilings(products, streams, launches, reductions, **fields)
     (directory / "ceilings.json").write_bytes(encode_json(study))
@@ -63,7 +85,9 @@ def test_every_way_has_its_most_ranks_and_what_is_measured_its_forecast(
     assert "How to Scale Your Model" in said
 
 
-def test_the_most_ranks_and_the_parts_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_most_ranks_and_the_parts_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By hand: C / W is 800e12 / 200e9 = 4000 tokens in a node."""
     directory = ceilings_at(tmp_path / "h200")
     assert scale(*GIVEN, "--ceilings", directory, "--output", tmp_path) == 0
@@ -97,7 +121,9 @@ def test_a_data_sheet_is_marked_as_such(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parameters, gradients, two moments: 4 x 4 bytes of 7.96e9 parameters each are 118.6 GiB; an eighth of it fits."""
+    """Parameters, gradients, two moments: 4 x 4 bytes of 7.96e9 parameters each are 118.6 GiB;
+    an eighth of it fits.
+    """
     words = ["--ranks", "8", "--output", str(tmp_path)]
     large = ["--size", "8B", "--context-length", "512", "--batch-size", "2"]
     assert scale(*words, *large, "--device-name", "H100 80GB HBM3") == 0
@@ -105,8 +131,13 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {way: each["fits"] for way, each in found.items()} == {"ddp": "False", "fsdp": "True"}
     assert float(found["ddp"]["peak_gib"]) > 118.6
     assert re.search(r"^ddp on 8 does not fit.* 80 GiB", capsys.readouterr().out, re.MULTILINE)
-    assert scale(*words, "--size", "tiny", "--device-name", "V100-SXM2-32GB", "--precision", "fp32") == 0
-    assert {each["fits"] for each in written(tmp_path)} == {""}, "boards of that row differ in memory"
+    assert (
+        scale(*words, "--size", "tiny", "--device-name", "V100-SXM2-32GB", "--precision", "fp32")
+        == 0
+    )
+    assert {each["fits"] for each in written(tmp_path)} == {""}, (
+        "boards of that row differ in memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +147,10 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--device-name", "4090"], "--node-gb-per-s"),
         (["--device-name", "B200", "--precision", "fp32"], "nothing is known of B200 at fp32"),
         (["--device-name", "H200", "--ranks", "16"], "--network-gb-per-s"),
-        (["--device-name", "H200", "--ranks", "12", "--network-gb-per-s", "50"], "does not fill nodes"),
+        (
+            ["--device-name", "H200", "--ranks", "12", "--network-gb-per-s", "50"],
+            "does not fill nodes",
+        ),
         (["--device-name", "H200", "--ranks", "0"], "--ranks"),
         (["--device-name", "H200", "--gpus-per-node", "0"], "--gpus-per-node"),
         (["--device-name", "H200", "--network-gb-per-s", "nan"], "--network-gb-per-s"),

@@ -23,9 +23,21 @@ from tests.fake_nvml import Slice, fake_driver
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 SMALL = (
-    "--vocab-size", "11", "--d-model", "8", "--d-ff", "16", "--num-layers", "1", "--num-heads", "2",
-    "--warmup-steps", "10", "--measured-steps", "10",
-)  # fmt: skip
+    "--vocab-size",
+    "11",
+    "--d-model",
+    "8",
+    "--d-ff",
+    "16",
+    "--num-layers",
+    "1",
+    "--num-heads",
+    "2",
+    "--warmup-steps",
+    "10",
+    "--measured-steps",
+    "10",
+)
 SHAPE = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
 ONCE = RunConfig(size="custom", model=SHAPE, device=Device.CUDA, warmup_steps=2, measured_steps=2)
 
@@ -42,17 +54,39 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNa
 COMMANDS = {
     "benchmark": lambda: cli.benchmark([*SMALL, "--context-length", "8"]),
     "sweep": lambda: cli.sweep([*SMALL, "--context-lengths", "8"]),
-    "ladder": lambda: cli.main(["ladder", *SMALL, "--context-length", "8", "--rungs", "fp32", "--no-reasons"]),
+    "ladder": lambda: cli.main(
+        ["ladder", *SMALL, "--context-length", "8", "--rungs", "fp32", "--no-reasons"]
+    ),
     "compare": lambda: cli.main(
-        ["compare", *[f" {' '.join(SMALL)} --context-length 8"] * 2, "--repeats", "2", "--a-against-a"]
+        [
+            "compare",
+            *[f" {' '.join(SMALL)} --context-length 8"] * 2,
+            "--repeats",
+            "2",
+            "--a-against-a",
+        ]
     ),
     "attention": lambda: cli.main(
-        ["attention", "--implementations", "naive", "--d-heads", "16", "--context-lengths", "8", "--passes", "2"]
+        [
+            "attention",
+            "--implementations",
+            "naive",
+            "--d-heads",
+            "16",
+            "--context-lengths",
+            "8",
+            "--passes",
+            "2",
+        ]
     ),
-    "fusion": lambda: cli.main(["fusion", "--ops", "rms_norm", "--width", "8", "--context-length", "8"]),
-    "ceilings": lambda: cli.main(["ceilings", "--sizes", "16", "--presets", "tiny", "--memory-mib", "1"]),
+    "fusion": lambda: cli.main(
+        ["fusion", "--ops", "rms_norm", "--width", "8", "--context-length", "8"]
+    ),
+    "ceilings": lambda: cli.main(
+        ["ceilings", "--sizes", "16", "--presets", "tiny", "--memory-mib", "1"]
+    ),
     "precision": lambda: cli.precision([]),
-}  # fmt: skip
+}
 
 
 class FarEnoughError(Exception):
@@ -86,7 +120,12 @@ def test_auto_says_once_that_it_takes_the_cpu_and_why(
         with pytest.raises(FarEnoughError):
             COMMANDS[name]()
     captured = capsys.readouterr()
-    assert captured.err.count("note: --device auto takes the CPU: CUDA_VISIBLE_DEVICES=5 names none of the GPUs") == 1
+    assert (
+        captured.err.count(
+            "note: --device auto takes the CPU: CUDA_VISIBLE_DEVICES=5 names none of the GPUs"
+        )
+        == 1
+    )
     assert "note:" not in captured.out
 
 
@@ -113,14 +152,18 @@ class Witness(Listener):
 def mixed(driver: SimpleNamespace) -> SimpleNamespace:
     """Four GPUs, the second of another kind."""
     driver.nvmlDeviceGetCount = lambda: 4
-    driver.nvmlDeviceGetName = lambda handle: "NVIDIA A100-SXM4-40GB" if handle == "GPU-1" else "NVIDIA H200"
+    driver.nvmlDeviceGetName = lambda handle: (
+        "NVIDIA A100-SXM4-40GB" if handle == "GPU-1" else "NVIDIA H200"
+    )
     return driver
 
 
 def test_a_sweep_is_on_gpus_of_one_kind(
     mixed: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The other is not even taken from others: the runs fail, as there is no CUDA behind this driver."""
+    """The other is not even taken from others: the runs fail, as there is no CUDA behind this
+    driver.
+    """
     monkeypatch.setattr(store, "gpu_lock_path", lambda uuid: tmp_path / f"{uuid}.lock")
     witness = Witness()
     with exclusive(tmp_path / "GPU-1.lock", "the other GPU"):
@@ -148,5 +191,8 @@ def test_what_is_left_out_is_said_on_standard_error(
     with pytest.raises(FarEnoughError):
         COMMANDS[name]()
     captured = capsys.readouterr()
-    assert captured.err.count("note: GPU 1 (NVIDIA A100-SXM4-40GB) is left out: it is of another kind") == 1
+    assert (
+        captured.err.count("note: GPU 1 (NVIDIA A100-SXM4-40GB) is left out: it is of another kind")
+        == 1
+    )
     assert captured.out == ""

@@ -19,12 +19,18 @@ def sent_bytes(config: RunConfig) -> int:
     """Bytes that each rank sends in a step by its calls, if the ranks form a ring."""
     found = calls(config)
     assert found is not None
-    return round(sum(count * call.num_bytes * sent_share(call.collective, config.ranks)
-                     for call, count in found.items()))  # fmt: skip
+    return round(
+        sum(
+            count * call.num_bytes * sent_share(call.collective, config.ranks)
+            for call, count in found.items()
+        )
+    )
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """The tensors of PyTorch's CUDA kernel, which the CPU has not: what it keeps, and what it makes."""
+    """The tensors of PyTorch's CUDA kernel, which the CPU has not: what it keeps, and what it
+    makes.
+    """
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -104,8 +110,12 @@ def real_bytes(config: RunConfig, steps: int = 2) -> tuple[list[int], int]:
 
 
 def use_tensors_of_a_gpu(patch: pytest.MonkeyPatch) -> None:
-    """The same tensors on a CPU: RMSNorm in one kernel; autocast runs softmax and likelihood in fp32."""
+    """The same tensors on a CPU: RMSNorm in one kernel; autocast runs softmax and likelihood in
+    fp32.
+    """
     patch.setattr(F, "rms_norm", lambda x, _shape, weight, _eps: FusedRMSNorm.apply(x, weight))
     softmax = torch.Tensor.softmax
     patch.setattr(torch.Tensor, "softmax", lambda self, dim: softmax(self.float(), dim))
-    patch.setattr(F, "cross_entropy", lambda x, y: F.nll_loss(F.log_softmax(x, 1, dtype=x.dtype).float(), y))
+    patch.setattr(
+        F, "cross_entropy", lambda x, y: F.nll_loss(F.log_softmax(x, 1, dtype=x.dtype).float(), y)
+    )

@@ -1,4 +1,6 @@
-"""FLOPs and parameters against what torch dispatches and holds; causal attention against its pairs."""
+"""FLOPs and parameters against what torch dispatches and holds; causal attention against its
+pairs.
+"""
 
 import math
 import re
@@ -14,7 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from cs336_systems.config import SIZES, Arch, Attention, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.costs.accounting import (
     ADAMW_BYTES,
     ADAMW_FLOPS,
@@ -61,7 +72,9 @@ ATTENTION = (Component.SCORES, Component.VALUES)
 @every_arch
 @every_shape
 def test_every_part_is_as_torch_counts_its_module(arch, shape) -> None:
-    """One counter over both passes, which knows in backward too whose product it is, but not of three that share x."""
+    """One counter over both passes, which knows in backward too whose product it is, but not of
+    three that share x.
+    """
     config = run_config(replace(shape, arch=arch), batch_size=3)
     model = TransformerLM(config.model)
     with FlopCounterMode(display=False) as counter:
@@ -71,8 +84,11 @@ def test_every_part_is_as_torch_counts_its_module(arch, shape) -> None:
         backward, step = flops_by_module(counter), counter.get_total_flops()
     backward.subtract(forward)
     assert {mode: step_flops(replace(config, mode=mode)) for mode in Mode} == {
-        Mode.INFERENCE: half, Mode.FORWARD: half, Mode.FORWARD_BACKWARD: step, Mode.TRAIN: step,
-    }  # fmt: skip
+        Mode.INFERENCE: half,
+        Mode.FORWARD: half,
+        Mode.FORWARD_BACKWARD: step,
+        Mode.TRAIN: step,
+    }
     flops = attention_forward_flops(config.model, 3)
     assert flops.scores == flops.values
     assert flops.scores + flops.values == forward["attn bmm"]
@@ -80,7 +96,9 @@ def test_every_part_is_as_torch_counts_its_module(arch, shape) -> None:
         told = {part.component: getattr(part, pass_name) for part in component_flops(config)}
         attention = told[Component.SCORES] + told[Component.VALUES]
         assert attention == found["attn bmm"], pass_name
-        assert told[Component.QKV] == found["attn"] - found["attn bmm"] - found["attn.output_proj"], pass_name
+        assert (
+            told[Component.QKV] == found["attn"] - found["attn bmm"] - found["attn.output_proj"]
+        ), pass_name
         assert told[Component.OUTPUT] == found["attn.output_proj"], pass_name
         assert told[Component.FFN] == found["ffn"], pass_name
         assert told[Component.HEAD] == found["lm_head"], pass_name
@@ -88,7 +106,9 @@ def test_every_part_is_as_torch_counts_its_module(arch, shape) -> None:
 
 
 def flops_by_module(counter: FlopCounterMode) -> Counter[str]:
-    """FLOPs of all layers by the module's name in its layer; of attention's own products also alone."""
+    """FLOPs of all layers by the module's name in its layer; of attention's own products also
+    alone.
+    """
     found: Counter[str] = Counter()
     for name, by_operation in counter.get_flop_counts().items():
         short = re.sub(r"^TransformerLM\.(layers\.\d+\.)?", "", name)
@@ -101,7 +121,9 @@ def flops_by_module(counter: FlopCounterMode) -> Counter[str]:
 @every_shape
 @every_batch
 def test_causal_counts_the_pairs_of_a_query_and_no_later_key(shape, batch_size) -> None:
-    """Each query multiplied by the keys up to its own, and its weights by their values, one query after the other."""
+    """Each query multiplied by the keys up to its own, and its weights by their values, one
+    query after the other.
+    """
     with FlopCounterMode(display=False) as scores, torch.device("meta"):
         for position in range(shape.context_length):
             torch.empty(1, shape.d_head) @ torch.empty(shape.d_head, position + 1)
@@ -187,7 +209,9 @@ def test_parameters_of_each_part_are_those_that_torch_holds(arch, shape) -> None
     held: Counter[Component] = Counter()
     for parameter in model.parameters():
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if p is parameter]
-        [component] = {part for pattern, part in COMPONENT_OF.items() if re.fullmatch(pattern, names[-1])}
+        [component] = {
+            part for pattern, part in COMPONENT_OF.items() if re.fullmatch(pattern, names[-1])
+        }
         held[component] += parameter.numel()
     assert parameters_by_component(config) == held
 
@@ -207,7 +231,9 @@ def test_mfu_is_relative_to_the_dense_peak() -> None:
 
 @pytest.mark.parametrize("size", ["small", "2.7B", "gpt2-xl"])
 def test_the_rule_of_thumb_is_the_account_of_a_model_whose_context_is_one_token(size: str) -> None:
-    """There attention costs next to nothing, and what multiplies are all parameters but embedding, norms and biases."""
+    """There attention costs next to nothing, and what multiplies are all parameters but
+    embedding, norms and biases.
+    """
     model = replace(SIZES[size], context_length=1)
     exact = 3 * sum(forward_flops(model, 64).values())
     looked_up = 0 if model.arch == "gpt2" else model.vocab_size * model.d_model
@@ -223,9 +249,11 @@ def autocast(precision: Precision) -> Iterator[None]:
 
 
 class MovedBytes(TorchDispatchMode):
-    """Bytes of the factors and results of a model's products, and of its lookups, by part of the model.
+    """Bytes of the factors and results of a model's products, and of its lookups, by part of the
+    model.
 
-    What is at one address counts once for a part and layer. The tensors are kept, so that no address comes twice.
+    What is at one address counts once for a part and layer. The tensors are kept, so that no
+    address comes twice.
     """
 
     def __init__(self, tracker: ModuleTracker, context_length: int) -> None:
@@ -250,7 +278,12 @@ class MovedBytes(TorchDispatchMode):
         return out
 
     def _part(self, where: str, attention: Component) -> Component:
-        ends = {"q_proj": Component.QKV, "k_proj": Component.QKV, "v_proj": Component.QKV, "attn": attention}
+        ends = {
+            "q_proj": Component.QKV,
+            "k_proj": Component.QKV,
+            "v_proj": Component.QKV,
+            "attn": attention,
+        }
         ends |= {"output_proj": Component.OUTPUT, "lm_head": Component.HEAD}
         return ends.get(where.rpartition(".")[2], Component.FFN)
 
@@ -269,11 +302,20 @@ class MovedBytes(TorchDispatchMode):
 @every_shape
 @pytest.mark.parametrize("attention", [Attention.NAIVE, Attention.SDPA])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-def test_least_bytes_are_those_of_the_tensors_that_products_read_and_write(arch, shape, attention, precision) -> None:
-    config = run_config(replace(shape, arch=arch, attention=attention), batch_size=3, precision=precision)
+def test_least_bytes_are_those_of_the_tensors_that_products_read_and_write(
+    arch, shape, attention, precision
+) -> None:
+    config = run_config(
+        replace(shape, arch=arch, attention=attention), batch_size=3, precision=precision
+    )
     model = TransformerLM(config.model)
     tracker = ModuleTracker()
-    with torch.no_grad(), autocast(precision), tracker, MovedBytes(tracker, shape.context_length) as moved:
+    with (
+        torch.no_grad(),
+        autocast(precision),
+        tracker,
+        MovedBytes(tracker, shape.context_length) as moved,
+    ):
         model(torch.zeros(3, shape.context_length, dtype=torch.long))
     work = {part.name: part for part in forward_work(config)}
     for component in set(work) - {Component.EMBEDDING}:
@@ -283,7 +325,10 @@ def test_least_bytes_are_those_of_the_tensors_that_products_read_and_write(arch,
     assert work[Component.EMBEDDING].moved_bytes == moved.lookup_bytes + added_bytes
     flops, length = forward_flops(config.model, 3), shape.context_length
     if attention is Attention.SDPA:  # the kernel computes the pairs of a query and no later key
-        flops |= {part: flops[part] * (length + 1) // (2 * length) for part in (Component.SCORES, Component.VALUES)}
+        flops |= {
+            part: flops[part] * (length + 1) // (2 * length)
+            for part in (Component.SCORES, Component.VALUES)
+        }
     assert {name: part.flops for name, part in work.items()} == flops
 
 
@@ -296,7 +341,13 @@ def test_adamw_counts_each_operation_of_its_definition() -> None:
     torch.optim.AdamW([parameter], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay).step()
 
     # of all parameters alike, so no operations of one
-    size, scale, keep, rest1, rest2 = lr / (1 - beta1), (1 - beta2) ** -0.5, 1 - lr * decay, 1 - beta1, 1 - beta2
+    size, scale, keep, rest1, rest2 = (
+        lr / (1 - beta1),
+        (1 - beta2) ** -0.5,
+        1 - lr * decay,
+        1 - beta1,
+        1 - beta2,
+    )
     size, eps = size / scale, eps / scale
     p, g, m, v = Counted(start), Counted(gradient), Counted(0), Counted(0)
     Counted.count = 0
@@ -313,11 +364,17 @@ def test_adamw_moves_what_it_needs_and_what_it_changes() -> None:
     for _ in range(2):
         parameter.grad = torch.full((64,), 0.25)
         state = optimizer.state[parameter]
-        tensors = [parameter, parameter.grad, *(state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)]
+        tensors = [
+            parameter,
+            parameter.grad,
+            *(state[name] for name in ("exp_avg", "exp_avg_sq") if name in state),
+        ]
         before = [tensor.detach().clone() for tensor in tensors]
         optimizer.step()
     assert len(tensors) == 4
-    changed = [tensor for tensor, was in zip(tensors, before, strict=True) if not torch.equal(tensor, was)]
+    changed = [
+        tensor for tensor, was in zip(tensors, before, strict=True) if not torch.equal(tensor, was)
+    ]
     moved = sum(tensor.nbytes for tensor in [*tensors, *changed])
     assert moved == ADAMW_BYTES * parameter.numel()
 
@@ -326,7 +383,9 @@ def test_below_the_ridge_memory_sets_the_time_and_above_it_arithmetic() -> None:
     device = find_device("H200")
     ridge = 989.5 / 4.8
     for intensity in (0, ridge / 7, ridge, ridge * 7):
-        work = Work(name="", flops=round(intensity * 10**12), moved_bytes=10**12, precision=Precision.BF16)
+        work = Work(
+            name="", flops=round(intensity * 10**12), moved_bytes=10**12, precision=Precision.BF16
+        )
         by_memory, by_arithmetic = 1e12 / 4.8e12, intensity * 1e12 / 989.5e12
         expected = by_memory if intensity <= ridge else by_arithmetic
         assert least_time_s(work, device) == pytest.approx(expected)

@@ -5,7 +5,13 @@ from typing import NamedTuple
 
 import pytest
 
-from cs336_systems.costs.allocator import MIB, ROUND_BYTES, CachingAllocator, OutOfMemoryError, segment_size
+from cs336_systems.costs.allocator import (
+    MIB,
+    ROUND_BYTES,
+    CachingAllocator,
+    OutOfMemoryError,
+    segment_size,
+)
 
 REQUESTS_BYTES = (
     1,
@@ -33,7 +39,9 @@ class Block(NamedTuple):
 def allocate(allocator: CachingAllocator, size: int) -> Block:
     handle = len(allocator.addresses)
     allocator.replay([handle], [0] * (handle + 1), [(size, "")])
-    return Block(ROUND_BYTES * allocator.addresses[handle], allocator.sizes_bytes[handle], handle, size)
+    return Block(
+        ROUND_BYTES * allocator.addresses[handle], allocator.sizes_bytes[handle], handle, size
+    )
 
 
 def free(allocator: CachingAllocator, block: Block) -> None:
@@ -50,7 +58,12 @@ class Intervals:
     def allocate(self, size: int) -> tuple[int, int]:
         size = (size + 511) // 512 * 512
         small = size <= MIB
-        gaps = [gap for start, length, kind in self.segments if kind == small for gap in self._gaps(start, length)]
+        gaps = [
+            gap
+            for start, length, kind in self.segments
+            if kind == small
+            for gap in self._gaps(start, length)
+        ]
         fitting = sorted((length, start) for start, length in gaps if length >= size)
         if not fitting:
             start = sum(length + ROUND_BYTES for _, length, _ in self.segments)
@@ -110,7 +123,8 @@ def test_a_full_device_gives_cached_segments_back_before_it_gives_up() -> None:
     held = allocate(allocator, 44 * MIB)
     assert allocator.reserved_bytes == 44 * MIB
     with pytest.raises(
-        OutOfMemoryError, match=f"{22 * MIB} bytes asked of a device of {64 * MIB}, of which {44 * MIB}"
+        OutOfMemoryError,
+        match=f"{22 * MIB} bytes asked of a device of {64 * MIB}, of which {44 * MIB}",
     ):
         allocate(allocator, 22 * MIB)
     free(allocator, held)

@@ -22,11 +22,20 @@ from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 
 MIB = 2**20
-OURS = [Parallel.DDP_NAIVE, Parallel.DDP_FLAT, Parallel.DDP_OVERLAP, Parallel.DDP, Parallel.DDP_PUSH, Parallel.FSDP]
+OURS = [
+    Parallel.DDP_NAIVE,
+    Parallel.DDP_FLAT,
+    Parallel.DDP_OVERLAP,
+    Parallel.DDP,
+    Parallel.DDP_PUSH,
+    Parallel.FSDP,
+]
 
 
 def shared(way: Parallel, arch: Arch = Arch.CS336, **settings) -> RunConfig:
-    model = ModelConfig(arch=arch, vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3)
+    model = ModelConfig(
+        arch=arch, vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3
+    )
     return RunConfig(size="custom", model=model, parallel=way, ranks=3, **settings)
 
 
@@ -53,7 +62,9 @@ def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None
 def test_how_often_each_way_calls() -> None:
     """By hand: 2 tables, 7 matrices and 2 gains in each of 3 blocks, and the last gain."""
     parameters = 2 + 9 * 3 + 1
-    small = {way: sum(calls(shared(way)).values()) for way in (*OURS, Parallel.FSDP_PUSH, Parallel.FSDP2)}
+    small = {
+        way: sum(calls(shared(way)).values()) for way in (*OURS, Parallel.FSDP_PUSH, Parallel.FSDP2)
+    }
     assert small[Parallel.DDP_NAIVE] == parameters
     assert small[Parallel.DDP_PUSH] == parameters + 2
     assert small[Parallel.DDP_FLAT] == small[Parallel.DDP_OVERLAP] == small[Parallel.DDP] == 1
@@ -65,32 +76,81 @@ def test_how_often_each_way_calls() -> None:
 
 
 H200_S = {
-    Collective.ALL_REDUCE: {4096: 12e-6, MIB: 19.4e-6, 4 * MIB: 35.9e-6, 16 * MIB: 79.2e-6, 64 * MIB: 254.6e-6,
-                            256 * MIB: 897.8e-6, 1024 * MIB: 3.266e-3, 4096 * MIB: 12.40e-3},
-    Collective.ALL_GATHER: {4096: 9.2e-6, MIB: 14.9e-6, 4 * MIB: 28.4e-6, 16 * MIB: 58.4e-6, 64 * MIB: 162.6e-6,
-                            256 * MIB: 552.7e-6, 1024 * MIB: 2.006e-3, 4096 * MIB: 7.37e-3},
-    Collective.REDUCE_SCATTER: {4096: 10.2e-6, MIB: 15.2e-6, 4 * MIB: 26.6e-6, 16 * MIB: 56.8e-6, 64 * MIB: 166.1e-6,
-                                256 * MIB: 569.5e-6, 1024 * MIB: 1.983e-3, 4096 * MIB: 7.374e-3},
-    Collective.BROADCAST: {4096: 8.0e-6, MIB: 14.9e-6, 4 * MIB: 26.7e-6, 16 * MIB: 62.5e-6, 64 * MIB: 204.8e-6,
-                           256 * MIB: 746.1e-6, 1024 * MIB: 2.918e-3, 4096 * MIB: 11.58e-3},
-}  # fmt: skip
+    Collective.ALL_REDUCE: {
+        4096: 12e-6,
+        MIB: 19.4e-6,
+        4 * MIB: 35.9e-6,
+        16 * MIB: 79.2e-6,
+        64 * MIB: 254.6e-6,
+        256 * MIB: 897.8e-6,
+        1024 * MIB: 3.266e-3,
+        4096 * MIB: 12.40e-3,
+    },
+    Collective.ALL_GATHER: {
+        4096: 9.2e-6,
+        MIB: 14.9e-6,
+        4 * MIB: 28.4e-6,
+        16 * MIB: 58.4e-6,
+        64 * MIB: 162.6e-6,
+        256 * MIB: 552.7e-6,
+        1024 * MIB: 2.006e-3,
+        4096 * MIB: 7.37e-3,
+    },
+    Collective.REDUCE_SCATTER: {
+        4096: 10.2e-6,
+        MIB: 15.2e-6,
+        4 * MIB: 26.6e-6,
+        16 * MIB: 56.8e-6,
+        64 * MIB: 166.1e-6,
+        256 * MIB: 569.5e-6,
+        1024 * MIB: 1.983e-3,
+        4096 * MIB: 7.374e-3,
+    },
+    Collective.BROADCAST: {
+        4096: 8.0e-6,
+        MIB: 14.9e-6,
+        4 * MIB: 26.7e-6,
+        16 * MIB: 62.5e-6,
+        64 * MIB: 204.8e-6,
+        256 * MIB: 746.1e-6,
+        1024 * MIB: 2.918e-3,
+        4096 * MIB: 11.58e-3,
+    },
+}
 """Of two H200 without NVLink's multicast, by bytes; short ones from CUDA graphs."""
 MEASURED_MS = [
-    ("small", Parallel.DDP_FLAT, False, 1.63), ("small", Parallel.DDP_OVERLAP, False, 2.36),
-    ("small", Parallel.DDP, False, 2.28), ("small", Parallel.FSDP, False, 2.57), ("small", Parallel.FSDP2, False, 2.22),
-    ("xl", Parallel.DDP_NAIVE, False, 34.34), ("xl", Parallel.DDP_FLAT, False, 22.75),
-    ("xl", Parallel.DDP_OVERLAP, False, 35.13), ("xl", Parallel.DDP, False, 34.60), ("xl", Parallel.FSDP, False, 30.16),
-    ("xl", Parallel.FSDP2, False, 26.31), ("xl", Parallel.DDP_OVERLAP, True, 61.65),
-]  # fmt: skip
-"""NCCL's kernels in a step of these sizes on the same GPUs, each as long as on the rank that came last to it."""
+    ("small", Parallel.DDP_FLAT, False, 1.63),
+    ("small", Parallel.DDP_OVERLAP, False, 2.36),
+    ("small", Parallel.DDP, False, 2.28),
+    ("small", Parallel.FSDP, False, 2.57),
+    ("small", Parallel.FSDP2, False, 2.22),
+    ("xl", Parallel.DDP_NAIVE, False, 34.34),
+    ("xl", Parallel.DDP_FLAT, False, 22.75),
+    ("xl", Parallel.DDP_OVERLAP, False, 35.13),
+    ("xl", Parallel.DDP, False, 34.60),
+    ("xl", Parallel.FSDP, False, 30.16),
+    ("xl", Parallel.FSDP2, False, 26.31),
+    ("xl", Parallel.DDP_OVERLAP, True, 61.65),
+]
+"""NCCL's kernels in a step of these sizes on the same GPUs, each as long as on the rank that
+came last to it.
+"""
 
 
 @pytest.mark.parametrize(("size", "way", "shard_optimizer", "milliseconds"), MEASURED_MS)
-def test_the_time_is_that_of_the_kernels_of_a_step(size, way, shard_optimizer, milliseconds) -> None:
+def test_the_time_is_that_of_the_kernels_of_a_step(
+    size, way, shard_optimizer, milliseconds
+) -> None:
     config = RunConfig(
-        size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA), precision=Precision.BF16,
-        device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way, ranks=2, shard_optimizer=shard_optimizer,
-    )  # fmt: skip
+        size=size,
+        model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
+        precision=Precision.BF16,
+        device=Device.CUDA,
+        optimizer=OptimizerKind.FUSED,
+        parallel=way,
+        ranks=2,
+        shard_optimizer=shard_optimizer,
+    )
     assert 1e3 * time_s(calls(config), H200_S) == pytest.approx(milliseconds, rel=0.15)
 
 
@@ -98,7 +158,13 @@ def test_the_time_is_that_of_the_kernels_of_a_step(size, way, shard_optimizer, m
     "config",
     [
         RunConfig(size="small", model=SIZES["small"]),
-        RunConfig(size="custom", model=SIZES["tiny"], parallel=Parallel.DDP, ranks=2, model_factory="package:model"),
+        RunConfig(
+            size="custom",
+            model=SIZES["tiny"],
+            parallel=Parallel.DDP,
+            ranks=2,
+            model_factory="package:model",
+        ),
     ],
 )
 def test_what_is_not_known_has_no_calls(config) -> None:

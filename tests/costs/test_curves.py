@@ -1,4 +1,6 @@
-"""Curves between measured points: what was measured comes back, and what lies between does so too."""
+"""Curves between measured points: what was measured comes back, and what lies between does so
+too.
+"""
 
 from dataclasses import replace
 
@@ -11,7 +13,11 @@ SMALL = Matmul(rows=64, inner=64, columns=64, time_s=1e-6)
 WIDE = Matmul(rows=128, inner=64, columns=1024, time_s=3e-6)
 ODD = Matmul(rows=64, inner=64, columns=65, time_s=9e-6)
 CURVES = Curves(
-    matmuls={Precision.FP32: (SMALL, WIDE, ODD)}, copies={8: 1.0}, adamw={8: 1.0}, launch_s=1.0, kernel_s=1.0
+    matmuls={Precision.FP32: (SMALL, WIDE, ODD)},
+    copies={8: 1.0},
+    adamw={8: 1.0},
+    launch_s=1.0,
+    kernel_s=1.0,
 )
 
 
@@ -23,8 +29,16 @@ def test_a_matmul_that_was_measured_and_its_transpose_have_its_time(measured: Ma
 
 
 def test_a_matmul_halfway_between_two_has_the_geometric_mean_of_their_rates() -> None:
-    far = replace(SMALL, rows=64 * 4, inner=64 * 4, columns=64 * 4, time_s=2 * 256**3 / (4 * SMALL.flops_per_s))
-    found = replace(CURVES, matmuls={Precision.FP32: (SMALL, far)}).matmul_s(Precision.FP32, 128, 128, 128)
+    far = replace(
+        SMALL,
+        rows=64 * 4,
+        inner=64 * 4,
+        columns=64 * 4,
+        time_s=2 * 256**3 / (4 * SMALL.flops_per_s),
+    )
+    found = replace(CURVES, matmuls={Precision.FP32: (SMALL, far)}).matmul_s(
+        Precision.FP32, 128, 128, 128
+    )
     assert found == pytest.approx(2 * 128**3 / (2 * SMALL.flops_per_s))
 
 
@@ -32,7 +46,9 @@ def test_a_rate_lies_between_those_measured_and_aligned_matmuls_know_nothing_of_
     found = CURVES.matmul_s(Precision.FP32, 96, 32, 512)
     assert found is not None
     assert SMALL.flops_per_s < 2 * 96 * 32 * 512 / found < WIDE.flops_per_s
-    assert CURVES.matmul_s(Precision.FP32, 31, 7, 5) == pytest.approx(2 * 31 * 7 * 5 / ODD.flops_per_s)
+    assert CURVES.matmul_s(Precision.FP32, 31, 7, 5) == pytest.approx(
+        2 * 31 * 7 * 5 / ODD.flops_per_s
+    )
 
 
 def test_a_batch_counts_as_the_rows_of_all() -> None:

@@ -1,4 +1,6 @@
-"""Traces of drawn models, against what a CPU keeps, what PyTorch's own autocast does, and closed forms."""
+"""Traces of drawn models, against what a CPU keeps, what PyTorch's own autocast does, and closed
+forms.
+"""
 
 import random
 from collections.abc import Callable
@@ -27,11 +29,19 @@ def loss_of(model: Drawn, tokens: Tensor) -> Tensor:
 
 
 def alike(seed: int) -> Shape:
-    """A drawn shape of which a CPU keeps what a GPU does: rms_norm with weights is no single kernel there."""
+    """A drawn shape of which a CPU keeps what a GPU does: rms_norm with weights is no single
+    kernel there.
+    """
     shape = drawn(seed, **SMALL)
-    is_fused = shape.key_width == shape.value_width and shape.shared_by == 1 and shape.attention != "normed"
+    is_fused = (
+        shape.key_width == shape.value_width
+        and shape.shared_by == 1
+        and shape.attention != "normed"
+    )
     attention = shape.attention if is_fused else "written"
-    return replace(shape, attention=attention, norm="bare" if shape.norm == "weighted" else shape.norm)
+    return replace(
+        shape, attention=attention, norm="bare" if shape.norm == "weighted" else shape.norm
+    )
 
 
 def bytes_kept_on_cpu(shape: Shape) -> list[int]:
@@ -45,12 +55,17 @@ def bytes_kept_on_cpu(shape: Shape) -> list[int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss_of(model, tokens)
-    return sorted(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in others)
+    return sorted(
+        tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in others
+    )
 
 
 def tape_of(shape: Shape) -> Tape:
     with tracing({}) as trace:
-        model, tokens = Drawn(shape).to("cuda"), torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="cuda")
+        model, tokens = (
+            Drawn(shape).to("cuda"),
+            torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="cuda"),
+        )
         trace.routing.tokens = tokens.numel()
         trace.begin(Phase.FORWARD)
         loss = loss_of(model, tokens)
@@ -66,7 +81,9 @@ def bytes_kept_on_tape(tape: Tape) -> list[int]:
     """Tensors that forward has made and left, but for the loss itself."""
     (_, (begin, end), _), *_ = phases_of(tape, -1)
     freed = {~event for event in tape.events[begin:end] if event < 0}
-    specs = [tape.spec(event) for event in tape.events[begin:end] if event >= 0 and event not in freed]
+    specs = [
+        tape.spec(event) for event in tape.events[begin:end] if event >= 0 and event not in freed
+    ]
     sizes = [spec.size_bytes for spec in specs if spec.category is not Category.LIBRARY_WORKSPACE]
     sizes.remove(4)
     return sorted(sizes)
@@ -82,18 +99,30 @@ def test_forward_keeps_what_it_keeps_on_a_cpu(seed: int) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
-    "square": lambda x, *_: x.square(), "pow": lambda x, *_: x**2, "tanh": lambda x, *_: 15 * torch.tanh(x / 15),
-    "sum": lambda x, *_: x.sum(1), "norm": lambda x, *_: x.norm(), "normalize": lambda x, *_: F.normalize(x),
+    "square": lambda x, *_: x.square(),
+    "pow": lambda x, *_: x**2,
+    "tanh": lambda x, *_: 15 * torch.tanh(x / 15),
+    "sum": lambda x, *_: x.sum(1),
+    "norm": lambda x, *_: x.norm(),
+    "normalize": lambda x, *_: F.normalize(x),
     "rms_norm": lambda x, *_: F.rms_norm(x, (8,)),
-    "softmax": lambda x, *_: x.softmax(-1), "log_softmax": lambda x, *_: F.log_softmax(x, -1),
-    "as asked": lambda x, *_: x.softmax(-1, dtype=x.dtype), "cumsum": lambda x, *_: x.cumsum(0),
-    "linear": lambda x, w, _: F.linear(x, w), "einsum": lambda x, w, _: torch.einsum("ij,kj", x, w),
-    "addcmul": lambda x, w, _: torch.addcmul(x, x, w), "cross_entropy": lambda x, _, t: F.cross_entropy(x, t),
-    "smooth": lambda x, _, t: F.cross_entropy(x, t, label_smoothing=0.1), "std": lambda x, *_: x.std(),
-    "cosine": lambda x, w, _: F.cosine_similarity(x, w), "gelu": lambda x, *_: F.gelu(x),
+    "softmax": lambda x, *_: x.softmax(-1),
+    "log_softmax": lambda x, *_: F.log_softmax(x, -1),
+    "as asked": lambda x, *_: x.softmax(-1, dtype=x.dtype),
+    "cumsum": lambda x, *_: x.cumsum(0),
+    "linear": lambda x, w, _: F.linear(x, w),
+    "einsum": lambda x, w, _: torch.einsum("ij,kj", x, w),
+    "addcmul": lambda x, w, _: torch.addcmul(x, x, w),
+    "cross_entropy": lambda x, _, t: F.cross_entropy(x, t),
+    "smooth": lambda x, _, t: F.cross_entropy(x, t, label_smoothing=0.1),
+    "std": lambda x, *_: x.std(),
+    "cosine": lambda x, w, _: F.cosine_similarity(x, w),
+    "gelu": lambda x, *_: F.gelu(x),
     "mean": lambda x, *_: x.mean(),
-    "cdist": lambda x, w, _: torch.cdist(x, w), "exp": lambda x, *_: x.exp(), "softplus": lambda x, *_: F.softplus(x),
-}  # fmt: skip
+    "cdist": lambda x, w, _: torch.cdist(x, w),
+    "exp": lambda x, *_: x.exp(),
+    "softplus": lambda x, *_: F.softplus(x),
+}
 
 
 def results(name: str, dtypes: tuple[torch.dtype, torch.dtype], low: torch.dtype) -> Any:
@@ -113,7 +142,9 @@ def test_types_under_autocast_are_those_of_pytorch(name: str) -> None:
             with tracing({}):
                 traced = results(name, dtypes, low)
             with (
-                mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+                mock.patch(
+                    "torch.cuda.amp.common.amp_definitely_not_available", return_value=False
+                ),
                 mock.patch("torch.cuda.is_bf16_supported", return_value=True),
                 FakeTensorMode(),
             ):

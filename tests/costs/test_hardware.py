@@ -9,14 +9,16 @@ from cs336_systems.record import load_records
 ROOT = Path(__file__).parents[2]
 
 
-# fp32, tf32, bf16, fp8 (TFLOP/s) and bandwidth (GB/s), as the data sheets give them, halved where they give sparse ones
+# fp32, tf32, bf16, fp8 (TFLOP/s) and bandwidth (GB/s), as the data sheets give them, halved where
+# they give sparse ones
 PROMISED = {
     "Tesla V100-SXM2-16GB": (15.7, None, None, None, 900),
     "NVIDIA A100-SXM4-80GB": (19.5, 312 / 2, 624 / 2, None, 2039),
     "NVIDIA L40S": (91.6, 366 / 2, 362.05, 1466 / 2, 864),
     "NVIDIA H100 80GB HBM3": (67, 989 / 2, 1979 / 2, 3958 / 2, 3350),
     "NVIDIA H200": (67, 989 / 2, 1979 / 2, 3958 / 2, 4800),
-    "NVIDIA B200": (None, None, 36_000 / 8 / 2, 72_000 / 8 / 2, 64_000 / 8),  # an eighth of a DGX B200
+    # an eighth of a DGX B200
+    "NVIDIA B200": (None, None, 36_000 / 8 / 2, 72_000 / 8 / 2, 64_000 / 8),
     "NVIDIA GeForce RTX 4090": (82.6, 165.2 / 2, 330.4 / 2, 660.6 / 2, 1008),
 }
 
@@ -25,27 +27,44 @@ PROMISED = {
 def test_known_devices_have_the_dense_peaks_of_their_data_sheets(name: str) -> None:
     device = find_device(name)
     assert device is not None
-    peaks = [device.peak_flops_per_s.get(precision) for precision in (Precision.FP32, Precision.TF32, Precision.BF16)]
+    peaks = [
+        device.peak_flops_per_s.get(precision)
+        for precision in (Precision.FP32, Precision.TF32, Precision.BF16)
+    ]
     found = [*peaks, device.fp8_peak_flops_per_s, device.memory_bandwidth_bytes_per_s]
     units = (1e12, 1e12, 1e12, 1e12, 1e9)
-    assert found == [value and pytest.approx(value * unit) for value, unit in zip(PROMISED[name], units, strict=True)]
+    assert found == [
+        value and pytest.approx(value * unit)
+        for value, unit in zip(PROMISED[name], units, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.names[0])
 def test_no_peak_is_twice_too_high(device: DeviceSpec) -> None:
-    """Tensor cores multiply twice as fast in types of half the width, so that a single sparse peak would stand out."""
+    """Tensor cores multiply twice as fast in types of half the width, so that a single sparse
+    peak would stand out.
+    """
     peaks = device.peak_flops_per_s
     half, single = peaks[Precision.FP16], peaks.get(Precision.TF32)
     assert peaks.get(Precision.BF16, half) == half
     assert single is None or half / single == pytest.approx(2, rel=0.02)
-    assert device.fp8_peak_flops_per_s is None or device.fp8_peak_flops_per_s / half == pytest.approx(2, rel=0.03)
+    assert (
+        device.fp8_peak_flops_per_s is None
+        or device.fp8_peak_flops_per_s / half == pytest.approx(2, rel=0.03)
+    )
 
 
 def test_the_memory_of_a_data_sheet_is_what_the_driver_finds() -> None:
-    """NVML's total on the GPUs of the published runs, less than which would be a count of GB as 10^9 bytes."""
-    records = [load_records(runs)[0][0] for runs in (ROOT / "data/published/e2e_benchmark").glob("*/runs")]
+    """NVML's total on the GPUs of the published runs, less than which would be a count of GB as
+    10^9 bytes.
+    """
+    records = [
+        load_records(runs)[0][0] for runs in (ROOT / "data/published/e2e_benchmark").glob("*/runs")
+    ]
     found = [record.environment for record in records if record.environment is not None]
-    totals = {(environment.identity.device_name, environment.device_memory_bytes) for environment in found}
+    totals = {
+        (environment.identity.device_name, environment.device_memory_bytes) for environment in found
+    }
     assert "NVIDIA H200" in {name for name, _ in totals}
     for name, total_bytes in totals:
         device = find_device(name)
@@ -59,7 +78,14 @@ def test_older_drivers_leave_the_maker_out() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA H20", "NVIDIA H100", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu", ""],
+    [
+        "NVIDIA H20",
+        "NVIDIA H100",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "cpu",
+        "",
+    ],
 )
 def test_unknown_devices_have_no_peak(name) -> None:
     assert find_device(name) is None

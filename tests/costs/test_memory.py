@@ -1,4 +1,6 @@
-"""Oracles: peaks measured on H200s, live tensors of real steps on the CPU, and what autograd really saves."""
+"""Oracles: peaks measured on H200s, live tensors of real steps on the CPU, and what autograd
+really saves.
+"""
 
 import re
 import subprocess
@@ -40,11 +42,17 @@ from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
 MEASURED = Path(__file__).parents[2] / "data" / "published" / "e2e_benchmark"
 MATH = {"attention": Attention.SDPA, "sdpa_backend": SdpaBackend.MATH}
-UNEQUAL = ModelConfig(vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3)
+UNEQUAL = ModelConfig(
+    vocab_size=37, context_length=10, d_model=24, d_ff=28, num_layers=3, num_heads=3
+)
 
 
 def records(*names: str) -> list[RunRecord]:
-    return [read_record(path) for name in names for path in sorted((MEASURED / name / "runs").glob("*.json"))]
+    return [
+        read_record(path)
+        for name in names
+        for path in sorted((MEASURED / name / "runs").glob("*.json"))
+    ]
 
 
 H200 = records("train", "inference", "sdpa")
@@ -56,18 +64,26 @@ def run_config(model: ModelConfig, **changes) -> RunConfig:
 
 def test_peaks_are_those_measured() -> None:
     """Most to the byte; the rest differ in which of several free blocks the real allocator took."""
-    assert len(H200) == 120, "naive and sdpa: five sizes, three contexts, two precisions, inference and train"
+    assert len(H200) == 120, (
+        "naive and sdpa: five sizes, three contexts, two precisions, inference and train"
+    )
     errors = []
     for record in H200:
         prediction, memory = predict_memory(record.config), record.memory
         error = prediction.peak.allocated_bytes - memory.peak_allocated_bytes
         errors.append(error)
         assert abs(error) < 0.01 * memory.peak_allocated_bytes, record.config.label
-        first_error = prediction.first_step_peak.allocated_bytes - memory.first_step_peak_allocated_bytes
-        assert abs(first_error) <= max(0.03 * memory.first_step_peak_allocated_bytes, 64 * 2**20), record.config.label
+        first_error = (
+            prediction.first_step_peak.allocated_bytes - memory.first_step_peak_allocated_bytes
+        )
+        assert abs(first_error) <= max(0.03 * memory.first_step_peak_allocated_bytes, 64 * 2**20), (
+            record.config.label
+        )
         # segments are 20 MiB: a few more or less of them, as free blocks happen to be taken
         reserved = memory.peak_reserved_bytes
-        assert abs(prediction.reserved_bytes - reserved) <= max(0.03 * reserved, 4 * 20 * 2**20), record.config.label
+        assert abs(prediction.reserved_bytes - reserved) <= max(0.03 * reserved, 4 * 20 * 2**20), (
+            record.config.label
+        )
     assert errors.count(0) > len(H200) / 2
 
 
@@ -82,36 +98,58 @@ def grid_of_memory() -> list[RunRecord]:
 def test_what_fits_and_how_much_it_takes_at_long_contexts(record) -> None:
     """PyTorch's message says how much memory CUDA has to give, which is less than NVML's total."""
     messages = [r.failure.message for r in grid_of_memory() if r.status is Status.OOM]
-    (capacity_gib,) = {float(re.search(r"total capacity of ([\d.]+) GiB", message)[1]) for message in messages}
+    (capacity_gib,) = {
+        float(re.search(r"total capacity of ([\d.]+) GiB", message)[1]) for message in messages
+    }
     assert len(messages) == 8
     assert fits(record.config, int(capacity_gib * 2**30)) == (record.status is Status.OK)
     if record.status is Status.OK:
         measured = record.memory.peak_allocated_bytes
-        assert abs(predicted_peak_bytes(record.config) - measured) <= max(0.03 * measured, 64 * 2**20)
+        assert abs(predicted_peak_bytes(record.config) - measured) <= max(
+            0.03 * measured, 64 * 2**20
+        )
 
 
 def test_the_peak_of_a_first_step_alone_is_its_own() -> None:
-    first, later = (run_config(SIZES["small"], device=Device.CUDA, warmup_steps=0, measured_steps=n) for n in (1, 2))
+    first, later = (
+        run_config(SIZES["small"], device=Device.CUDA, warmup_steps=0, measured_steps=n)
+        for n in (1, 2)
+    )
     prediction = predict_memory(first)
     assert predicted_peak_bytes(first) == prediction.first_step_peak.allocated_bytes
-    assert predicted_peak_bytes(later) == prediction.peak.allocated_bytes > prediction.first_step_peak.allocated_bytes
+    assert (
+        predicted_peak_bytes(later)
+        == prediction.peak.allocated_bytes
+        > prediction.first_step_peak.allocated_bytes
+    )
 
 
-@pytest.mark.parametrize("record", [*records("out_of_memory"), *H200[::7]], ids=lambda record: record.config.label)
+@pytest.mark.parametrize(
+    "record", [*records("out_of_memory"), *H200[::7]], ids=lambda record: record.config.label
+)
 def test_runs_that_ran_out_of_memory_are_foretold_and_no_others(record) -> None:
-    assert fits(record.config, record.environment.device_memory_bytes) == (record.status is Status.OK)
+    assert fits(record.config, record.environment.device_memory_bytes) == (
+        record.status is Status.OK
+    )
 
 
 @pytest.mark.parametrize("record", H200[::7], ids=lambda record: record.config.label)
 def test_no_run_fits_in_less_than_its_measured_peak(record) -> None:
-    assert not fits(record.config, CUDA_CONTEXT_BYTES + int(0.97 * record.memory.peak_allocated_bytes))
+    assert not fits(
+        record.config, CUDA_CONTEXT_BYTES + int(0.97 * record.memory.peak_allocated_bytes)
+    )
 
 
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_largest_batch_and_context_are_the_last_that_fit(blocks) -> None:
-    config = run_config(replace(SIZES["small"], num_layers=2), precision=Precision.BF16, checkpoint_blocks=blocks)
+    config = run_config(
+        replace(SIZES["small"], num_layers=2), precision=Precision.BF16, checkpoint_blocks=blocks
+    )
     memory_bytes = 4 * 2**30
-    batch_size, context_length = largest_batch(config, memory_bytes), largest_context(config, memory_bytes)
+    batch_size, context_length = (
+        largest_batch(config, memory_bytes),
+        largest_context(config, memory_bytes),
+    )
     for least, name in ((batch_size, "batch_size"), (context_length, "context_length")):
         for value, fit in ((least, True), (least + 1, False)):
             changed = (
@@ -120,7 +158,9 @@ def test_largest_batch_and_context_are_the_last_that_fit(blocks) -> None:
                 else replace(config, model=replace(config.model, context_length=value))
             )
             assert fits(changed, memory_bytes) is fit
-    assert [find(config, CUDA_CONTEXT_BYTES + 2**28) for find in (largest_batch, largest_context)] == [0, 0]
+    assert [
+        find(config, CUDA_CONTEXT_BYTES + 2**28) for find in (largest_batch, largest_context)
+    ] == [0, 0]
 
 
 def test_where_memory_limits_nothing_the_configuration_does() -> None:
@@ -150,7 +190,9 @@ def test_what_is_not_predicted_has_no_number(changes) -> None:
 
 
 @pytest.mark.parametrize("arch", Arch)
-@pytest.mark.parametrize("attention", [{}, {"attention": Attention.SDPA}, MATH], ids=["naive", "fused", "math"])
+@pytest.mark.parametrize(
+    "attention", [{}, {"attention": Attention.SDPA}, MATH], ids=["naive", "fused", "math"]
+)
 def test_parts_add_up_to_the_peak(arch, attention) -> None:
     model = replace(SIZES["small"], arch=arch, context_length=64, num_layers=2, **attention)
     config = run_config(model, precision=Precision.FP16)
@@ -159,7 +201,10 @@ def test_parts_add_up_to_the_peak(arch, attention) -> None:
         assert sum(part.size_bytes for part in peak.parts) == peak.allocated_bytes
         assert all(part.size_bytes >= 0 and part.count > 0 for part in peak.parts[:-1])
     assert list(prediction.after_bytes) == list(config.phases)
-    assert max(prediction.start_bytes, *prediction.after_bytes.values()) <= prediction.peak.allocated_bytes
+    assert (
+        max(prediction.start_bytes, *prediction.after_bytes.values())
+        <= prediction.peak.allocated_bytes
+    )
     assert prediction.peak.phase in config.phases
 
 
@@ -175,7 +220,9 @@ def test_parts_add_up_to_the_peak(arch, attention) -> None:
 )
 @pytest.mark.parametrize("arch", Arch)
 def test_each_phase_holds_what_a_real_step_holds(monkeypatch, arch, changes) -> None:
-    """Of the CPU's tensors; on a GPU the softmax's backward has one more at its peak, of the scores."""
+    """Of the CPU's tensors; on a GPU the softmax's backward has one more at its peak, of the
+    scores.
+    """
     config = run_config(replace(UNEQUAL, arch=arch), batch_size=3, **changes)
     after, peak = tape_bytes(config)
     use_tensors_of_a_gpu(monkeypatch)
@@ -191,18 +238,32 @@ from cs336_systems.config import Device, ModelConfig, RunConfig
 from cs336_systems.costs.memory import host_bytes
 from cs336_systems.measure.run import measure
 
+
 def run(width, context, heads, attention, mode):
-    model = ModelConfig(context_length=context, d_model=width, d_ff=4 * width, num_layers=2, num_heads=heads,
-                        attention=attention)  # two blocks, whose tapes are shipped
-    config = RunConfig(size="custom", model=model, batch_size=2, mode=mode, warmup_steps=1, measured_steps=1)
+    model = ModelConfig(
+        context_length=context,
+        d_model=width,
+        d_ff=4 * width,
+        num_layers=2,
+        num_heads=heads,
+        attention=attention,
+    )  # two blocks, whose tapes are shipped
+    config = RunConfig(
+        size="custom", model=model, batch_size=2, mode=mode, warmup_steps=1, measured_steps=1
+    )
     assert measure(config).status == "ok"
     # getrusage would count what the process that started this one had, too
-    return config, 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+    return config, 1024 * int(
+        re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
+    )
+
 
 for chosen in (("naive", "train"), ("sdpa", "train"), ("naive", "inference")):
     if os.fork() == 0:  # in a process of its own, which has imported all
         _, before = run(16, 8, 8, *chosen)
-        config, after = run(384, 384, 24, *chosen)  # with naive attention, its scores are a third of all
+        config, after = run(
+            384, 384, 24, *chosen
+        )  # with naive attention, its scores are a third of all
         print((after - before) / host_bytes(config, after), flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
@@ -211,11 +272,14 @@ for chosen in (("naive", "train"), ("sdpa", "train"), ("naive", "inference")):
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux")
 def test_a_cpu_process_grows_by_what_the_step_needs() -> None:
-    """By the kernel's own account of the process; it must not need less, or a run that fits would be refused.
+    """By the kernel's own account of the process; it must not need less, or a run that fits would
+    be refused.
 
     The first run leaves a few MiB to the process, which the second one uses again.
     """
-    done = subprocess.run([sys.executable, "-c", GROWS], capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", GROWS], capture_output=True, text=True, timeout=200, check=True
+    )
     assert [0.9 < float(each) < 1.5 for each in done.stdout.split()] == [True] * 3, done.stdout
 
 
@@ -244,20 +308,30 @@ MEASURED_OF_RANKS = [
     ("small", Parallel.FSDP2, {}, 2051180544, 1479835136, 2531262464),
     ("xl", Parallel.FSDP2, {}, 20391992832, 16262914560, 25444745216),
 ]
-"""Size, way, settings; peak, peak of the first step and, if known, reserved bytes of the rank with the highest peak.
+"""Size, way, settings; peak, peak of the first step and, if known, reserved bytes of the rank with
+the highest peak.
 
-On two H200 with torch 2.11: a whole step in bf16 with fused attention and AdamW, context 512, batch 4 a rank.
+On two H200 with torch 2.11: a whole step in bf16 with fused attention and AdamW, context 512, batch
+4 a rank.
 """
 
 
 def on_two(size: str, way: Parallel, **settings) -> RunConfig:
     return RunConfig(
-        size=size, model=replace(SIZES[size], context_length=512, attention=Attention.SDPA), precision=Precision.BF16,
-        device=Device.CUDA, optimizer=OptimizerKind.FUSED, parallel=way, ranks=2, **settings,
-    )  # fmt: skip
+        size=size,
+        model=replace(SIZES[size], context_length=512, attention=Attention.SDPA),
+        precision=Precision.BF16,
+        device=Device.CUDA,
+        optimizer=OptimizerKind.FUSED,
+        parallel=way,
+        ranks=2,
+        **settings,
+    )
 
 
-@pytest.mark.parametrize(("size", "way", "settings", "peak", "first", "reserved"), MEASURED_OF_RANKS)
+@pytest.mark.parametrize(
+    ("size", "way", "settings", "peak", "first", "reserved"), MEASURED_OF_RANKS
+)
 def test_memory_of_a_rank_is_that_measured(size, way, settings, peak, first, reserved) -> None:
     found = predict_memory(on_two(size, way, **settings))
     assert found.peak.allocated_bytes == pytest.approx(peak, rel=0.01)
@@ -267,12 +341,22 @@ def test_memory_of_a_rank_is_that_measured(size, way, settings, peak, first, res
 
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize(
-    ("way", "settings"), [(Parallel.DDP_NAIVE, SHARED), *((way, {}) for way in (Parallel.DDP_FLAT, *FSDP))]
+    ("way", "settings"),
+    [(Parallel.DDP_NAIVE, SHARED), *((way, {}) for way in (Parallel.DDP_FLAT, *FSDP))],
 )
 def test_state_in_closed_form_is_that_of_the_rank_that_keeps_most(way, settings, arch) -> None:
     """Of the tensors of the way's own code; each is rounded up to 512 bytes."""
-    model = ModelConfig(arch=arch, vocab_size=96, context_length=24, d_model=48, d_ff=96, num_layers=2, num_heads=2)
-    config = RunConfig(size="custom", model=model, optimizer=OptimizerKind.FOREACH, parallel=way, ranks=3, **settings)
+    model = ModelConfig(
+        arch=arch, vocab_size=96, context_length=24, d_model=48, d_ff=96, num_layers=2, num_heads=2
+    )
+    config = RunConfig(
+        size="custom",
+        model=model,
+        optimizer=OptimizerKind.FOREACH,
+        parallel=way,
+        ranks=3,
+        **settings,
+    )
     tape = tape_of(config)
     _, (begin, _), _ = phases_of(tape, -1)[-1]  # after the optimizer
     freed = {~event for event in tape.events[:begin] if event < 0}
@@ -281,5 +365,6 @@ def test_state_in_closed_form_is_that_of_the_rank_that_keeps_most(way, settings,
     def kept(category: Category) -> int:
         return sum(spec.size_bytes for spec in specs if spec.category is category)
 
-    assert kept(Category.PARAMETERS) == pytest.approx(parameter_bytes(config), rel=0.02)  # parts are aligned
+    # parts are aligned
+    assert kept(Category.PARAMETERS) == pytest.approx(parameter_bytes(config), rel=0.02)
     assert kept(Category.OPTIMIZER_STATE) == pytest.approx(8 * updated_parameters(config), rel=0.02)

@@ -1,4 +1,6 @@
-"""Forecasts of models that nobody here wrote: peaks measured on an H100, and PyTorch's own count of FLOPs."""
+"""Forecasts of models that nobody here wrote: peaks measured on an H100, and PyTorch's own count
+of FLOPs.
+"""
 
 import json
 import random
@@ -33,7 +35,10 @@ class Block(nn.Module):
         self.ln, self.qkv, self.proj = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.ln(x)).split(D, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (4, -1)).transpose(1, 2)
+            for part in self.qkv(self.ln(x)).split(D, dim=-1)
+        )
         weights = (q @ k.transpose(-1, -2)).softmax(-1)
         return x + self.proj((weights @ v).transpose(1, 2).flatten(2))
 
@@ -56,7 +61,9 @@ class NanoGPT(nn.Module):
         for block in self.h:
             x = block(x)
         logits = self.lm_head(x)
-        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, None if targets is None else F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten()
+        )
 
 
 class OfOneLength(NanoGPT):
@@ -95,9 +102,13 @@ def nothing_is_traced_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_of(name: str, length: int = LENGTH, **settings: object) -> RunConfig:
     config = RunConfig(
-        size=UNSIZED, model=replace(SIZES["tiny"], context_length=length), batch_size=4, device=Device.CUDA,
-        model_factory=f"{__name__}:{name}", **settings,  # type: ignore[arg-type]
-    )  # fmt: skip
+        size=UNSIZED,
+        model=replace(SIZES["tiny"], context_length=length),
+        batch_size=4,
+        device=Device.CUDA,
+        model_factory=f"{__name__}:{name}",
+        **settings,  # type: ignore[arg-type]
+    )
     traces.prepare([config])
     return config
 
@@ -105,18 +116,32 @@ def run_of(name: str, length: int = LENGTH, **settings: object) -> RunConfig:
 def llama(attention: str) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(
-        num_hidden_layers=16, hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4,
-        vocab_size=32_000, use_cache=False, attn_implementation=attention,
-    ))  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=16,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            vocab_size=32_000,
+            use_cache=False,
+            attn_implementation=attention,
+        )
+    )
 
 
 def gpt2(attention: str) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation=attention
-    ))  # fmt: skip
+    return GPT2LMHeadModel(
+        GPT2Config(
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            attn_implementation=attention,
+        )
+    )
 
 
 def gpt2_eager() -> nn.Module:
@@ -138,14 +163,22 @@ def llama_sdpa() -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "fp32_gib", "bf16_gib"),
     [
-        ("gpt2_eager", 9.981, 9.961), ("gpt2_sdpa", 7.734, 6.591),
-        ("llama_eager", 13.638, 14.002), ("llama_sdpa", 13.603, 7.935),
+        ("gpt2_eager", 9.981, 9.961),
+        ("gpt2_sdpa", 7.734, 6.591),
+        ("llama_eager", 13.638, 14.002),
+        ("llama_sdpa", 13.603, 7.935),
     ],
-)  # fmt: skip
-def test_peaks_of_transformers_are_those_measured_on_an_h100(name: str, fp32_gib: float, bf16_gib: float) -> None:
-    """In fp32 no fused kernel takes Llama's grouped queries. Imported within a trace, transformers draws no weights."""
+)
+def test_peaks_of_transformers_are_those_measured_on_an_h100(
+    name: str, fp32_gib: float, bf16_gib: float
+) -> None:
+    """In fp32 no fused kernel takes Llama's grouped queries. Imported within a trace,
+    transformers draws no weights.
+    """
     transformers = pytest.importorskip("transformers")
-    assert all(hasattr(transformers, name) for name in ("GPT2LMHeadModel", "LlamaForCausalLM")), "imported by asking"
+    assert all(hasattr(transformers, name) for name in ("GPT2LMHeadModel", "LlamaForCausalLM")), (
+        "imported by asking"
+    )
     for precision, gib in ((Precision.FP32, fp32_gib), (Precision.BF16, bf16_gib)):
         found = predict_memory(run_of(name, 1024, precision=precision))
         assert found is not None
@@ -163,7 +196,9 @@ def test_flops_by_module_are_those_that_pytorch_counts(loss: LossKind) -> None:
     assert sum(step.values()) == counts["Global"]
     assert step["h.*.qkv"] == sum(counts[f"NanoGPT.h.{layer}.qkv"] for layer in range(LAYERS))
     assert step["lm_head"] == counts["NanoGPT.lm_head"]
-    assert sum(costs.parameters for costs in found.values()) == sum(each.numel() for each in model.parameters())
+    assert sum(costs.parameters for costs in found.values()) == sum(
+        each.numel() for each in model.parameters()
+    )
     assert found["h.*.proj"].parameters == LAYERS * (D * D + D)
 
 
@@ -172,11 +207,18 @@ def small(kind: str, **settings: object) -> nn.Module:
     import transformers
 
     sizes = {
-        "num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 4,
-        "vocab_size": 254, "use_cache": False, "attn_implementation": "eager",
-    }  # fmt: skip
+        "num_hidden_layers": 2,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 4,
+        "vocab_size": 254,
+        "use_cache": False,
+        "attn_implementation": "eager",
+    }
     config = getattr(transformers, f"{kind}Config")(**sizes | settings)
-    return getattr(transformers, f"{ {'GPT2': 'GPT2LMHeadModel'}.get(kind, f'{kind}ForCausalLM') }")(config)
+    return getattr(
+        transformers, f"{ {'GPT2': 'GPT2LMHeadModel'}.get(kind, f'{kind}ForCausalLM') }"
+    )(config)
 
 
 def small_gpt2() -> nn.Module:
@@ -208,7 +250,9 @@ def test_a_model_of_others_has_its_flops_and_parameters_at_any_length(name: str)
     if name != "LongNanoGPT":
         pytest.importorskip("transformers")
     draw = random.Random(name)
-    lengths = sorted({2, 127, *(draw.randint(2, 1100) for _ in range(5)), *draw.sample((64, 95, 128, 253), 3)})
+    lengths = sorted(
+        {2, 127, *(draw.randint(2, 1100) for _ in range(5)), *draw.sample((64, 95, 128, 253), 3)}
+    )
     model = globals()[name]()
     parameter_bytes = sum(each.nbytes for each in model.parameters())
     flops = []
@@ -216,20 +260,27 @@ def test_a_model_of_others_has_its_flops_and_parameters_at_any_length(name: str)
         config = run_of(name, length)
         with FlopCounterMode(display=False) as counter:
             logits_of(model(torch.zeros(1, length, dtype=torch.long))).sum().backward()
-        found = sum(each.forward_flops + each.backward_flops for each in costs_by_module(config).values())
+        found = sum(
+            each.forward_flops + each.backward_flops for each in costs_by_module(config).values()
+        )
         assert found == config.batch_size * counter.get_total_flops()
         assert traces.tape_of(config).bytes_of(Category.PARAMETERS) == parameter_bytes
         flops.append(counter.get_total_flops())
     assert flops == sorted({*flops})
 
 
-def test_what_fits_of_a_model_is_traced_on_both_sides_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_of_a_model_is_traced_on_both_sides_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
     trace_all = traced.trace_all
     monkeypatch.setattr(traced, "trace_all", lambda asked: calls.append(asked) or trace_all(asked))
     draw = random.Random(0)
     for _ in range(2):
-        config, memory_bytes = run_of("OfOurs", draw.randint(20, 90)), draw.randint(1150, 2500) * 2**20
+        config, memory_bytes = (
+            run_of("OfOurs", draw.randint(20, 90)),
+            draw.randint(1150, 2500) * 2**20,
+        )
         del calls[:]
         size, length = largest_batch(config, memory_bytes), largest_context(config, memory_bytes)
         assert len(calls) <= 24
@@ -264,7 +315,9 @@ POSITIONS = {
 
 
 @pytest.mark.parametrize("make", POSITIONS.values(), ids=POSITIONS)
-def test_positions_that_a_table_does_not_have_are_refused_as_with_values(make: Callable[[int, int], Tensor]) -> None:
+def test_positions_that_a_table_does_not_have_are_refused_as_with_values(
+    make: Callable[[int, int], Tensor],
+) -> None:
     draw = random.Random(0)
     for _ in range(10):
         rows, length = draw.randint(4, 20), draw.randint(2, 20)
@@ -290,8 +343,15 @@ def test_checkpoints_of_own_blocks_change_the_memory_alone() -> None:
     for one, other in zip(plain.parameters(), saving.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
     peaks = [predict_memory(run_of("NanoGPT", checkpoint_blocks=blocks)) for blocks in (0, 1)]
-    kept = [sum(part.size_bytes for part in peak.peak.parts if ".h." in part.label or "h.*" in part.label)
-            for peak in peaks if peak is not None]  # fmt: skip
+    kept = [
+        sum(
+            part.size_bytes
+            for part in peak.peak.parts
+            if ".h." in part.label or "h.*" in part.label
+        )
+        for peak in peaks
+        if peak is not None
+    ]
     assert kept[1] < kept[0] / 2
     with pytest.raises(ValueError, match="needs blocks in a"):
         checkpoint_each_block(Block())
@@ -313,24 +373,48 @@ class OfImages(nn.Conv2d):
 
 
 @pytest.mark.parametrize("name", ["LossAlone", "OfImages"])
-def test_a_model_that_cannot_be_used_is_refused_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_used_is_refused_in_one_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["account", "--model", f"{__name__}:{name}", "--context-length", str(LENGTH)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert len([line for line in said.err.splitlines() if name in line and "tracing" not in line]) == 1
+    assert (
+        len([line for line in said.err.splitlines() if name in line and "tracing" not in line]) == 1
+    )
 
 
 def test_what_was_not_traced_has_no_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["account", "--model", f"{__name__}:Routed", "--context-length", str(LENGTH), "--json"]) == 0
+    assert (
+        main(
+            ["account", "--model", f"{__name__}:Routed", "--context-length", str(LENGTH), "--json"]
+        )
+        == 0
+    )
     parts = json.loads(capsys.readouterr().out)["parts"]
     for part in parts:
         assert part["parameters"]
         assert all(part[key] is None for key in part if key not in ("component", "parameters"))
 
 
-def test_an_account_of_what_cannot_be_traced_has_the_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["account", "--model", f"{__name__}:Routed", "--context-length", str(LENGTH), "--fit",
-                 "--device-name", "H100 80GB HBM3"]) == 0  # fmt: skip
+def test_an_account_of_what_cannot_be_traced_has_the_parameters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        main(
+            [
+                "account",
+                "--model",
+                f"{__name__}:Routed",
+                "--context-length",
+                str(LENGTH),
+                "--fit",
+                "--device-name",
+                "H100 80GB HBM3",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if "no forecast" in line]
     assert re.search(r"h\.\*: aten::_local_scalar_dense needs the values", line)
@@ -338,9 +422,30 @@ def test_an_account_of_what_cannot_be_traced_has_the_parameters(capsys: pytest.C
 
 
 def test_an_account_of_a_user_s_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["account", "--model", f"{__name__}:NanoGPT", "--context-length", str(LENGTH), "--module-depth", "1",
-                 "--device-name", "H100 80GB HBM3", "--fit"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "account",
+                "--model",
+                f"{__name__}:NanoGPT",
+                "--context-length",
+                str(LENGTH),
+                "--module-depth",
+                "1",
+                "--device-name",
+                "H100 80GB HBM3",
+                "--fit",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    for word in ("this configuration", "h.*", "Predicted time of a step", "Launches are the limit", "moved forward"):
+    for word in (
+        "this configuration",
+        "h.*",
+        "Predicted time of a step",
+        "Launches are the limit",
+        "moved forward",
+    ):
         assert word in said
     assert "d_model" not in said

@@ -1,4 +1,6 @@
-"""Time of a step on several ranks: closed forms, rings chunk by chunk, a simulation by ticks, and inequalities."""
+"""Time of a step on several ranks: closed forms, rings chunk by chunk, a simulation by ticks,
+and inequalities.
+"""
 
 import statistics
 from collections import Counter, deque
@@ -38,8 +40,12 @@ from cs336_systems.record import load_records
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_runs
 
-MODEL = ModelConfig(vocab_size=64, context_length=1, d_model=256, d_ff=1024, num_layers=6, num_heads=4)
-RUN = RunConfig(size="custom", model=MODEL, batch_size=64, device=Device.CUDA, optimizer=OptimizerKind.FUSED)
+MODEL = ModelConfig(
+    vocab_size=64, context_length=1, d_model=256, d_ff=1024, num_layers=6, num_heads=4
+)
+RUN = RunConfig(
+    size="custom", model=MODEL, batch_size=64, device=Device.CUDA, optimizer=OptimizerKind.FUSED
+)
 RATE = 1e12
 
 
@@ -47,7 +53,13 @@ def curves(bandwidth: float = 1e18) -> Curves:
     """A device of one rate for all matmuls, whose other kernels take next to no time."""
     matmuls = (Matmul(rows=8192, inner=8192, columns=8192, time_s=2 * 8192**3 / RATE),)
     passes = {1: 1 / bandwidth, 2**40: 2**40 / bandwidth}
-    return Curves(matmuls=dict.fromkeys(Precision, matmuls), copies=passes, adamw=passes, launch_s=0.0, kernel_s=0.0)
+    return Curves(
+        matmuls=dict.fromkeys(Precision, matmuls),
+        copies=passes,
+        adamw=passes,
+        launch_s=0.0,
+        kernel_s=0.0,
+    )
 
 
 def links(bytes_per_s: float, gpus: int = 8, network: float | None = None) -> Links:
@@ -82,7 +94,9 @@ def test_what_is_averaged_after_backward_is_exposed(way: Parallel, rate: float) 
 
 
 class Part(NamedTuple):
-    """What the kernels do: `work_s` alone, once as many sends have ended as `needs`; sends begin before and after."""
+    """What the kernels do: `work_s` alone, once as many sends have ended as `needs`; sends begin
+    before and after.
+    """
 
     work_s: float
     before: Sequence[float] = ()
@@ -91,7 +105,9 @@ class Part(NamedTuple):
 
 
 def ticked(parts: Sequence[Part], ticks: int = 5_000) -> tuple[list[float], float]:
-    """When each part and the last send end, in small steps of time: beside a send the kernels are half as fast."""
+    """When each part and the last send end, in small steps of time: beside a send the kernels
+    are half as fast.
+    """
     tick = sum(part.work_s + sum(part.before) + sum(part.after) for part in parts) / ticks
     now, ended, sends, ends = 0.0, 0, deque[float](), list[float]()
 
@@ -122,7 +138,9 @@ def ticked(parts: Sequence[Part], ticks: int = 5_000) -> tuple[list[float], floa
 @pytest.mark.parametrize("rate", [1e6, 1e9, 4e9, 1e10, 1e13])
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("way", [Parallel.DDP_OVERLAP, Parallel.DDP])
-def test_buckets_are_averaged_while_backward_goes_on(way: Parallel, arch: Arch, rate: float) -> None:
+def test_buckets_are_averaged_while_backward_goes_on(
+    way: Parallel, arch: Arch, rate: float
+) -> None:
     wide = replace(MODEL, arch=arch, d_model=1024, d_ff=4096)  # of several buckets
     config = on(way, model=wide)
     found, alone = predicted(config, rate), compute_time(config, curves())
@@ -132,7 +150,8 @@ def test_buckets_are_averaged_while_backward_goes_on(way: Parallel, arch: Arch, 
     assert len(groups) > 3
     tables = {"positions"} if arch is Arch.GPT2 else {"embedding"}
     multiplied = {
-        name: 0 if name in tables or "ln" in name or name.endswith("bias") else count for name, count in counts.items()
+        name: 0 if name in tables or "ln" in name or name.endswith("bias") else count
+        for name, count in counts.items()
     }
     parts = [
         Part(
@@ -144,7 +163,10 @@ def test_buckets_are_averaged_while_backward_goes_on(way: Parallel, arch: Arch, 
     (*_, end_s), last_s = ticked(parts)
     assert found.slowed_s == pytest.approx(end_s - backward_s, abs=5e-3 * last_s)
     assert found.exposed_s == pytest.approx(last_s - end_s, abs=5e-3 * last_s)
-    later = {phase: time_s - alone.phases_s.get(phase, 0) for phase, time_s in found.time.phases_s.items()}
+    later = {
+        phase: time_s - alone.phases_s.get(phase, 0)
+        for phase, time_s in found.time.phases_s.items()
+    }
     in_backward = last_s if way is Parallel.DDP else end_s
     assert later[Phase.BACKWARD] == pytest.approx(in_backward - backward_s, abs=5e-3 * last_s)
     assert later[Phase.COMMUNICATION] == pytest.approx(last_s - in_backward, abs=5e-3 * last_s)
@@ -164,21 +186,35 @@ def test_a_sharded_optimizer_sends_every_parameter() -> None:
     assert found.communication_s == pytest.approx(found.exposed_s)
 
 
-def sharded_parts(config: RunConfig, compute: Mapping[Phase, float], rate: float, ahead: int, once: bool) -> list[Part]:
-    """What follows one another in a step whose parameters are sharded, with as many units gathered ahead."""
-    sizes = {name: sum(parts) * (config.ranks - 1) / rate for name, parts in part_bytes(config).items()}
+def sharded_parts(
+    config: RunConfig, compute: Mapping[Phase, float], rate: float, ahead: int, once: bool
+) -> list[Part]:
+    """What follows one another in a step whose parameters are sharded, with as many units
+    gathered ahead.
+    """
+    sizes = {
+        name: sum(parts) * (config.ranks - 1) / rate for name, parts in part_bytes(config).items()
+    }
     names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
     counts = parameter_elements(config)
     weights = {
-        name: sum(count for each, count in counts.items() if each.startswith(f"{name}.") and "ln" not in each)
+        name: sum(
+            count
+            for each, count in counts.items()
+            if each.startswith(f"{name}.") and "ln" not in each
+        )
         for name in names
     } | {HEAD: counts["lm_head"]}
-    order = [*((name, Phase.FORWARD) for name in names), *((name, Phase.BACKWARD) for name in names[::-1])]
+    order = [
+        *((name, Phase.FORWARD) for name in names),
+        *((name, Phase.BACKWARD) for name in names[::-1]),
+    ]
     kept = {LOOKUP, HEAD} if once else set()
     gathered = [
-        place for place, (name, phase) in enumerate(order)
+        place
+        for place, (name, phase) in enumerate(order)
         if name in sizes and not (phase is Phase.BACKWARD and name in kept)
-    ]  # fmt: skip
+    ]
     rest = [sizes["rest"]] if "rest" in sizes else []
     parts, sent = [Part(work_s=0.0, before=rest, needs=len(rest))], list[int](range(-len(rest), 0))
     for place, (name, phase) in enumerate(order):
@@ -206,12 +242,20 @@ def test_gathers_run_ahead_and_scatters_behind(way: Parallel, rate: float) -> No
     ahead, once = (2, True) if way is Parallel.FSDP else (1, False)
     _, end_s = ticked(sharded_parts(config, alone.phases_s, rate, ahead, once))
     vectors = {} if way is Parallel.FSDP2 else calls(config) or {}
-    later_s = sum(2 * call.num_bytes * 3 / 4 / rate for call in vectors if call.collective is Collective.ALL_REDUCE)
+    later_s = sum(
+        2 * call.num_bytes * 3 / 4 / rate
+        for call in vectors
+        if call.collective is Collective.ALL_REDUCE
+    )
     of_both = alone.phases_s[Phase.FORWARD] + alone.phases_s[Phase.BACKWARD]
-    assert found.exposed_s + found.slowed_s == pytest.approx(end_s + later_s - of_both, abs=1e-2 * end_s)
+    assert found.exposed_s + found.slowed_s == pytest.approx(
+        end_s + later_s - of_both, abs=1e-2 * end_s
+    )
 
 
-@pytest.mark.parametrize("way", [way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN)])
+@pytest.mark.parametrize(
+    "way", [way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN)]
+)
 def test_no_way_hides_more_than_there_is_or_waits_longer_than_it_sends(way: Parallel) -> None:
     for rate in (1e6, 1e9, 1e12):
         found = predicted(on(way), rate)
@@ -230,20 +274,28 @@ def test_collectives_among_as_many_ranks_are_needed() -> None:
     sent_s = sum(4 * count for count in parameter_elements(RUN).values()) / 1e9
     assert found.step_s - alone.step_s == pytest.approx(sent_s, rel=1e-3)
     assert predicted_time(config, curves()) is None
-    assert predicted_time(on(Parallel.DDP_NAIVE, 2), replace(curves(), collectives=times)) is None, "2 are less than 4"
+    assert (
+        predicted_time(on(Parallel.DDP_NAIVE, 2), replace(curves(), collectives=times)) is None
+    ), "2 are less than 4"
 
 
 # the inequalities against the forecast
 
 
-@pytest.mark.parametrize(("gpus", "sequences"), [(8, 2**4 * 3**3 * 5 * 7), (1, 2**4 * 3**3 * 5 * 7), (256, 2**16)])
+@pytest.mark.parametrize(
+    ("gpus", "sequences"), [(8, 2**4 * 3**3 * 5 * 7), (1, 2**4 * 3**3 * 5 * 7), (256, 2**16)]
+)
 @pytest.mark.parametrize("scheme", PARALLEL)
-def test_the_forecast_crosses_where_the_inequality_says(scheme: Scheme, gpus: int, sequences: int) -> None:
-    """At every rank count that fills nodes; embedding, head and norms, which only the forecast counts, are small."""
-    wide = Links(gpus_per_node=gpus, node_bytes_per_s=RATE / 20, network_bytes_per_s=RATE / 25 / gpus)
-    paper = Paper(
-        tokens=sequences, feed=feed(MODEL), flops_per_s=RATE, links=wide, element_bytes=4
-    )  # fmt: skip
+def test_the_forecast_crosses_where_the_inequality_says(
+    scheme: Scheme, gpus: int, sequences: int
+) -> None:
+    """At every rank count that fills nodes; embedding, head and norms, which only the forecast
+    counts, are small.
+    """
+    wide = Links(
+        gpus_per_node=gpus, node_bytes_per_s=RATE / 20, network_bytes_per_s=RATE / 25 / gpus
+    )
+    paper = Paper(tokens=sequences, feed=feed(MODEL), flops_per_s=RATE, links=wide, element_bytes=4)
     most = largest_ranks(paper, scheme)
     assert most is not None
     filling = [ranks for ranks in range(1, 3 * most) if ranks <= gpus or ranks % gpus == 0]
@@ -264,7 +316,9 @@ def test_the_forecast_crosses_where_the_inequality_says(scheme: Scheme, gpus: in
 
 
 def test_measured_steps_of_several_ranks_take_what_the_ceilings_let_expect() -> None:
-    """Every way in the records of `data/`, of eager steps: at most 10 % off, and half of the configurations 3 %."""
+    """Every way in the records of `data/`, of eager steps: at most 10 % off, and half of the
+    configurations 3 %.
+    """
     ceilings = load_ceilings(DATA / "ceilings")
     found: dict[tuple[RunConfig, str], list[float]] = {}
     for record in (record for runs in committed_runs() for record in load_records(runs)[0]):
@@ -290,7 +344,8 @@ KINDS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE
 
 
 def sent_in_a_gather(in_node: int, nodes: int) -> tuple[int, int]:
-    """Chunks that a GPU sends to its node and to the network, if each rank begins with one; all end with all.
+    """Chunks that a GPU sends to its node and to the network, if each rank begins with one; all end
+    with all.
 
     Rings go across the nodes first, one for each place in a node, and then within the nodes.
     """
@@ -319,8 +374,12 @@ def sent_in_a_gather(in_node: int, nodes: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("in_node", "nodes"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (4, 2), (4, 5)])
-def test_the_slower_link_decides_how_long_a_ring_takes(kind: Collective, in_node: int, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("in_node", "nodes"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (4, 2), (4, 5)]
+)
+def test_the_slower_link_decides_how_long_a_ring_takes(
+    kind: Collective, in_node: int, nodes: int
+) -> None:
     chunk_bytes, ranks = 96, in_node * nodes
     links = replace(LINKS, gpus_per_node=in_node)
     near, far = sent_in_a_gather(in_node, nodes)
@@ -346,6 +405,10 @@ def test_measured_times_count_within_a_node_and_scale_with_what_is_sent() -> Non
 
 
 def test_the_fastest_rate_is_that_of_what_a_rank_sends() -> None:
-    times = {Collective.ALL_REDUCE: {100: 1.0}, Collective.ALL_GATHER: {100: 0.4}, Collective.PUSH: {100: 0.01}}
+    times = {
+        Collective.ALL_REDUCE: {100: 1.0},
+        Collective.ALL_GATHER: {100: 0.4},
+        Collective.PUSH: {100: 0.01},
+    }
     assert fastest_bytes_per_s(times, 4) == pytest.approx(0.75 * 100 / 0.4)
     assert fastest_bytes_per_s({}, 4) is None

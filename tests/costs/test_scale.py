@@ -1,11 +1,21 @@
-"""A step on many GPUs on paper: memory, MFU, data sheets, and every rank count of the inequalities tried one by one."""
+"""A step on many GPUs on paper: memory, MFU, data sheets, and every rank count of the
+inequalities tried one by one.
+"""
 
 from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from cs336_systems.config import SIZES, Attention, Device, OptimizerKind, Parallel, Precision, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    Device,
+    OptimizerKind,
+    Parallel,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.costs.accounting import step_flops
 from cs336_systems.costs.communication import Call, Collective
 from cs336_systems.costs.curves import (
@@ -27,11 +37,17 @@ CURVES = data_sheet_curves(H200)
 
 
 def run(size: str = "small", **changes: object) -> RunConfig:
-    model = replace(SIZES[size], context_length=256, attention=Attention.SDPA, num_layers=3, vocab_size=2500)
+    model = replace(
+        SIZES[size], context_length=256, attention=Attention.SDPA, num_layers=3, vocab_size=2500
+    )
     config = RunConfig(
-        size=size, model=model, batch_size=2, device=Device.CUDA, precision=Precision.BF16,
+        size=size,
+        model=model,
+        batch_size=2,
+        device=Device.CUDA,
+        precision=Precision.BF16,
         optimizer=OptimizerKind.FUSED,
-    )  # fmt: skip
+    )
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
@@ -43,12 +59,18 @@ def step(scheme: Scheme, ranks: int, config: RunConfig | None = None) -> ScaleSt
 
 @pytest.mark.parametrize("checkpoint_blocks", [0, 1])
 @pytest.mark.parametrize("scheme", PARALLEL)
-def test_the_memory_of_a_rank_is_that_of_the_way_s_own_code(scheme: Scheme, checkpoint_blocks: int) -> None:
-    """Traced and allocated tensor by tensor; the closed form leaves out the gathered embedding, 5 % of this model."""
+def test_the_memory_of_a_rank_is_that_of_the_way_s_own_code(
+    scheme: Scheme, checkpoint_blocks: int
+) -> None:
+    """Traced and allocated tensor by tensor; the closed form leaves out the gathered embedding,
+    5 % of this model.
+    """
     config, ranks = run(checkpoint_blocks=checkpoint_blocks), 8
     memory = predict_memory(replace(config, parallel=PARALLEL[scheme], ranks=ranks))
     assert memory is not None
-    assert step(scheme, ranks, config).memory_bytes == pytest.approx(memory.peak.allocated_bytes, rel=0.06)
+    assert step(scheme, ranks, config).memory_bytes == pytest.approx(
+        memory.peak.allocated_bytes, rel=0.06
+    )
 
 
 def test_the_rate_is_that_of_the_whole_batch_on_all_ranks() -> None:
@@ -76,7 +98,9 @@ def test_a_data_sheet_s_device_reaches_the_stated_shares() -> None:
 def test_no_data_sheet_gives_a_time_at_a_precision_that_it_lacks(device) -> None:  # type: ignore[no-untyped-def]
     curves = data_sheet_curves(device)
     for precision in Precision:
-        assert (curves.matmul_s(precision, 64, 64, 64) is not None) is (precision in device.peak_flops_per_s)
+        assert (curves.matmul_s(precision, 64, 64, 64) is not None) is (
+            precision in device.peak_flops_per_s
+        )
 
 
 def test_whole_models_take_a_rank_as_long_and_as_much_memory_on_any_number() -> None:
@@ -88,20 +112,26 @@ def test_whole_models_take_a_rank_as_long_and_as_much_memory_on_any_number() -> 
 
 
 H100 = Links(gpus_per_node=8, node_bytes_per_s=450e9, network_bytes_per_s=50e9)
-PAPER = Paper(tokens=2**21, feed=12_352, flops_per_s=990e12, links=H100, element_bytes=2, gradient_bytes=4)
+PAPER = Paper(
+    tokens=2**21, feed=12_352, flops_per_s=990e12, links=H100, element_bytes=2, gradient_bytes=4
+)
 
 
 def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[float, float]]:
-    """Computing and communication of a block, in each part of a step in which they overlap, from what is sent.
+    """Computing and communication of a block, in each part of a step in which they overlap, from
+    what is sent.
 
-    d_model is 6 and the elements of a block's matrices are 4 x 6 x f; `call_s` is tested on its own.
+    d_model is 6 and the elements of a block's matrices are 4 x 6 x f; `call_s` is tested on its
+    own.
     """
     d_model, elements = 6, 4 * 6 * paper.feed
     links, tokens = paper.links, paper.tokens / data
 
     def weights_s(kind: Collective, element_bytes: int) -> float:
         call = Call(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
-        return replace(links, gpus_per_node=max(1, links.gpus_per_node // tensor)).call_s(call, data)
+        return replace(links, gpus_per_node=max(1, links.gpus_per_node // tensor)).call_s(
+            call, data
+        )
 
     def activations_s() -> float:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) * 2
@@ -110,7 +140,8 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
 
     forward = 2 * tokens * elements / tensor / paper.flops_per_s
     gather, scatter = (
-        weights_s(kind, paper.element_bytes) for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        weights_s(kind, paper.element_bytes)
+        for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
     found = []
     if scheme is Scheme.DATA:
@@ -149,17 +180,24 @@ def tried(paper: Paper, scheme: Scheme, most: int) -> int:
 PAPERS = [
     replace(PAPER, links=links, tokens=tokens, feed=f, element_bytes=size)
     for links, (tokens, f), size in product(
-        (H100, replace(H100, network_bytes_per_s=6e9), replace(H100, gpus_per_node=4, node_bytes_per_s=25e9),
-         replace(H100, gpus_per_node=1), replace(H100, gpus_per_node=64, network_bytes_per_s=None)),
+        (
+            H100,
+            replace(H100, network_bytes_per_s=6e9),
+            replace(H100, gpus_per_node=4, node_bytes_per_s=25e9),
+            replace(H100, gpus_per_node=1),
+            replace(H100, gpus_per_node=64, network_bytes_per_s=None),
+        ),
         ((2**18, 12_352), (2**14, 60_000), (3_000, 2_000), (50_000, 120_000)),
         (2, 4),
     )
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("scheme", Scheme)
 @pytest.mark.parametrize("paper", PAPERS)
-def test_the_largest_number_of_ranks_is_the_one_that_trying_all_finds(paper: Paper, scheme: Scheme) -> None:
+def test_the_largest_number_of_ranks_is_the_one_that_trying_all_finds(
+    paper: Paper, scheme: Scheme
+) -> None:
     found = largest_ranks(paper, scheme)
     if paper.links.network_bytes_per_s is None:
         found = min(found, paper.links.gpus_per_node)

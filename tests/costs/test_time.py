@@ -1,4 +1,6 @@
-"""Prediction of a step's time: closed forms, a simulation tick by tick, PyTorch's dispatcher, and a profile."""
+"""Prediction of a step's time: closed forms, a simulation tick by tick, PyTorch's dispatcher,
+and a profile.
+"""
 
 import json
 import random
@@ -29,7 +31,12 @@ from cs336_systems.config import (
     SdpaBackend,
 )
 from cs336_systems.costs import traces
-from cs336_systems.costs.accounting import Component, component_flops, count_parameters, parameters_by_component
+from cs336_systems.costs.accounting import (
+    Component,
+    component_flops,
+    count_parameters,
+    parameters_by_component,
+)
 from cs336_systems.costs.curves import Curves, Matmul
 from cs336_systems.costs.tape import MATMULS_OF
 from cs336_systems.costs.time import (
@@ -48,13 +55,21 @@ from cs336_systems.record import read_record
 from cs336_systems.studies.ceilings_files import load_ceilings
 from tests.operators import Calls
 
-MODEL = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=2, num_heads=3)
+MODEL = ModelConfig(
+    vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=2, num_heads=3
+)
 RUN = RunConfig(size="custom", model=MODEL, batch_size=2, device=Device.CUDA)
 FAST = {
-    "precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "model": replace(MODEL, attention=Attention.SDPA),
-    "compile": CompileMode.DEFAULT, "compile_blocks": True, "cast_once": True, "fused_loss": True, "fused_blocks": True,
+    "precision": Precision.BF16,
+    "optimizer": OptimizerKind.FUSED,
+    "model": replace(MODEL, attention=Attention.SDPA),
+    "compile": CompileMode.DEFAULT,
+    "compile_blocks": True,
+    "cast_once": True,
+    "fused_loss": True,
+    "fused_blocks": True,
     "cuda_graph": True,
-}  # fmt: skip
+}
 """What `--fast` chooses on a GPU."""
 RATE = 1e12
 BANDWIDTH = 1e9
@@ -63,19 +78,29 @@ BANDWIDTH = 1e9
 def curves(*, rate: float = RATE, launch_s: float = 0.0, kernel_s: float = 0.0) -> Curves:
     """A device whose matmuls have one rate and whose passes have one bandwidth, at all sizes."""
     sides = (16, 256)
-    matmuls = tuple(Matmul(rows=side, inner=side, columns=side, time_s=2 * side**3 / rate) for side in sides)
+    matmuls = tuple(
+        Matmul(rows=side, inner=side, columns=side, time_s=2 * side**3 / rate) for side in sides
+    )
     passes = {1: 1 / BANDWIDTH, 2**30: 2**30 / BANDWIDTH}
     return Curves(
-        matmuls=dict.fromkeys(Precision, matmuls), copies=passes, adamw=passes, launch_s=launch_s, kernel_s=kernel_s
-    )  # fmt: skip
+        matmuls=dict.fromkeys(Precision, matmuls),
+        copies=passes,
+        adamw=passes,
+        launch_s=launch_s,
+        kernel_s=kernel_s,
+    )
 
 
 # the queue
 
 
 @pytest.mark.parametrize(("factor", "is_known"), [(0.99, False), (1.0, True)])
-def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(factor: float, is_known: bool) -> None:
-    """The first matmul of a feed-forward network of 32 rows, 48 and 96 columns, 32 times that of the measured one."""
+def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(
+    factor: float, is_known: bool
+) -> None:
+    """The first matmul of a feed-forward network of 32 rows, 48 and 96 columns, 32 times that of
+    the measured one.
+    """
     measured = Matmul(rows=round(factor * 32 * 100), inner=48, columns=96, time_s=1.0)
     larger = replace(RUN, batch_size=32 * 200)  # of sequences of 16
     found = step_time(larger, replace(curves(), matmuls={Precision.FP32: (measured,)}))
@@ -84,9 +109,16 @@ def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(factor: f
 
 @pytest.mark.parametrize(
     ("kernel_us", "last_us", "limit"),
-    [(5, 5, Limit.LAUNCHES), (20, 5, Limit.DEVICE), (5, 900, Limit.LAUNCHES), (5, 1100, Limit.DEVICE)],
+    [
+        (5, 5, Limit.LAUNCHES),
+        (20, 5, Limit.DEVICE),
+        (5, 900, Limit.LAUNCHES),
+        (5, 1100, Limit.DEVICE),
+    ],
 )
-def test_launches_limit_a_step_that_ends_soon_after_the_last_one(kernel_us: int, last_us: int, limit: Limit) -> None:
+def test_launches_limit_a_step_that_ends_soon_after_the_last_one(
+    kernel_us: int, last_us: int, limit: Limit
+) -> None:
     """Of 10,000 launches of 10 us each; the last kernel may leave up to 1 ms."""
     launches = [
         Launch(host_s=1e-5, kernel_s=kernel_us * 1e-6, count=10_000),
@@ -100,29 +132,49 @@ PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 def named(found: TimePrediction) -> dict[Phase, float]:
     on_device, on_host = found.phases_s, found.host_phases_s
-    return limited_by_launches({key: [on_device[key]] for key in on_device}, {key: [on_host[key]] for key in on_host})
+    return limited_by_launches(
+        {key: [on_device[key]] for key in on_device}, {key: [on_host[key]] for key in on_host}
+    )
 
 
-@pytest.mark.parametrize("slow", [own for number in range(4) for own in combinations(PHASES, number)])
-def test_the_phases_in_which_the_host_is_slow_are_those_that_launches_limit(slow: tuple[Phase, ...]) -> None:
-    """2,000 kernels of 20 us each: elsewhere the host runs ahead, until the queue of 1,024 launches is full."""
+@pytest.mark.parametrize(
+    "slow", [own for number in range(4) for own in combinations(PHASES, number)]
+)
+def test_the_phases_in_which_the_host_is_slow_are_those_that_launches_limit(
+    slow: tuple[Phase, ...],
+) -> None:
+    """2,000 kernels of 20 us each: elsewhere the host runs ahead, until the queue of 1,024
+    launches is full.
+    """
     found = replay(
-        {phase: [Launch(host_s=5e-5 if phase in slow else 5e-6, kernel_s=2e-5, count=2000)] for phase in PHASES}
+        {
+            phase: [Launch(host_s=5e-5 if phase in slow else 5e-6, kernel_s=2e-5, count=2000)]
+            for phase in PHASES
+        }
     )
     assert tuple(named(found)) == slow
-    assert found.limit is (Limit.LAUNCHES if len(slow) > 1 or slow == (Phase.FORWARD,) else Limit.DEVICE)
+    assert found.limit is (
+        Limit.LAUNCHES if len(slow) > 1 or slow == (Phase.FORWARD,) else Limit.DEVICE
+    )
 
 
 def test_a_phase_counts_from_when_the_device_has_ended_the_one_before() -> None:
-    """The host launches forward in 10 ms and backward in 1,000 times 100 us, the device ends forward after 60 ms."""
-    forward, backward = Launch(host_s=0.01, kernel_s=0.05), Launch(host_s=1e-4, kernel_s=1e-5, count=1000)
+    """The host launches forward in 10 ms and backward in 1,000 times 100 us, the device ends
+    forward after 60 ms.
+    """
+    forward, backward = (
+        Launch(host_s=0.01, kernel_s=0.05),
+        Launch(host_s=1e-4, kernel_s=1e-5, count=1000),
+    )
     found = replay({Phase.FORWARD: [forward], Phase.BACKWARD: [backward]})
     assert named(found) == pytest.approx({Phase.BACKWARD: 0.01 + 1000 * 1e-4 + 1e-5 - 0.06})
     assert found.limit is Limit.DEVICE
 
 
 def by_ticks(launches: list[tuple[int, int]], gap: int, depth: int) -> tuple[int, int]:
-    """Ends of the last launch and of the last kernel: a host and a device that each do one thing a tick."""
+    """Ends of the last launch and of the last kernel: a host and a device that each do one thing
+    a tick.
+    """
     tick, launched, ended = 0, 0, 0
     host_left, device_left, idle = launches[0][0], 0, gap
     host_end = 0
@@ -158,7 +210,9 @@ def test_the_queue_is_that_of_a_simulation_by_ticks(seed: int) -> None:
 
 @pytest.mark.parametrize("attention", Attention)
 @pytest.mark.parametrize("arch", Arch)
-def test_matmuls_of_the_operations_have_the_flops_of_the_closed_form(attention: Attention, arch: Arch) -> None:
+def test_matmuls_of_the_operations_have_the_flops_of_the_closed_form(
+    attention: Attention, arch: Arch
+) -> None:
     """Fused attention computes its scores again in backward."""
     config = replace(RUN, model=replace(MODEL, arch=arch, attention=attention))
     parts = {part.component: part for part in component_flops(config)}
@@ -176,14 +230,27 @@ def test_matmuls_of_the_operations_have_the_flops_of_the_closed_form(attention: 
 
 
 VIEWS = {
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "unsqueeze", "slice", "split", "detach",
-    "view_as_complex", "view_as_real", "_conj",
-}  # fmt: skip
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "unsqueeze",
+    "slice",
+    "split",
+    "detach",
+    "view_as_complex",
+    "view_as_real",
+    "_conj",
+}
 
 
 @pytest.fixture
 def norms_of_one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """RMSNorm is one kernel on a GPU and several on a CPU; LayerNorm is one on both. No tape with it is kept."""
+    """RMSNorm is one kernel on a GPU and several on a CPU; LayerNorm is one on both. No tape
+    with it is kept.
+    """
 
     def forward(self: RMSNorm, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)
@@ -216,12 +283,17 @@ def test_a_block_launches_and_views_what_pytorch_dispatches(
 ) -> None:
     """Of one more block: what one model of three has more than one of two."""
     configs = [
-        replace(RUN, precision=precision, model=replace(MODEL, arch=arch, attention=attention, num_layers=layers))
+        replace(
+            RUN,
+            precision=precision,
+            model=replace(MODEL, arch=arch, attention=attention, num_layers=layers),
+        )
         for layers in (2, 3)
     ]
     fewer, more = (dispatched(config) for config in configs)
     ours_fewer, ours_more = (operations(config) for config in configs)
-    # on a GPU autocast has the softmax in fp32, with a cast before and one after it, and the same in backward
+    # on a GPU autocast has the softmax in fp32, with a cast before and one after it, and the same
+    # in backward
     is_cast = precision is Precision.BF16 and attention is Attention.NAIVE
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         found = more[phase] - fewer[phase]
@@ -237,11 +309,20 @@ def test_a_block_launches_and_views_what_pytorch_dispatches(
 
 
 @pytest.mark.parametrize(("kind", "tensors"), [(OptimizerKind.ADAMW, 18), (OptimizerKind.FUSED, 7)])
-def test_an_update_moves_each_tensor_that_its_kernels_read_and_write(kind: OptimizerKind, tensors: int) -> None:
-    """PyTorch's fused update also adds 1 to the count of steps of each parameter, which is on the device."""
+def test_an_update_moves_each_tensor_that_its_kernels_read_and_write(
+    kind: OptimizerKind, tensors: int
+) -> None:
+    """PyTorch's fused update also adds 1 to the count of steps of each parameter, which is on
+    the device.
+    """
     found = operations(replace(RUN, optimizer=kind))[Phase.OPTIMIZER]
-    counts = 2 * 4 * len(list(TransformerLM(MODEL).parameters())) if kind is OptimizerKind.FUSED else 0
-    assert sum(each.launches * each.moved_bytes for each in found) == tensors * 4 * count_parameters(MODEL) + counts
+    counts = (
+        2 * 4 * len(list(TransformerLM(MODEL).parameters())) if kind is OptimizerKind.FUSED else 0
+    )
+    assert (
+        sum(each.launches * each.moved_bytes for each in found)
+        == tensors * 4 * count_parameters(MODEL) + counts
+    )
 
 
 # the whole prediction
@@ -260,7 +341,9 @@ def test_a_step_of_a_slow_host_takes_a_launch_for_each_call() -> None:
     launch_s = 1.0
     found = step_time(RUN, curves(launch_s=launch_s))
     assert found is not None
-    calls = sum(each.views + each.calls for of_phase in operations(RUN).values() for each in of_phase)
+    calls = sum(
+        each.views + each.calls for of_phase in operations(RUN).values() for each in of_phase
+    )
     assert found.launch_s == pytest.approx(calls * launch_s)
     assert found.step_s == pytest.approx(found.launch_s, rel=1e-3)
     assert found.limit is Limit.LAUNCHES
@@ -304,11 +387,15 @@ def test_what_is_not_predicted_is_none(change: dict[str, Any]) -> None:
 
 
 def test_a_step_of_graphs_is_that_of_its_kernels_and_a_launch_for_each_phase() -> None:
-    """A launch of a phase's graph waits for the launches before it alone; a slow host hides all phases but the last."""
+    """A launch of a phase's graph waits for the launches before it alone; a slow host hides all
+    phases but the last.
+    """
     eager = replace(RUN, optimizer=OptimizerKind.FUSED)
     for launch_s in (1e-6, 1.0):
         known = curves(rate=1e9, launch_s=launch_s, kernel_s=1e-3)
-        found, graph = (step_time(config, known) for config in (eager, replace(eager, cuda_graph=True)))
+        found, graph = (
+            step_time(config, known) for config in (eager, replace(eager, cuda_graph=True))
+        )
         assert found is not None
         assert graph is not None
         assert graph.kernels_s == found.kernels_s
@@ -324,12 +411,17 @@ KERNELS_OF_BACKWARD = 3
 
 
 def fast(model: ModelConfig = MODEL, **fields: Any) -> RunConfig:
-    return fastest(RunConfig(size="custom", model=model, batch_size=2, device=Device.CUDA, **fields), "NVIDIA H200")
+    return fastest(
+        RunConfig(size="custom", model=model, batch_size=2, device=Device.CUDA, **fields),
+        "NVIDIA H200",
+    )
 
 
 @pytest.mark.parametrize("size", ["small", "xl"])
 def test_each_phase_launches_what_a_profile_of_it_has(size: str) -> None:
-    (record,) = [read_record(path) for path in (PROFILES / "runs").glob(f"{size}_*") if "bf16" in path.name][:1]
+    (record,) = [
+        read_record(path) for path in (PROFILES / "runs").glob(f"{size}_*") if "bf16" in path.name
+    ][:1]
     (path,) = (PROFILES / "kernels").glob(f"{size}_*")
     profile = json.loads(path.read_text())
     counted: Counter[str] = Counter()
@@ -351,29 +443,39 @@ def test_matmuls_have_the_flops_of_the_closed_form(arch: Arch, mode: Mode) -> No
     for phase, found in operations(config).items():
         for each in found:
             rows, inner, columns = each.sides
-            flops[phase] = flops.get(phase, 0) + MATMULS_OF.get(each.form, 1) * 2 * each.batch * rows * inner * columns
+            flops[phase] = (
+                flops.get(phase, 0)
+                + MATMULS_OF.get(each.form, 1) * 2 * each.batch * rows * inner * columns
+            )
     parts = component_flops(config)
     scores = next(part.forward for part in parts if part.component is Component.SCORES)
     assert flops[Phase.FORWARD] == sum(part.forward for part in parts)
     # fused attention computes its scores again
-    assert flops[Phase.BACKWARD] == sum(part.backward for part in parts) + (scores if flops[Phase.BACKWARD] else 0)
+    assert flops[Phase.BACKWARD] == sum(part.backward for part in parts) + (
+        scores if flops[Phase.BACKWARD] else 0
+    )
 
 
 @pytest.mark.parametrize("arch", Arch)
-def test_the_optimizer_moves_26_or_28_bytes_a_parameter_and_a_second_gradient_of_a_tied_table(arch: Arch) -> None:
+def test_the_optimizer_moves_26_or_28_bytes_a_parameter_and_a_second_gradient_of_a_tied_table(
+    arch: Arch,
+) -> None:
     """26 of those whose master is split."""
     model = replace(MODEL, arch=arch)
     parts = parameters_by_component(model)
     tied = parts[Component.HEAD] if arch is Arch.GPT2 else 0
     split = count_parameters(model) - parts[Component.EMBEDDING] - parts[Component.NORMS] - tied
     for config, saved in ((fast(model), 2 * split), (replace(fast(model), split_masters=False), 0)):
-        moved = sum(each.moved_bytes for each in operations(config)[Phase.OPTIMIZER]) - 8  # the count of steps
+        # the count of steps
+        moved = sum(each.moved_bytes for each in operations(config)[Phase.OPTIMIZER]) - 8
         assert moved == 28 * count_parameters(model) + 4 * tied - saved
 
 
 @pytest.mark.parametrize("arch", Arch)
 def test_fused_activations_save_two_passes_a_block(arch: Arch) -> None:
-    """Of a hidden activation h: SwiGLU reads 2 h and writes h, backward reads 3 h and writes 2 h; GELU 2 h and 3 h."""
+    """Of a hidden activation h: SwiGLU reads 2 h and writes h, backward reads 3 h and writes 2
+    h; GELU 2 h and 3 h.
+    """
     plain = fast(replace(MODEL, arch=arch))
     fused = replace(plain, fused_activations=True)
     hidden = 2 * plain.batch_size * MODEL.context_length * MODEL.d_ff
@@ -394,7 +496,13 @@ def test_a_padded_vocabulary_is_computed() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"checkpoint_blocks": 1}, {"fp8": True}, {"cuda_graph": False}, {"fused_blocks": False}, {"loss_chunks": 2}],
+    [
+        {"checkpoint_blocks": 1},
+        {"fp8": True},
+        {"cuda_graph": False},
+        {"fused_blocks": False},
+        {"loss_chunks": 2},
+    ],
     ids=str,
 )
 def test_a_part_of_it_is_not_predicted(change: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""The trace of models that nobody here wrote, against PyTorch's own counter; what it refuses; its tapes."""
+"""The trace of models that nobody here wrote, against PyTorch's own counter; what it refuses;
+its tapes.
+"""
 
 import json
 import lzma
@@ -45,7 +47,8 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.0, batch_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, 7)
 
@@ -69,10 +72,14 @@ def trace_of(model: nn.Module, x: Tensor) -> Tape:
 
 
 def test_modules_alone_are_told_that_a_graph_is_captured() -> None:
-    """There transformers asks for no values of tensors; AdamW of torch 2.11 on a GPU refuses to run in a graph."""
+    """There transformers asks for no values of tensors; AdamW of torch 2.11 on a GPU refuses to
+    run in a graph.
+    """
     seen = []
     model = nn.Linear(4, 4)
-    model.register_forward_pre_hook(lambda *_: seen.append(torch.cuda.is_current_stream_capturing()))
+    model.register_forward_pre_hook(
+        lambda *_: seen.append(torch.cuda.is_current_stream_capturing())
+    )
     with tracing({}):
         model(torch.zeros(2, 4))
         seen.append(torch.cuda.is_current_stream_capturing())
@@ -80,7 +87,9 @@ def test_modules_alone_are_told_that_a_graph_is_captured() -> None:
 
 
 def test_no_mask_is_made_where_no_token_is_padded() -> None:
-    """As transformers before 5.24 asks; a mask of its own, made where a graph is captured, would rule out kernels."""
+    """As transformers before 5.24 asks; a mask of its own, made where a graph is captured, would
+    rule out kernels.
+    """
     seen = []
 
     def is_cuda_stream_capturing() -> bool:
@@ -100,7 +109,9 @@ def test_no_mask_is_made_where_no_token_is_padded() -> None:
 
 
 def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None:
-    """PyTorch's counter does not know the CPU's fused attention, whose matmuls are counted by hand."""
+    """PyTorch's counter does not know the CPU's fused attention, whose matmuls are counted by
+    hand.
+    """
     flops = dict.fromkeys(Kind, 0)
     tape = trace_of(Encoder(), torch.zeros(BATCH, SEQ, WIDTH))
     for each in map(tape.operations.__getitem__, tape.launches):
@@ -110,7 +121,9 @@ def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(BATCH, SEQ, WIDTH)).sum().backward()
     assert flops[Kind.MATMUL] == counter.get_total_flops()
-    assert flops[Kind.ATTENTION] == 2 * 7 * 2 * BATCH * SEQ**2 * WIDTH, "2 layers; 2 matmuls forward, 5 backward"
+    assert flops[Kind.ATTENTION] == 2 * 7 * 2 * BATCH * SEQ**2 * WIDTH, (
+        "2 layers; 2 matmuls forward, 5 backward"
+    )
 
 
 @pytest.mark.parametrize("number", [1, 13, 2 * 11 * 13, 11 * 13 * 13, 7])
@@ -132,18 +145,29 @@ LENGTHS = (1, 2, 507, 1009, 1013, 1014)
 
 
 def drawn(draw: random.Random) -> RunConfig:
-    """A step whose widths its context mostly divides, or that the stand-ins of other sizes divide."""
+    """A step whose widths its context mostly divides, or that the stand-ins of other sizes
+    divide.
+    """
     heads, length = draw.choice((1, 3, 4, 17)), draw.choice((*LENGTHS, draw.randint(3, 200)))
     d_head = 2 * draw.choice((length, length + 1, 19, 23, draw.randint(1, 40)))
     model = ModelConfig(
-        arch=draw.choice([*Arch]), vocab_size=draw.choice((29, 1013, 23 * 17, draw.randint(2, 900))),
-        context_length=length, d_model=heads * d_head, d_ff=draw.choice((184, length, 1014, 39 * d_head)),
-        num_layers=draw.randint(1, 2), num_heads=heads, attention=draw.choice([*Attention]),
-    )  # fmt: skip
+        arch=draw.choice([*Arch]),
+        vocab_size=draw.choice((29, 1013, 23 * 17, draw.randint(2, 900))),
+        context_length=length,
+        d_model=heads * d_head,
+        d_ff=draw.choice((184, length, 1014, 39 * d_head)),
+        num_layers=draw.randint(1, 2),
+        num_heads=heads,
+        attention=draw.choice([*Attention]),
+    )
     return RunConfig(
-        size="custom", model=model, batch_size=draw.choice((1, 2, 17, 1009)), device=Device.CUDA,
-        precision=draw.choice((Precision.FP32, Precision.BF16)), mode=draw.choice([*Mode]),
-    )  # fmt: skip
+        size="custom",
+        model=model,
+        batch_size=draw.choice((1, 2, 17, 1009)),
+        device=Device.CUDA,
+        precision=draw.choice((Precision.FP32, Precision.BF16)),
+        mode=draw.choice([*Mode]),
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -154,7 +178,9 @@ def test_a_tape_with_names_has_the_sizes_of_one_that_was_traced_with_them(seed: 
     assert [named.spec(each).size_bytes for each in range(len(named.tensors))] == [
         plain.spec(each).size_bytes for each in range(len(plain.tensors))
     ]
-    assert sorted(named.events) == sorted(plain.events), "of what one statement frees, the order may differ"
+    assert sorted(named.events) == sorted(plain.events), (
+        "of what one statement frees, the order may differ"
+    )
     for what in (flops_of, attrgetter("moved_bytes")):
         assert [what(named.operations[each]) for each in named.launches] == [
             what(plain.operations[each]) for each in plain.launches
@@ -168,8 +194,12 @@ def test_widths_of_ranks_are_not_taken_for_other_sizes(parallel: Parallel) -> No
     bytes_of = []
     for length in (64, 128):
         config = RunConfig(
-            size="custom", model=replace(model, context_length=length), device=Device.CUDA, parallel=parallel, ranks=2
-        )  # fmt: skip
+            size="custom",
+            model=replace(model, context_length=length),
+            device=Device.CUDA,
+            parallel=parallel,
+            ranks=2,
+        )
         bytes_of.append(traces.tape_of(config).bytes_of(Category.PARAMETERS))
     assert bytes_of == [parameter_bytes(config)] * 2
 
@@ -178,8 +208,11 @@ def test_a_kept_tape_is_the_same_tape() -> None:
     tape = traced(*traces.traced_as(RunConfig(size="custom", model=TINY)))
     again = Tape.from_json(json.loads(json.dumps(tape.to_json())))
     assert (again.events, again.tensors, again.launches, again.steps) == (
-        tape.events, tape.tensors, tape.launches, tape.steps,
-    )  # fmt: skip
+        tape.events,
+        tape.tensors,
+        tape.launches,
+        tape.steps,
+    )
     assert [spec.formula for spec in again.specs] == [spec.formula for spec in tape.specs]
 
 
@@ -201,9 +234,12 @@ def damaged(data: bytes, other: bytes, draw: random.Random) -> Iterator[bytes]:
     yield draw.randbytes(500)
 
 
-def test_what_is_not_a_tape_of_this_version_is_traced_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_a_tape_of_this_version_is_traced_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, other = (
-        RunConfig(size="custom", model=TINY, device=Device.CUDA, mode=mode) for mode in (Mode.TRAIN, Mode.INFERENCE)
+        RunConfig(size="custom", model=TINY, device=Device.CUDA, mode=mode)
+        for mode in (Mode.TRAIN, Mode.INFERENCE)
     )
     monkeypatch.setattr(traces, "_shipped", dict)
 
@@ -267,13 +303,25 @@ def test_what_a_user_s_code_prints_is_no_answer_and_goes_to_standard_error(
 ) -> None:
     """All in one process that traces, which only the last one ends."""
     monkeypatch.chdir(tmp_path)
-    hows = ["print", "original", "descriptor", "child", "replaced", "warning", "closed", "exit", "ends"]
+    hows = [
+        "print",
+        "original",
+        "descriptor",
+        "child",
+        "replaced",
+        "warning",
+        "closed",
+        "exit",
+        "ends",
+    ]
     cases = [(how, random.Random(how).choice(("import", "factory", "forward"))) for how in hows]
     tracer = traces._Tracer()
     model = replace(TINY, vocab_size=8)
     for number, (how, place) in enumerate(cases):
         Path(f"printing{number}.py").write_text(f"HOW, PLACE = {how!r}, {place!r}{PRINTING}")
-        config = RunConfig(size=UNSIZED, model=model, device=Device.CUDA, model_factory=f"printing{number}:Model")
+        config = RunConfig(
+            size=UNSIZED, model=model, device=Device.CUDA, model_factory=f"printing{number}:Model"
+        )
         tape = traces._decoded(tracer.trace({how: traces.traced_as(config)})[how])
         assert bool(tape.steps) == (how not in ("exit", "ends")), tape.failure
         assert bool(tape.failure) != bool(tape.steps)
@@ -287,7 +335,9 @@ def test_what_a_user_s_code_prints_is_no_answer_and_goes_to_standard_error(
 @pytest.mark.parametrize("attention", Attention)
 def test_shipped_tapes_are_those_of_this_code(attention: Attention) -> None:
     """Run `python -m tests.ship_traces` after a change of the step."""
-    config = RunConfig(size="tiny", model=replace(SIZES["tiny"], attention=attention), device=Device.CUDA)
+    config = RunConfig(
+        size="tiny", model=replace(SIZES["tiny"], attention=attention), device=Device.CUDA
+    )
     shipped, fresh = traces.tape_of(config), traced(*traces.traced_as(config))
     fresh.repeat()
     assert (shipped.events, shipped.kinds) == (fresh.events, [[*each] for each in fresh.kinds])
@@ -295,9 +345,13 @@ def test_shipped_tapes_are_those_of_this_code(attention: Attention) -> None:
 
 
 def test_the_softmax_s_backward_makes_a_tensor_that_decides_a_peak() -> None:
-    """Measured on an H100: 40.816 GiB; without that tensor of scores the forecast would be 39.938."""
+    """Measured on an H100: 40.816 GiB; without that tensor of scores the forecast would be
+    39.938.
+    """
     model = replace(SIZES["large"], num_layers=18, context_length=1536)
-    config = RunConfig(size="custom", model=model, batch_size=5, device=Device.CUDA, precision=Precision.BF16)
+    config = RunConfig(
+        size="custom", model=model, batch_size=5, device=Device.CUDA, precision=Precision.BF16
+    )
     found = predict_memory(config)
     assert found is not None
     assert found.peak.allocated_bytes / 2**30 == pytest.approx(40.816, rel=0.01)

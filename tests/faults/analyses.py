@@ -1,4 +1,5 @@
-"""Analyses that go wrong: each is the entry of a worker that is to explain a profile, and injects one fault into it.
+"""Analyses that go wrong: each is the entry of a worker that is to explain a profile, and injects
+one fault into it.
 
 A worker's current directory is that of its sweep, so a fault leaves notes for the test there.
 """

@@ -17,7 +17,9 @@ from tests.faults.on_ray import END_S, LOOPBACK, TOKEN, RayCluster, is_alive
 
 @pytest.fixture(scope="session")
 def preloaded():
-    """The fork server starts in a directory that belongs to no test, and its workers need not import pytest."""
+    """The fork server starts in a directory that belongs to no test, and its workers need not
+    import pytest.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(sys.modules["__main__"], "__file__", raising=False)
         ensure_fork_server()
@@ -66,7 +68,9 @@ def clusters():
 
 @pytest.fixture
 def ray_cluster(clusters, tmp_path_factory):
-    """A head that waits for a sweep, and as many nodes as earlier tests have left; at the end no process of a sweep."""
+    """A head that waits for a sweep, and as many nodes as earlier tests have left; at the end no
+    process of a sweep.
+    """
     if not clusters or not all(map(is_alive, clusters[-1].head)):
         clusters.append(RayCluster(tmp_path_factory.mktemp("cluster")))
     cluster = clusters[-1]

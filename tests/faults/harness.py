@@ -1,4 +1,6 @@
-"""Sweeps to go wrong: small configurations, in this process or by the command, and what is left of them."""
+"""Sweeps to go wrong: small configurations, in this process or by the command, and what is left
+of them.
+"""
 
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -24,7 +26,9 @@ ROOT = Path(__file__).parents[2]
 SHAPE = replace(SIZES["tiny"], vocab_size=11, context_length=8, d_model=8)
 NAME = "faulty"
 MODELS = "faulty_models"
-"""Module of the models, linked into the current directory. Within tests/, each digest would read the whole folder."""
+"""Module of the models, linked into the current directory. Within tests/, each digest would read
+the whole folder.
+"""
 SWEEP = ROOT / "benchmark_sweep.py"
 WITHOUT_REPORT = ROOT / "tests/faults/sweep_without_report.py"
 PATIENCE_S = 120
@@ -39,12 +43,15 @@ def config(fault="good", **changes):
 
 @contextmanager
 def time_is_up(when):
-    """In this process's sweeps a worker has used up its time as soon as `when(worker)` is true, and not before.
+    """In this process's sweeps a worker has used up its time as soon as `when(worker)` is true, and
+    not before.
 
     How long a good run takes on a busy machine does not matter then.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "elapsed_s", property(lambda worker: PATIENCE_S if when(worker) else 0.0))
+        patch.setattr(
+            Worker, "elapsed_s", property(lambda worker: PATIENCE_S if when(worker) else 0.0)
+        )
         patch.setattr(sweep_module, "_TICK_S", 0.05)
         yield
 
@@ -88,7 +95,11 @@ def path_of(config, directory):
 
 def contents(directory):
     """Every file in `directory` by name: its bytes, and when they were written."""
-    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.iterdir() if path.is_file()}
+    return {
+        path.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in directory.iterdir()
+        if path.is_file()
+    }
 
 
 def command(fault="good", contexts=(4, 8, 16), script=WITHOUT_REPORT):
@@ -97,9 +108,12 @@ def command(fault="good", contexts=(4, 8, 16), script=WITHOUT_REPORT):
     steps = {"warmup-steps": 2, "measured-steps": 2, "timeout-s": PATIENCE_S}
     flags = {**shape, **steps, "device": "cpu", "name": NAME, "model": f"{MODELS}:{fault}"}
     return [
-        sys.executable, str(script), "--context-lengths", *map(str, contexts),
+        sys.executable,
+        str(script),
+        "--context-lengths",
+        *map(str, contexts),
         *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
-    ]  # fmt: skip
+    ]
 
 
 def results(directory):
@@ -129,7 +143,11 @@ def processes_in(directory):
         multiprocessing.resource_tracker._resource_tracker._pid,
     }
     found = psutil.process_iter(["cwd", "cmdline"])
-    return [process for process in found if process.info["cwd"] == str(directory) and process.pid not in own]
+    return [
+        process
+        for process in found
+        if process.info["cwd"] == str(directory) and process.pid not in own
+    ]
 
 
 class Command:
@@ -140,7 +158,9 @@ class Command:
         self._outputs = [(directory / name).open("wb") for name in ("stdout", "stderr")]
         streams = dict(zip(("stdout", "stderr"), self._outputs, strict=True))
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        options = {"cwd": directory, "env": environment, "start_new_session": True} | streams | options
+        options = (
+            {"cwd": directory, "env": environment, "start_new_session": True} | streams | options
+        )
         self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, **options)
 
     @property

@@ -29,12 +29,15 @@ RUNS = Path("runs")
 
 def good(vocab_size, d_model):
     if multiprocessing.parent_process() is not None:
-        torch.set_num_threads(1)  # several wait for each other for long where other processes are at work
+        # several wait for each other for long where other processes are at work
+        torch.set_num_threads(1)
     return nn.Sequential(nn.Embedding(vocab_size, d_model), nn.Linear(d_model, vocab_size))
 
 
 class AtSecondStep(nn.Module):
-    """A good model whose second step calls `fault` first; its first forward pass, before the steps, is a trial."""
+    """A good model whose second step calls `fault` first; its first forward pass, before the
+    steps, is a trial.
+    """
 
     def __init__(self, fault, vocab_size, d_model):
         super().__init__()
@@ -109,7 +112,9 @@ def stops_itself():
 
 
 def start_family():
-    """Descendants that hold the worker's output: in its group, in their own, and daemons with children of their own."""
+    """Descendants that hold the worker's output: in its group, in their own, and daemons with
+    children of their own.
+    """
     for apart in (False, True):
         subprocess.Popen(["sleep", str(NEVER_S)], start_new_session=apart)
     daemon = f"""
@@ -218,8 +223,14 @@ def fails_where_context_is_8(vocab_size, d_model, context_length):
 
 
 def fails_by_context(vocab_size, d_model, context_length):
-    """Where the context is 20, wait; where it is 24, kill the process of Ray's task, which started the fork server."""
-    faults = {8: segfault, 12: asks_for_a_pebibyte, 16: lambda: os.kill(os.getpid(), signal.SIGKILL)}
+    """Where the context is 20, wait; where it is 24, kill the process of Ray's task, which
+    started the fork server.
+    """
+    faults = {
+        8: segfault,
+        12: asks_for_a_pebibyte,
+        16: lambda: os.kill(os.getpid(), signal.SIGKILL),
+    }
     if context_length == 20:
         PAUSED.touch()
         time.sleep(NEVER_S)
@@ -237,11 +248,16 @@ def takes_a_while(vocab_size, d_model):
 
 
 def fills_the_disk(vocab_size, d_model, context_length):
-    """Where the context is 8, keep a copy of the finished record, then fill the file system of the records."""
+    """Where the context is 8, keep a copy of the finished record, then fill the file system of
+    the records.
+    """
     if context_length == 8:
         runs = next(Path("data").glob("*/*/runs"))
         shutil.copytree(runs, "before")
-        with contextlib.suppress(OSError), (runs.parent / "ballast").open("wb", buffering=0) as ballast:
+        with (
+            contextlib.suppress(OSError),
+            (runs.parent / "ballast").open("wb", buffering=0) as ballast,
+        ):
             while ballast.write(b"x" * 4096):
                 pass
     return good(vocab_size, d_model)
@@ -249,7 +265,13 @@ def fills_the_disk(vocab_size, d_model, context_length):
 
 def notes_its_process(vocab_size, d_model):
     process = psutil.Process()
-    note = (process.pid, os.getsid(0), process.ppid(), int(torch.cuda.is_initialized()), threading.active_count())
+    note = (
+        process.pid,
+        os.getsid(0),
+        process.ppid(),
+        int(torch.cuda.is_initialized()),
+        threading.active_count(),
+    )
     with NOTES.open("a") as notes:
         notes.write(" ".join(map(str, note)) + "\n")
     return good(vocab_size, d_model)
@@ -271,4 +293,6 @@ def out_of_range(vocab_size, d_model):
 
 
 def asks_for_more_than_the_gpu_has(vocab_size, d_model):
-    return AtSecondStep(lambda: torch.empty(2**41, dtype=torch.uint8, device="cuda"), vocab_size, d_model)
+    return AtSecondStep(
+        lambda: torch.empty(2**41, dtype=torch.uint8, device="cuda"), vocab_size, d_model
+    )

@@ -1,8 +1,10 @@
 """A Ray cluster, several nodes on this machine, and sweeps on it, of which parts are killed.
 
-Faults come at a random moment, which is always the same unless CS336_FAULT_SEED says otherwise. To repeat one of them:
+Faults come at a random moment, which is always the same unless CS336_FAULT_SEED says otherwise. To
+repeat one of them:
 
-for seed in {1..10}; do CS336_FAULT_SEED=$seed python -m pytest -q tests/faults -m cluster -k killed; done
+for seed in {1..10}; do CS336_FAULT_SEED=$seed python -m pytest -q tests/faults -m cluster -k
+killed; done
 """
 
 import contextlib
@@ -27,7 +29,9 @@ END_S = 20
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray then takes 127.0.0.1 for this machine's address, here and in its drivers."""
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
-"""Ray asks for it, as docs/CLUSTER.md recommends: others on this machine can reach its ports too."""
+"""Ray asks for it, as docs/CLUSTER.md recommends: others on this machine can reach its ports
+too.
+"""
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",
@@ -35,15 +39,20 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "3",
 }
 """With these, Ray takes a node for dead that is silent for about 10 s, not a minute."""
-SPARING = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
+SPARING = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_worker_niceness": "0",
+}
 """No processes in advance, which sweeps do not use."""
 
 
 class RayCluster:
-    """A head that is a node too, and the nodes that tests add, all in `directory`. It is in the session of these tests:
-    a sweep in this process ends children in others.
+    """A head that is a node too, and the nodes that tests add, all in `directory`. It is in the
+    session of these tests: a sweep in this process ends children in others.
 
-    Nodes other than the head have a version of this program that does not work: the driver must send its own.
+    Nodes other than the head have a version of this program that does not work: the driver must
+    send its own.
     """
 
     def __init__(self, directory):
@@ -52,13 +61,18 @@ class RayCluster:
         other_version = directory / "other" / "cs336_systems"
         other_version.mkdir(parents=True)
         (other_version / "__init__.py").write_text("raise ImportError('another version')\n")
-        self.temporary = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # the names of sockets must be short
+        # the names of sockets must be short
+        self.temporary = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
         own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.temporary)}
         self.process = subprocess.Popen(
             [sys.executable, str(ROOT / "tests/faults/ray_cluster.py")],
-            cwd=directory, env=os.environ | HEALTH | SPARING | LOOPBACK | TOKEN | own, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"),
-        )  # fmt: skip
+            cwd=directory,
+            env=os.environ | HEALTH | SPARING | LOOPBACK | TOKEN | own,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(directory / "stderr").open("w"),
+        )
         found = self._reply()
         self.address, self.head = found["address"], [psutil.Process(each) for each in found["head"]]
         self._raylets = self.head[1:]
@@ -85,19 +99,35 @@ class RayCluster:
 
     def workers(self):
         """Ray's processes that measure, or have measured, for a sweep."""
-        return [each for each in self._processes() if each.info["cmdline"][0] in ("ray::measure", "ray::IDLE")]
+        return [
+            each
+            for each in self._processes()
+            if each.info["cmdline"][0] in ("ray::measure", "ray::IDLE")
+        ]
 
     def left(self):
-        """Processes of sweeps on the nodes: Ray's, fork servers, and the workers that these have started."""
-        forked = [each for each in self._processes() if "multiprocessing" in " ".join(each.info["cmdline"])]
+        """Processes of sweeps on the nodes: Ray's, fork servers, and the workers that these have
+        started.
+        """
+        forked = [
+            each
+            for each in self._processes()
+            if "multiprocessing" in " ".join(each.info["cmdline"])
+        ]
         return [*self.workers(), *forked]
 
     def _processes(self):
         found = psutil.process_iter(["cwd", "cmdline"])
-        return [each for each in found if each.info["cwd"] == str(self.directory) and each.info["cmdline"]]
+        return [
+            each
+            for each in found
+            if each.info["cwd"] == str(self.directory) and each.info["cmdline"]
+        ]
 
     def close(self):
-        """Kill all of it: in order, it would wait for a head that may be dead, and for processes that may hang."""
+        """Kill all of it: in order, it would wait for a head that may be dead, and for processes
+        that may hang.
+        """
         self.process.kill()
         send(self._processes(), signal.SIGKILL)
         self.process.communicate()
@@ -123,6 +153,12 @@ def random_moment(running, place, chance, most=4):
     wanted = chance.randrange(-3, most)
     if wanted >= 0:
         wanted += len([*runs(place).glob("*.json")])
-        eventually(lambda: len([*runs(place).glob("*.json")]) >= wanted or running.process.poll() is not None)
+        eventually(
+            lambda: (
+                len([*runs(place).glob("*.json")]) >= wanted or running.process.poll() is not None
+            )
+        )
     time.sleep(chance.uniform(0, 4 if wanted < 0 else 0.4))
-    print(f"the fault comes after {len([*runs(place).glob('*.json')])} runs; so far: {running.stderr}")
+    print(
+        f"the fault comes after {len([*runs(place).glob('*.json')])} runs; so far: {running.stderr}"
+    )

@@ -1,7 +1,9 @@
-"""A Ray cluster on this machine for tests, in a process of its own: a head that is a node too, and more nodes.
+"""A Ray cluster on this machine for tests, in a process of its own: a head that is a node too, and
+more nodes.
 
-Each line of standard input asks for a node, with the environment variables that the line holds in JSON; the reply is a
-line of JSON with the process of its raylet. The first line says the address and the processes of the head too.
+Each line of standard input asks for a node, with the environment variables that the line holds in
+JSON; the reply is a line of JSON with the process of its raylet. The first line says the address
+and the processes of the head too.
 """
 
 import functools
@@ -15,13 +17,19 @@ from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 SMALL = {
-    "num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "include_log_monitor": False,
-    "node_ip_address": "127.0.0.1", "setup_worker_path": __file__.replace("ray_cluster", "setup_worker"),
-}  # fmt: skip
+    "num_cpus": 1,
+    "object_store_memory": 80 * 2**20,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "node_ip_address": "127.0.0.1",
+    "setup_worker_path": __file__.replace("ray_cluster", "setup_worker"),
+}
 
 
 def without_agent(words, *rest, start=services.start_ray_process, **options):
-    """Start a program of Ray. A raylet gets a process that sleeps in place of the agent of an unused dashboard."""
+    """Start a program of Ray. A raylet gets a process that sleeps in place of the agent of an
+    unused dashboard.
+    """
     named = dict(word.partition("=")[::2] for word in words)
     if "--dashboard_agent_command" in named:
         words = [*words, "--dashboard_agent_command=sleep infinity"]  # of two the last holds
@@ -35,7 +43,9 @@ def raylet(node):
 
 
 def patiently(start, tries=3):
-    """What `start` returns. Ray gives up what has not started within 30 s, as it may where others are at work."""
+    """What `start` returns. Ray gives up what has not started within 30 s, as it may where
+    others are at work.
+    """
     before = psutil.Process().children(recursive=True)
     try:
         return start()
@@ -51,7 +61,9 @@ def patiently(start, tries=3):
 if __name__ == "__main__":
     services.start_ray_process = without_agent
     Node.start_api_server = lambda *_, **__: None  # also without a dashboard it would be a process
-    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True}))
+    cluster = patiently(
+        lambda: Cluster(initialize_head=True, head_node_args=SMALL | {"no_monitor": True})
+    )
     head = [cluster.head_node.all_processes["gcs_server"][0].process.pid, raylet(cluster.head_node)]
     print(json.dumps({"address": cluster.address, "head": head}), flush=True)
     for line in sys.stdin:

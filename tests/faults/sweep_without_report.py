@@ -1,4 +1,5 @@
-"""The command of a sweep without its tables and pictures, which take longer than the runs and are beside the point.
+"""The command of a sweep without its tables and pictures, which take longer than the runs and are
+beside the point.
 
 On a cluster, its patience with processes of Ray that hang is shorter.
 """
@@ -14,5 +15,8 @@ if __name__ == "__main__":
         from cs336_systems.sweep import cluster
 
         cluster._HEAD_S, cluster._RAY_S = float(os.environ.get("HEAD_S", "4")), 8.0
-    with patch("cs336_systems.commands.sweep.show_results"), patch("cs336_systems.commands.sweep.StatusLine.importing"):
+    with (
+        patch("cs336_systems.commands.sweep.show_results"),
+        patch("cs336_systems.commands.sweep.StatusLine.importing"),
+    ):
         sys.exit(cli.sweep())

@@ -1,4 +1,6 @@
-"""Records survive whatever happens while they are written: death at any moment, a full disk, damage."""
+"""Records survive whatever happens while they are written: death at any moment, a full disk,
+damage.
+"""
 
 import os
 import shutil
@@ -12,7 +14,17 @@ import pytest
 
 from cs336_systems.record import Status, load_records, read_record, write_record
 from cs336_systems.sweep.store import SweepError
-from tests.faults.harness import ROOT, Witness, command, config, contents, lay_out_models, path_of, runs, sweep
+from tests.faults.harness import (
+    ROOT,
+    Witness,
+    command,
+    config,
+    contents,
+    lay_out_models,
+    path_of,
+    runs,
+    sweep,
+)
 
 WRITE = """
 import os, signal, sys
@@ -43,7 +55,9 @@ Path.open = open_half
 """,
     "before the bytes are on the disk": "os.fsync = die",
     "before the rename": "Path.replace = die",
-    "after the rename": "replace_ = Path.replace; Path.replace = lambda *paths: (replace_(*paths), die())",
+    "after the rename": (
+        "replace_ = Path.replace; Path.replace = lambda *paths: (replace_(*paths), die())"
+    ),
     "before the rename is on the disk": "os.fsync = lambda file: setattr(os, 'fsync', die)",
 }
 
@@ -69,10 +83,17 @@ def test_death_at_a_stage_of_writing_leaves_the_old_record_or_the_new(measured, 
     assert ended.returncode == -signal.SIGKILL
     records, problems = load_records(place / "runs")
     assert problems == []
-    assert [record.config for record in records] == sorted((overwritten, untouched), key=lambda run: run.key)
+    assert [record.config for record in records] == sorted(
+        (overwritten, untouched), key=lambda run: run.key
+    )
     found = read_record(path_of(overwritten, place))
-    assert found.started_at == ("later" if "rename is" in stage or "after" in stage else old.started_at)
-    assert contents(place / "runs")[path_of(untouched, place).name] == earlier[path_of(untouched, place).name]
+    assert found.started_at == (
+        "later" if "rename is" in stage or "after" in stage else old.started_at
+    )
+    assert (
+        contents(place / "runs")[path_of(untouched, place).name]
+        == earlier[path_of(untouched, place).name]
+    )
     sweep(place, overwritten, untouched)
     assert set(contents(place / "runs")) == set(earlier)  # what the dead writer left is swept up
 
@@ -122,8 +143,12 @@ def test_damaged_records_are_set_aside_reported_and_measured_again(place):
 
 
 def in_a_small_file_system(words):
-    """`words`, run where ./data is a file system of 256 KiB of its own, copied to ./after at the end."""
-    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+    """`words`, run where ./data is a file system of 256 KiB of its own, copied to ./after at the
+    end.
+    """
+    namespace = (
+        ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
+    )
     mount = "mkdir data && mount -t tmpfs -o size=256k none data || exit 99"
     script = f'{mount}; "$@"; status=$?; cp -r data after; exit $status'
     return [*namespace, "sh", "-c", script, "sh", *words]
@@ -162,7 +187,9 @@ def test_a_worker_that_cannot_write_stops_the_sweep(place):
     sweep(place, config())
     earlier = contents(place / "runs")
     witness = Witness()
-    with pytest.raises(SweepError, match=r"could not be written.*File too large.*same command again"):
+    with pytest.raises(
+        SweepError, match=r"could not be written.*File too large.*same command again"
+    ):
         sweep(place, config(), config("cannot_write_files"), config(seed=1), witness=witness)
     assert witness.runs == [config("cannot_write_files")]
     assert contents(place / "runs") == earlier

@@ -1,4 +1,6 @@
-"""Whatever the analysis of a profile dies of, the run keeps its record and its raw profile, and is explained later."""
+"""Whatever the analysis of a profile dies of, the run keeps its record and its raw profile, and
+is explained later.
+"""
 
 import shutil
 import sys
@@ -13,7 +15,16 @@ from cs336_systems.sweep import keep
 from cs336_systems.sweep.store import explanation_path, raw_profile_path
 from tests.faults import analyses
 from tests.faults.analyses import HANGING, NOTES
-from tests.faults.harness import ROOT, Witness, command, config, contents, lay_out_models, sweep, time_is_up
+from tests.faults.harness import (
+    ROOT,
+    Witness,
+    command,
+    config,
+    contents,
+    lay_out_models,
+    sweep,
+    time_is_up,
+)
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -67,13 +78,19 @@ def assert_explained(directory):
         ("hangs", "not done within"),
     ],
 )
-def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring(measured, monkeypatch, fault, words):
+def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring(
+    measured, monkeypatch, fault, words
+):
     before = kept(measured)
     witness = Witness()
     with monkeypatch.context() as patch, time_is_up(lambda _: HANGING.exists()):
         patch.setattr(keep, "explain_in_worker", getattr(analyses, fault))
         outcome = sweep(measured, WATCHED, witness=witness)
-    assert (witness.runs, witness.explaining_runs, outcome.unexplained) == ([], [WATCHED], (WATCHED,))
+    assert (witness.runs, witness.explaining_runs, outcome.unexplained) == (
+        [],
+        [WATCHED],
+        (WATCHED,),
+    )
     ((_, failure),) = witness.explanations
     assert words in failure
     assert failure.isprintable()
@@ -92,8 +109,9 @@ def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring
 def report(monkeypatch, analysis, directory, *words):
     """`cs336 report` in a process of its own, whose workers explain by `analysis`."""
     code = (
-        "import sys; from cs336_systems import cli; from cs336_systems.sweep import keep; "
-        f"from tests.faults import analyses; keep.explain_in_worker = analyses.{analysis}; sys.exit(cli.main())"
+        "import sys; from cs336_systems import cli; from cs336_systems.sweep import keep; from "
+        f"tests.faults import analyses; keep.explain_in_worker = analyses.{analysis}; "
+        "sys.exit(cli.main())"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return [sys.executable, "-c", code, "report", str(directory), *words]
@@ -123,7 +141,9 @@ def test_a_damaged_raw_profile_is_named_and_kept(measured, capsys):
     assert kept(measured) == before
 
 
-def test_a_profiled_sweep_that_cannot_be_explained_ends_with_status_1_and_its_tables(place, monkeypatch, capsys):
+def test_a_profiled_sweep_that_cannot_be_explained_ends_with_status_1_and_its_tables(
+    place, monkeypatch, capsys
+):
     words = [*command("good", contexts=(4,))[2:], "--profile"]
     folder = place / "data" / "kineto_profiles" / "faulty"
     with monkeypatch.context() as patch:
@@ -139,13 +159,17 @@ def test_a_profiled_sweep_that_cannot_be_explained_ends_with_status_1_and_its_ta
     assert "not explained" not in capsys.readouterr().err
     (explained,) = (folder / "kernels").iterdir()
     tables = contents(folder)["phases.csv"][0]
-    # without the raw profile there is nothing to explain again: that is said, and costs neither a run nor the tables
+    # without the raw profile there is nothing to explain again: that is said, and costs neither a
+    # run nor the tables
     (trace,) = (folder / "traces").iterdir()
     explained.unlink()
     trace.unlink()
     assert cli.sweep(words) == 1
     said = capsys.readouterr().err
     assert "no kernel profile" in said
-    assert "the profiles of 1 of 1 runs that ended well are missing, and the tables of profiles stay" in said
+    assert (
+        "the profiles of 1 of 1 runs that ended well are missing, and the tables of profiles stay"
+        in said
+    )
     assert contents(folder)["phases.csv"][0] == tables
     assert contents(folder / "runs") == before

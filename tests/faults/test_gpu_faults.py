@@ -49,7 +49,8 @@ def test_gpu_out_of_memory_says_what_was_asked_and_what_was_free(place):
 def test_a_device_side_assert_is_a_cuda_error_of_one_run(place):
     record = survive(place, "out_of_range")
     assert record.status is Status.CUDA_ERROR
-    assert "CUDA error" in record.failure.message  # of the assert, or of whichever call was the next to hear of it
+    # of the assert, or of whichever call was the next to hear of it
+    assert "CUDA error" in record.failure.message
 
 
 @pytest.mark.gpu
@@ -63,7 +64,9 @@ def test_workers_have_not_touched_cuda_before_they_measure(place):
 
 @pytest.mark.gpu
 def test_company_on_the_gpu_is_a_warning(place):
-    other = subprocess.Popen([sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", COMPUTE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout.readline() == "ready\n"
         pynvml.nvmlInit()

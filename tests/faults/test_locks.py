@@ -1,4 +1,6 @@
-"""One sweep at a time in a directory and on a GPU, whoever started it and however the last one ended."""
+"""One sweep at a time in a directory and on a GPU, whoever started it and however the last one
+ended.
+"""
 
 import os
 import signal
@@ -12,7 +14,16 @@ from cs336_systems import cli
 from cs336_systems.commands import benchmark
 from cs336_systems.record import Status
 from cs336_systems.sweep.store import LockedError, exclusive, gpu_lock_path
-from tests.faults.harness import ROOT, WITHOUT_REPORT, command, config, contents, results, runs, sweep
+from tests.faults.harness import (
+    ROOT,
+    WITHOUT_REPORT,
+    command,
+    config,
+    contents,
+    results,
+    runs,
+    sweep,
+)
 from tests.faults.models import PAUSED
 from tests.report.making import make_record
 
@@ -36,13 +47,19 @@ except LockedError as error:
 
 
 class Holder:
-    """Another process, maybe of another user, that takes the lock and keeps it until told to let go."""
+    """Another process, maybe of another user, that takes the lock and keeps it until told to let
+    go.
+    """
 
     def __init__(self, path, *user):
         self.process = subprocess.Popen(
             [sys.executable, "-c", HOLD, str(path), *map(str, user)],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self.said = self.process.stdout.readline().strip()
         if not self.said and "another user" in (failed := self.process.communicate()[1]):
             pytest.skip(failed)
@@ -97,5 +114,8 @@ def test_a_gpu_lock_serves_all_users(gpu_lock):
     with Holder(gpu_lock, 65534) as second:
         assert second.said == "held"
         assert str(second.process.pid) in gpu_lock.read_text()
-        with pytest.raises(LockedError, match=str(second.process.pid)), exclusive(gpu_lock, "the GPU"):
+        with (
+            pytest.raises(LockedError, match=str(second.process.pid)),
+            exclusive(gpu_lock, "the GPU"),
+        ):
             pass

@@ -15,14 +15,21 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def made_elsewhere(place, record, **identity):
-    """Write the text of a finished record as it would be had it been made under other conditions."""
+    """Write the text of a finished record as it would be had it been made under other
+    conditions.
+    """
     data = json.loads(record)
     data["environment"]["identity"] |= identity
     path_of(config(), place).write_text(json.dumps(data))
     return contents(place / "runs")
 
 
-CHANGES = [("torch", "1.0"), ("driver", "450.80.02"), ("device_name", "Voodoo2"), ("code", "0123456789abcdef")]
+CHANGES = [
+    ("torch", "1.0"),
+    ("driver", "450.80.02"),
+    ("device_name", "Voodoo2"),
+    ("code", "0123456789abcdef"),
+]
 
 
 def test_other_conditions_are_refused_by_name_and_mixed_when_told_to(place):
@@ -45,7 +52,9 @@ def test_a_record_of_a_later_version_is_left_alone(place):
     path = path_of(config(), place)
     path.write_text(json.dumps(json.loads(path.read_bytes()) | {"format_version": 99}))
     earlier = contents(place / "runs")
-    with pytest.raises(SweepError, match=r"format version 99 is newer than .*; update it, or choose another"):
+    with pytest.raises(
+        SweepError, match=r"format version 99 is newer than .*; update it, or choose another"
+    ):
         sweep(place, config(), config(seed=1))
     assert contents(place / "runs") == earlier
 
@@ -73,9 +82,23 @@ class Table(nn.Embedding):
 """
 EDIT = "# slower\n"
 FLAGS = (
-    "--vocab-size", "11", "--d-model", "8", "--d-ff", "16", "--num-layers", "1", "--num-heads", "2", "--device", "cpu",
-    "--warmup-steps", "10", "--measured-steps", "10",
-)  # fmt: skip
+    "--vocab-size",
+    "11",
+    "--d-model",
+    "8",
+    "--d-ff",
+    "16",
+    "--num-layers",
+    "1",
+    "--num-heads",
+    "2",
+    "--device",
+    "cpu",
+    "--warmup-steps",
+    "10",
+    "--measured-steps",
+    "10",
+)
 
 
 def own_model(place, module):
@@ -92,7 +115,9 @@ def append(path, text=EDIT):
 
 
 def sweep_of(module, *more):
-    return cli.sweep([*FLAGS, "--model", f"{module}:make", "--context-lengths", "8", "--name", "own", *more])
+    return cli.sweep(
+        [*FLAGS, "--model", f"{module}:make", "--context-lengths", "8", "--name", "own", *more]
+    )
 
 
 def records_in(place):
@@ -119,13 +144,17 @@ def test_a_model_that_was_edited_is_not_given_its_old_times(place, capsys):
     assert sweep_of(module, "--fresh") == 0
     assert records_in(place).keys() == earlier.keys()
     assert all(records_in(place)[path] != earlier[path] for path in earlier)
-    assert not {module, f"{module}_layers"} & set(sys.modules), "the process that watches imports no user's code"
+    assert not {module, f"{module}_layers"} & set(sys.modules), (
+        "the process that watches imports no user's code"
+    )
 
 
 def test_a_model_edited_while_the_sweep_runs_gives_no_result_of_mixed_versions(place):
     path, _ = own_model(place, "edited_meanwhile")
     append(path, f"open({str(path)!r}, 'a').write({EDIT!r})\n")  # whoever imports it edits it
-    before, after = (replace(config(seed=seed), model_factory="edited_meanwhile:make") for seed in (0, 1))
+    before, after = (
+        replace(config(seed=seed), model_factory="edited_meanwhile:make") for seed in (0, 1)
+    )
     outcome = sweep(place, before, after)
     assert [record.status for record in outcome.measured] == [Status.OK, Status.INVALID]
     message = outcome.measured[1].failure.message

@@ -1,4 +1,6 @@
-"""Standard output and error are for whoever reads them: one that closes ends no sweep and loses no result."""
+"""Standard output and error are for whoever reads them: one that closes ends no sweep and loses
+no result.
+"""
 
 import csv
 import io
@@ -35,12 +37,18 @@ def closed_terminal():
 
 @pytest.fixture
 def streams(place, monkeypatch):
-    """Give this process standard streams of the test's own: of each name, a descriptor, or None for a file."""
+    """Give this process standard streams of the test's own: of each name, a descriptor, or None
+    for a file.
+    """
     opened = []
 
     def put(**descriptors):
         for name, descriptor in descriptors.items():
-            target = os.open(place / name, os.O_WRONLY | os.O_CREAT) if descriptor is None else descriptor
+            target = (
+                os.open(place / name, os.O_WRONLY | os.O_CREAT)
+                if descriptor is None
+                else descriptor
+            )
             stream = io.TextIOWrapper(io.FileIO(target, "w"), write_through=True)
             opened.append(stream)
             monkeypatch.setattr(sys, name, stream)
@@ -54,7 +62,9 @@ def streams(place, monkeypatch):
 
 @pytest.fixture
 def terminated_when_paused(place):
-    """This process gets SIGTERM when the sweep's run waits, and outside of a sweep takes no notice."""
+    """This process gets SIGTERM when the sweep's run waits, and outside of a sweep takes no
+    notice.
+    """
     ended = threading.Event()
 
     def watch():
@@ -76,7 +86,8 @@ def statuses(directory):
 
 
 @pytest.mark.parametrize(
-    ("closed", "names"), [(closed_pipe, ["stdout"]), (closed_terminal, ["stderr"]), (closed_pipe, ["stdout", "stderr"])]
+    ("closed", "names"),
+    [(closed_pipe, ["stdout"]), (closed_terminal, ["stderr"]), (closed_pipe, ["stdout", "stderr"])],
 )
 def test_a_sweep_that_nobody_reads_is_done_all_the_same(place, streams, closed, names):
     streams(**{name: closed() if name in names else None for name in ("stdout", "stderr")})
@@ -88,7 +99,9 @@ def test_a_sweep_that_nobody_reads_is_done_all_the_same(place, streams, closed, 
 
 
 @pytest.mark.parametrize(("gone", "left"), [("stdout", "stderr"), ("stderr", "stdout")])
-def test_an_interrupted_sweep_says_what_to_do_where_it_can_be_read(place, streams, terminated_when_paused, gone, left):
+def test_an_interrupted_sweep_says_what_to_do_where_it_can_be_read(
+    place, streams, terminated_when_paused, gone, left
+):
     streams(**{gone: closed_pipe(), left: None})
     assert cli.sweep(command("pauses_once")[2:]) == 130
     assert statuses(place) == [Status.OK]
@@ -108,7 +121,9 @@ def test_streams_that_are_closed_from_the_start(place, closed):
     )
     script = f'"$@" {" ".join(CLOSED_AT_THE_START[name] for name in closed)}'
     words = ["sh", "-c", script, "sh", sys.executable, "-c", check]
-    done = subprocess.run(words, cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=place, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert int((place / "second").read_text()) > 2
     assert (place / "first").read_text() == ""

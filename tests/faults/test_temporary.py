@@ -1,4 +1,6 @@
-"""Temporary directories and programs end with the process that has them, and no start of workers waits for ever."""
+"""Temporary directories and programs end with the process that has them, and no start of workers
+waits for ever.
+"""
 
 import os
 import random
@@ -43,18 +45,26 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def explain(report: Path, **options: object) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "cs336_systems", "kernels", str(report)]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True, **options)
+    return subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
+    )
 
 
 def is_tidy(report: Path) -> bool:
     pids = map(int, report.with_name("a.nsys-rep.pids").read_text().split())
-    alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    alive = [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
     return not alive and not [*Path(os.environ["TMPDIR"]).iterdir()]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_an_export_ends_with_its_command_and_leaves_nothing(report: Path, number: int) -> None:
-    command = explain(report, preexec_fn=lambda: number == signal.SIGKILL or signal.signal(number, signal.SIG_DFL))
+    command = explain(
+        report, preexec_fn=lambda: number == signal.SIGKILL or signal.signal(number, signal.SIG_DFL)
+    )
     assert eventually(report.with_name("a.nsys-rep.begun").exists)
     assert not is_tidy(report)
     time.sleep(CHANCE.uniform(0, 0.1))
@@ -63,7 +73,9 @@ def test_an_export_ends_with_its_command_and_leaves_nothing(report: Path, number
     assert eventually(lambda: is_tidy(report), 20)
 
 
-def test_what_is_left_where_the_shell_was_killed_too_is_removed_by_the_next_command(report: Path) -> None:
+def test_what_is_left_where_the_shell_was_killed_too_is_removed_by_the_next_command(
+    report: Path,
+) -> None:
     command = explain(report)
     assert eventually(report.with_name("a.nsys-rep.begun").exists)
     temporary = Path(os.environ["TMPDIR"])
@@ -129,23 +141,31 @@ if fault and "forkserver" in " ".join(sys.orig_argv):
 
 
 def test_the_start_of_a_worker_ends_whatever_happens_to_the_fork_server(tmp_path: Path) -> None:
-    """By itself, or by a signal at a drawn moment. The name of the temporary directory is long, too."""
+    """By itself, or by a signal at a drawn moment. The name of the temporary directory is long,
+    too.
+    """
     (tmp_path / "start.py").write_text(START)
     (tmp_path / "sitecustomize.py").write_text(IN_SERVER)
     (temporary := tmp_path / ("y" * 76)).mkdir()
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TMPDIR": str(temporary)}
-    strikes = [(CHANCE.choice([signal.SIGSTOP, signal.SIGKILL]), CHANCE.uniform(0, 0.5)) for _ in range(3)]
+    strikes = [
+        (CHANCE.choice([signal.SIGSTOP, signal.SIGKILL]), CHANCE.uniform(0, 0.5)) for _ in range(3)
+    ]
     cases = [("", 0, 0.0), *((fault, 0, 0.0) for fault in ("hangs", "stops", "garbage", "closes"))]
     cases += [("", number, delay_s) for number, delay_s in strikes]
     ends = []
     for fault, number, delay_s in cases:
         words = [sys.executable, str(tmp_path / "start.py"), str(int(number)), str(delay_s)]
         own = environment | ({"FAULT": fault} if fault else {})
-        ends.append(subprocess.Popen(words, env=own, stderr=subprocess.PIPE, text=True, cwd=tmp_path))
+        ends.append(
+            subprocess.Popen(words, env=own, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        )
     for case, end in zip(cases, ends, strict=True):
         said = end.communicate(timeout=100)[1]
         assert end.returncode in (0, 1), (case, said)
-        assert (end.returncode == 1) == said.startswith("error: the process that starts the workers"), (case, said)
+        assert (end.returncode == 1) == said.startswith(
+            "error: the process that starts the workers"
+        ), (case, said)
         assert said.count("\n") == end.returncode, (case, said)
         if case[0] or not case[1]:
             assert end.returncode == bool(case[0]), (case, said)

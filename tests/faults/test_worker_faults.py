@@ -1,4 +1,6 @@
-"""Whatever a worker dies of, its run is a row, the next run is none the worse, and nothing is left behind."""
+"""Whatever a worker dies of, its run is a row, the next run is none the worse, and nothing is
+left behind.
+"""
 
 import contextlib
 import signal
@@ -46,7 +48,9 @@ class WitnessOfFaults(Witness):
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory, preloaded):
-    """The records of one sweep in which every fault follows another, between good runs that may not notice."""
+    """The records of one sweep in which every fault follows another, between good runs that may
+    not notice.
+    """
     directory = tmp_path_factory.mktemp("survived")
     good = config(seed=1)
     runs = [good, *map(config, FAULTS), config(seed=2)]
@@ -179,4 +183,6 @@ def test_what_failed_is_tried_again_and_what_has_a_result_is_not(place):
     assert [record.config for record in witness.kept] == sorted((ok, oom), key=lambda run: run.key)
     assert witness.runs == [failing]
     assert [record.status for record in second.measured] == [Status.OK]
-    assert {name: file for name, file in contents(place / "runs").items() if name in results} == earlier
+    assert {
+        name: file for name, file in contents(place / "runs").items() if name in results
+    } == earlier

@@ -13,7 +13,13 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure.run import measure as measure_run
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.sections.ceilings import promised_flops
-from cs336_systems.studies.ceilings_cell import NARROW, measure, measure_rows, replayed, why_unavailable
+from cs336_systems.studies.ceilings_cell import (
+    NARROW,
+    measure,
+    measure_rows,
+    replayed,
+    why_unavailable,
+)
 from cs336_systems.studies.ceilings_records import (
     CeilingsGrid,
     ProductCell,
@@ -30,15 +36,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 MIB = 2**20
 LARGE, SMALL = (Shape(rows=side, inner=side, columns=side) for side in (8192, 256))
 GRID = CeilingsGrid(
-    device=Device.CUDA, shapes=(SMALL, LARGE), precisions=tuple(ProductPrecision), stream_bytes=(MIB, 1024 * MIB),
-    loops=3, loop_s=0.03,
-)  # fmt: skip
+    device=Device.CUDA,
+    shapes=(SMALL, LARGE),
+    precisions=tuple(ProductPrecision),
+    stream_bytes=(MIB, 1024 * MIB),
+    loops=3,
+    loop_s=0.03,
+)
 SLEEP_CYCLES = 2_000_000
 
 
 def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
     """The row of one product."""
-    (row,), _ = attempt(GRID, next(replace(GRID, shapes=(shape,), precisions=(precision,)).cells()), measure_rows)
+    (row,), _ = attempt(
+        GRID, next(replace(GRID, shapes=(shape,), precisions=(precision,)).cells()), measure_rows
+    )
     return row
 
 
@@ -53,7 +65,9 @@ def measured(precision: ProductPrecision, shape: Shape) -> float:
 
 
 @pytest.mark.parametrize("precision", ProductPrecision)
-def test_no_product_is_faster_than_promised_and_large_ones_come_near(precision: ProductPrecision) -> None:
+def test_no_product_is_faster_than_promised_and_large_ones_come_near(
+    precision: ProductPrecision,
+) -> None:
     rate = measured(precision, LARGE)
     promised = promised_flops(find_device(torch.cuda.get_device_name()), precision)
     if promised is None:
@@ -73,7 +87,9 @@ def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
 
 
 def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
-    """Short sleeps are repeated from a graph, long ones launched; both give the time by events around queued ones."""
+    """Short sleeps are repeated from a graph, long ones launched; both give the time by events
+    around queued ones.
+    """
 
     def seconds(cycles: int) -> float:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -88,7 +104,8 @@ def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
     for cycles in (SLEEP_CYCLES // 100, SLEEP_CYCLES):  # about 10 us and 1 ms
         loops = measure(lambda cycles=cycles: torch.cuda._sleep(cycles), GRID)
         assert loops.median_s == pytest.approx(seconds(cycles), rel=0.05, abs=2e-6), cycles
-        assert min(loops.times_s) >= 0.99 * GRID.loop_s  # the loop by which their length was chosen took that long
+        # the loop by which their length was chosen took that long
+        assert min(loops.times_s) >= 0.99 * GRID.loop_s
 
 
 def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> None:
@@ -121,13 +138,24 @@ def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
     rows = [row for cell in GRID.cells() for row in cell.rows if isinstance(row, StreamCell)]
     sizes = [size for _ in Stream for size in GRID.stream_bytes]
     measured = measure_rows(GRID, rows)
-    rates = {(row.stream, size): row.timing.rate(size) for row, size in zip(measured, sizes, strict=True)}
-    print({f"{stream} {size // MIB} MiB": f"{rate / 1e9:.0f} GB/s" for (stream, size), rate in rates.items()})
+    rates = {
+        (row.stream, size): row.timing.rate(size) for row, size in zip(measured, sizes, strict=True)
+    }
+    print(
+        {
+            f"{stream} {size // MIB} MiB": f"{rate / 1e9:.0f} GB/s"
+            for (stream, size), rate in rates.items()
+        }
+    )
     spec = find_device(torch.cuda.get_device_name())
     if spec is None:
         pytest.skip("the bandwidth of this device is not known")
     for stream in Stream:
-        assert 0.5 * spec.memory_bandwidth_bytes_per_s < rates[stream, 1024 * MIB] < spec.memory_bandwidth_bytes_per_s
+        assert (
+            0.5 * spec.memory_bandwidth_bytes_per_s
+            < rates[stream, 1024 * MIB]
+            < spec.memory_bandwidth_bytes_per_s
+        )
 
 
 def test_the_host_alone_decides_how_long_the_narrow_step_takes() -> None:
@@ -140,14 +168,19 @@ def test_a_whole_study() -> None:
     study = run_study(replace(GRID, shapes=(SMALL,), stream_bytes=(MIB,)))
     assert {timing.status for timing in study.timings} <= {Status.OK, Status.UNAVAILABLE}
     assert study.cache_bytes == torch.cuda.get_device_properties().L2_cache_size
-    assert study.device_name in torch.cuda.get_device_name() or torch.cuda.get_device_name() in study.device_name
+    assert (
+        study.device_name in torch.cuda.get_device_name()
+        or torch.cuda.get_device_name() in study.device_name
+    )
 
 
 def test_gpus_exchange_tensors() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     rates = {}
-    for cell in run_study(replace(GRID, shapes=(SMALL,), world_size=2, stream_bytes=(256 * MIB,))).reductions:
+    for cell in run_study(
+        replace(GRID, shapes=(SMALL,), world_size=2, stream_bytes=(256 * MIB,))
+    ).reductions:
         assert cell.timing.status is Status.OK, cell.timing.failure
         rate = cell.timing.rate(cell.num_bytes)
         print(f"{cell.collective} of {cell.num_bytes / MIB} MiB: {rate / 1e9:.1f} GB/s")

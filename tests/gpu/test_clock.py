@@ -41,7 +41,12 @@ def config_of(size: str, context_length: int = 512, **changes: object) -> RunCon
 
 def run_in_fresh_process(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=280
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -57,7 +62,11 @@ def product_kernels(precision: Precision) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         model(tokens).sum().backward()
         torch.cuda.synchronize()
-    names = {event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+    names = {
+        event.name
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    }
     return {name for name in names if classify_kernel(name) is KernelClass.MATMUL}
 
 
@@ -72,7 +81,9 @@ def test_fp32_runs_launch_no_tensor_core_kernel() -> None:
 
 
 class Sleep:
-    """A sleep of so many cycles, and how long it took: the clock of a GPU at work is not always the same."""
+    """A sleep of so many cycles, and how long it took: the clock of a GPU at work is not always
+    the same.
+    """
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -87,7 +98,9 @@ class Sleep:
     def median_s(self, last: int) -> float:
         """Of the last ones, by events around each alone."""
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) / 1e3 for start, end in self._events[-last:])
+        return statistics.median(
+            start.elapsed_time(end) / 1e3 for start, end in self._events[-last:]
+        )
 
 
 class SleepAfter(nn.Module):
@@ -113,10 +126,14 @@ def sleeping_record(phase: Phase | None, sync_phases: bool) -> tuple[RunRecord, 
     if phase is Phase.BACKWARD:
         # The embedding's gradient is the last one made.
         model.token_embeddings.weight.register_post_accumulate_grad_hook(lambda _: sleep())
-    hook = register_optimizer_step_post_hook(lambda *_: sleep() if phase is Phase.OPTIMIZER else None)
+    hook = register_optimizer_step_post_hook(
+        lambda *_: sleep() if phase is Phase.OPTIMIZER else None
+    )
     try:
         # fused: written out, the optimizer waits for the host, which is not the same each time
-        config = config_of("medium", measured_steps=5, sync_phases=sync_phases, optimizer=OptimizerKind.FUSED)
+        config = config_of(
+            "medium", measured_steps=5, sync_phases=sync_phases, optimizer=OptimizerKind.FUSED
+        )
         record = measure(config, model)
     finally:
         hook.remove()
@@ -133,7 +150,10 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> Non
         delay = sleep.median_s(last=5)
         for other in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
             added = slept.measurement(other).median_s - plain.measurement(other).median_s
-            print(f"sync_phases={sync_phases} sleep of {delay * 1e3:.2f} ms in {phase}: {other} {added * 1e3:+.3f} ms")
+            print(
+                f"sync_phases={sync_phases} sleep of {delay * 1e3:.2f} ms in {phase}: {other} "
+                f"{added * 1e3:+.3f} ms"
+            )
             if other is phase:
                 assert added == pytest.approx(delay, rel=0.02)
             else:  # the sleep may hide launches of the next phase, but adds nothing to it
@@ -142,10 +162,13 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> Non
 
 @pytest.mark.alone
 @pytest.mark.parametrize("is_delayed", [True, False])
-def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_delayed: bool) -> None:
+def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(
+    is_delayed: bool,
+) -> None:
     """The device sleeps for tens of milliseconds in forward, and after the optimizer's kernels.
 
-    Forward waits for the host if the host is busy for longer than the first sleep, and else is still asleep at its end.
+    Forward waits for the host if the host is busy for longer than the first sleep, and else is
+    still asleep at its end.
     """
 
     def sleep_and_be_busy() -> None:
@@ -158,7 +181,9 @@ def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_
         model = SleepAfter(TransformerLM(SIZES["tiny"]), sleep_and_be_busy)
     hook = register_optimizer_step_post_hook(lambda *_: torch.cuda._sleep(60_000_000))
     try:
-        record = judged(measure(config_of("tiny", measured_steps=5, optimizer=OptimizerKind.FUSED), model))
+        record = judged(
+            measure(config_of("tiny", measured_steps=5, optimizer=OptimizerKind.FUSED), model)
+        )
     finally:
         hook.remove()
     assert record.status is Status.OK, record.failure
@@ -170,11 +195,17 @@ def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("size", "precision"), [("large", Precision.FP32), ("large", Precision.BF16)])
+@pytest.mark.parametrize(
+    ("size", "precision"), [("large", Precision.FP32), ("large", Precision.BF16)]
+)
 def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
-    """In the median step: the host may be held up between its reading of the clock and the first or last event."""
+    """In the median step: the host may be held up between its reading of the clock and the first
+    or last event.
+    """
     record = measure(config_of(size, 128, precision=precision))
-    phases = zip(*(record.measurement(phase).times_s for phase in record.config.phases), strict=True)
+    phases = zip(
+        *(record.measurement(phase).times_s for phase in record.config.phases), strict=True
+    )
     steps = record.measurement(Phase.STEP).times_s
     shares = [sum(times) / step for times, step in zip(phases, steps, strict=True)]
     assert 0.99 < statistics.median(shares) <= 1
@@ -194,12 +225,24 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
     print(
         run_in_fresh_process(
-            "-c", code, "compare", flags, flags, "--a-against-a", "--repeats", "4", "--output", str(tmp_path)
+            "-c",
+            code,
+            "compare",
+            flags,
+            flags,
+            "--a-against-a",
+            "--repeats",
+            "4",
+            "--output",
+            str(tmp_path),
         ).splitlines()[-1]
     )
     (runs,) = tmp_path.glob("e2e_benchmark/*/runs")
     records, _ = load_records(runs)
-    a, b = (measured_steps((r for r in records if r.config.repeat % 2 == side), sides=2) for side in (0, 1))
+    a, b = (
+        measured_steps((r for r in records if r.config.repeat % 2 == side), sides=2)
+        for side in (0, 1)
+    )
     assert len(a) == len(b) == 4
     assert compare_in_turn(a, b).verdict is Verdict.CANNOT_TELL
 
@@ -207,11 +250,15 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
 def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
     """The peak is in backward, where the first step lacks AdamW's moments: 8 bytes a parameter.
 
-    Up to 4 % more: the workspace of backward's products (32 MiB), made after the first peak unless an earlier run in
-    this process made it, and remainders of blocks that the allocator does not split.
+    Up to 4 % more: the workspace of backward's products (32 MiB), made after the first peak unless
+    an earlier run in this process made it, and remainders of blocks that the allocator does not
+    split.
     """
     record = measure(config_of("small", 512))
-    steady, first = record.memory.peak_allocated_bytes, record.memory.first_step_peak_allocated_bytes
+    steady, first = (
+        record.memory.peak_allocated_bytes,
+        record.memory.first_step_peak_allocated_bytes,
+    )
     assert 8 * record.num_parameters <= steady - first <= 1.04 * 8 * record.num_parameters
 
 

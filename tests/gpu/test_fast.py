@@ -1,4 +1,6 @@
-"""The step that `--fast` chooses, compiled and in graphs, against the reference with the same weights."""
+"""The step that `--fast` chooses, compiled and in graphs, against the reference with the same
+weights.
+"""
 
 import json
 import os
@@ -20,7 +22,14 @@ from cs336_systems.measure.clock import make_clock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 
-shape = {"vocab_size": 1001, "context_length": 128, "d_model": 256, "d_ff": 1024, "num_layers": 4, "num_heads": 4}
+shape = {
+    "vocab_size": 1001,
+    "context_length": 128,
+    "d_model": 256,
+    "d_ff": 1024,
+    "num_layers": 4,
+    "num_heads": 4,
+}
 shape["arch"] = Arch(sys.argv[1])
 torch.manual_seed(1)
 reference = TransformerLM(ModelConfig(**shape)).cuda()
@@ -58,8 +67,11 @@ def test_logits_and_loss_are_those_of_the_reference(arch: str, fp8: bool) -> Non
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, arch, "fp8" if fp8 else "bf16"],
-        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["shape"] == [4, 128, 1001]
@@ -76,7 +88,14 @@ from cs336_systems.measure.clock import make_clock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 
-shape = {"vocab_size": 1024, "context_length": 4096, "d_model": 1024, "d_ff": 2816, "num_layers": 6, "num_heads": 8}
+shape = {
+    "vocab_size": 1024,
+    "context_length": 4096,
+    "d_model": 1024,
+    "d_ff": 2816,
+    "num_layers": 6,
+    "num_heads": 8,
+}
 plain = {"size": "small", "batch_size": 2, "learning_rate": 1e-5, **shape}
 changes = json.loads(sys.argv[1])
 config = make_fast_config(Device.CUDA, changes, **plain, **changes)
@@ -87,21 +106,37 @@ graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
     step(clock)
     torch.cuda.synchronize()
-kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+kernels = [
+    event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+]
 attention = sum("fprop" in event.name or "flash_fwd" in event.name for event in kernels)
 peaks = {"peak": step.graph.peak_bytes, "foretold": peak_bytes(config)}
-print(json.dumps({"losses": losses, "graphs": graphs, "attention": attention,
-                  "parameters": sum(p.numel() for p in TransformerLM(ModelConfig(**shape)).parameters()), **peaks}))
+print(
+    json.dumps(
+        {
+            "losses": losses,
+            "graphs": graphs,
+            "attention": attention,
+            "parameters": sum(p.numel() for p in TransformerLM(ModelConfig(**shape)).parameters()),
+            **peaks,
+        }
+    )
+)
 """
 
 
 def changed(**changes: object) -> dict[str, Any]:
-    """What the step with these changes does, in a fresh process: memory is its own, and shape checks do not compile."""
+    """What the step with these changes does, in a fresh process: memory is its own, and shape
+    checks do not compile.
+    """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CHANGED, json.dumps(changes)],
-        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=140,
-    )  # fmt: skip
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=140,
+    )
     assert done.returncode == 0, done.stderr
     print(changes, done.stdout)
     found: dict[str, Any] = json.loads(done.stdout)

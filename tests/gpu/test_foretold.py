@@ -1,4 +1,6 @@
-"""Peaks of memory that are foretold of models that nobody here wrote, against those that a GPU measures."""
+"""Peaks of memory that are foretold of models that nobody here wrote, against those that a GPU
+measures.
+"""
 
 from dataclasses import replace
 
@@ -12,9 +14,12 @@ from cs336_systems.record import Status
 from tests.drawn_models import NAMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
-DRAWN = [f"tests.drawn_models:{name}" for name in (*NAMED, *(f"of_seed_{seed}" for seed in range(12)))]
+DRAWN = [
+    f"tests.drawn_models:{name}" for name in (*NAMED, *(f"of_seed_{seed}" for seed in range(12)))
+]
 TRANSFORMERS = [
-    f"tests.gpu.transformers_models:{name}" for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3")
+    f"tests.gpu.transformers_models:{name}"
+    for name in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3")
 ]
 
 
@@ -25,9 +30,16 @@ def test_peaks_are_those_foretold(factory: str, precision: Precision) -> None:
     if factory in TRANSFORMERS:
         pytest.importorskip("transformers")
     config = RunConfig(
-        size=UNSIZED, model=replace(SIZES["tiny"], context_length=1024), batch_size=8, device=Device.CUDA,
-        precision=precision, optimizer=OptimizerKind.FUSED, warmup_steps=2, measured_steps=2, model_factory=factory,
-    )  # fmt: skip
+        size=UNSIZED,
+        model=replace(SIZES["tiny"], context_length=1024),
+        batch_size=8,
+        device=Device.CUDA,
+        precision=precision,
+        optimizer=OptimizerKind.FUSED,
+        warmup_steps=2,
+        measured_steps=2,
+        model_factory=factory,
+    )
     prepare_forecasts([config], of_users=True)
     foretold = predicted_peak_bytes(config)
     record = measure(config)

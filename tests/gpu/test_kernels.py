@@ -1,4 +1,6 @@
-"""Kernels booked to the right phase on a real GPU, by both profilers, and known causes found by name."""
+"""Kernels booked to the right phase on a real GPU, by both profilers, and known causes found by
+name.
+"""
 
 import shutil
 import time
@@ -40,14 +42,18 @@ def phase(profile: StepProfile, name: str) -> PhaseTimes:
 
 
 def num_unattributed(profile: StepProfile) -> int:
-    return sum(sum(times.launches) for times in profile.phases if times.phase is LaunchPhase.UNATTRIBUTED)
+    return sum(
+        sum(times.launches) for times in profile.phases if times.phase is LaunchPhase.UNATTRIBUTED
+    )
 
 
 def mean_s(times_s: tuple[float, ...]) -> float:
     return sum(times_s) / len(times_s)
 
 
-def profiled(config: RunConfig, tmp_path: Path, model: nn.Module | None = None) -> tuple[RunRecord, StepProfile]:
+def profiled(
+    config: RunConfig, tmp_path: Path, model: nn.Module | None = None
+) -> tuple[RunRecord, StepProfile]:
     """The run in this process under torch.profiler."""
     watched = replace(config, profiler=Profiler.KINETO)
     record = measure(watched, model, profile=tmp_path / "trace.json.gz")
@@ -59,7 +65,9 @@ def profiled(config: RunConfig, tmp_path: Path, model: nn.Module | None = None) 
 def after_optimizer() -> Iterator[Callable[[Callable[[torch.optim.Optimizer], object]], None]]:
     """Does something at the end of every optimizer step, inside its range."""
     handles = []
-    yield lambda act: handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: act(optimizer)))
+    yield lambda act: handles.append(
+        register_optimizer_step_post_hook(lambda optimizer, *_: act(optimizer))
+    )
     for handle in handles:
         handle.remove()
 
@@ -79,30 +87,50 @@ def test_eager_models_launch_seven_products_a_layer_and_one(
     products = (7 + attention_products) * layers + 1
     assert num_matmuls(profile, LaunchPhase.FORWARD) == steps * products
     assert num_matmuls(profile, LaunchPhase.BACKWARD) == steps * 2 * products
-    assert sum(part.product_count for part in profile.attention) == steps * attention_products * layers
+    assert (
+        sum(part.product_count for part in profile.attention) == steps * attention_products * layers
+    )
     assert not num_unattributed(profile)
 
 
 ACROSS_RUNS = 0.05
-"""Relative difference between runs of one step: the power limit gives a large model other clocks in each run."""
+"""Relative difference between runs of one step: the power limit gives a large model other clocks
+in each run.
+"""
 
 
 @pytest.mark.alone
 def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
-    """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not matter to the GPU."""
+    """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not
+    matter to the GPU.
+    """
     assert shutil.which("nsys"), "this machine should have nsys"
     config = config_of("xl")
-    nsys, kineto = replace(config, profiler=Profiler.NSYS), replace(config, profiler=Profiler.KINETO)
+    nsys, kineto = (
+        replace(config, profiler=Profiler.NSYS),
+        replace(config, profiler=Profiler.KINETO),
+    )
     outcome = run_sweep([config, nsys, kineto], tmp_path, Witness(), timeout_s=120)
-    plain, *watched = (next(record for record in outcome.records if record.config == c) for c in (config, nsys, kineto))
-    seen = [decode_profile(explanation_path(c, tmp_path / "runs").read_bytes()) for c in (nsys, kineto)]
+    plain, *watched = (
+        next(record for record in outcome.records if record.config == c)
+        for c in (config, nsys, kineto)
+    )
+    seen = [
+        decode_profile(explanation_path(c, tmp_path / "runs").read_bytes()) for c in (nsys, kineto)
+    ]
     for timed in TIMED:
         by_nsys, by_kineto = (phase(profile, timed) for profile in seen)
         assert set(by_nsys.launches) == set(by_kineto.launches)
-        assert mean_s(by_nsys.kernel_s) == pytest.approx(mean_s(by_kineto.kernel_s), rel=ACROSS_RUNS)
+        assert mean_s(by_nsys.kernel_s) == pytest.approx(
+            mean_s(by_kineto.kernel_s), rel=ACROSS_RUNS
+        )
         for times, record in zip((by_nsys, by_kineto), watched, strict=True):
-            assert mean_s(times.wall_s) == pytest.approx(record.measurement(timed).mean_s, rel=0.02), "the same steps"
-            assert mean_s(times.wall_s) == pytest.approx(plain.measurement(timed).mean_s, rel=ACROSS_RUNS)
+            assert mean_s(times.wall_s) == pytest.approx(
+                record.measurement(timed).mean_s, rel=0.02
+            ), "the same steps"
+            assert mean_s(times.wall_s) == pytest.approx(
+                plain.measurement(timed).mean_s, rel=ACROSS_RUNS
+            )
 
 
 class Pausing(nn.Module):
@@ -149,7 +177,9 @@ def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> N
     said = " ".join(findings(Explained(profile=profile)))
     print(said)
     assert "spin_kernel" in said
-    assert phase(profile, LaunchPhase.FORWARD).kernel_s > phase(profile, LaunchPhase.BACKWARD).kernel_s
+    assert (
+        phase(profile, LaunchPhase.FORWARD).kernel_s > phase(profile, LaunchPhase.BACKWARD).kernel_s
+    )
 
 
 def test_an_item_in_the_optimizer_is_named(
@@ -166,7 +196,11 @@ def test_an_item_in_the_optimizer_is_named(
     _, profile = profiled(config, tmp_path, model)
     said = " ".join(findings(Explained(profile=profile)))
     print(said)
-    waits = [c for c in profile.host_calls if c.phase is LaunchPhase.OPTIMIZER and "Synchronize" in c.name]
+    waits = [
+        c
+        for c in profile.host_calls
+        if c.phase is LaunchPhase.OPTIMIZER and "Synchronize" in c.name
+    ]
     assert sum(call.count for call in waits) == profile.num_steps * len(list(model.parameters()))
     assert "wait" in said
     assert "optimizer" in said

@@ -1,4 +1,6 @@
-"""Memory recorded on a real GPU: every category against a closed form, every sum against the allocator's own count."""
+"""Memory recorded on a real GPU: every category against a closed form, every sum against the
+allocator's own count.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +10,16 @@ import torch
 
 from cs336_systems.analysis.memory.explain import explain_memory
 from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
-from cs336_systems.config import SIZES, Attention, Device, Mode, OptimizerKind, Precision, Profiler, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    Device,
+    Mode,
+    OptimizerKind,
+    Precision,
+    Profiler,
+    RunConfig,
+)
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.measure.nvml import usable_gpu_bytes
@@ -22,9 +33,14 @@ def config_of(size: str = "small", context_length: int = 256, **changes: object)
     attention = changes.pop("attention", Attention.NAIVE)
     model = replace(SIZES[size], context_length=context_length, attention=attention)  # type: ignore[arg-type]
     return RunConfig(
-        size=size, model=model, device=Device.CUDA, warmup_steps=3, measured_steps=2, profiler=Profiler.MEMORY,
+        size=size,
+        model=model,
+        device=Device.CUDA,
+        warmup_steps=3,
+        measured_steps=2,
+        profiler=Profiler.MEMORY,
         **changes,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # type: ignore[arg-type]
 
 
 def recorded(config: RunConfig, tmp_path: Path) -> tuple[RunRecord, MemoryProfile]:
@@ -33,7 +49,9 @@ def recorded(config: RunConfig, tmp_path: Path) -> tuple[RunRecord, MemoryProfil
 
 
 def requested(moment: Moment, category: Category) -> int:
-    return next((found.requested_bytes for found in moment.categories if found.category is category), 0)
+    return next(
+        (found.requested_bytes for found in moment.categories if found.category is category), 0
+    )
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -48,8 +66,15 @@ def test_categories_add_up_and_are_what_the_closed_form_says(
     num_parameters = count_parameters(config.model)
     assert len(profile.boundaries) == 2 * (1 + len(config.phases))
     for moment in profile.boundaries:
-        assert sum(found.num_bytes for found in moment.categories) == moment.allocated_bytes == moment.counted_bytes
-        assert sum(found.requested_bytes for found in moment.categories) == moment.counted_requested_bytes
+        assert (
+            sum(found.num_bytes for found in moment.categories)
+            == moment.allocated_bytes
+            == moment.counted_bytes
+        )
+        assert (
+            sum(found.requested_bytes for found in moment.categories)
+            == moment.counted_requested_bytes
+        )
         assert requested(moment, Category.PARAMETERS) == 4 * num_parameters
         if mode is Mode.TRAIN:
             assert requested(moment, Category.OPTIMIZER_STATE) == 8 * num_parameters
@@ -57,7 +82,9 @@ def test_categories_add_up_and_are_what_the_closed_form_says(
             assert requested(moment, Category.GRADIENTS) == 4 * num_parameters
     assert record.memory is not None
     assert profile.peak.allocated_bytes == record.memory.peak_allocated_bytes
-    assert profile.peak.allocated_bytes == pytest.approx(predicted_peak_bytes(config), rel=0.03, abs=64 * 2**20)
+    assert profile.peak.allocated_bytes == pytest.approx(
+        predicted_peak_bytes(config), rel=0.03, abs=64 * 2**20
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
@@ -69,17 +96,24 @@ def test_what_a_checkpoint_keeps_is_its_input(blocks: int, tmp_path: Path) -> No
     saved = requested(end_of_forward, Category.SAVED)
     model, tokens = config.model, config.batch_size * config.model.context_length
     inputs = -(-model.num_layers // blocks) * tokens * model.d_model * 4
-    # beside them what the final norm, the head and the loss save: x, its norm, logits twice, and small change
+    # beside them what the final norm, the head and the loss save: x, its norm, logits twice, and
+    # small change
     rest = tokens * (2 * model.d_model + 2 * model.vocab_size) * 4
     assert inputs < saved < inputs + 1.1 * rest
-    assert profile.peak.allocated_bytes == pytest.approx(predicted_peak_bytes(config), rel=0.03, abs=64 * 2**20)
+    assert profile.peak.allocated_bytes == pytest.approx(
+        predicted_peak_bytes(config), rel=0.03, abs=64 * 2**20
+    )
 
 
 def test_low_precision_copies_are_a_category_of_their_own(tmp_path: Path) -> None:
     config = config_of(precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True)
     _, profile = recorded(config, tmp_path)
     start, model = profile.boundaries[0], config.model
-    linear = count_parameters(model) - model.vocab_size * model.d_model - (2 * model.num_layers + 1) * model.d_model
+    linear = (
+        count_parameters(model)
+        - model.vocab_size * model.d_model
+        - (2 * model.num_layers + 1) * model.d_model
+    )
     assert requested(start, Category.AUTOCAST_COPIES) == 2 * linear
     assert requested(start, Category.PARAMETERS) == 4 * count_parameters(model)
 

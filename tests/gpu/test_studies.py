@@ -31,19 +31,37 @@ from cs336_systems.studies.runner import run_study
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 GRID = AttentionGrid(
-    device=Device.CUDA, batch_size=8, d_heads=(64,), context_lengths=(256, 512, 1024),
-    implementations=(Implementation.NAIVE,), passes=5, warmup_passes=3, timeout_s=120.0,
-)  # fmt: skip
-FUSION = FusionGrid(device=Device.CUDA, batch_size=8, context_length=512, width=6400, num_heads=8, d_head=64, passes=20)
+    device=Device.CUDA,
+    batch_size=8,
+    d_heads=(64,),
+    context_lengths=(256, 512, 1024),
+    implementations=(Implementation.NAIVE,),
+    passes=5,
+    warmup_passes=3,
+    timeout_s=120.0,
+)
+FUSION = FusionGrid(
+    device=Device.CUDA,
+    batch_size=8,
+    context_length=512,
+    width=6400,
+    num_heads=8,
+    d_head=64,
+    passes=20,
+)
 """105 MB a tensor: twice the L2 cache of an H200, so that the memory's bandwidth counts."""
 
 
-# What stands in for the study's own function in the worker: found there by name, so at the top of the module.
+# What stands in for the study's own function in the worker: found there by name, so at the top of
+# the module.
 def out_of_memory_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
     def too_much(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q * torch.empty(2**42, device="cuda")[0]
 
-    return [measure_cell(grid, row.cell, too_much if row.cell.context_length == 512 else None) for row in rows]
+    return [
+        measure_cell(grid, row.cell, too_much if row.cell.context_length == 512 else None)
+        for row in rows
+    ]
 
 
 def device_assert_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
@@ -52,7 +70,10 @@ def device_assert_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> lis
         torch.cuda.synchronize()
         return q * picked.sum()
 
-    return [measure_cell(grid, row.cell, out_of_bounds if row.cell.context_length == 512 else None) for row in rows]
+    return [
+        measure_cell(grid, row.cell, out_of_bounds if row.cell.context_length == 512 else None)
+        for row in rows
+    ]
 
 
 class OutOfMemoryGrid(AttentionGrid):
@@ -63,11 +84,15 @@ class DeviceAssertGrid(AttentionGrid):
     MEASURE = f"{__name__}:device_assert_at_512"
 
 
-@pytest.mark.parametrize(("kind", "status"), [(OutOfMemoryGrid, Status.OOM), (DeviceAssertGrid, Status.CUDA_ERROR)])
+@pytest.mark.parametrize(
+    ("kind", "status"), [(OutOfMemoryGrid, Status.OOM), (DeviceAssertGrid, Status.CUDA_ERROR)]
+)
 def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status: Status) -> None:
     grid = kind(**{each.name: getattr(GRID, each.name) for each in fields(GRID)})
     before, failed, after = run_study(grid).results
-    assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK), failed.failure
+    assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK), (
+        failed.failure
+    )
     if status is Status.OOM:
         assert failed.failure.requested_bytes == 2**44
         assert failed.failure.free_bytes > 0
@@ -81,9 +106,15 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
     while 2 * context_length**2 <= total:
         context_length *= 2
     grid = replace(
-        GRID, batch_size=1, d_heads=(16,), context_lengths=(context_length,), precisions=(Precision.BF16,),
-        passes=1, warmup_passes=1, implementations=(Implementation.NAIVE, Implementation.FLASH),
-    )  # fmt: skip
+        GRID,
+        batch_size=1,
+        d_heads=(16,),
+        context_lengths=(context_length,),
+        precisions=(Precision.BF16,),
+        passes=1,
+        warmup_passes=1,
+        implementations=(Implementation.NAIVE, Implementation.FLASH),
+    )
     naive, flash = run_study(grid).results
     assert naive.status is Status.OOM
     assert naive.failure.requested_bytes == pytest.approx(weights_bytes(grid, naive.cell), rel=0.01)
@@ -111,11 +142,14 @@ def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) 
     assert memory.peak_bytes >= memory.before_backward_bytes + weights_bytes(grid, cell)
     flash = replace(cell, implementation=Implementation.FLASH, precision=Precision.BF16)
     fused = measured_alone(grid, flash).memory
-    assert fused.saved_bytes < 2 * rows_bytes(grid, flash)  # the output, and one number for each query
+    # the output, and one number for each query
+    assert fused.saved_bytes < 2 * rows_bytes(grid, flash)
 
 
 def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
-    (result,) = run_study(replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))).results
+    (result,) = run_study(
+        replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))
+    ).results
     assert result.status is Status.UNAVAILABLE
     assert "dtype" in result.failure.message, result.failure.message
 

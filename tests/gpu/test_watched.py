@@ -12,7 +12,15 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems import watch
-from cs336_systems.config import SIZES, Attention, Device, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    Device,
+    OptimizerKind,
+    Phase,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.measure.run import measure
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.trainable import cross_entropy
@@ -20,14 +28,21 @@ from cs336_systems.model.transformer import TransformerLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 CONFIG = RunConfig(
-    size="medium", model=replace(SIZES["medium"], attention=Attention.SDPA), batch_size=32, precision=Precision.BF16,
-    optimizer=OptimizerKind.FUSED, device=Device.CUDA, measured_steps=20,
-)  # fmt: skip
+    size="medium",
+    model=replace(SIZES["medium"], attention=Attention.SDPA),
+    batch_size=32,
+    precision=Precision.BF16,
+    optimizer=OptimizerKind.FUSED,
+    device=Device.CUDA,
+    measured_steps=20,
+)
 STEPS = 20
 
 
 def train(watched, model, optimizer, batches, steps=STEPS, micro_batches=1):
-    """Train as most loops do; return the seconds of a step by a clock that waits for the GPU at both ends."""
+    """Train as most loops do; return the seconds of a step by a clock that waits for the GPU at
+    both ends.
+    """
     torch.cuda.synchronize()
     start = perf_counter()
     for _ in range(steps):
@@ -65,7 +80,10 @@ def test_the_steps_and_what_is_between_them_are_the_loop(loop, micro_batches):
     step_s = train(watched, *loop, micro_batches=micro_batches)
     record = watched.record()
     between_s = sum(record.between_s) / STEPS
-    print(f"step {1e3 * mean(record, Phase.STEP):.3f} + between {1e3 * between_s:.3f} ms, clock {1e3 * step_s:.3f} ms")
+    print(
+        f"step {1e3 * mean(record, Phase.STEP):.3f} + between {1e3 * between_s:.3f} ms, clock "
+        f"{1e3 * step_s:.3f} ms"
+    )
     assert mean(record, Phase.STEP) + between_s == pytest.approx(step_s, rel=0.01)
     assert record.memory.peak_allocated_bytes > 4 * 4 * record.num_parameters
     watched.remove()
@@ -111,21 +129,34 @@ def test_steps_of_a_trainer_are_those_of_a_clock(tmp_path):
             self.times_s.append(perf_counter() - self.begun_s)
 
     tokens = [{"input_ids": torch.arange(512), "labels": torch.arange(512)}] * 64
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=1024, n_layer=12, n_head=16))
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=1024, n_layer=12, n_head=16)
+    )
     arguments = transformers.TrainingArguments(
-        tmp_path, per_device_train_batch_size=16, max_steps=20, report_to=[], save_strategy="no", disable_tqdm=True
+        tmp_path,
+        per_device_train_batch_size=16,
+        max_steps=20,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
     )
     watched = Clocked(warmup_steps=5, output=tmp_path)
-    transformers.Trainer(model=model, args=arguments, train_dataset=tokens, callbacks=[watched]).train()
+    transformers.Trainer(
+        model=model, args=arguments, train_dataset=tokens, callbacks=[watched]
+    ).train()
     step_s = mean(watched.watched.record(), Phase.STEP)
     print(f"step {1e3 * step_s:.3f} ms, clock {1e3 * fmean(Clocked.times_s[5:]):.3f} ms")
     assert step_s == pytest.approx(fmean(Clocked.times_s[5:]), rel=0.01)
 
 
 def train_on_a_rank(rank, directory):
-    """Steps of DDP on two ranks, watched; the file says the mean of a step by `watch` and by a clock (s)."""
+    """Steps of DDP on two ranks, watched; the file says the mean of a step by `watch` and by a
+    clock (s).
+    """
     torch.cuda.set_device(rank)
-    distributed.init_process_group("nccl", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+    distributed.init_process_group(
+        "nccl", init_method=f"file://{directory}/meet", rank=rank, world_size=2
+    )
     with torch.device("cuda"):
         model = TransformerLM(CONFIG.model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -135,7 +166,9 @@ def train_on_a_rank(rank, directory):
     train(watched, shared, optimizer, batches, 1)
     clock_s = train(watched, shared, optimizer, batches)
     record = watched.record()
-    (directory / str(rank)).write_text(f"{mean(record, Phase.STEP) + sum(record.between_s) / STEPS} {clock_s}")
+    (directory / str(rank)).write_text(
+        f"{mean(record, Phase.STEP) + sum(record.between_s) / STEPS} {clock_s}"
+    )
     distributed.destroy_process_group()
 
 

@@ -1,4 +1,6 @@
-"""Each kind of run under each watcher, on a real GPU: all end well, and both profilers book the same kernels."""
+"""Each kind of run under each watcher, on a real GPU: all end well, and both profilers book the
+same kernels.
+"""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -31,9 +33,15 @@ from cs336_systems.sweep.worker import run_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-MODEL = ModelConfig(vocab_size=512, context_length=64, d_model=128, d_ff=256, num_layers=2, num_heads=2)
+MODEL = ModelConfig(
+    vocab_size=512, context_length=64, d_model=128, d_ff=256, num_layers=2, num_heads=2
+)
 CONFIG = RunConfig(
-    size="custom", model=MODEL, device=Device.CUDA, warmup_steps=EAGER_STEPS_BEFORE_GRAPH + 1, measured_steps=2
+    size="custom",
+    model=MODEL,
+    device=Device.CUDA,
+    warmup_steps=EAGER_STEPS_BEFORE_GRAPH + 1,
+    measured_steps=2,
 )
 BLOCKS = {"compile": CompileMode.DEFAULT, "compile_blocks": True}
 EAGER = {
@@ -67,11 +75,14 @@ def run_all(configs: list[RunConfig], runs: Path) -> None:
 
 
 def watched(config: RunConfig, folder: Path) -> dict[Profiler, StepProfile]:
-    """What the profilers of kernels saw, in fresh processes: torch.profiler slows the launches of its own for good."""
+    """What the profilers of kernels saw, in fresh processes: torch.profiler slows the launches
+    of its own for good.
+    """
     if config.tokens is not None:
         np.save(folder / config.tokens, np.arange(1_000, dtype=np.uint16) % MODEL.vocab_size)
         config = replace(config, tokens=str(folder / config.tokens))
-    watchers = [p for p in Profiler if not (config.cuda_graph and p is Profiler.MEMORY)]  # a replay allocates nothing
+    # a replay allocates nothing
+    watchers = [p for p in Profiler if not (config.cuda_graph and p is Profiler.MEMORY)]
     configs, runs = [replace(config, profiler=profiler) for profiler in watchers], folder / "runs"
     runs.mkdir()
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
@@ -109,13 +120,25 @@ def test_all_watchers_see_the_same_run(kind: str, tmp_path: Path) -> None:
 
 
 def check_modules(profile: StepProfile, config: RunConfig) -> None:
-    """The modules of each phase are all there, and no range stands inside one that should have been closed."""
-    blocks = {(f"block.{index}", part) for index in range(MODEL.num_layers) for part in ("norm", "attention", "ffn")}
+    """The modules of each phase are all there, and no range stands inside one that should have
+    been closed.
+    """
+    blocks = {
+        (f"block.{index}", part)
+        for index in range(MODEL.num_layers)
+        for part in ("norm", "attention", "ffn")
+    }
     around = {(), *((block,) for block, _ in blocks)}
-    of_attention = {(*path, f"attention.{part}") for path in blocks for part in ("scores", "softmax", "values")}
+    of_attention = {
+        (*path, f"attention.{part}") for path in blocks for part in ("scores", "softmax", "values")
+    }
     of_attention = {path for path in of_attention if path[1] == "attention"}
     modules = {("embedding",), ("norm",), ("lm_head",), *blocks}
-    again = {("forward", *path) for path in around | blocks | of_attention} if config.checkpoint_blocks else set()
+    again = (
+        {("forward", *path) for path in around | blocks | of_attention}
+        if config.checkpoint_blocks
+        else set()
+    )
     for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD):
         found = {module.path for module in profile.modules if module.phase is phase}
         if not found:

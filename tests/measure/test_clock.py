@@ -1,4 +1,6 @@
-"""A delay is found in the phase it was put into, on a CPU, on a device that lags behind, and on a GPU."""
+"""A delay is found in the phase it was put into, on a CPU, on a device that lags behind, and on
+a GPU.
+"""
 
 import time
 from collections.abc import Callable
@@ -83,7 +85,9 @@ class EventOf:
 def test_events_tell_where_the_device_works_and_the_host_where_it_launches(
     late: Phase, host_time: HostTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host launches a long kernel in data, which the device ends while the host sleeps in the late phase."""
+    """The host launches a long kernel in data, which the device ends while the host sleeps in
+    the late phase.
+    """
     device = LaggingDevice(host_time)
     monkeypatch.setattr("torch.cuda.synchronize", device.synchronize)
     monkeypatch.setattr("torch.cuda.Event", lambda enable_timing: EventOf(device))
@@ -97,16 +101,22 @@ def test_events_tell_where_the_device_works_and_the_host_where_it_launches(
                 host_time.sleep(3 * DELAY_S)
             clock.lap(phase)
         times = clock.stop()
-    assert times.host_phases_s == pytest.approx({phase: 3 * DELAY_S if phase is late else 0.0 for phase in PHASES})
+    assert times.host_phases_s == pytest.approx(
+        {phase: 3 * DELAY_S if phase is late else 0.0 for phase in PHASES}
+    )
     on_device = dict.fromkeys(PHASES, 0.0) | {Phase.DATA: DELAY_S, late: 2 * DELAY_S}
-    assert times.phases_s == pytest.approx(on_device | ({Phase.DATA: 3 * DELAY_S} if late is Phase.DATA else {}))
+    assert times.phases_s == pytest.approx(
+        on_device | ({Phase.DATA: 3 * DELAY_S} if late is Phase.DATA else {})
+    )
     assert times.step_s == times.host_s == pytest.approx(3 * DELAY_S)
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_events_on_the_stream_do_not_slow_a_step() -> None:
-    """Of a step that the device bounds, events time the phases without making it longer; synchronising does so."""
+    """Of a step that the device bounds, events time the phases without making it longer;
+    synchronising does so.
+    """
     import torch
 
     def step(clock: Clock) -> float:
@@ -118,7 +128,8 @@ def test_events_on_the_stream_do_not_slow_a_step() -> None:
         return clock.stop().step_s
 
     with_events, synchronised = (
-        min(step(clock) for _ in range(20)) for clock in (EventClock(), HostClock(torch.cuda.synchronize))
+        min(step(clock) for _ in range(20))
+        for clock in (EventClock(), HostClock(torch.cuda.synchronize))
     )
     bare = min(_bare_step() for _ in range(20))
     assert with_events == pytest.approx(bare, rel=0.02)

@@ -1,4 +1,6 @@
-"""What is said of the machine is what other programs say of it, and the identity changes exactly when it should."""
+"""What is said of the machine is what other programs say of it, and the identity changes exactly
+when it should.
+"""
 
 import shutil
 import subprocess
@@ -10,7 +12,14 @@ import torch
 
 from cs336_systems.config import Device
 from cs336_systems.measure import environment as module
-from cs336_systems.measure.environment import PACKAGE, code_digest, cpu_name, git_state, identity, measuring_files
+from cs336_systems.measure.environment import (
+    PACKAGE,
+    code_digest,
+    cpu_name,
+    git_state,
+    identity,
+    measuring_files,
+)
 from cs336_systems.measure.nvml import Gpu
 
 GPU = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
@@ -44,7 +53,9 @@ def test_the_identity_of_a_gpu_run_is_the_gpu_s_and_of_a_cpu_run_the_cpu_s() -> 
     assert identity(Device.CPU, GPU) == on_cpu, "a GPU that is there but not used plays no part"
 
 
-def test_a_change_of_what_measures_changes_the_identity_and_no_other_change_does(elsewhere: Path) -> None:
+def test_a_change_of_what_measures_changes_the_identity_and_no_other_change_does(
+    elsewhere: Path,
+) -> None:
     digests = [digest()]
     assert digests[0] == digest()
     for name in measuring_files():
@@ -61,7 +72,10 @@ def test_a_change_of_what_measures_changes_the_identity_and_no_other_change_does
 def git(directory: Path, *arguments: str) -> str:
     author = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
     done = subprocess.run(
-        ["git", "-C", str(directory), *author, *arguments], capture_output=True, text=True, check=True
+        ["git", "-C", str(directory), *author, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -72,7 +86,9 @@ def state() -> tuple[str | None, bool | None]:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_the_commit_is_git_s_and_changes_of_the_package_alone_make_it_dirty(elsewhere: Path) -> None:
+def test_the_commit_is_git_s_and_changes_of_the_package_alone_make_it_dirty(
+    elsewhere: Path,
+) -> None:
     checkout = elsewhere.parent
     assert state() == (None, None), "no repository yet"
     git(checkout, "init", "-q")
@@ -85,7 +101,9 @@ def test_the_commit_is_git_s_and_changes_of_the_package_alone_make_it_dirty(else
     index = (checkout / ".git" / "index").read_bytes()
     (elsewhere / "cli.py").touch()
     assert state() == (commit, False)
-    assert (checkout / ".git" / "index").read_bytes() == index, "a commit at the same moment is not disturbed"
+    assert (checkout / ".git" / "index").read_bytes() == index, (
+        "a commit at the same moment is not disturbed"
+    )
     (elsewhere / "config.py").write_text("# changed\n")
     assert state() == (commit, True)
     git(checkout, "commit", "-qam", "second")

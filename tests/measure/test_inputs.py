@@ -16,7 +16,10 @@ from cs336_systems.measure.inputs import all_inputs, check_factory, inputs_of, s
 
 CONFIG = RunConfig(size="custom", model=ModelConfig(d_model=8, d_ff=16, num_layers=1, num_heads=2))
 FILES = {
-    "mine.py": "import torch, mylayers as layers  # both\nfrom mypackage.blocks import Block\nprint('mine')\n",
+    "mine.py": (
+        "import torch, mylayers as layers  # both\nfrom mypackage.blocks import "
+        "Block\nprint('mine')\n"
+    ),
     "mylayers.py": "def lazy():\n    import mykernels\n\n\nlazy()\n",
     "mykernels.py": "import mine  # round in a circle\n",
     "mypackage/__init__.py": "",
@@ -52,12 +55,20 @@ import {module}
 files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
 print(*(file for file in files if file and file.startswith({str(directory)!r})), sep="\\n")
 """
-    printed = subprocess.check_output([sys.executable, "-B", "-c", program], cwd=directory, text=True)
-    return {Path(line).relative_to(directory).as_posix() for line in printed.splitlines() if line.startswith("/")}
+    printed = subprocess.check_output(
+        [sys.executable, "-B", "-c", program], cwd=directory, text=True
+    )
+    return {
+        Path(line).relative_to(directory).as_posix()
+        for line in printed.splitlines()
+        if line.startswith("/")
+    }
 
 
 @pytest.mark.parametrize("module", ["mine", "mykernels", "mypackage.blocks", "other"])
-def test_the_digest_changes_with_what_python_imports_and_with_nothing_else(here: Path, module: str) -> None:
+def test_the_digest_changes_with_what_python_imports_and_with_nothing_else(
+    here: Path, module: str
+) -> None:
     first, changing = source_digest(module), set()
     assert first is not None
     assert source_digest(module) == first
@@ -94,7 +105,9 @@ def test_what_is_installed_beside_an_installed_model_does_not_count(
 
 
 def test_a_folder_that_an_installed_package_comes_before_does_not_count(here: Path) -> None:
-    """As loggers leave them beside the script, named after themselves and with copies of it inside."""
+    """As loggers leave them beside the script, named after themselves and with copies of it
+    inside.
+    """
     write(here, {"mine.py": "import numpy\n", "numpy/run-1/mine.py": "", "loose/a.py": ""})
     first = source_digest("mine")
     write(here, {"numpy/run-2/mine.py": ""})
@@ -127,11 +140,29 @@ def test_modules_of_this_package_and_of_the_users_of_that_name_are_found(here: P
 
 
 def test_a_factory_is_refused_if_its_name_is_nowhere_in_the_source(here: Path) -> None:
-    write(here, {"lazy.py": "def __getattr__(name):\n    return name\n", "mypackage/sub.py": "def make(): ...\n"})
+    write(
+        here,
+        {
+            "lazy.py": "def __getattr__(name):\n    return name\n",
+            "mypackage/sub.py": "def make(): ...\n",
+        },
+    )
     before = set(sys.modules)
-    for name in ("mypackage.sub:make", "mypackage.blocks:Block", "lazy:anything", "sys:exit", "json:dumps"):
+    for name in (
+        "mypackage.sub:make",
+        "mypackage.blocks:Block",
+        "lazy:anything",
+        "sys:exit",
+        "json:dumps",
+    ):
         check_factory(name)
-    for name in ("nothing:make", "mypackage.subb:make", "mypackage.sub:mkae", "mine.py:make", "mylayers:Layers"):
+    for name in (
+        "nothing:make",
+        "mypackage.subb:make",
+        "mypackage.sub:mkae",
+        "mine.py:make",
+        "mylayers:Layers",
+    ):
         with pytest.raises(ValueError, match=r"--model .*: no "):
             check_factory(name)
     assert set(sys.modules) == before
@@ -144,8 +175,13 @@ def test_runs_name_what_they_depend_on(here: Path) -> None:
         replace(CONFIG, model_factory="mine:make", tokens="tokens.npy"),
     )
     assert inputs_of(CONFIG) == ()
-    assert [(found.name, found.state) for found in inputs_of(own)] == [("source of mine:make", source_digest("mine"))]
-    assert [found.name for found in inputs_of(both)] == ["source of mine:make", "token file tokens.npy"]
+    assert [(found.name, found.state) for found in inputs_of(own)] == [
+        ("source of mine:make", source_digest("mine"))
+    ]
+    assert [found.name for found in inputs_of(both)] == [
+        "source of mine:make",
+        "token file tokens.npy",
+    ]
     assert all_inputs([CONFIG, own, both, replace(both, repeat=1)]) == inputs_of(both)
 
 

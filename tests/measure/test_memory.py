@@ -1,4 +1,6 @@
-"""The recorder's hooks on real steps of a CPU, where the allocator's counters are the only thing that is made up."""
+"""The recorder's hooks on real steps of a CPU, where the allocator's counters are the only thing
+that is made up.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +20,15 @@ from cs336_systems.analysis.memory.profile import (
     read_notes,
     short_name,
 )
-from cs336_systems.config import Arch, Device, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.config import (
+    Arch,
+    Device,
+    ModelConfig,
+    OptimizerKind,
+    Phase,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.costs.accounting import count_parameters
 from cs336_systems.measure.clock import HostClock, ObservedClock
 from cs336_systems.measure.memory import CHECKPOINT, MemoryRecorder
@@ -39,10 +49,18 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_step(arch: Arch = Arch.CS336, **options: Any) -> TrainingStep:
     model = ModelConfig(
-        vocab_size=37, context_length=CONTEXT, d_model=D_MODEL, d_ff=28, num_layers=LAYERS, num_heads=3, arch=arch
+        vocab_size=37,
+        context_length=CONTEXT,
+        d_model=D_MODEL,
+        d_ff=28,
+        num_layers=LAYERS,
+        num_heads=3,
+        arch=arch,
     )
     torch.manual_seed(0)
-    return TrainingStep(RunConfig(size="custom", model=model, batch_size=BATCH, device=Device.CPU, **options))
+    return TrainingStep(
+        RunConfig(size="custom", model=model, batch_size=BATCH, device=Device.CPU, **options)
+    )
 
 
 def record(step: TrainingStep, folder: Path, num_steps: int = 1) -> MemoryNotes:
@@ -61,7 +79,9 @@ def is_input(sighting: Sighting) -> bool:
 
 def in_blocks(notes: MemoryNotes) -> Counter[tuple[object, ...]]:
     """What the blocks save, without where it lies and when."""
-    saved = (s for s in notes.sightings if s.kind in (Kind.SAVED, Kind.AUTOCAST_COPY) and not is_input(s))
+    saved = (
+        s for s in notes.sightings if s.kind in (Kind.SAVED, Kind.AUTOCAST_COPY) and not is_input(s)
+    )
     return Counter(
         (short_name(s), s.kind, s.shape, s.dtype, s.num_bytes)
         for s in saved
@@ -81,15 +101,20 @@ def test_parameters_gradients_and_moments_have_the_bytes_of_the_closed_form(
     for (kind, _), num_bytes in sizes.items():
         sums[kind] += num_bytes
     params = count_parameters(step.config.model)
-    counts = 4 * len(list(step.model.parameters())) if optimizer is OptimizerKind.FOREACH else 0  # steps done, in fp32
+    # steps done, in fp32
+    counts = 4 * len(list(step.model.parameters())) if optimizer is OptimizerKind.FOREACH else 0
     assert (sums[Kind.PARAMETER], sums[Kind.OPTIMIZER_STATE]) == (4 * params, 8 * params + counts)
     gradients = [s for s in notes.sightings if s.kind is Kind.GRADIENT]
     assert sum(s.num_bytes for s in gradients) == 4 * params
-    assert Counter(s.name for s in gradients) == Counter(name for name, _ in step.model.named_parameters())
+    assert Counter(s.name for s in gradients) == Counter(
+        name for name, _ in step.model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, LAYERS])
-@pytest.mark.parametrize(("arch", "precision"), [(Arch.CS336, Precision.FP32), (Arch.GPT2, Precision.BF16)])
+@pytest.mark.parametrize(
+    ("arch", "precision"), [(Arch.CS336, Precision.FP32), (Arch.GPT2, Precision.BF16)]
+)
 def test_a_checkpoint_keeps_its_input_and_backward_saves_what_forward_would(
     arch: Arch, precision: Precision, blocks: int, tmp_path: Path
 ) -> None:
@@ -107,14 +132,20 @@ def test_a_checkpoint_keeps_its_input_and_backward_saves_what_forward_would(
         block.register_forward_pre_hook(keep)
     notes = record(step, tmp_path)
     inputs = [s for s in notes.sightings if is_input(s)]
-    assert [short_name(s) for s in inputs] == [f"block.{first} > {CHECKPOINT}" for first in range(0, LAYERS, blocks)]
+    assert [short_name(s) for s in inputs] == [
+        f"block.{first} > {CHECKPOINT}" for first in range(0, LAYERS, blocks)
+    ]
     assert [s.address for s in inputs] == given
-    assert {(s.kind, s.shape, s.dtype) for s in inputs} == {(Kind.SAVED, (BATCH, CONTEXT, D_MODEL), "float32")}
+    assert {(s.kind, s.shape, s.dtype) for s in inputs} == {
+        (Kind.SAVED, (BATCH, CONTEXT, D_MODEL), "float32")
+    }
     assert in_blocks(notes) == in_blocks(plain)
 
     ends = {mark.name: mark.position.allocations for mark in notes.marks}
     again = [
-        s for s in notes.sightings if s.kind is Kind.SAVED and not is_input(s) and block_of_ranges(s.name) is not None
+        s
+        for s in notes.sightings
+        if s.kind is Kind.SAVED and not is_input(s) and block_of_ranges(s.name) is not None
     ]
     assert all(ends["forward"] < s.position.allocations < ends["backward"] for s in again)
     assert all(s.position.allocations < ends["forward"] for s in inputs)
@@ -123,7 +154,9 @@ def test_a_checkpoint_keeps_its_input_and_backward_saves_what_forward_would(
 
 
 @pytest.mark.parametrize("blocks", [0, 2])
-def test_a_recorded_step_computes_the_same_and_leaves_no_hook_behind(blocks: int, tmp_path: Path) -> None:
+def test_a_recorded_step_computes_the_same_and_leaves_no_hook_behind(
+    blocks: int, tmp_path: Path
+) -> None:
     alone, watched = make_step(checkpoint_blocks=blocks), make_step(checkpoint_blocks=blocks)
     alone(HostClock())
     record(watched, tmp_path)
@@ -136,7 +169,9 @@ def test_a_recorded_step_computes_the_same_and_leaves_no_hook_behind(blocks: int
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_a_block_that_fails_when_computed_again_leaves_no_hook_behind(index: int, tmp_path: Path) -> None:
+def test_a_block_that_fails_when_computed_again_leaves_no_hook_behind(
+    index: int, tmp_path: Path
+) -> None:
     step = make_step(checkpoint_blocks=4)
 
     def fail(_module: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
@@ -151,8 +186,16 @@ def test_a_block_that_fails_when_computed_again_leaves_no_hook_behind(index: int
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole masters", "split masters"])
 @pytest.mark.parametrize("arch", Arch)
-def test_low_precision_copies_of_weights_are_no_parameters(arch: Arch, split: bool, tmp_path: Path) -> None:
-    step = make_step(arch, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, split_masters=split)
+def test_low_precision_copies_of_weights_are_no_parameters(
+    arch: Arch, split: bool, tmp_path: Path
+) -> None:
+    step = make_step(
+        arch,
+        precision=Precision.BF16,
+        optimizer=OptimizerKind.FUSED,
+        cast_once=True,
+        split_masters=split,
+    )
     notes = record(step, tmp_path)
     found: Counter[tuple[Kind, str]] = Counter()
     for sighting in notes.sightings:

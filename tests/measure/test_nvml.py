@@ -10,7 +10,14 @@ import pytest
 
 from cs336_systems.costs.hardware import find_device
 from cs336_systems.measure import nvml
-from cs336_systems.measure.nvml import Gpu, GpuMonitor, select, usable_gpu_bytes, visible_gpus, why_none_visible
+from cs336_systems.measure.nvml import (
+    Gpu,
+    GpuMonitor,
+    select,
+    usable_gpu_bytes,
+    visible_gpus,
+    why_none_visible,
+)
 from tests.fake_nvml import WHOLE_BYTES, Slice, fake_driver, unsupported
 
 GPUS = [
@@ -19,11 +26,30 @@ GPUS = [
 ]
 # What CUDA makes of CUDA_VISIBLE_DEVICES on a machine with the GPUs above.
 VISIBLE = {
-    "": [], "-1": [], "no": [], "4": [], "0": [0], "2,0": [2, 0], " 1 , 0 ": [1, 0], "0,1,2,3": [0, 1, 2, 3],
-    "0,-1,1": [0], "0,9,1": [0], "0,,1": [0], "0,0": [], "1,0,1": [], "GPU-22cc": [2], "GPU-22": [2], "GPU-11": [],
-    "GPU-33dd,GPU-11aa": [3, 0], "GPU-33dd,GPU-99": [3], "GPU-33dd,GPU-33": [], "MIG-11aa": [], "0,GPU-22cc": [0],
-    "GPU-22cc,0": [2], "0,GPU-11aa": [0],
-}  # fmt: skip
+    "": [],
+    "-1": [],
+    "no": [],
+    "4": [],
+    "0": [0],
+    "2,0": [2, 0],
+    " 1 , 0 ": [1, 0],
+    "0,1,2,3": [0, 1, 2, 3],
+    "0,-1,1": [0],
+    "0,9,1": [0],
+    "0,,1": [0],
+    "0,0": [],
+    "1,0,1": [],
+    "GPU-22cc": [2],
+    "GPU-22": [2],
+    "GPU-11": [],
+    "GPU-33dd,GPU-11aa": [3, 0],
+    "GPU-33dd,GPU-99": [3],
+    "GPU-33dd,GPU-33": [],
+    "MIG-11aa": [],
+    "0,GPU-22cc": [0],
+    "GPU-22cc,0": [2],
+    "0,GPU-11aa": [0],
+}
 
 
 def parsed_by_torch(visible: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -34,11 +60,17 @@ def parsed_by_torch(visible: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     entries = torch.cuda._parse_visible_devices()
     if entries and isinstance(entries[0], str):
         return torch.cuda._transform_uuid_to_ordinals(entries, [gpu.uuid for gpu in GPUS])
-    return [entry for i, entry in enumerate(entries) if all(earlier < len(GPUS) for earlier in entries[: i + 1])]
+    return [
+        entry
+        for i, entry in enumerate(entries)
+        if all(earlier < len(GPUS) for earlier in entries[: i + 1])
+    ]
 
 
 @pytest.mark.parametrize("visible", VISIBLE)
-def test_the_gpus_meant_are_those_that_torch_would_see(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_meant_are_those_that_torch_would_see(
+    visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert parsed_by_torch(visible, monkeypatch) == VISIBLE[visible]
     assert [gpu.index for gpu in select(GPUS, visible)] == VISIBLE[visible]
 
@@ -56,7 +88,10 @@ def driver(monkeypatch: pytest.MonkeyPatch, forget_driver: None) -> SimpleNamesp
     return fake_driver(monkeypatch)
 
 
-A, B = Slice("MIG-aa01", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * 2**30), Slice("MIG-bb02", "?", 40 * 2**30)
+A, B = (
+    Slice("MIG-aa01", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10 * 2**30),
+    Slice("MIG-bb02", "?", 40 * 2**30),
+)
 
 
 @pytest.fixture
@@ -66,12 +101,26 @@ def sliced(driver: SimpleNamespace) -> SimpleNamespace:
     return driver
 
 
-# What CUDA makes of CUDA_VISIBLE_DEVICES there: one slice, and no GPU beside a slice (NVIDIA's MIG user guide).
+# What CUDA makes of CUDA_VISIBLE_DEVICES there: one slice, and no GPU beside a slice (NVIDIA's MIG
+# user guide).
 SLICED = {
-    None: ["MIG-aa01"], "0": ["MIG-aa01"], "1": ["GPU-1"], "0,1": ["MIG-aa01"], "1,0": ["MIG-aa01"], "2": [],
-    "MIG-aa01": ["MIG-aa01"], "MIG-bb02": ["MIG-bb02"], "MIG-b": ["MIG-bb02"], "MIG-bb02,MIG-aa01": ["MIG-bb02"],
-    "MIG-": [], "MIG-cc": [], "MIG-aa01,MIG-aa01": [], "GPU-0": ["MIG-aa01"], "GPU-1": ["GPU-1"], "": [],
-}  # fmt: skip
+    None: ["MIG-aa01"],
+    "0": ["MIG-aa01"],
+    "1": ["GPU-1"],
+    "0,1": ["MIG-aa01"],
+    "1,0": ["MIG-aa01"],
+    "2": [],
+    "MIG-aa01": ["MIG-aa01"],
+    "MIG-bb02": ["MIG-bb02"],
+    "MIG-b": ["MIG-bb02"],
+    "MIG-bb02,MIG-aa01": ["MIG-bb02"],
+    "MIG-": [],
+    "MIG-cc": [],
+    "MIG-aa01,MIG-aa01": [],
+    "GPU-0": ["MIG-aa01"],
+    "GPU-1": ["GPU-1"],
+    "": [],
+}
 
 
 @pytest.mark.parametrize("visible", SLICED)
@@ -84,7 +133,9 @@ def test_a_slice_is_a_device_and_the_gpu_it_is_of_is_none(
 
 
 @pytest.mark.parametrize("told", [A, B, replace(B, name="NVIDIA H100 80GB HBM3")])
-def test_a_slice_has_its_own_memory_and_no_peak_of_the_whole(sliced: SimpleNamespace, told: Slice) -> None:
+def test_a_slice_has_its_own_memory_and_no_peak_of_the_whole(
+    sliced: SimpleNamespace, told: Slice
+) -> None:
     """Whatever name the driver gives it, the whole GPU's among them."""
     sliced.slices["GPU-0"] = [told]
     (gpu,) = visible_gpus()
@@ -127,13 +178,18 @@ def test_the_driver_says_what_cuda_says() -> None:
     assert [gpu.name for gpu in gpus] == [p.name for p in properties]
     assert [gpu.uuid for gpu in gpus] == [f"GPU-{p.uuid}" for p in properties]
     for gpu, p in zip(gpus, properties, strict=True):
-        assert gpu.memory_bytes == pytest.approx(p.total_memory, rel=0.02), "the driver keeps some for itself"
+        assert gpu.memory_bytes == pytest.approx(p.total_memory, rel=0.02), (
+            "the driver keeps some for itself"
+        )
     torch.zeros(1, device="cuda")
     assert GpuMonitor(gpus[0].uuid).processes() >= 1
 
 
 def test_what_may_disturb_a_measurement_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    battery, memory = SimpleNamespace(power_plugged=True), SimpleNamespace(total=16 * 2**30, available=8 * 2**30)
+    battery, memory = (
+        SimpleNamespace(power_plugged=True),
+        SimpleNamespace(total=16 * 2**30, available=8 * 2**30),
+    )
     monkeypatch.setattr(psutil, "sensors_battery", lambda: battery)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 9.0, 9.0))
@@ -141,4 +197,7 @@ def test_what_may_disturb_a_measurement_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
     battery.power_plugged, memory.available = False, 2**30
     found = [text for text in nvml.disturbances(()) if "governor" not in text]
-    assert all(word in text for word, text in zip(("load is 3.0", "1.0 of 16.0 GiB", "battery"), found, strict=True))
+    assert all(
+        word in text
+        for word, text in zip(("load is 3.0", "1.0 of 16.0 GiB", "battery"), found, strict=True)
+    )

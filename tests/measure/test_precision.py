@@ -37,9 +37,18 @@ def read_back(log: Connection) -> None:
                 "allow_tf32_matmul": expected,
                 "allow_tf32_cudnn": expected,
             }, (earlier, precision, modes)
-            assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is expected, (earlier, precision)
-            assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is expected, (earlier, precision)
-            assert (torch.backends.cudnn.rnn.fp32_precision == "tf32") is expected, (earlier, precision)
+            assert (torch.backends.cuda.matmul.fp32_precision == "tf32") is expected, (
+                earlier,
+                precision,
+            )
+            assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is expected, (
+                earlier,
+                precision,
+            )
+            assert (torch.backends.cudnn.rnn.fp32_precision == "tf32") is expected, (
+                earlier,
+                precision,
+            )
     assert not torch.cuda.is_initialized()
 
 
@@ -60,11 +69,14 @@ def test_every_context_sees_the_parameters_as_they_are_now() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("precision", "least", "most"), [(Precision.FP32, 0.0, 2e-6), (Precision.TF32, 5e-5, 5e-3)])
+@pytest.mark.parametrize(
+    ("precision", "least", "most"), [(Precision.FP32, 0.0, 2e-6), (Precision.TF32, 5e-5, 5e-3)]
+)
 def test_the_mode_changes_the_rounding_of_fp32_products_on_a_gpu(
     precision: Precision, least: float, most: float
 ) -> None:
-    # TF32 keeps 10 bits of mantissa, fp32 23: against fp64, the error says which of them computed the product.
+    # TF32 keeps 10 bits of mantissa, fp32 23: against fp64, the error says which of them computed
+    # the product.
     a, b = torch.randn(2, 512, 512, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     exact = a @ b
     before = math_modes()

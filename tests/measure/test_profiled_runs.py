@@ -1,4 +1,6 @@
-"""Runs under torch.profiler on a CPU: what the trace holds, what is kept, and that no published time is theirs."""
+"""Runs under torch.profiler on a CPU: what the trace holds, what is kept, and that no published
+time is theirs.
+"""
 
 import gzip
 import json
@@ -22,7 +24,9 @@ from cs336_systems.sweep.worker import run_here
 from tests.analysis.kernels.tracing import num_matmuls
 
 MODEL = replace(SIZES["tiny"], context_length=32, d_model=32, d_ff=48, vocab_size=50)
-CONFIG = RunConfig(size="custom", model=MODEL, warmup_steps=2, measured_steps=3, profiler=Profiler.KINETO)
+CONFIG = RunConfig(
+    size="custom", model=MODEL, warmup_steps=2, measured_steps=3, profiler=Profiler.KINETO
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,9 @@ def events(trace: Path) -> list[dict]:
 
 
 def ranges(trace: Path) -> Counter[str]:
-    return Counter(event["name"] for event in events(trace) if event.get("cat") == "user_annotation")
+    return Counter(
+        event["name"] for event in events(trace) if event.get("cat") == "user_annotation"
+    )
 
 
 def test_the_trace_holds_the_measured_steps_and_one_of_warm_up(tmp_path: Path) -> None:
@@ -97,18 +103,36 @@ def test_what_a_checkpoint_computes_again_has_its_own_name(tmp_path: Path) -> No
         for part in [(), *((f"attention.{name}",) for name in ("scores", "softmax", "values"))]
     }
     assert {path for path in paths if len(path) > 1} - {("forward", *path) for path in again} == {
-        (f"block.{index}", module) for index in range(layers) for module in ("norm", "attention", "ffn")
+        (f"block.{index}", module)
+        for index in range(layers)
+        for module in ("norm", "attention", "ffn")
     }
-    told = {phase.phase: sum(phase.recomputed_s) for phase in profile.phases if any(phase.recomputed_s)}
-    by_module = sum(module.total_s for module in profile.modules
-                    if module.phase is LaunchPhase.BACKWARD and module.path[:1] == ("forward",))  # fmt: skip
+    told = {
+        phase.phase: sum(phase.recomputed_s) for phase in profile.phases if any(phase.recomputed_s)
+    }
+    by_module = sum(
+        module.total_s
+        for module in profile.modules
+        if module.phase is LaunchPhase.BACKWARD and module.path[:1] == ("forward",)
+    )
     assert told == {LaunchPhase.BACKWARD: pytest.approx(by_module)}
 
 
 SMALL = (
-    "--d-model", "32", "--d-ff", "48", "--vocab-size", "50", "--warmup-steps", "2", "--measured-steps", "2",
-    "--device", "cpu", "--profile",
-)  # fmt: skip
+    "--d-model",
+    "32",
+    "--d-ff",
+    "48",
+    "--vocab-size",
+    "50",
+    "--warmup-steps",
+    "2",
+    "--measured-steps",
+    "2",
+    "--device",
+    "cpu",
+    "--profile",
+)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -119,13 +143,21 @@ def test_a_profiled_sweep_publishes_the_times_of_the_plain_runs_alone(
     assert cli.sweep([*SMALL, "--context-lengths", "16", "32", "--name", "p"]) == 0
     folder = tmp_path / "data" / "kineto_profiles" / "p"
     records, _ = load_records(folder / "runs")
-    assert Counter(record.config.profiler for record in records) == {Profiler.NONE: 2, Profiler.KINETO: 2}
+    assert Counter(record.config.profiler for record in records) == {
+        Profiler.NONE: 2,
+        Profiler.KINETO: 2,
+    }
     published = (folder / "results.csv").read_text().splitlines()
     assert len(published) == 1 + 2
-    plain = {r.config.model.context_length: r for r in records if r.config.profiler is Profiler.NONE}
+    plain = {
+        r.config.model.context_length: r for r in records if r.config.profiler is Profiler.NONE
+    }
     header = published[0].split(",")
     for line in published[1:]:
         row = dict(zip(header, line.split(","), strict=True))
         step = plain[int(row["context_length"])].measurement(Phase.STEP)
         assert float(row["step_mean_ms"]) == pytest.approx(step.mean_s * 1e3, rel=1e-6)
-    assert len([decode_profile(path.read_bytes()) for path in (folder / "kernels").glob("*.json")]) == 2
+    assert (
+        len([decode_profile(path.read_bytes()) for path in (folder / "kernels").glob("*.json")])
+        == 2
+    )

@@ -1,4 +1,6 @@
-"""A record holds what was measured, says what puts it in doubt, and is made whatever a run dies of."""
+"""A record holds what was measured, says what puts it in doubt, and is made whatever a run dies
+of.
+"""
 
 import datetime
 import gc
@@ -28,7 +30,14 @@ from cs336_systems.measure.failure import classify, requested_bytes
 from cs336_systems.measure.nvml import Gpu
 from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, Progress, measure
 from cs336_systems.model.batches import FileBatches
-from cs336_systems.record import RunRecord, Status, WarningCode, encode_record, read_record, write_record
+from cs336_systems.record import (
+    RunRecord,
+    Status,
+    WarningCode,
+    encode_record,
+    read_record,
+    write_record,
+)
 from tests.conftest import HostTime
 from tests.own_models import PrefersTf32
 
@@ -68,7 +77,9 @@ def message(record: RunRecord, code: WarningCode) -> str:
 
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
-def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precision, tmp_path: Path) -> None:
+def test_a_record_holds_every_step_of_every_phase(
+    mode: Mode, precision: Precision, tmp_path: Path
+) -> None:
     config = replace(CONFIG, mode=mode, precision=precision)
     before = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
     start = perf_counter()
@@ -77,7 +88,11 @@ def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precisi
     assert record.status is Status.OK
     assert record.failure is None
     assert record.config == config
-    assert before <= datetime.datetime.fromisoformat(record.started_at) <= datetime.datetime.now(datetime.UTC)
+    assert (
+        before
+        <= datetime.datetime.fromisoformat(record.started_at)
+        <= datetime.datetime.now(datetime.UTC)
+    )
     assert [m.phase for m in record.measurements] == [*config.phases, Phase.STEP]
     assert all(len(m.times_s) == 3 for m in record.measurements)
     for i, step_s in enumerate(record.measurement(Phase.STEP).times_s):
@@ -93,7 +108,9 @@ def test_a_record_holds_every_step_of_every_phase(mode: Mode, precision: Precisi
     durations = record.durations
     assert durations.warmup_s == pytest.approx(sum(record.warmup_times_s))
     assert durations.measured_s == pytest.approx(sum(record.measurement(Phase.STEP).times_s))
-    assert durations.setup_s + durations.warmup_s + durations.measured_s < durations.total_s < elapsed
+    assert (
+        durations.setup_s + durations.warmup_s + durations.measured_s < durations.total_s < elapsed
+    )
     assert torch.__version__.startswith(record.environment.identity.torch)
     assert read_record(write_record(record, tmp_path)) == record
 
@@ -111,15 +128,23 @@ def test_steps_are_added_until_their_mean_is_known(
 
 def test_a_loss_that_is_not_finite_is_a_warning_and_no_number(tmp_path: Path) -> None:
     record = measure(CONFIG, Table(lambda step: float("nan") if step == 3 else 1.0))
-    assert [loss is None for loss in record.losses] == [False, False, False, True, True], "NaN gradients spread"
+    assert [loss is None for loss in record.losses] == [False, False, False, True, True], (
+        "NaN gradients spread"
+    )
     assert codes(record) == {WarningCode.NOT_FINITE}
     assert message(record, WarningCode.NOT_FINITE) == "the loss was not finite in 2 step(s)"
     assert read_record(write_record(record, tmp_path)).losses == record.losses
 
 
-@pytest.mark.parametrize(("mode", "warmup_steps", "warned"), [
-    (Mode.TRAIN, 0, True), (Mode.TRAIN, 1, True), (Mode.TRAIN, 2, False), (Mode.FORWARD_BACKWARD, 0, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "warmup_steps", "warned"),
+    [
+        (Mode.TRAIN, 0, True),
+        (Mode.TRAIN, 1, True),
+        (Mode.TRAIN, 2, False),
+        (Mode.FORWARD_BACKWARD, 0, False),
+    ],
+)
 def test_training_needs_two_warm_up_steps(mode: Mode, warmup_steps: int, warned: bool) -> None:
     record = measure(replace(CONFIG, mode=mode, warmup_steps=warmup_steps), Table())
     assert codes(record) == ({WarningCode.FEW_WARMUP_STEPS} if warned else set())
@@ -163,7 +188,9 @@ def test_garbage_is_collected_before_the_measured_steps() -> None:
 
 def with_infinite_gradients(steps: Callable[[int], bool]) -> Table:
     model = Table()
-    model.table.weight.register_hook(lambda gradient: gradient * torch.inf if steps(model.step) else gradient)
+    model.table.weight.register_hook(
+        lambda gradient: gradient * torch.inf if steps(model.step) else gradient
+    )
     return model
 
 
@@ -174,7 +201,10 @@ def test_a_skipped_step_is_counted_and_not_timed() -> None:
     record = measure(replace(CONFIG, precision=Precision.FP16), model)
     assert record.skipped_steps == 2
     assert codes(record) == {WarningCode.SKIPPED_STEPS}
-    assert message(record, WarningCode.SKIPPED_STEPS) == "GradScaler skipped 2 step(s); they are not timed"
+    assert (
+        message(record, WarningCode.SKIPPED_STEPS)
+        == "GradScaler skipped 2 step(s); they are not timed"
+    )
     assert all(len(m.times_s) == 3 for m in record.measurements)
     assert len(record.host_times_s) == 3
     assert len(record.losses) == 2 + 3 + 2
@@ -183,11 +213,17 @@ def test_a_skipped_step_is_counted_and_not_timed() -> None:
 
 
 class ClockOfLaunches(HostClock):
-    """Tells that forward and backward end with their launches, and the optimizer 50 ms after its."""
+    """Tells that forward and backward end with their launches, and the optimizer 50 ms after
+    its.
+    """
 
     def stop(self) -> StepTimes:
         times = super().stop()
-        return replace(times, host_phases_s=times.phases_s | {Phase.OPTIMIZER: times.phases_s[Phase.OPTIMIZER] - 0.05})
+        return replace(
+            times,
+            host_phases_s=times.phases_s
+            | {Phase.OPTIMIZER: times.phases_s[Phase.OPTIMIZER] - 0.05},
+        )
 
 
 def test_phases_that_wait_for_launches_are_recorded_and_warned_of(
@@ -200,15 +236,20 @@ def test_phases_that_wait_for_launches_are_recorded_and_warned_of(
     finally:
         hook.remove()
     assert [(each.phase, each.median_s) for each in record.host_phases] == [
-        (Phase.FORWARD, 0.1), (Phase.BACKWARD, 0), (Phase.OPTIMIZER, pytest.approx(0.01))
-    ]  # fmt: skip
+        (Phase.FORWARD, 0.1),
+        (Phase.BACKWARD, 0),
+        (Phase.OPTIMIZER, pytest.approx(0.01)),
+    ]
     assert "62.5 % of the step (forward" in message(record, WarningCode.LAUNCH_BOUND)
     assert "optimizer)" not in message(record, WarningCode.LAUNCH_BOUND)
 
 
 @pytest.mark.parametrize(("first", "skipped"), [(0, 2 + 21), (2, 3 + 21)])
 def test_a_run_that_skips_every_step_ends(first: int, skipped: int) -> None:
-    record = measure(replace(CONFIG, precision=Precision.FP16), with_infinite_gradients(lambda step: step >= first))
+    record = measure(
+        replace(CONFIG, precision=Precision.FP16),
+        with_infinite_gradients(lambda step: step >= first),
+    )
     assert record.status is Status.CRASHED
     assert f"GradScaler skipped {skipped} steps" in record.failure.message
 
@@ -231,7 +272,9 @@ class Specialised(nn.Module):
 
 @pytest.fixture
 def compiler_anew():
-    """A compiler that has compiled nothing: what earlier tests of this process did would count as this one's."""
+    """A compiler that has compiled nothing: what earlier tests of this process did would count
+    as this one's.
+    """
     torch._dynamo.reset()
     clear_compilation_metrics()  # a reset numbers frames anew
     yield
@@ -264,7 +307,9 @@ def test_what_is_compiled_while_timing_is_a_warning(monkeypatch: pytest.MonkeyPa
     record = measure(COMPILED, Specialised(last=5))
     assert len(record.warmup_times_s) == 3
     assert codes(record) == {WarningCode.RECOMPILED}
-    assert message(record, WarningCode.RECOMPILED).startswith("torch.compile made 3 graph(s) while timing")
+    assert message(record, WarningCode.RECOMPILED).startswith(
+        "torch.compile made 3 graph(s) while timing"
+    )
     assert MAX_EXTRA_WARMUP_STEPS == 20
 
 
@@ -277,7 +322,9 @@ def test_reading_batches_is_a_phase_of_its_own(
     np.save(tmp_path / "x.npy", np.arange(10_000, dtype=np.uint16) % 11)
     config = replace(CONFIG, tokens=str(tmp_path / "x.npy"))
     next_batch = FileBatches.__call__
-    monkeypatch.setattr(FileBatches, "__call__", lambda self: (host_time.sleep(0.05), next_batch(self))[1])
+    monkeypatch.setattr(
+        FileBatches, "__call__", lambda self: (host_time.sleep(0.05), next_batch(self))[1]
+    )
     record = measure(config, Table(lambda step: host_time.sleep(0.01)))
     times_s = {m.phase: m.times_s for m in record.measurements}
     assert list(times_s) == [Phase.DATA, *CONFIG.phases, Phase.STEP]
@@ -289,9 +336,12 @@ def test_reading_batches_is_a_phase_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("step", "where"), [(0, "warm-up step 0"), (1, "warm-up step 1"), (2, "measured step 0"), (4, "measured step 2")]
+    ("step", "where"),
+    [(0, "warm-up step 0"), (1, "warm-up step 1"), (2, "measured step 0"), (4, "measured step 2")],
 )
-def test_an_exception_of_the_model_is_a_crash_with_its_place(step: int, where: str, tmp_path: Path) -> None:
+def test_an_exception_of_the_model_is_a_crash_with_its_place(
+    step: int, where: str, tmp_path: Path
+) -> None:
     def explode(now: int) -> None:
         if now == step:
             raise RuntimeError("boom\nmore")
@@ -316,7 +366,9 @@ def test_an_exception_of_the_model_is_a_crash_with_its_place(step: int, where: s
 
 
 def test_running_out_of_memory_is_a_result_that_says_how_much_was_asked_for() -> None:
-    record = measure(CONFIG, Table(lambda step: torch.empty(2**50, dtype=torch.uint8) if step == 3 else None))
+    record = measure(
+        CONFIG, Table(lambda step: torch.empty(2**50, dtype=torch.uint8) if step == 3 else None)
+    )
     assert record.status is Status.OOM
     assert record.failure.requested_bytes == 2**50
     assert record.failure.where == "forward of measured step 1"
@@ -338,7 +390,8 @@ def test_a_model_s_own_code_that_raises_an_interrupt_is_a_crash() -> None:
 
 
 CUDA_OOM = (
-    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.02 GiB is free."
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.11 GiB "
+    "of which 1.02 GiB is free."
 )
 
 
@@ -346,21 +399,45 @@ CUDA_OOM = (
     ("error", "status", "asked"),
     [
         (torch.OutOfMemoryError(CUDA_OOM), Status.OOM, 1.5 * 2**30),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), Status.OOM, 20 * 2**20),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+            Status.OOM,
+            20 * 2**20,
+        ),
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), Status.OOM, None),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Status.OOM, None),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            Status.OOM,
+            None,
+        ),
         (RuntimeError("Triton Error [CUDA]: out of memory"), Status.OOM, None),
         (MemoryError(), Status.OOM, None),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
+        (
+            RuntimeError("CUDA error: an illegal memory access was encountered"),
+            Status.CUDA_ERROR,
+            None,
+        ),
         (RuntimeError("CUDA error: device-side assert triggered"), Status.CUDA_ERROR, None),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), Status.CUDA_ERROR, None),
-        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), Status.CUDA_ERROR, None),
+        (
+            RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+            Status.CUDA_ERROR,
+            None,
+        ),
         (torch.AcceleratorError("unspecified launch failure"), Status.CUDA_ERROR, None),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), Status.CRASHED, None),
+        (
+            RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+            Status.CRASHED,
+            None,
+        ),
         (ValueError("out of memory of what I came for"), Status.CRASHED, None),
     ],
 )
-def test_what_a_run_died_of_is_read_from_its_exception(error: Exception, status: Status, asked: float | None) -> None:
+def test_what_a_run_died_of_is_read_from_its_exception(
+    error: Exception, status: Status, asked: float | None
+) -> None:
     assert classify(error) is status
     assert requested_bytes(str(error)) == asked
 
@@ -386,10 +463,16 @@ def test_a_model_that_sets_a_mode_of_its_own_is_measured_in_the_one_asked_for() 
         ("logits_in_bf16", Precision.BF16, None),
     ],
 )
-def test_a_run_is_of_the_precision_that_it_says(factory: str, precision: Precision, found: str | None) -> None:
-    """A factory that made float64 the default had a good row in fp32, at a fraction of its speed."""
+def test_a_run_is_of_the_precision_that_it_says(
+    factory: str, precision: Precision, found: str | None
+) -> None:
+    """A factory that made float64 the default had a good row in fp32, at a fraction of its
+    speed.
+    """
     try:
-        record = measure(replace(CONFIG, precision=precision, model_factory=f"tests.own_models:{factory}"))
+        record = measure(
+            replace(CONFIG, precision=precision, model_factory=f"tests.own_models:{factory}")
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     assert (record.status is Status.OK) is (found is None), record.failure
@@ -429,7 +512,11 @@ class Monitor:
     ],
 )
 def test_a_gpu_that_says_little_is_measured_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, gpus: tuple[Gpu, ...], others: int, unsupported: bool, code: WarningCode | None
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[Gpu, ...],
+    others: int,
+    unsupported: bool,
+    code: WarningCode | None,
 ) -> None:
     monkeypatch.setattr(measurement, "visible_gpus", lambda: gpus)
     monkeypatch.setattr(measurement, "GpuMonitor", Monitor)
@@ -448,7 +535,9 @@ def test_a_gpu_that_says_little_is_measured_all_the_same(
 @pytest.mark.gpu
 def test_what_the_allocator_does_while_timing_is_a_warning() -> None:
     kept: list[Tensor] = []
-    model = Table(lambda step: kept.append(torch.empty(64 * 2**20, device="cuda")) if step >= 2 else None).cuda()
+    model = Table(
+        lambda step: kept.append(torch.empty(64 * 2**20, device="cuda")) if step >= 2 else None
+    ).cuda()
     record = measure(replace(CONFIG, device=Device.CUDA), model)
     assert WarningCode.ALLOCATOR_GREW in codes(record)
     assert record.memory.segments_allocated == 3

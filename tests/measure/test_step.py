@@ -10,7 +10,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
+from cs336_systems.config import (
+    CompileMode,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Phase,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.trainable import call_factory
@@ -25,7 +34,9 @@ LOW = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.
 """Types of low precisions; TF32 has as many bits as fp16."""
 
 
-def run(config: RunConfig, model: nn.Module | None = None, steps: int = 1) -> tuple[TrainingStep, list[float]]:
+def run(
+    config: RunConfig, model: nn.Module | None = None, steps: int = 1
+) -> tuple[TrainingStep, list[float]]:
     torch.manual_seed(config.seed)
     step, clock = TrainingStep(config, model), HostClock()
     return step, [step(clock)[1].item() for _ in range(steps)]
@@ -49,8 +60,12 @@ class Seen(nn.Module):
         self.has_gradients: list[bool] = []
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.states.append((torch.is_grad_enabled(), self.training, torch.is_autocast_enabled("cpu")))
-        self.has_gradients.append(any(parameter.grad is not None for parameter in self.model.parameters()))
+        self.states.append(
+            (torch.is_grad_enabled(), self.training, torch.is_autocast_enabled("cpu"))
+        )
+        self.has_gradients.append(
+            any(parameter.grad is not None for parameter in self.model.parameters())
+        )
         return self.model(tokens)
 
 
@@ -80,7 +95,13 @@ def hand_written_training(
 ) -> list[float]:
     """The loop of a textbook: PyTorch's AdamW, autocast around the model and the loss."""
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=EPS, weight_decay=0.01, foreach=False, fused=False
+        model.parameters(),
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        eps=EPS,
+        weight_decay=0.01,
+        foreach=False,
+        fused=False,
     )
     losses = []
     for _ in range(steps):
@@ -96,8 +117,12 @@ def hand_written_training(
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
-@pytest.mark.parametrize("optimizer", [kind for kind in OptimizerKind if kind is not OptimizerKind.OWN])
-def test_training_is_the_textbook_s_loop_with_pytorch_s_adamw(optimizer: OptimizerKind, precision: Precision) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [kind for kind in OptimizerKind if kind is not OptimizerKind.OWN]
+)
+def test_training_is_the_textbook_s_loop_with_pytorch_s_adamw(
+    optimizer: OptimizerKind, precision: Precision
+) -> None:
     config = replace(CONFIG, optimizer=optimizer, precision=precision)
     torch.manual_seed(1)
     model = TransformerLM(MODEL)
@@ -115,10 +140,14 @@ def test_training_is_the_textbook_s_loop_with_pytorch_s_adamw(optimizer: Optimiz
 
 
 def test_fp16_scales_the_loss_and_undoes_it() -> None:
-    """Without unscaling, AdamW (whose updates do not depend on the scale) would still differ through its eps."""
+    """Without unscaling, AdamW (whose updates do not depend on the scale) would still differ
+    through its eps.
+    """
     gradients: list[float] = []
     model = TransformerLM(MODEL)
-    model.lm_head.weight.register_hook(lambda gradient: gradients.append(gradient.abs().max().item()))
+    model.lm_head.weight.register_hook(
+        lambda gradient: gradients.append(gradient.abs().max().item())
+    )
     step, _ = run(replace(CONFIG, precision=Precision.FP16), model)
     step.scaler = None
     step(HostClock())
@@ -150,8 +179,12 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(host_time: HostTime) -> N
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
-def test_the_end_of_the_graph_is_a_part_of_backward(host_time: HostTime, precision: Precision) -> None:
-    """On a GPU it takes milliseconds of the host, which would be in the step and in none of its phases."""
+def test_the_end_of_the_graph_is_a_part_of_backward(
+    host_time: HostTime, precision: Precision
+) -> None:
+    """On a GPU it takes milliseconds of the host, which would be in the step and in none of its
+    phases.
+    """
 
     class SlowToEnd:
         def __del__(self) -> None:
@@ -211,7 +244,9 @@ def compiled_eagerly(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         (CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS, "max-autotune-no-cudagraphs"),
     ],
 )
-def test_a_compiled_step_trains_the_same(compiled_eagerly: list[object], mode: CompileMode, passed: str | None) -> None:
+def test_a_compiled_step_trains_the_same(
+    compiled_eagerly: list[object], mode: CompileMode, passed: str | None
+) -> None:
     # This project's own model is checked for shapes here, which the compiler cannot trace.
     model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 11))
     twin = copy.deepcopy(model)
@@ -231,4 +266,6 @@ def test_training_on_a_gpu_is_training_on_a_cpu(precision: Precision) -> None:
     twin = copy.deepcopy(model).cuda()
     _, expected = run(CONFIG, model, steps=3)
     _, losses = run(replace(CONFIG, device=Device.CUDA, precision=precision), twin, steps=3)
-    assert losses == pytest.approx(expected, abs=of_losses(CONFIG, LOW.get(precision, torch.float32)))
+    assert losses == pytest.approx(
+        expected, abs=of_losses(CONFIG, LOW.get(precision, torch.float32))
+    )

@@ -1,6 +1,8 @@
-"""Ranges of every kind of run, for everyone who watches: each that opens closes, on its thread, in order.
+"""Ranges of every kind of run, for everyone who watches: each that opens closes, on its thread, in
+order.
 
-With one closed too many torch.profiler raises; nsys closes another in its place, and books kernels to the wrong phase.
+With one closed too many torch.profiler raises; nsys closes another in its place, and books kernels
+to the wrong phase.
 """
 
 import threading
@@ -43,7 +45,12 @@ from tests.plain import plain_blocks, plain_model
 MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=16, num_layers=3, num_heads=2)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=2)
 FAST = replace(
-    CONFIG, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True, fused_loss=True, fused_blocks=True
+    CONFIG,
+    precision=Precision.BF16,
+    optimizer=OptimizerKind.FUSED,
+    cast_once=True,
+    fused_loss=True,
+    fused_blocks=True,
 )
 BLOCKS = {"compile": CompileMode.DEFAULT, "compile_blocks": True}
 
@@ -117,17 +124,27 @@ class StackClock:
 
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
-    """What NVTX, torch.profiler and the path are told; no range may close but the one that is open."""
+    """What NVTX, torch.profiler and the path are told; no range may close but the one that is
+    open.
+    """
     stacks = Stacks()
-    leave, (push_path, pop_path) = profiling._Annotation.__exit__, profiling._PUSH_POP[Annotator.PATH]
+    leave, (push_path, pop_path) = (
+        profiling._Annotation.__exit__,
+        profiling._PUSH_POP[Annotator.PATH],
+    )
 
     def checked(annotation: Any, *error: object) -> None:
-        assert stacks.here[-1:] == [annotation._name], "another range is open than the one that is closed"
+        assert stacks.here[-1:] == [annotation._name], (
+            "another range is open than the one that is closed"
+        )
         leave(annotation, *error)
 
     told = {
         Annotator.RECORD_FUNCTION: (stacks.push, stacks.pop),
-        Annotator.PATH: (lambda name: (push_path(name), stacks.push(name)), lambda: (pop_path(), stacks.pop())),
+        Annotator.PATH: (
+            lambda name: (push_path(name), stacks.push(name)),
+            lambda: (pop_path(), stacks.pop()),
+        ),
     }
     monkeypatch.setattr(profiling._Annotation, "__exit__", checked)
     monkeypatch.setattr(profiling, "_nvtx_push_pop", lambda: (stacks.push, stacks.pop))
@@ -140,8 +157,17 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
 def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator, and graphs that run their phases once, when they are captured."""
     make_up_allocator(monkeypatch)
-    for name in ("Stream", "CUDAGraph", "current_stream", "stream", "graph", "synchronize", "graph_pool_handle",
-                 "reset_peak_memory_stats", "max_memory_allocated"):  # fmt: skip
+    for name in (
+        "Stream",
+        "CUDAGraph",
+        "current_stream",
+        "stream",
+        "graph",
+        "synchronize",
+        "graph_pool_handle",
+        "reset_peak_memory_stats",
+        "max_memory_allocated",
+    ):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
 
 
@@ -176,5 +202,11 @@ def test_each_range_that_opens_closes(
             step(clock)
     assert any(names[-1] == "step" for names in stacks.seen), "somebody is told"
     assert not any(stacks.open.values())
-    if made.model is None and Phase.BACKWARD in config.phases and profiler in (Profiler.KINETO, Profiler.NSYS):
-        assert any(names[-2:] == ("backward", "lm_head") for names in stacks.seen), "modules have ranges in backward"
+    if (
+        made.model is None
+        and Phase.BACKWARD in config.phases
+        and profiler in (Profiler.KINETO, Profiler.NSYS)
+    ):
+        assert any(names[-2:] == ("backward", "lm_head") for names in stacks.seen), (
+            "modules have ranges in backward"
+        )

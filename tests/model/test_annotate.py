@@ -1,4 +1,6 @@
-"""Ranges as torch.profiler sees them: which, in what order, nested how, and around which operators."""
+"""Ranges as torch.profiler sees them: which, in what order, nested how, and around which
+operators.
+"""
 
 import contextlib
 import gc
@@ -41,18 +43,27 @@ class Span:
 
     def names(self) -> list[object]:
         return [
-            item for child in self.children for item in (child.event.name, *([child.names()] if child.children else []))
+            item
+            for child in self.children
+            for item in (child.event.name, *([child.names()] if child.children else []))
         ]
 
 
 def spans(events: list[FunctionEvent]) -> Span:
-    """Tree of the ranges among `events`; two that overlap without one holding the other are an error."""
+    """Tree of the ranges among `events`; two that overlap without one holding the other are an
+    error.
+    """
     root = Span(event=None)
     stack = [root]
-    for event in sorted((e for e in events if e.name in NAMES), key=lambda e: (e.time_range.start, -e.time_range.end)):
+    for event in sorted(
+        (e for e in events if e.name in NAMES),
+        key=lambda e: (e.time_range.start, -e.time_range.end),
+    ):
         while len(stack) > 1 and stack[-1].event.time_range.end <= event.time_range.start:
             stack.pop()
-        assert len(stack) == 1 or event.time_range.end <= stack[-1].event.time_range.end, "ranges overlap"
+        assert len(stack) == 1 or event.time_range.end <= stack[-1].event.time_range.end, (
+            "ranges overlap"
+        )
         stack[-1].children.append(span := Span(event))
         stack.append(span)
     return root
@@ -63,11 +74,18 @@ def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
 
     def around(call: FunctionEvent) -> str:
         holding = [
-            e for e in events
-            if e.name in NAMES and e.thread == call.thread
-            and e.time_range.start <= call.time_range.start and call.time_range.end <= e.time_range.end
-        ]  # fmt: skip
-        return min(holding, key=lambda e: e.time_range.end - e.time_range.start).name if holding else ""
+            e
+            for e in events
+            if e.name in NAMES
+            and e.thread == call.thread
+            and e.time_range.start <= call.time_range.start
+            and call.time_range.end <= e.time_range.end
+        ]
+        return (
+            min(holding, key=lambda e: e.time_range.end - e.time_range.start).name
+            if holding
+            else ""
+        )
 
     return Counter(around(event) for event in events if event.name == operator)
 
@@ -75,7 +93,13 @@ def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
 def make(arch: Arch, device: str = "cpu") -> tuple[TransformerLM, torch.Tensor]:
     torch.manual_seed(0)
     config = ModelConfig(
-        arch=arch, vocab_size=11, context_length=8, d_model=16, d_ff=20, num_layers=LAYERS, num_heads=2
+        arch=arch,
+        vocab_size=11,
+        context_length=8,
+        d_model=16,
+        d_ff=20,
+        num_layers=LAYERS,
+        num_heads=2,
     )
     with torch.device(device):
         return TransformerLM(config), torch.randint(config.vocab_size, (3, 7))
@@ -95,15 +119,27 @@ def recording():
 
 def test_ranges_nest_and_close_on_error(recording) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as prof:
-        with pytest.raises(RuntimeError, match="boom"), annotate("step"), annotate("forward"), annotate("norm"):
+        with (
+            pytest.raises(RuntimeError, match="boom"),
+            annotate("step"),
+            annotate("forward"),
+            annotate("norm"),
+        ):
             raise RuntimeError("boom")
         with annotate("forward"), annotate("ffn"), annotate("forward"):
             pass
-    assert spans(prof.events()).names() == ["step", ["forward", ["norm"]], "forward", ["ffn", ["forward"]]]
+    assert spans(prof.events()).names() == [
+        "step",
+        ["forward", ["norm"]],
+        "forward",
+        ["ffn", ["forward"]],
+    ]
 
 
 def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch) -> None:
-    """The only names that `nsys profile --nvtx-capture=measure` looks at; a range ends where an exception passes."""
+    """The only names that `nsys profile --nvtx-capture=measure` looks at; a range ends where an
+    exception passes.
+    """
     calls = []
 
     class Domain:
@@ -120,7 +156,11 @@ def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch) -
     set_annotator(Annotator.NVTX)
     try:
         for _ in range(2):
-            with contextlib.suppress(RuntimeError), annotate(Range.ATTENTION), annotate(Range.SCORES):
+            with (
+                contextlib.suppress(RuntimeError),
+                annotate(Range.ATTENTION),
+                annotate(Range.SCORES),
+            ):
                 raise RuntimeError
     finally:
         set_annotator(Annotator.NONE)
@@ -151,12 +191,23 @@ def test_forward_ranges(arch, recording) -> None:
     model, tokens = make(arch)
     with profile(activities=[ProfilerActivity.CPU]) as prof, torch.no_grad():
         model(tokens)
-    block = ["norm", "attention", ["attention.scores", "attention.softmax", "attention.values"], "norm", "ffn"]
+    block = [
+        "norm",
+        "attention",
+        ["attention.scores", "attention.softmax", "attention.values"],
+        "norm",
+        "ffn",
+    ]
     expected = ["embedding", "block.0", block, "block.1", block, "norm", "lm_head"]
     assert spans(prof.events()).names() == expected
 
 
-FUSED = {"precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "cast_once": True, "fused_blocks": True}
+FUSED = {
+    "precision": Precision.BF16,
+    "optimizer": OptimizerKind.FUSED,
+    "cast_once": True,
+    "fused_blocks": True,
+}
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
@@ -164,8 +215,13 @@ FUSED = {"precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "cast_on
 def test_backward_ranges(arch, is_fused, recording) -> None:
     """Those of fused blocks too, though a block's branch is added by the norm of the next block."""
     model, tokens = make(arch)
-    computed = FastLM(model, RunConfig(size="custom", model=model.config, **FUSED)) if is_fused else model
-    with backward_ranges(own_names(computed)), torch.autocast("cpu", torch.bfloat16, enabled=is_fused):
+    computed = (
+        FastLM(model, RunConfig(size="custom", model=model.config, **FUSED)) if is_fused else model
+    )
+    with (
+        backward_ranges(own_names(computed)),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_fused),
+    ):
         loss = loss_of(computed, tokens)
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             loss.backward()
@@ -173,26 +229,38 @@ def test_backward_ranges(arch, is_fused, recording) -> None:
     expected = ["lm_head", "norm", "block.1", block, "block.0", block, "embedding"]
     assert spans(prof.events()).names() == expected
     if is_fused:
-        assert innermost(prof.events(), "cs336_systems::add_norm_backward") == {"norm": 2 * LAYERS + 1}
+        assert innermost(prof.events(), "cs336_systems::add_norm_backward") == {
+            "norm": 2 * LAYERS + 1
+        }
         assert innermost(prof.events(), "cs336_systems::lookup_backward") == {"embedding": 1}
 
 
 def test_backward_operators_are_in_their_ranges(recording) -> None:
-    """Backward of a linear layer is two matmuls, of attention's scores and values two batched ones each."""
+    """Backward of a linear layer is two matmuls, of attention's scores and values two batched
+    ones each.
+    """
     model, tokens = make(Arch.CS336)
     with backward_ranges(own_names(model)):
         loss = loss_of(model, tokens)
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             loss.backward()
     events = prof.events()
-    assert innermost(events, "aten::mm") == {"lm_head": 2, "ffn": 6 * LAYERS, "attention": 8 * LAYERS}
+    assert innermost(events, "aten::mm") == {
+        "lm_head": 2,
+        "ffn": 6 * LAYERS,
+        "attention": 8 * LAYERS,
+    }
     assert innermost(events, "aten::bmm") == {"attention": 4 * LAYERS}
     assert innermost(events, "aten::_softmax_backward_data") == {"attention": LAYERS}
     assert innermost(events, "aten::silu_backward") == {"ffn": LAYERS}
     assert innermost(events, "aten::embedding_dense_backward") == {"embedding": 1}
     assert set(innermost(events, "torch::autograd::AccumulateGrad")) == {
-        "lm_head", "norm", "ffn", "attention", "embedding",
-    }  # fmt: skip
+        "lm_head",
+        "norm",
+        "ffn",
+        "attention",
+        "embedding",
+    }
 
 
 @pytest.mark.parametrize("arch", list(Arch))
@@ -214,15 +282,20 @@ def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
 def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> None:
     model, tokens = make(Arch.GPT2)
     with backward_ranges(own_names(model)):
-        unused = loss_of(model, tokens)  # its graph shares the nodes that accumulate into the parameters
+        # its graph shares the nodes that accumulate into the parameters
+        unused = loss_of(model, tokens)
         for _ in range(3):
             loss = loss_of(model, tokens)
             with profile(activities=[ProfilerActivity.CPU]) as prof:
                 loss.backward(retain_graph=True)
                 loss.backward()
             assert [name for name in spans(prof.events()).names() if isinstance(name, str)] == [
-                "lm_head", "norm", "block.1", "block.0", "embedding",
-            ] * 2  # fmt: skip
+                "lm_head",
+                "norm",
+                "block.1",
+                "block.0",
+                "embedding",
+            ] * 2
     del unused
 
 
@@ -235,7 +308,9 @@ def test_backward_ranges_leave_no_cycle(recording) -> None:
             loss = loss_of(model, tokens)
             loss.backward()
             del loss
-        assert not [o for o in gc.get_objects() if type(o) is profiling._CloseAfter], "a graph outlived its loss"
+        assert not [o for o in gc.get_objects() if type(o) is profiling._CloseAfter], (
+            "a graph outlived its loss"
+        )
     finally:
         gc.enable()
 
@@ -252,7 +327,10 @@ def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding, self.layers = nn.Embedding(11, 8), nn.ModuleList(Layer() for _ in range(2))
+            self.embedding, self.layers = (
+                nn.Embedding(11, 8),
+                nn.ModuleList(Layer() for _ in range(2)),
+            )
 
         def forward(self, tokens: Tensor) -> dict[str, Tensor]:
             hidden = self.embedding(tokens)
@@ -263,11 +341,22 @@ def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions
     model = Other()
     names = module_names(model, 2)
     assert list(names.values()) == [
-        "Other", "embedding", "layers.0", "attention", "step module", "layers.1", "attention", "step module",
-    ]  # fmt: skip
+        "Other",
+        "embedding",
+        "layers.0",
+        "attention",
+        "step module",
+        "layers.1",
+        "attention",
+        "step module",
+    ]
     assert [*module_names(model, 0).values()] == ["Other"]
     set_annotator(Annotator.RECORD_FUNCTION)
-    with profile(activities=[ProfilerActivity.CPU]) as prof, forward_ranges(names), backward_ranges(names):
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as prof,
+        forward_ranges(names),
+        backward_ranges(names),
+    ):
         model(torch.zeros(1, 4, dtype=torch.long))["logits"].sum().backward()
     products = {"aten::addmm": [], "aten::mm": []}
     for event in prof.events():
@@ -277,6 +366,8 @@ def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions
                 path += [parent.name] if parent.name in {*names.values()} else []
                 parent = parent.cpu_parent
             products[event.name].append(" ".join(reversed(path)))
-    forward = [f"Other layers.{i} {part}" for i in range(2) for part in ("attention", "step module")]
+    forward = [
+        f"Other layers.{i} {part}" for i in range(2) for part in ("attention", "step module")
+    ]
     assert products["aten::addmm"] == forward
     assert products["aten::mm"] == [place for place in reversed(forward) for _ in range(2)]

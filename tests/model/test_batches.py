@@ -1,4 +1,6 @@
-"""Batches are what they are said to be, and a token file that is not one is a clear error that names it."""
+"""Batches are what they are said to be, and a token file that is not one is a clear error that
+names it.
+"""
 
 import os
 from dataclasses import replace
@@ -14,7 +16,9 @@ from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
 from cs336_systems.model.batches import Batch, make_batches
 from cs336_systems.model.tokens import open_tokens
 
-MODEL = ModelConfig(vocab_size=50_000, context_length=8, d_model=8, d_ff=12, num_layers=1, num_heads=2)
+MODEL = ModelConfig(
+    vocab_size=50_000, context_length=8, d_model=8, d_ff=12, num_layers=1, num_heads=2
+)
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=5)
 
 
@@ -32,7 +36,9 @@ def test_random_batches_follow_the_seed_and_stay_the_same() -> None:
     batches = make_batches(CONFIG)
     batch = batches()
     assert_well_formed(batch)
-    assert all(a is b for a, b in zip(batch, batches(), strict=True)), "nothing is made during a step"
+    assert all(a is b for a, b in zip(batch, batches(), strict=True)), (
+        "nothing is made during a step"
+    )
     again, other = make_batches(CONFIG)(), make_batches(replace(CONFIG, seed=1))()
     assert all(torch.equal(a, b) for a, b in zip(batch, again, strict=True))
     assert not torch.equal(batch[0], other[0])
@@ -72,12 +78,21 @@ def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_pa
 
 @pytest.mark.parametrize(
     ("dtype", "bad"),
-    [(np.uint16, 50_000), (np.uint16, 65_535), (np.int32, 2**31 - 1), (np.int32, -1), (np.uint64, 2**64 - 1)],
+    [
+        (np.uint16, 50_000),
+        (np.uint16, 65_535),
+        (np.int32, 2**31 - 1),
+        (np.int32, -1),
+        (np.uint64, 2**64 - 1),
+    ],
 )
-def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(tmp_path: Path, dtype: type, bad: int) -> None:
+def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(
+    tmp_path: Path, dtype: type, bad: int
+) -> None:
     config = token_file(tmp_path / "tokens.npy", [0, 1, 2, 3, 4, bad, 6, 7, 8], dtype)
     with pytest.raises(
-        ValueError, match=rf"tokens\.npy: tokens must be from 0 to vocab_size - 1 = 49999, found .*{bad}"
+        ValueError,
+        match=rf"tokens\.npy: tokens must be from 0 to vocab_size - 1 = 49999, found .*{bad}",
     ):
         make_batches(config)()
 
@@ -85,7 +100,9 @@ def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(tmp_path
 def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     path, length = tmp_path / "large.npy", 2**29
     with path.open("wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (length,)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "<u2", "fortran_order": False, "shape": (length,)}
+        )
         file.truncate(file.tell() + 2 * length)
     before = psutil.Process().memory_info().rss
     batches = make_batches(replace(CONFIG, tokens=str(path)))
@@ -93,16 +110,22 @@ def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
 
 
-def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(tmp_path: Path) -> None:
+def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
+    tmp_path: Path,
+) -> None:
     whole, objects = tmp_path / "whole.npy", tmp_path / "objects.npy"
     np.save(whole, np.arange(100, dtype=np.uint16))
     np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
     broken = {
-        "empty": b"", "text": b"1 2 3 4 5 6 7 8 9\n", "nul bytes": bytes(1000), "objects": objects.read_bytes(),
-        "cut in the data": whole.read_bytes()[:-1], "cut in the header": whole.read_bytes()[:40],
+        "empty": b"",
+        "text": b"1 2 3 4 5 6 7 8 9\n",
+        "nul bytes": bytes(1000),
+        "objects": objects.read_bytes(),
+        "cut in the data": whole.read_bytes()[:-1],
+        "cut in the header": whole.read_bytes()[:40],
         "code as a header": b"\x93NUMPY\1\0\x0f\0exit('executed')",
         "longer than the file": whole.read_bytes().replace(b"(100,)", b"(101,)"),
-    }  # fmt: skip
+    }
     for name, content in broken.items():
         path = tmp_path / f"{name}.npy"
         path.write_bytes(content)
@@ -111,10 +134,15 @@ def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
         assert "\n" not in str(caught.value), name
     os.mkfifo(tmp_path / "fifo.npy")
     (tmp_path / "directory.npy").mkdir()
-    for path in (*(tmp_path / f"{name}.npy" for name in ("fifo", "directory", "missing", "nul\0")), Path("/dev/zero")):
+    for path in (
+        *(tmp_path / f"{name}.npy" for name in ("fifo", "directory", "missing", "nul\0")),
+        Path("/dev/zero"),
+    ):
         with pytest.raises(ValueError, match=f"{path}: "):
             open_tokens(path, context_length=4)
-    with pytest.raises(ValueError, match=r"whole\.npy: needed more than context_length = 100 tokens, found 100"):
+    with pytest.raises(
+        ValueError, match=r"whole\.npy: needed more than context_length = 100 tokens, found 100"
+    ):
         open_tokens(whole, context_length=100)
 
 
@@ -133,12 +161,16 @@ def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
 ) -> None:
     path = tmp_path / "it's.npy"
     np.save(path, array)
-    with pytest.raises(ValueError, match=f"{path}: needed one axis of integers, found {found}") as caught:
+    with pytest.raises(
+        ValueError, match=f"{path}: needed one axis of integers, found {found}"
+    ) as caught:
         open_tokens(path, context_length=4)
     if array.dtype.names is None and array.ndim:
         exec(str(caught.value).partition("converted by ")[2], {"numpy": np})
         [converted] = (other for other in tmp_path.iterdir() if other != path)
-        assert open_tokens(converted, context_length=4).tolist() == array.ravel().astype(int).tolist()
+        assert (
+            open_tokens(converted, context_length=4).tolist() == array.ravel().astype(int).tolist()
+        )
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     with pytest.raises(ValueError, match=r"not a \.npy file") as caught:
         open_tokens(tmp_path / "train.bin", context_length=4)

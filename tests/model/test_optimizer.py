@@ -12,12 +12,15 @@ from tests.rounding import of_chain
 
 KINDS = [kind for kind in OptimizerKind if kind is not OptimizerKind.OWN]
 SHAPES = ((5, 3), (7,), (2, 1, 3))
-SETTINGS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}  # each large enough to show
+# each large enough to show
+SETTINGS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES
+    ]
 
 
 def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:

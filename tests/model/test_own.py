@@ -1,4 +1,6 @@
-"""Models that this project did not write: what they return, the loss they compute, the tokens they know."""
+"""Models that this project did not write: what they return, the loss they compute, the tokens
+they know.
+"""
 
 import contextlib
 import inspect
@@ -15,7 +17,13 @@ from cs336_systems.cli import main
 from cs336_systems.config import SIZES, LossKind, Mode, RunConfig
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.trainable import check_logits, checkpoint_each_block, own_loss, told, vocabulary_of
+from cs336_systems.model.trainable import (
+    check_logits,
+    checkpoint_each_block,
+    own_loss,
+    told,
+    vocabulary_of,
+)
 
 KNOWN, PADDED = 37, 40
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
@@ -61,12 +69,18 @@ class HuggingFace(Base):
 
     def forward(self, input_ids, labels=None):
         logits = self.logits(input_ids)
-        loss = None if labels is None else cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = (
+            None
+            if labels is None
+            else cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        )
         return SimpleNamespace(loss=loss, logits=logits)
 
 
 def config_of(**settings):
-    return RunConfig(size="own", model=SIZES["tiny"], model_factory="mine:make", batch_size=2, **settings)
+    return RunConfig(
+        size="own", model=SIZES["tiny"], model_factory="mine:make", batch_size=2, **settings
+    )
 
 
 @pytest.mark.parametrize("kind", [Plain, InTuple, InDict, HuggingFace])
@@ -75,7 +89,9 @@ def test_the_loss_is_cross_entropy_of_the_logits_over_the_tokens_that_the_model_
     assert step.config.model.vocab_size == KNOWN
     tokens, targets = step.batches()
     assert tokens.max() < KNOWN
-    expected = cross_entropy(kind().logits(tokens)[..., :KNOWN].double().flatten(0, 1), targets.flatten())
+    expected = cross_entropy(
+        kind().logits(tokens)[..., :KNOWN].double().flatten(0, 1), targets.flatten()
+    )
     assert step.forward((tokens, targets)).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -97,7 +113,9 @@ def test_tokens_beyond_the_embedding_are_refused_and_fewer_are_taken():
 
 
 class Failing(Base):
-    """Raises an exception at a place: before, between and after its operations, or within one on what they made."""
+    """Raises an exception at a place: before, between and after its operations, or within one on
+    what they made.
+    """
 
     def __init__(self, place, error):
         super().__init__()
@@ -129,7 +147,16 @@ class Misled(Base):
         return self.operation(tokens)
 
 
-ERRORS = [ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError]
+ERRORS = [
+    ValueError,
+    TypeError,
+    RuntimeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    ZeroDivisionError,
+]
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -137,7 +164,9 @@ def test_an_exception_is_told_as_what_it_is(seed):
     draw = random.Random(seed)
     kind, text = draw.choice(ERRORS), f"because of {draw.random()}"
     with pytest.raises(kind, match=text) as raised:
-        vocabulary_of(Failing(draw.randrange(4), kind(text)), TOKENS, contextlib.nullcontext(), None)
+        vocabulary_of(
+            Failing(draw.randrange(4), kind(text)), TOKENS, contextlib.nullcontext(), None
+        )
     line = inspect.getsourcelines(Failing.fail)[1] + 2
     assert told(raised.value) == f"{kind.__name__}: {raised.value} (test_own.py, line {line})"
 
@@ -145,12 +174,19 @@ def test_an_exception_is_told_as_what_it_is(seed):
 @pytest.mark.parametrize(
     "operation",
     [
-        nn.Linear(8, 4), nn.Conv1d(2, 4, 3), nn.Conv2d(3, 4, 3), lambda x: x @ torch.zeros(8, 4),
-        lambda x: x.softmax(-1), lambda x: F.layer_norm(x, (8,)), lambda x: F.linear(input=x, weight=torch.zeros(4, 8)),
+        nn.Linear(8, 4),
+        nn.Conv1d(2, 4, 3),
+        nn.Conv2d(3, 4, 3),
+        lambda x: x @ torch.zeros(8, 4),
+        lambda x: x.softmax(-1),
+        lambda x: F.layer_norm(x, (8,)),
+        lambda x: F.linear(input=x, weight=torch.zeros(4, 8)),
     ],
-)  # fmt: skip
+)
 def test_tokens_are_to_blame_where_an_operation_does_not_take_them(operation):
-    with pytest.raises(ValueError, match=r"int64 tokens of shape \(2, 8\).*\w+Error: .* \(test_own.py, line \d+\)"):
+    with pytest.raises(
+        ValueError, match=r"int64 tokens of shape \(2, 8\).*\w+Error: .* \(test_own.py, line \d+\)"
+    ):
         vocabulary_of(Misled(operation), TOKENS, contextlib.nullcontext(), None)
 
 
@@ -170,8 +206,15 @@ class NeedsLabels(Base):
 def test_blocks_under_a_checkpoint_are_called_without_the_cache(name):
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, f"{name}ForCausalLM")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = kind.config_class(**sizes, vocab_size=KNOWN, intermediate_size=16, head_dim=8, use_cache=True)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    config = kind.config_class(
+        **sizes, vocab_size=KNOWN, intermediate_size=16, head_dim=8, use_cache=True
+    )
     plain, saving = kind(config), kind(config)
     saving.load_state_dict(plain.state_dict())
     checkpoint_each_block(saving)
@@ -194,7 +237,12 @@ def test_what_cannot_be_used_is_refused_with_what_came():
 @pytest.mark.parametrize("loss", LossKind)
 def test_models_of_transformers_are_timed_as_they_are(name, loss):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": KNOWN}
+    sizes = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": KNOWN,
+    }
     if name != "GPT2":  # whose configuration has other names for the same sizes
         sizes |= {"intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 8}
     kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
@@ -216,7 +264,27 @@ def of_one_shape():
 
 
 def test_a_sweep_measures_a_model_of_one_shape_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", "--model", f"{__name__}:of_one_shape", "--context-lengths", "8", "--precisions", "fp32",
-                 "bf16", "--device", "cpu", "--dry-run"]) == 0  # fmt: skip
-    runs = [line.split("_")[4] for line in capsys.readouterr().out.splitlines() if line.startswith("own_")]
+    assert (
+        main(
+            [
+                "sweep",
+                "--model",
+                f"{__name__}:of_one_shape",
+                "--context-lengths",
+                "8",
+                "--precisions",
+                "fp32",
+                "bf16",
+                "--device",
+                "cpu",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
+    runs = [
+        line.split("_")[4]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("own_")
+    ]
     assert runs == ["fp32", "bf16"]

@@ -1,4 +1,6 @@
-"""The model against torch's own layers, a reference in fp64, properties, closed forms and published figures."""
+"""The model against torch's own layers, a reference in fp64, properties, closed forms and
+published figures.
+"""
 
 import cmath
 import math
@@ -27,8 +29,11 @@ from tests.own_models import BasicsTransformerLM
 from tests.plain import plain_model
 from tests.rounding import of_chain, of_sum, of_walk
 
-# unequal on purpose: batch 5, tokens 7, context 8, width 12, feed-forward 20, layers 3, heads 2 of 6, vocabulary 11
-CONFIG = ModelConfig(vocab_size=11, context_length=8, d_model=12, d_ff=20, num_layers=3, num_heads=2)
+# unequal on purpose: batch 5, tokens 7, context 8, width 12, feed-forward 20, layers 3, heads 2 of
+# 6, vocabulary 11
+CONFIG = ModelConfig(
+    vocab_size=11, context_length=8, d_model=12, d_ff=20, num_layers=3, num_heads=2
+)
 GPT2 = replace(CONFIG, arch=Arch.GPT2)
 BATCH, SEQ = 5, 7
 VARIANTS = [
@@ -50,7 +55,9 @@ def make(config: ModelConfig) -> TransformerLM:
 
 
 def tokens_for(config: ModelConfig, seq: int = SEQ) -> Tensor:
-    return torch.randint(config.vocab_size, (BATCH, seq), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        config.vocab_size, (BATCH, seq), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -63,7 +70,9 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 def rotated_by_hand(x: Tensor, theta: float) -> Tensor:
     """RoPE pair by pair, with Python's complex numbers; x is (batch, seq, heads, d_head)."""
     result = x.double().clone()
-    for b, t, h, i in torch.cartesian_prod(*(torch.arange(n) for n in (*x.shape[:3], x.shape[3] // 2))).tolist():
+    for b, t, h, i in torch.cartesian_prod(
+        *(torch.arange(n) for n in (*x.shape[:3], x.shape[3] // 2))
+    ).tolist():
         pair = complex(x[b, t, h, 2 * i], x[b, t, h, 2 * i + 1])
         turned = pair * cmath.exp(1j * t * theta ** (-2 * i / x.shape[3]))
         result[b, t, h, 2 * i], result[b, t, h, 2 * i + 1] = turned.real, turned.imag
@@ -93,11 +102,16 @@ def test_rope_gradient_turns_back(both_ways) -> None:
 def test_rope_scores_depend_on_the_distance_alone(both_ways) -> None:
     rotations = rope_rotations(50, 6, 100.0)
     q, k = torch.randn(6), torch.randn(6)
-    at_every_position = [rotate_pairs(vector.expand(1, 50, 1, 6), rotations)[0, :, 0] for vector in (q, k)]
+    at_every_position = [
+        rotate_pairs(vector.expand(1, 50, 1, 6), rotations)[0, :, 0] for vector in (q, k)
+    ]
     scores = at_every_position[0] @ at_every_position[1].T
-    pairs_of_q, pairs_of_k = (torch.view_as_complex(vector.double().view(3, 2)) for vector in (q, k))
+    pairs_of_q, pairs_of_k = (
+        torch.view_as_complex(vector.double().view(3, 2)) for vector in (q, k)
+    )
     angles = 100.0 ** (-torch.arange(3, dtype=torch.float64) / 3)
-    allowed = (of_sum(torch.float32, 16) + 50 * of_chain(torch.float32, 2)) * q.norm() * k.norm()  # of angles up to 50
+    # of angles up to 50
+    allowed = (of_sum(torch.float32, 16) + 50 * of_chain(torch.float32, 2)) * q.norm() * k.norm()
     for distance in range(-40, 41, 8):
         turned = pairs_of_q.conj() * pairs_of_k * torch.exp(1j * distance * angles)
         assert (scores.diagonal(distance) - turned.sum().real).abs().max() < allowed
@@ -120,9 +134,15 @@ def test_rope_is_exact_far_out() -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_naive_attention_and_its_gradients_are_torchs(is_causal) -> None:
-    """With any mask, in which each query attends to itself at least; masked scores get no gradient."""
+    """With any mask, in which each query attends to itself at least; masked scores get no
+    gradient.
+    """
     q, k, v = torch.randn(3, 2, 7, 6), torch.randn(3, 2, 7, 6), torch.randn(3, 2, 7, 10)
-    mask = torch.ones(7, 7, dtype=torch.bool).tril() if is_causal else (torch.rand(7, 7) < 0.4) | torch.eye(7).bool()
+    mask = (
+        torch.ones(7, 7, dtype=torch.bool).tril()
+        if is_causal
+        else (torch.rand(7, 7) < 0.4) | torch.eye(7).bool()
+    )
     results = []
     for attend in (naive_attention, F.scaled_dot_product_attention):
         leaves = [part.clone().requires_grad_() for part in (q, k, v)]
@@ -134,7 +154,8 @@ def test_naive_attention_and_its_gradients_are_torchs(is_causal) -> None:
 
 @pytest.mark.parametrize(("ours", "torchs"), [(RMSNorm, nn.RMSNorm), (LayerNorm, nn.LayerNorm)])
 def test_norms_are_torchs(ours, torchs) -> None:
-    norm, reference, x = ours(12), torchs(12, eps=1e-5), torch.randn(5, 7, 12) / 100  # small, so that eps shows
+    # small, so that eps shows
+    norm, reference, x = ours(12), torchs(12, eps=1e-5), torch.randn(5, 7, 12) / 100
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.normal_()
@@ -150,23 +171,43 @@ def test_gpt2_follows_torchs_encoder_layers(attention) -> None:
     config = replace(GPT2, attention=attention)
     model, tokens = make(config), tokens_for(config)
     state = model.state_dict()
-    x = F.embedding(tokens, state["token_embeddings.weight"]) + state["token_embeddings.positions"][:SEQ]
+    x = (
+        F.embedding(tokens, state["token_embeddings.weight"])
+        + state["token_embeddings.positions"][:SEQ]
+    )
     for i in range(config.num_layers):
         w = {name.removeprefix(f"layers.{i}."): value for name, value in state.items()}
         layer = nn.TransformerEncoderLayer(
-            config.d_model, config.num_heads, config.d_ff, dropout=0.0, batch_first=True, norm_first=True,
+            config.d_model,
+            config.num_heads,
+            config.d_ff,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
             activation=lambda y: F.gelu(y, approximate="tanh"),
-        )  # fmt: skip
+        )
         layer.load_state_dict(
-            {f"self_attn.in_proj_{p}": torch.cat([w[f"attn.{n}_proj.{p}"] for n in "qkv"]) for p in ("weight", "bias")}
-            | {f"{theirs}.{p}": w[f"{ours}.{p}"] for theirs, ours in (
-                ("self_attn.out_proj", "attn.output_proj"), ("linear1", "ffn.w1"), ("linear2", "ffn.w2"),
-                ("norm1", "ln1"), ("norm2", "ln2"),
-            ) for p in ("weight", "bias")}
-        )  # fmt: skip
+            {
+                f"self_attn.in_proj_{p}": torch.cat([w[f"attn.{n}_proj.{p}"] for n in "qkv"])
+                for p in ("weight", "bias")
+            }
+            | {
+                f"{theirs}.{p}": w[f"{ours}.{p}"]
+                for theirs, ours in (
+                    ("self_attn.out_proj", "attn.output_proj"),
+                    ("linear1", "ffn.w1"),
+                    ("linear2", "ffn.w2"),
+                    ("norm1", "ln1"),
+                    ("norm2", "ln2"),
+                )
+                for p in ("weight", "bias")
+            }
+        )
         x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(SEQ), is_causal=True)
     x = F.layer_norm(x, (config.d_model,), state["ln_final.weight"], state["ln_final.bias"])
-    torch.testing.assert_close(model(tokens), x @ state["token_embeddings.weight"].T, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens), x @ state["token_embeddings.weight"].T, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("config", VARIANTS)
@@ -203,7 +244,9 @@ def test_a_long_sequence_is_refused() -> None:
 
 
 @pytest.mark.parametrize("attention", list(Attention))
-def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with_ours(attention) -> None:
+def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with_ours(
+    attention,
+) -> None:
     config = replace(CONFIG, attention=attention, rope_theta=50.0)
     ours, tokens = make(config), tokens_for(config)
     theirs, other = (call_factory(BasicsTransformerLM, config).double() for _ in range(2))
@@ -226,12 +269,20 @@ def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with
 @pytest.mark.parametrize(
     ("size", "figure"),
     [
-        ("small", "129M"), ("medium", "423M"), ("large", "969M"), ("xl", "2.00B"), ("2.7B", "3.41B"), ("8B", "8.13B"),
+        ("small", "129M"),
+        ("medium", "423M"),
+        ("large", "969M"),
+        ("xl", "2.00B"),
+        ("2.7B", "3.41B"),
+        ("8B", "8.13B"),
         ("10B", "12.8B"),
         # as counted for the published checkpoints
-        ("gpt2", "124439808"), ("gpt2-medium", "354823168"), ("gpt2-large", "774030080"), ("gpt2-xl", "1557611200"),
+        ("gpt2", "124439808"),
+        ("gpt2-medium", "354823168"),
+        ("gpt2-large", "774030080"),
+        ("gpt2-xl", "1557611200"),
     ],
-)  # fmt: skip
+)
 def test_presets_hold_the_published_figures(size, figure) -> None:
     with torch.device("meta"):
         model = TransformerLM(SIZES[size])
@@ -246,13 +297,18 @@ def test_presets_hold_the_published_figures(size, figure) -> None:
 
 def std_of_cut_normal(cut: float) -> float:
     """Standard deviation of a unit normal cut at -cut and cut."""
-    density, inside = math.exp(-cut * cut / 2) / math.sqrt(2 * math.pi), math.erf(cut / math.sqrt(2))
+    density, inside = (
+        math.exp(-cut * cut / 2) / math.sqrt(2 * math.pi),
+        math.erf(cut / math.sqrt(2)),
+    )
     return math.sqrt(1 - 2 * cut * density / inside)
 
 
 def test_cs336_is_initialised_as_in_the_course() -> None:
     torch.manual_seed(0)
-    config = ModelConfig(vocab_size=1000, context_length=8, d_model=96, d_ff=160, num_layers=2, num_heads=2)
+    config = ModelConfig(
+        vocab_size=1000, context_length=8, d_model=96, d_ff=160, num_layers=2, num_heads=2
+    )
     for name, p in TransformerLM(config).named_parameters():
         if p.dim() == 1:
             assert torch.equal(p, torch.ones_like(p)), name
@@ -266,11 +322,19 @@ def test_cs336_is_initialised_as_in_the_course() -> None:
 def test_gpt2_is_initialised_as_published() -> None:
     torch.manual_seed(0)
     config = ModelConfig(
-        arch=Arch.GPT2, vocab_size=1000, context_length=80, d_model=96, d_ff=160, num_layers=8, num_heads=2
+        arch=Arch.GPT2,
+        vocab_size=1000,
+        context_length=80,
+        d_model=96,
+        d_ff=160,
+        num_layers=8,
+        num_heads=2,
     )
     for name, p in TransformerLM(config).named_parameters():
         if p.dim() == 1:
-            assert torch.equal(p, torch.full_like(p, float("ln" in name and "weight" in name))), name
+            assert torch.equal(p, torch.full_like(p, float("ln" in name and "weight" in name))), (
+                name
+            )
             continue
         std = 0.02 / 4 if "output_proj" in name or "w2" in name else 0.02
         assert p.std().item() == pytest.approx(std, rel=0.03), name
@@ -289,8 +353,16 @@ class Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         returns = func._schema.returns
-        view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-        if not view and func.namespace == "aten" and func._schema.name not in ("aten::_unsafe_view", "aten::detach"):
+        view = (
+            bool(returns)
+            and returns[0].alias_info is not None
+            and not returns[0].alias_info.is_write
+        )
+        if (
+            not view
+            and func.namespace == "aten"
+            and func._schema.name not in ("aten::_unsafe_view", "aten::detach")
+        ):
             self.calls[func._schema.name.removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
 
@@ -304,16 +376,34 @@ def test_autocast(config, dtype) -> None:
     model, tokens = make(config), tokens_for(config)
     dtypes: dict[str, set[torch.dtype]] = {}
     for name, module in model.named_modules():
-        module.register_forward_hook(lambda m, a, out, n=name: dtypes.setdefault(n, set()).add(out.dtype))
+        module.register_forward_hook(
+            lambda m, a, out, n=name: dtypes.setdefault(n, set()).add(out.dtype)
+        )
     with torch.autocast("cpu", dtype):
         logits = model(tokens)
         loss = loss_of(logits, tokens)
     loss.backward()
-    for name in ("token_embeddings", "layers.0", "layers.2", "layers.1.ln1", "layers.1.ln2", "ln_final"):
+    for name in (
+        "token_embeddings",
+        "layers.0",
+        "layers.2",
+        "layers.1.ln1",
+        "layers.1.ln2",
+        "ln_final",
+    ):
         assert dtypes[name] == {torch.float32}, name  # the residual stream and the norms
-    for name in ("layers.0.attn", "layers.0.attn.q_proj", "layers.2.ffn", "layers.2.ffn.w1", "lm_head", ""):
+    for name in (
+        "layers.0.attn",
+        "layers.0.attn.q_proj",
+        "layers.2.ffn",
+        "layers.2.ffn.w1",
+        "lm_head",
+        "",
+    ):
         assert dtypes[name] == {dtype}, name
-    assert all(p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad.dtype is torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )
     exact = model(tokens)
     assert (logits - exact).norm() < of_walk(dtype, roundings(config) // 2) * exact.norm()
 
@@ -341,7 +431,9 @@ def test_compiles_without_a_break(plain, config) -> None:
                 module.compile(fullgraph=True, backend="aot_eager_default_partitioner")
         with torch.autocast("cpu", autocast, enabled=autocast is not None):
             logits = model(tokens)
-        results.append((logits, *torch.autograd.grad(loss_of(logits, tokens), list(model.parameters()))))
+        results.append(
+            (logits, *torch.autograd.grad(loss_of(logits, tokens), list(model.parameters())))
+        )
     tolerance = of_walk(autocast or torch.float32, 2 * roundings(config))
     names = ["logits", *(name for name, _ in model.named_parameters())]
     for name, one, other in zip(names, *results, strict=True):
@@ -349,7 +441,10 @@ def test_compiles_without_a_break(plain, config) -> None:
             assert (one - other).norm() <= tolerance * one.norm(), name
 
 
-ATEN_OF_BACKEND = {SdpaBackend.MATH: "bmm", SdpaBackend.FLASH: "_scaled_dot_product_flash_attention_for_cpu"}
+ATEN_OF_BACKEND = {
+    SdpaBackend.MATH: "bmm",
+    SdpaBackend.FLASH: "_scaled_dot_product_flash_attention_for_cpu",
+}
 
 
 @pytest.mark.parametrize("backend", list(ATEN_OF_BACKEND))
@@ -358,7 +453,9 @@ def test_the_sdpa_backend_is_in_force(plain, backend) -> None:
     model = plain.TransformerLM(config)
     with Count() as counted:
         model(tokens_for(config))
-    assert [name for name in ATEN_OF_BACKEND.values() if counted.calls[name]] == [ATEN_OF_BACKEND[backend]]
+    assert [name for name in ATEN_OF_BACKEND.values() if counted.calls[name]] == [
+        ATEN_OF_BACKEND[backend]
+    ]
 
 
 @pytest.mark.gpu
@@ -378,13 +475,21 @@ def test_is_born_on_the_gpu(config) -> None:
 @pytest.mark.parametrize("backend", list(SdpaBackend))
 def test_every_sdpa_backend_runs_on_the_gpu(backend) -> None:
     config = ModelConfig(
-        vocab_size=11, context_length=160, d_model=128, d_ff=192, num_layers=2, num_heads=2,
-        attention=Attention.SDPA, sdpa_backend=backend,
-    )  # fmt: skip
+        vocab_size=11,
+        context_length=160,
+        d_model=128,
+        d_ff=192,
+        num_layers=2,
+        num_heads=2,
+        attention=Attention.SDPA,
+        sdpa_backend=backend,
+    )
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = TransformerLM(config)
-        naive = TransformerLM(replace(config, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO))
+        naive = TransformerLM(
+            replace(config, attention=Attention.NAIVE, sdpa_backend=SdpaBackend.AUTO)
+        )
         tokens = torch.randint(config.vocab_size, (3, 130))
     naive.load_state_dict(model.state_dict())
     losses = []

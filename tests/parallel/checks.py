@@ -18,15 +18,30 @@ from cs336_systems.measure.memory import MemoryRecorder
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.parallel.collectives import TrafficCounter
-from cs336_systems.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
+from cs336_systems.parallel.data_parallel import (
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    PushDDP,
+    ShardedOptimizer,
+)
 from cs336_systems.parallel.fully_sharded import FSDP
 from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
 from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, of_all_ranks, sent_by
 
-SHAPE = {"vocab_size": 37, "context_length": 8, "d_model": 24, "d_ff": 40, "num_layers": 3, "num_heads": 2}
+SHAPE = {
+    "vocab_size": 37,
+    "context_length": 8,
+    "d_model": 24,
+    "d_ff": 40,
+    "num_layers": 3,
+    "num_heads": 2,
+}
 STEPS, BATCHES, BATCH = 3, 4, 6
-"""The first step learns the order, the second sends in it, the third begins with what it left. 2 or 3 share a batch."""
+"""The first step learns the order, the second sends in it, the third begins with what it left. 2
+or 3 share a batch.
+"""
 WAYS = {
     "ddp-naive": NaiveDDP,
     "ddp-flat": FlatDDP,
@@ -44,7 +59,9 @@ OPTIMIZERS = {
 
 
 class WithSpareParameters(nn.Module):
-    """The model of the course with a frozen matrix, a parameter that no loss depends on, and a buffer."""
+    """The model of the course with a frozen matrix, a parameter that no loss depends on, and a
+    buffer.
+    """
 
     def __init__(self, model):
         super().__init__()
@@ -84,11 +101,16 @@ def loss_of(model, tokens):
 def weights_of(model):
     """All parameters whole; PyTorch's FSDP has parts of them, which it gathers."""
     named = ((name, each.detach()) for name, each in model.named_parameters())
-    return {name: (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu().clone() for name, each in named}
+    return {
+        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu().clone()
+        for name, each in named
+    }
 
 
 class Trained(NamedTuple):
-    """What training gives: the weights whole, and of the last step the loss and the types of gradients and weights."""
+    """What training gives: the weights whole, and of the last step the loss and the types of
+    gradients and weights.
+    """
 
     weights: dict[str, torch.Tensor]
     loss: float
@@ -97,10 +119,22 @@ class Trained(NamedTuple):
     """By module, type and shape of its weight in forward."""
 
 
-def train(way, kind, optimizer="sgd", dtype=torch.float32, *, shard=False, compiled=False, in_bf16=False, backwards=1):
-    """Train on this rank with its part of each batch, or without a way on rank 0 with the whole batches. Its seed is 0.
+def train(
+    way,
+    kind,
+    optimizer="sgd",
+    dtype=torch.float32,
+    *,
+    shard=False,
+    compiled=False,
+    in_bf16=False,
+    backwards=1,
+):
+    """Train on this rank with its part of each batch, or without a way on rank 0 with the whole
+    batches. Its seed is 0.
 
-    If `compiled`, each block is, in one graph for all blocks and steps. `backwards` is the number of batches of a step.
+    If `compiled`, each block is, in one graph for all blocks and steps. `backwards` is the number
+    of batches of a step.
     """
     if way is None and dist.get_rank():
         return None
@@ -114,9 +148,13 @@ def train(way, kind, optimizer="sgd", dtype=torch.float32, *, shard=False, compi
     low = [torch.bfloat16] if in_bf16 else []
     wrapped = WAYS[way](model, *low) if way else model
     seen = {}
-    for name in ("token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head") if in_bf16 else ():
+    for name in (
+        ("token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head") if in_bf16 else ()
+    ):
         model.get_submodule(name).register_forward_pre_hook(
-            lambda module, _, name=name: seen.__setitem__(name, (module.weight.dtype, tuple(module.weight.shape)))
+            lambda module, _, name=name: seen.__setitem__(
+                name, (module.weight.dtype, tuple(module.weight.shape))
+            )
         )
     make = OPTIMIZERS[optimizer]
     opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
@@ -139,7 +177,10 @@ def train(way, kind, optimizer="sgd", dtype=torch.float32, *, shard=False, compi
 def whole_parameters(wrapped):
     """The parameters that the ranks have in parts, by their names in the module."""
     sharded = (each for unit in wrapped._units for flat in unit.flats for each in flat.sharded)
-    whole = {id(each.shard): of_all_ranks(each.shard)[: each.full.numel()].view(each.full.shape) for each in sharded}
+    whole = {
+        id(each.shard): of_all_ranks(each.shard)[: each.full.numel()].view(each.full.shape)
+        for each in sharded
+    }
     named = wrapped.module.named_parameters(remove_duplicate=False)
     return {name: whole.get(id(each), each).detach().clone().cpu() for name, each in named}
 
@@ -147,7 +188,8 @@ def whole_parameters(wrapped):
 def traffic_of(way, kind):
     """What one step sends in backward and after it, once the way is in its steady state."""
     wrapped, tokens = WAYS[way](make_model(kind, 0, torch.float32)), batches()[0][:2]
-    for _ in range(3 if way == "ddp" else 2):  # PyTorch's DDP sends how it splits the gradients in its third
+    # PyTorch's DDP sends how it splits the gradients in its third
+    for _ in range(3 if way == "ddp" else 2):
         loss_of(wrapped, tokens).backward()
         wrapped.finish_gradient_synchronization()
         wrapped.zero_grad()
@@ -161,13 +203,17 @@ def traffic_of(way, kind):
 
 
 def shards():
-    """Of a model under FSDP: elements of its parameters, bytes of what is gathered by place, and names of shards."""
+    """Of a model under FSDP: elements of its parameters, bytes of what is gathered by place, and
+    names of shards.
+    """
     model = make_model("cs336", 0, torch.float32)
     wrapped = FSDP(model)
     gathered = []
 
     def note(*_):
-        storages = [flat.gathered.untyped_storage() for unit in wrapped._units for flat in unit.flats]
+        storages = [
+            flat.gathered.untyped_storage() for unit in wrapped._units for flat in unit.flats
+        ]
         gathered.append(sum(each.nbytes() for each in storages))
 
     for block in model.layers:
@@ -184,11 +230,15 @@ def shards():
 
 
 def shared_states():
-    """Elements of the optimizer's state on this rank, the groups' learning rates, and the weights."""
+    """Elements of the optimizer's state on this rank, the groups' learning rates, and the
+    weights.
+    """
     torch.manual_seed(0)
     model = make_model("gpt2", 0, torch.float32)
     named = list(model.named_parameters())
-    opt = ShardedOptimizer([each for _, each in named[:7]], torch.optim.AdamW, lr=0.5, weight_decay=0.1)
+    opt = ShardedOptimizer(
+        [each for _, each in named[:7]], torch.optim.AdamW, lr=0.5, weight_decay=0.1
+    )
     opt.add_param_group({"params": [each for _, each in named[7:]], "lr": 0.25})
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
     for each in model.parameters():

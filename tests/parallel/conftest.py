@@ -1,4 +1,6 @@
-"""Ranks for tests: processes that are started once for a file of tests and run many checks, each on all ranks."""
+"""Ranks for tests: processes that are started once for a file of tests and run many checks, each
+on all ranks.
+"""
 
 import importlib
 import os
@@ -24,14 +26,18 @@ PATIENCE_S = 200
 
 
 class Ranks:
-    """`call("module:function", ...)` runs the function on every rank, and returns what each of them returned."""
+    """`call("module:function", ...)` runs the function on every rank, and returns what each of
+    them returned.
+    """
 
     def __init__(self, processes):
         """`processes` are those of the ranks, by the pipe to each."""
         self._processes, self._pipes = processes, list(processes)
 
     def call(self, name, *arguments, **options):
-        ended = [process.exitcode for process in self._processes.values() if process.exitcode is not None]
+        ended = [
+            process.exitcode for process in self._processes.values() if process.exitcode is not None
+        ]
         assert not ended, f"ranks have ended with exit codes {ended} before {name}{arguments}"
         for pipe in self._pipes:
             pipe.send((name, arguments, options))
@@ -45,7 +51,9 @@ class Ranks:
                 except EOFError:
                     process = self._processes[pipe]
                     process.join()
-                    pytest.fail(f"a rank ended with exit code {process.exitcode} in {name}{arguments}")
+                    pytest.fail(
+                        f"a rank ended with exit code {process.exitcode} in {name}{arguments}"
+                    )
         failed = [said for is_good, said in found.values() if not is_good]
         assert not failed, "\n".join(failed)
         return [found[pipe][1] for pipe in self._pipes]
@@ -83,7 +91,12 @@ def ranks_of(count, gpu_uuids=()):
     with tempfile.TemporaryDirectory() as scratch:
         try:
             for rank in range(count):
-                place = Rank(rank=rank, ranks=count, meeting=f"file://{scratch}/meeting", timeout_s=PATIENCE_S)
+                place = Rank(
+                    rank=rank,
+                    ranks=count,
+                    meeting=f"file://{scratch}/meeting",
+                    timeout_s=PATIENCE_S,
+                )
                 pipe, other = context.Pipe()
                 gpu = devices_of(gpu_uuids, all_of_them=True)[rank] if gpu_uuids else None
                 process = context.Process(target=_serve, args=(place, gpu, other), daemon=True)
@@ -114,6 +127,11 @@ def _serve(place, gpu, pipe):
                 os._exit(0)
             module, _, function = name.partition(":")
             try:
-                pipe.send((True, getattr(importlib.import_module(module), function)(*arguments, **options)))
+                pipe.send(
+                    (
+                        True,
+                        getattr(importlib.import_module(module), function)(*arguments, **options),
+                    )
+                )
             except BaseException:
                 pipe.send((False, traceback.format_exc()))

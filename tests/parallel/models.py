@@ -1,4 +1,6 @@
-"""Models that go wrong on one of their ranks: `--model parallel_models:killed`, a name that a link gives this file."""
+"""Models that go wrong on one of their ranks: `--model parallel_models:killed`, a name that a
+link gives this file.
+"""
 
 import os
 import signal
@@ -57,7 +59,8 @@ class Slow(Faulty):
 class Spinning(Faulty):
     """Its large gradients are there before backward keeps the GPU busy for SPIN_CYCLES.
 
-    Forward begins with as long a wait, so that the host has launched all of backward before the GPU comes to it.
+    Forward begins with as long a wait, so that the host has launched all of backward before the GPU
+    comes to it.
     """
 
     def __init__(self, vocab_size):

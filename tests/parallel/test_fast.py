@@ -1,4 +1,6 @@
-"""The fast model on ranks: weights in low precision whose gradients are averaged, and masters that are shared out."""
+"""The fast model on ranks: weights in low precision whose gradients are averaged, and masters
+that are shared out.
+"""
 
 import functools
 
@@ -12,34 +14,55 @@ from tests.parallel import fast
 from tests.rounding import of_chain
 
 pytestmark = pytest.mark.timeout(280)
-ALL = [(way, shard) for way in ("ddp-naive", "ddp-flat", "ddp-overlap", "ddp-push") for shard in (False, True)]
-PUSHED, PUSHED_PARTS, REDUCED, SHARDED = ("ddp-push", False), ("ddp-push", True), ("ddp-overlap", True), ("fsdp", False)
+ALL = [
+    (way, shard)
+    for way in ("ddp-naive", "ddp-flat", "ddp-overlap", "ddp-push")
+    for shard in (False, True)
+]
+PUSHED, PUSHED_PARTS, REDUCED, SHARDED = (
+    ("ddp-push", False),
+    ("ddp-push", True),
+    ("ddp-overlap", True),
+    ("fsdp", False),
+)
 SELECTIVE = {"checkpoint_blocks": 1, "selective_checkpoints": True, "keep_hidden": 1}
 SETTINGS = {
     "plain": ({}, (*ALL, SHARDED, ("fsdp-push", False))),
     "packed attention": ({"packed_attention": True}, (PUSHED_PARTS, SHARDED)),
     "selective checkpoints": (SELECTIVE, (REDUCED, SHARDED)),
     "loss in parts": ({"loss_chunks": 3}, (PUSHED, REDUCED, SHARDED)),
-    "moments in bf16": ({"bf16_moments": True}, (PUSHED, PUSHED_PARTS, ("ddp-flat", True), SHARDED)),
-    "split masters": ({"split_masters": True}, (("ddp-overlap", False), PUSHED, PUSHED_PARTS, SHARDED)),
+    "moments in bf16": (
+        {"bf16_moments": True},
+        (PUSHED, PUSHED_PARTS, ("ddp-flat", True), SHARDED),
+    ),
+    "split masters": (
+        {"split_masters": True},
+        (("ddp-overlap", False), PUSHED, PUSHED_PARTS, SHARDED),
+    ),
 }
 """Settings, the ways and whether the optimizer is sharded."""
 
 
 def of_updates(arch, way, name):
-    """How far rounding takes the ranks' updates from those of one process, relative to these, for one order of sums."""
-    if name == "moments in bf16":  # drawn for parts of tensors: each is up to two units off, and the root of one is one
+    """How far rounding takes the ranks' updates from those of one process, relative to these,
+    for one order of sums.
+    """
+    # drawn for parts of tensors: each is up to two units off, and the root of one is one
+    if name == "moments in bf16":
         return of_chain(torch.bfloat16, 3 * (fast.STEPS - 1))
     if arch == "gpt2" and way.endswith("push"):
-        # the table is the head too, and its four gradients are added in another order: elements of its copy that lie
-        # between two values of bf16 are rounded the other way, in each step but the last, forward and backward
+        # the table is the head too, and its four gradients are added in another order: elements of
+        # its copy that lie between two values of bf16 are rounded the other way, in each step but
+        # the last, forward and backward
         return of_chain(torch.bfloat16, 2 * (fast.STEPS - 1))
     return 0
 
 
 @functools.cache
 def alone(ranks, arch, name, axes_in_fp32):
-    return ranks.call("tests.parallel.fast:train_alone", arch, 2, axes_in_fp32, SETTINGS[name][0])[0]
+    return ranks.call("tests.parallel.fast:train_alone", arch, 2, axes_in_fp32, SETTINGS[name][0])[
+        0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,9 +70,14 @@ def alone(ranks, arch, name, axes_in_fp32):
 )
 @pytest.mark.parametrize("arch", ["cs336", "gpt2"])
 def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, way, shard, arch):
-    """Where gradients are pushed, the optimizer adds them up, in fp32; under FSDP vectors are not sharded."""
+    """Where gradients are pushed, the optimizer adds them up, in fp32; under FSDP vectors are
+    not sharded.
+    """
     changes, _ = SETTINGS[name]
-    of_fp32, of_others = of_chain(torch.float32, OF_AN_UPDATE * fast.STEPS), of_updates(arch, way, name)
+    of_fp32, of_others = (
+        of_chain(torch.float32, OF_AN_UPDATE * fast.STEPS),
+        of_updates(arch, way, name),
+    )
     start, expected, losses = alone(two, arch, name, {"ddp-push": 1, "fsdp-push": 2}.get(way))
     results = two.call("tests.parallel.fast:train", way, arch, shard, "cpu", changes)
     shape = fast.config_of(arch, **changes).model
@@ -57,7 +85,9 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
     matrices = sum(each.numel() for each in expected.values() if each.ndim > 1)
     table, head = shape.vocab_size * shape.d_model, 128 * shape.d_model
     for rank, (masters, updated, own_losses, sent, copies) in enumerate(results):
-        assert own_losses == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=of_fp32 + of_others)
+        assert own_losses == pytest.approx(
+            [of_ranks[rank] for of_ranks in losses], rel=of_fp32 + of_others
+        )
         assert masters.keys() == expected.keys()
         for key, master in expected.items():
             if not key.endswith("k_proj.bias"):  # whose gradient is nothing but rounding
@@ -65,13 +95,16 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
                 assert (masters[key] - master).norm() <= allowed, key
         assert all(torch.equal(master, results[0][0][name]) for name, master in masters.items())
         if way.startswith("ddp"):
-            assert all(torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True))
+            assert all(
+                torch.equal(one, other) for one, other in zip(copies, results[0][-1], strict=True)
+            )
             assert updated == (matrices // 2 if shard else matrices) + vectors
             assert sent == sent_by_data_parallelism(masters, shape, way, shard)
             continue
         assert updated == (matrices + head - table) // 2 + vectors
         if (arch, name) == ("cs336", "plain"):
-            # half of what is gathered is sent, of the blocks once more for backward, and half of all gradients
+            # half of what is gathered is sent, of the blocks once more for backward, and half of
+            # all gradients
             blocks = 2 * (matrices - 2 * table)
             flags = 8 if way == "fsdp-push" else 0
             assert sent == (2 * (blocks + 2 * head + 4 * table) + blocks) // 2 + 4 * vectors + flags
@@ -80,7 +113,9 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
 @pytest.mark.parametrize("way", ["ddp-push", "fsdp-push"])
 def test_all_of_three_ranks_add_up_what_was_pushed_in_one_order(three, way):
     """In another order sums of three would be rounded otherwise."""
-    first, *others = (found for found, *_ in three.call("tests.parallel.fast:train", way, "cs336", False))
+    first, *others = (
+        found for found, *_ in three.call("tests.parallel.fast:train", way, "cs336", False)
+    )
     for other in others:
         assert all(torch.equal(other[name], master) for name, master in first.items())
 
@@ -90,7 +125,9 @@ def test_all_of_three_ranks_add_up_what_was_pushed_in_one_order(three, way):
 )
 def test_frozen_matrices_and_no_others_stay_as_they_are(two, way, shard):
     for changed in two.call("tests.parallel.fast:train_frozen", way, shard):
-        matrices = [f"attn.{name}_proj" for name in ("q", "k", "v", "output")] + [f"ffn.w{n}" for n in (1, 2, 3)]
+        matrices = [f"attn.{name}_proj" for name in ("q", "k", "v", "output")] + [
+            f"ffn.w{n}" for n in (1, 2, 3)
+        ]
         expected = [f"layers.{block}.{name}.weight" for block in (0, 2) for name in matrices]
         assert sorted(changed) == sorted(["token_embeddings.weight", *expected, "lm_head.weight"])
 
@@ -101,23 +138,32 @@ def test_parts_of_packed_weights_of_which_some_are_frozen_are_refused(monkeypatc
     step.model.layers[1].attn.k_proj.requires_grad_(False)
     monkeypatch.setattr(fully_sharded.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(fully_sharded.dist, "get_rank", lambda: 0)
-    with pytest.raises(ValueError, match=r"layers\.1\.attn\.v_proj\.weight are one tensor.*freeze all or none"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.attn\.v_proj\.weight are one tensor.*freeze all or none"
+    ):
         fully_sharded.ShardedMasterAdamW(step.model, 1e-3)
 
 
-@pytest.mark.parametrize(("way", "shard"), [("ddp-push", False), ("ddp-overlap", True), ("fsdp", False)])
+@pytest.mark.parametrize(
+    ("way", "shard"), [("ddp-push", False), ("ddp-overlap", True), ("fsdp", False)]
+)
 def test_a_rank_keeps_two_bytes_beside_each_element_of_a_copy(two, way, shard):
     for elements, remainders, masters in two.call("tests.parallel.fast:kept", way, shard):
         assert (remainders, masters) == (2 * elements, 0)
 
 
 def sent_by_data_parallelism(whole, shape, way, shard):
-    """Each of two ranks sends all bytes of a gradient for its average; half for its part, and half for a copy."""
+    """Each of two ranks sends all bytes of a gradient for its average; half for its part, and
+    half for a copy.
+    """
     gains = {name for name in whole if "ln" in name}
     tables = {name for name in whole if "embedding" in name}
-    heads = tables - {"token_embeddings.positions"} if len(tables) > 1 else set()  # gpt2's, whose table is the head too
+    # gpt2's, whose table is the head too
+    heads = tables - {"token_embeddings.positions"} if len(tables) > 1 else set()
     by_type = {4: gains | tables, 2: whole.keys() - gains - tables | heads}
-    expected = sum(width * whole[name].numel() for width, names in by_type.items() for name in names)
+    expected = sum(
+        width * whole[name].numel() for width, names in by_type.items() for name in names
+    )
     if not shard:  # averaged with the rows that pad it
         expected += 2 * (128 - shape.vocab_size) * shape.d_model
     # copies to the others are followed by all-reduces of 4 bytes

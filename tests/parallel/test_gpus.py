@@ -53,16 +53,31 @@ def test_steps_on_two_gpus_are_those_with_the_whole_batch(two, kind):
 
 @pytest.mark.parametrize(
     "packed",
-    [False, pytest.param(True, marks=pytest.mark.skipif(not is_installed(FLASH_4), reason="needs FlashAttention 4"))],
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(not is_installed(FLASH_4), reason="needs FlashAttention 4"),
+        ),
+    ],
 )
 @pytest.mark.parametrize("arch", ["cs336", "gpt2"])
 def test_steps_in_graphs_are_those_of_data_parallelism(two, arch, packed):
-    """In low precision, whose rounding AdamW makes much of; a copy that came too late would leave other weights."""
+    """In low precision, whose rounding AdamW makes much of; a copy that came too late would
+    leave other weights.
+    """
     changes = {"packed_attention": packed}
     wanted = two.call("tests.parallel.fast:train", "ddp-flat", arch, False, "cuda", changes)
-    for way, shard in (("fsdp", False), ("fsdp-push", False), ("ddp-push", False), ("ddp-push", True)):
+    for way, shard in (
+        ("fsdp", False),
+        ("fsdp-push", False),
+        ("ddp-push", False),
+        ("ddp-push", True),
+    ):
         results = two.call("tests.parallel.fast:train", way, arch, shard, "cuda", changes)
-        for (expected, _, losses, *_), (found, _, own_losses, *_) in zip(wanted, results, strict=True):
+        for (expected, _, losses, *_), (found, _, own_losses, *_) in zip(
+            wanted, results, strict=True
+        ):
             allowed = of_walk(torch.bfloat16, 2 * roundings(fast.config_of(arch).model))
             assert own_losses == pytest.approx(losses, rel=allowed)
             assert distance(found, expected) < allowed
@@ -76,14 +91,19 @@ def used_bytes(uuids):
 
 @contextlib.contextmanager
 def nothing_is_left(directory, uuids):
-    """In the end no process works in the directory any more, and the GPUs have their memory back."""
+    """In the end no process works in the directory any more, and the GPUs have their memory
+    back.
+    """
     (directory / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
     before = used_bytes(uuids)
     with contextlib.chdir(directory):
         yield
     assert not processes_in(directory)
     assert eventually(
-        lambda: all(now < then + LEFT_BYTES for now, then in zip(used_bytes(uuids), before, strict=True)), 10
+        lambda: all(
+            now < then + LEFT_BYTES for now, then in zip(used_bytes(uuids), before, strict=True)
+        ),
+        10,
     )
 
 

@@ -1,4 +1,6 @@
-"""A user's own way to share a step, and own optimizer, train as ours do, on two ranks; flags of runs on ranks."""
+"""A user's own way to share a step, and own optimizer, train as ours do, on two ranks; flags of
+runs on ranks.
+"""
 
 from dataclasses import replace
 
@@ -16,7 +18,7 @@ PARTS = "tests.parallel.own_parts"
 MODEL = replace(SIZES["tiny"], vocab_size=50, context_length=8, d_model=16, d_ff=32, num_heads=2)
 OURS = RunConfig(
     size="custom", model=MODEL, parallel=Parallel.DDP_FLAT, ranks=2, optimizer=OptimizerKind.FOREACH
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,10 @@ def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, ca
 
 
 def test_a_sweep_has_own_parts_beside_ours(capsys):
-    flags = "--context-lengths 32 --parallel ddp-naive ddp-overlap --ranks 2 --bucket-mib 0 25 --device cpu"
+    flags = (
+        "--context-lengths 32 --parallel ddp-naive ddp-overlap --ranks 2 --bucket-mib 0 25 "
+        "--device cpu"
+    )
     words = ["sweep", "--sizes", "tiny", *flags.split(), "--own-ddp", f"{PARTS}:DDP", "--dry-run"]
     assert main(words) == 0
     runs = [line for line in capsys.readouterr().out.splitlines() if "5 + 10 steps" in line]
@@ -70,12 +75,24 @@ def test_a_sweep_has_own_parts_beside_ours(capsys):
     assert sum(f"{PARTS}:DDP" in line for line in runs) == 2
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"bucket_mib": 3, "parallel": Parallel.DDP_NAIVE, "ranks": 2}, "--bucket-mib needs --parallel ddp-overlap"),
-    ({"own_ddp": f"{PARTS}:none_such", "ranks": 2}, "--own-ddp tests.parallel.own_parts:none_such"),
-    ({"parallel": Parallel.OWN, "ranks": 2}, "needs --own-ddp"),
-    ({"own_optimizer": f"{PARTS}:SGD", "optimizer": OptimizerKind.FUSED}, "--own-optimizer needs --optimizer own"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"bucket_mib": 3, "parallel": Parallel.DDP_NAIVE, "ranks": 2},
+            "--bucket-mib needs --parallel ddp-overlap",
+        ),
+        (
+            {"own_ddp": f"{PARTS}:none_such", "ranks": 2},
+            "--own-ddp tests.parallel.own_parts:none_such",
+        ),
+        ({"parallel": Parallel.OWN, "ranks": 2}, "needs --own-ddp"),
+        (
+            {"own_optimizer": f"{PARTS}:SGD", "optimizer": OptimizerKind.FUSED},
+            "--own-optimizer needs --optimizer own",
+        ),
+    ],
+)
 def test_what_does_not_go_together_is_refused(given, said):
     with pytest.raises(ValueError, match=said):
         config_of(Device.CPU, given, {"size": "tiny"}, fast=False)

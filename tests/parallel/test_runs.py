@@ -1,4 +1,6 @@
-"""Runs on several ranks, from the configuration to the record and the table, good ones and those that fail."""
+"""Runs on several ranks, from the configuration to the record and the table, good ones and those
+that fail.
+"""
 
 import contextlib
 import statistics
@@ -22,9 +24,14 @@ ALONE = RunConfig(size="custom", model=SHAPE, batch_size=4, warmup_steps=2, meas
 SHARED = replace(ALONE, parallel=Parallel.DDP_NAIVE, ranks=2, batch_size=2)
 RUNS = {
     "alone": ALONE,
-    **{str(way): replace(SHARED, parallel=way) for way in (Parallel.DDP_FLAT, Parallel.FSDP, Parallel.FSDP2)},
+    **{
+        str(way): replace(SHARED, parallel=way)
+        for way in (Parallel.DDP_FLAT, Parallel.FSDP, Parallel.FSDP2)
+    },
     "sharded optimizer": replace(SHARED, parallel=Parallel.DDP_OVERLAP, shard_optimizer=True),
-    "checkpoints, bf16": replace(SHARED, parallel=Parallel.FSDP, checkpoint_blocks=1, precision=Precision.BF16),
+    "checkpoints, bf16": replace(
+        SHARED, parallel=Parallel.FSDP, checkpoint_blocks=1, precision=Precision.BF16
+    ),
     "tied": replace(SHARED, parallel=Parallel.FSDP_PUSH, model=replace(SHAPE, arch=Arch.GPT2)),
 }
 FAULTS = {
@@ -50,7 +57,8 @@ def swept(tmp_path_factory):
         faults = {name: faulty(name) for name in (*FAULTS, "hangs")}
         slow = replace(SHARED, model_factory="parallel_models:slow")
         profiled = replace(SHARED, profiler=Profiler.KINETO)
-        runs = {**RUNS, **faults, "slow": slow, "profiled": profiled}  # the last two after those that fail
+        # the last two after those that fail
+        runs = {**RUNS, **faults, "slow": slow, "profiled": profiled}
         outcome = run_sweep([*runs.values()], directory, Listener(), timeout_s=100)
         assert outcome.unexplained == ()
         assert eventually(lambda: not processes_in(directory))
@@ -74,7 +82,13 @@ def test_each_step_is_the_slowest_ranks(swept, name):
     assert [each.rank for each in record.ranks] == [*range(record.config.ranks)]
     steps = [{each.phase: each.times_s for each in rank.measurements} for rank in record.ranks]
     whole = {each.phase: each.times_s for each in record.measurements}
-    assert [*whole] == [Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER, Phase.STEP]
+    assert [*whole] == [
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.COMMUNICATION,
+        Phase.OPTIMIZER,
+        Phase.STEP,
+    ]
     for step, time_s in enumerate(whole[Phase.STEP]):
         slowest = max(steps, key=lambda times: times[Phase.STEP][step])
         assert {phase: times[step] for phase, times in whole.items()} == {
@@ -92,7 +106,11 @@ def test_a_rank_that_sleeps_in_forward_is_found_and_the_other_waits_after_backwa
     assert message.startswith("rank 1 works")
     quick, slow = record.ranks
     assert min(times_of(slow, Phase.FORWARD)) > SLEEP_S > min(times_of(quick, Phase.FORWARD))
-    assert max(times_of(quick, Phase.COMMUNICATION)) > SLEEP_S / 2 > min(times_of(slow, Phase.COMMUNICATION))
+    assert (
+        max(times_of(quick, Phase.COMMUNICATION))
+        > SLEEP_S / 2
+        > min(times_of(slow, Phase.COMMUNICATION))
+    )
 
 
 def times_of(rank, phase):
@@ -101,13 +119,18 @@ def times_of(rank, phase):
 
 @pytest.mark.parametrize("name", ["ddp-flat", "sharded optimizer", "fsdp", "fsdp2"])
 def test_what_each_rank_keeps_at_the_three_moments(swept, name):
-    """Of fp32: 4 bytes of a parameter and of its gradient, 8 of AdamW's state; of a sharded matrix half of them."""
+    """Of fp32: 4 bytes of a parameter and of its gradient, 8 of AdamW's state; of a sharded
+    matrix half of them.
+    """
     record = swept[0][name]
     whole = 4 * record.num_parameters
     vectors = 4 * (2 * SHAPE.num_layers + 1) * SHAPE.d_model
-    rows = 2 * SHAPE.d_model  # PyTorch divides by rows, so rank 0 has half a row more than half of both tables
+    # PyTorch divides by rows, so rank 0 has half a row more than half of both tables
+    rows = 2 * SHAPE.d_model
     for rank, sign in zip(record.ranks, (1, -1), strict=True):
-        kept = {"fsdp": (whole + vectors) // 2, "fsdp2": whole // 2 + sign * 2 * rows}.get(name, whole)
+        kept = {"fsdp": (whole + vectors) // 2, "fsdp2": whole // 2 + sign * 2 * rows}.get(
+            name, whole
+        )
         found = [(each.parameters_bytes, each.gradients_bytes) for each in rank.moments]
         assert found == [(kept, 0), (kept, kept), (kept, 0)]
         start, *later = [each.optimizer_state_bytes for each in rank.moments]

@@ -1,4 +1,6 @@
-"""Each way on ranks is training in one process with the whole batch; and what each keeps and sends."""
+"""Each way on ranks is training in one process with the whole batch; and what each keeps and
+sends.
+"""
 
 import functools
 
@@ -22,15 +24,17 @@ TRAIN = "tests.parallel.checks:train"
 
 @functools.cache
 def alone(ranks, *arguments, **options):
-    """Trained by one of the ranks, because the checks of shapes in this process take longer than the training."""
+    """Trained by one of the ranks, because the checks of shapes in this process take longer than
+    the training.
+    """
     return ranks.call(TRAIN, None, *arguments, **options)[0]
 
 
 def distance(found, expected):
     """The largest relative difference of a parameter.
 
-    Those of keys are left out, as a bias of keys has no gradient in exact arithmetic (softmax takes no notice of what
-    is added to all scores of a query) and AdamW makes much of rounding.
+    Those of keys are left out, as a bias of keys has no gradient in exact arithmetic (softmax takes
+    no notice of what is added to all scores of a query) and AdamW makes much of rounding.
     """
     assert found.keys() >= expected.keys()
     return max(
@@ -40,7 +44,9 @@ def distance(found, expected):
     )
 
 
-def check_trained_as_alone(ranks, way, kind, optimizer, dtype=torch.float32, *, backwards=1, **options):
+def check_trained_as_alone(
+    ranks, way, kind, optimizer, dtype=torch.float32, *, backwards=1, **options
+):
     expected = alone(ranks, kind, optimizer, dtype, backwards=backwards).weights
     tolerance = of_walk(dtype, 2 * STEPS * roundings(ModelConfig(**SHAPE)))
     for found in ranks.call(TRAIN, way, kind, optimizer, dtype, backwards=backwards, **options):
@@ -70,7 +76,8 @@ def test_a_sharded_optimizer_updates_as_a_whole_one(two, way, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("way", "shard"), [("ddp-overlap", True), ("ddp-push", False), ("fsdp", False), ("fsdp-push", False)]
+    ("way", "shard"),
+    [("ddp-overlap", True), ("ddp-push", False), ("fsdp", False), ("fsdp-push", False)],
 )
 def test_three_ranks_share_what_three_does_not_divide(three, way, shard):
     assert SHAPE["vocab_size"] % 3
@@ -98,7 +105,9 @@ def test_each_rank_has_its_share_of_the_state(two):
     assert max(elements) - min(elements) <= largest
     for _, rates, weights in found:
         assert rates == [0.25, 0.125]
-        assert distance(weights, checks.weights_of(model)) < of_chain(torch.float32, 2 * OF_AN_UPDATE)
+        assert distance(weights, checks.weights_of(model)) < of_chain(
+            torch.float32, 2 * OF_AN_UPDATE
+        )
 
 
 @pytest.mark.parametrize("way", ["ddp-naive", "ddp-flat", "ddp-overlap"])
@@ -121,7 +130,9 @@ def test_a_way_that_averages_during_backward_refuses_a_second_one(two, way):
 def test_low_precision_is_gathered_and_the_masters_are_not(two):
     expected = alone(two, "cs336", in_bf16=True).loss
     d_model, vocab_size = SHAPE["d_model"], SHAPE["vocab_size"]
-    allowed = of_walk(torch.bfloat16, 2 * roundings(ModelConfig(**SHAPE)), BATCH * SHAPE["context_length"])
+    allowed = of_walk(
+        torch.bfloat16, 2 * roundings(ModelConfig(**SHAPE)), BATCH * SHAPE["context_length"]
+    )
     for way in FSDP_WAYS:
         found = two.call(TRAIN, way, "cs336", in_bf16=True)
         for each in found if way != "fsdp2" else ():
@@ -147,21 +158,30 @@ def test_what_is_gathered_is_freed_and_shards_are_parts(two):
         assert between == [0, 0, 0]
         # in a block's forward: itself and the next two units, the last of which is the head
         head_bytes = 2 * -(-whole["lm_head.weight"].numel() // 2) * 4
-        assert gathered[-3:] == [3 * block_bytes, 2 * block_bytes + head_bytes, block_bytes + head_bytes]
+        assert gathered[-3:] == [
+            3 * block_bytes,
+            2 * block_bytes + head_bytes,
+            block_bytes + head_bytes,
+        ]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_bytes_sent_are_those_of_the_closed_form(two, way):
     """PyTorch's DDP has padding in its buckets."""
     config = RunConfig(
-        size="custom", model=ModelConfig(**SHAPE), batch_size=2, mode=Mode.FORWARD_BACKWARD, parallel=Parallel(way),
+        size="custom",
+        model=ModelConfig(**SHAPE),
+        batch_size=2,
+        mode=Mode.FORWARD_BACKWARD,
+        parallel=Parallel(way),
         ranks=2,
-    )  # fmt: skip
+    )
     for forward, backward, after in two.call("tests.parallel.checks:traffic_of", way, "cs336"):
         total = forward + backward + after
         assert total == pytest.approx(sent_bytes(config), abs=256 if way == "ddp" else 0)
         if way in DDP_WAYS:
-            flags = 8 if way == "ddp-push" else 0  # copies are followed by two all-reduces of 4 bytes
+            # copies are followed by two all-reduces of 4 bytes
+            flags = 8 if way == "ddp-push" else 0
             assert not forward
             assert (backward > 0) == (way in ("ddp-overlap", "ddp-push", "ddp"))
             assert (after > flags) == (way in ("ddp-naive", "ddp-flat"))
@@ -180,11 +200,18 @@ WHOLE, PART = BLOCKS + 2 * TABLE + VECTORS, BLOCKS // 2 + TABLE + VECTORS
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({**PLAIN, "parallel": Parallel.DDP_FLAT}, {"parameters": 4 * WHOLE, "gradients": 4 * WHOLE}),
+        (
+            {**PLAIN, "parallel": Parallel.DDP_FLAT},
+            {"parameters": 4 * WHOLE, "gradients": 4 * WHOLE},
+        ),
         (
             {**PLAIN, "parallel": Parallel.FSDP, "precision": Precision.FP32},
             # the blocks are gathered for forward and for backward
-            {"parameters": 4 * PART, "gradients": 4 * PART, "gathered parameters": 4 * 2 * (BLOCKS + TABLE)},
+            {
+                "parameters": 4 * PART,
+                "gradients": 4 * PART,
+                "gathered parameters": 4 * 2 * (BLOCKS + TABLE),
+            },
         ),
         (
             {"parallel": Parallel.FSDP},
@@ -206,8 +233,12 @@ WHOLE, PART = BLOCKS + 2 * TABLE + VECTORS, BLOCKS // 2 + TABLE + VECTORS
     ],
     ids=["ddp", "fsdp", "fast fsdp", "fast sharded optimizer"],
 )
-def test_the_recorder_of_memory_sees_what_a_rank_keeps_and_what_is_gathered(two, tmp_path, settings, expected):
+def test_the_recorder_of_memory_sees_what_a_rank_keeps_and_what_is_gathered(
+    two, tmp_path, settings, expected
+):
     for found in two.call("tests.parallel.checks:recorded", settings, str(tmp_path)):
         state = found.pop("optimizer state")
-        assert state == pytest.approx(8 * WHOLE if expected["parameters"] == 4 * WHOLE else 8 * PART, rel=0.04)
+        assert state == pytest.approx(
+            8 * WHOLE if expected["parameters"] == 4 * WHOLE else 8 * PART, rel=0.04
+        )
         assert {kind: found.get(kind, 0) for kind in expected} == expected

@@ -27,9 +27,14 @@ def square(side):
 
 
 def lasting(time_s, count=1, spread=0.0):
-    """Three loops whose median is `time_s` for each repetition; the slowest takes `spread` longer than the fastest."""
+    """Three loops whose median is `time_s` for each repetition; the slowest takes `spread`
+    longer than the fastest.
+    """
     shares = (1, 1 / (1 + spread / 2), (1 + spread) / (1 + spread / 2))
-    return Timing(status=Status.OK, loops=Loops(count=count, times_s=tuple(count * time_s * x for x in shares)))
+    return Timing(
+        status=Status.OK,
+        loops=Loops(count=count, times_s=tuple(count * time_s * x for x in shares)),
+    )
 
 
 def lost(status=Status.OOM, message="no memory"):
@@ -38,11 +43,15 @@ def lost(status=Status.OOM, message="no memory"):
 
 def product_at(shape, tflops_per_s, precision=BF16, **loops):
     """A product at this rate."""
-    return ProductCell(precision=precision, shape=shape, timing=lasting(shape.flops / tflops_per_s / 1e12, **loops))
+    return ProductCell(
+        precision=precision, shape=shape, timing=lasting(shape.flops / tflops_per_s / 1e12, **loops)
+    )
 
 
 def stream_at(gb_per_s, num_bytes=64 * MIB, stream=Stream.COPY, **loops):
-    return StreamCell(stream=stream, moved_bytes=num_bytes, timing=lasting(num_bytes / gb_per_s / 1e9, **loops))
+    return StreamCell(
+        stream=stream, moved_bytes=num_bytes, timing=lasting(num_bytes / gb_per_s / 1e9, **loops)
+    )
 
 
 def make_ceilings(products=(), streams=(), launches=(), reductions=(), device_name=H200, **fields):
@@ -56,13 +65,20 @@ def make_ceilings(products=(), streams=(), launches=(), reductions=(), device_na
         world_size=reductions[0].world_size if reductions else 1,
     )
     return CeilingsStudy(
-        grid=grid, products=tuple(products), streams=tuple(streams), launches=tuple(launches),
-        reductions=tuple(reductions), environment=make_environment(device_name), **fields,
-    )  # fmt: skip
+        grid=grid,
+        products=tuple(products),
+        streams=tuple(streams),
+        launches=tuple(launches),
+        reductions=tuple(reductions),
+        environment=make_environment(device_name),
+        **fields,
+    )
 
 
 def make_rates(tflops_per_s=1.0, gb_per_s=100, **fields):
-    """One rate of matmuls of all sides and precisions, one bandwidth of all sizes, and 1 us for each launch."""
+    """One rate of matmuls of all sides and precisions, one bandwidth of all sizes, and 1 us for
+    each launch.
+    """
     return make_ceilings(
         [product_at(square(8192), tflops_per_s, precision) for precision in (FP32, BF16)],
         [stream_at(gb_per_s), stream_at(gb_per_s, stream=Stream.ADAMW)],
@@ -72,7 +88,9 @@ def make_rates(tflops_per_s=1.0, gb_per_s=100, **fields):
 
 
 def make_whole():
-    """On an H200: bf16 reaches 800 TFLOP/s and fp32 50, copies 4000 GB/s: ridges at 200 and 12.5 FLOPs a byte."""
+    """On an H200: bf16 reaches 800 TFLOP/s and fp32 50, copies 4000 GB/s: ridges at 200 and 12.5
+    FLOPs a byte.
+    """
     return make_ceilings(
         products=(
             product_at(square(1024), 300, spread=0.05),
@@ -81,8 +99,12 @@ def make_whole():
             product_at(Shape(rows=2048, inner=768, columns=50257, name="gpt2 head"), 400),
             product_at(Shape(rows=2048, inner=768, columns=50304, name="gpt2 head, padded"), 600),
             product_at(square(1024), 50, FP32),
-            ProductCell(precision=FP8, shape=square(1024), timing=lost(Status.UNAVAILABLE, "too old.")),
-            ProductCell(precision=FP8, shape=square(4096), timing=lost(Status.UNAVAILABLE, "too old.")),
+            ProductCell(
+                precision=FP8, shape=square(1024), timing=lost(Status.UNAVAILABLE, "too old.")
+            ),
+            ProductCell(
+                precision=FP8, shape=square(4096), timing=lost(Status.UNAVAILABLE, "too old.")
+            ),
         ),
         streams=(
             stream_at(9000, MIB),

@@ -9,7 +9,9 @@ from tests.report.making import make_config, make_failure, make_record
 
 @pytest.fixture
 def grid():
-    """Two sizes, two contexts, two precisions: fp32 takes twice as long, but `xl` at 512 has no memory for it."""
+    """Two sizes, two contexts, two precisions: fp32 takes twice as long, but `xl` at 512 has no
+    memory for it.
+    """
     records = []
     for size, base_s in (("small", 0.050), ("xl", 0.300)):
         for context_length in (128, 512):
@@ -25,7 +27,14 @@ def grid():
 
 @pytest.fixture
 def warmup_records():
-    """Three numbers of warm-up steps; without any, the first step takes ten times as long; one run was killed."""
+    """Three numbers of warm-up steps; without any, the first step takes ten times as long; one
+    run was killed.
+    """
     times = {0: (1.0, 0.1, 0.1), 1: (0.2, 0.1, 0.1), 5: (0.1, 0.1, 0.1)}
-    records = [make_record(make_config(warmup_steps=n, measured_steps=3), t) for n, t in times.items()]
-    return [*records, make_failure(make_config(warmup_steps=2, measured_steps=3), Status.KILLED, "killed")]
+    records = [
+        make_record(make_config(warmup_steps=n, measured_steps=3), t) for n, t in times.items()
+    ]
+    return [
+        *records,
+        make_failure(make_config(warmup_steps=2, measured_steps=3), Status.KILLED, "killed"),
+    ]

@@ -1,4 +1,6 @@
-"""Hand-made ladders, small enough to work out by hand: four rungs on an H200, whose losses fall from 12 to 10."""
+"""Hand-made ladders, small enough to work out by hand: four rungs on an H200, whose losses fall
+from 12 to 10.
+"""
 
 from dataclasses import replace
 
@@ -25,25 +27,37 @@ def shifted(distance):
 
 
 def make_process(rung, mean_s, repeat=0, losses=FALLING, compiled=None, **fields):
-    record = make_record(replace(rung.config, repeat=repeat), (0.9 * mean_s, 1.1 * mean_s), **fields)
-    compilation = None if compiled is None else Compilation(seconds=compiled, graphs=2, graph_breaks=1, recompiles=0)
+    record = make_record(
+        replace(rung.config, repeat=repeat), (0.9 * mean_s, 1.1 * mean_s), **fields
+    )
+    compilation = (
+        None
+        if compiled is None
+        else Compilation(seconds=compiled, graphs=2, graph_breaks=1, recompiles=0)
+    )
     return replace(record, losses=losses, compilation=compilation)
 
 
 def make_records(ladder, repeats=3, losses=None):
-    """Processes of each rung, 1 % apart; those that compile take 20 s the first time and 4 s after that."""
+    """Processes of each rung, 1 % apart; those that compile take 20 s the first time and 4 s
+    after that.
+    """
     return [
         make_process(
-            rung, STEPS_S[rung.name] * NOISE[repeat] if repeats > 1 else STEPS_S[rung.name], repeat,
+            rung,
+            STEPS_S[rung.name] * NOISE[repeat] if repeats > 1 else STEPS_S[rung.name],
+            repeat,
             (losses or {}).get(rung.name, FALLING),
             None if rung.name in ("fp32", "bf16") else (4.0 if repeat else 20.0),
         )
         for rung in ladder
         for repeat in range(repeats)
-    ]  # fmt: skip
+    ]
 
 
 def make_entry(rung, record=None, **changes):
-    """The rung under a profiler: 25 kernels and 20.1 ms busy a step, of 40 ms of kernels in both steps together."""
+    """The rung under a profiler: 25 kernels and 20.1 ms busy a step, of 40 ms of kernels in both
+    steps together.
+    """
     profiled = record or make_record(reason_run(rung), (1.0,))
     return Explained(profile=make_profile(**changes), profiled=profiled)

@@ -10,7 +10,9 @@ from cs336_systems.report.formats import csv_of
 
 
 def column(table, name, number=0):
-    """Cells below the heading of this name, or of the one so many after it that is called the same."""
+    """Cells below the heading of this name, or of the one so many after it that is called the
+    same.
+    """
     found = [index for index, heading in enumerate(table.headings) if heading.name == name]
     return [row[found[number]] for row in table.rows]
 
@@ -27,5 +29,7 @@ def numbers(text: str) -> list[float]:
 
 
 def has_extremes(text: str, values: list[float]) -> bool:
-    """Whether the least and the largest value are in the text, to the three digits that it shows."""
+    """Whether the least and the largest value are in the text, to the three digits that it
+    shows.
+    """
     return all(pytest.approx(end, rel=5e-3) in numbers(text) for end in (min(values), max(values)))

@@ -19,26 +19,39 @@ from cs336_systems.report.charts import (
 from cs336_systems.report.draw import figure_of, svg_of
 from tests.report.drawn import overlaps, texts
 
-STYLES = {"forward": Style(colour="#0072B2"), "idle": Style(colour="#FFFFFF", pattern="/", ink="#BBBBBB")}
+STYLES = {
+    "forward": Style(colour="#0072B2"),
+    "idle": Style(colour="#FFFFFF", pattern="/", ink="#BBBBBB"),
+}
 
 
 def make_bars(name="small"):
     """Two panels of two bars; the second of the second panel failed; a mark at the first bar."""
     first = Panel(
-        label="time (ms)", mark=f"{name} mean",
-        bars=[Bar(name=name, parts={"forward": 1.0, "idle": 2.0}, words=f"3.00\n{name}", mark=3.5),
-              Bar(name="xl", parts={"forward": 4.0})],
-    )  # fmt: skip
+        label="time (ms)",
+        mark=f"{name} mean",
+        bars=[
+            Bar(name=name, parts={"forward": 1.0, "idle": 2.0}, words=f"3.00\n{name}", mark=3.5),
+            Bar(name="xl", parts={"forward": 4.0}),
+        ],
+    )
     lost = [Bar(name=name, parts={"idle": 5.0}), Bar(name="xl", failure=f"out of memory {name}")]
     second = Panel(label="time (ms)", bars=lost)
-    return Chart(name="bars", title=f"Times {name}", settings=f"H200, {name}", panels=[first, second], styles=STYLES)
+    return Chart(
+        name="bars",
+        title=f"Times {name}",
+        settings=f"H200, {name}",
+        panels=[first, second],
+        styles=STYLES,
+    )
 
 
 def drawn_bars(axes):
     """Of each part that matplotlib drew: colour, place, where it begins and how long it is."""
     across = [(p.get_y() + p.get_height() / 2, p.get_x(), p.get_width()) for p in axes.patches]
     return sorted(
-        (to_hex(patch.get_facecolor()), *map(near, own)) for patch, own in zip(axes.patches, across, strict=True)
+        (to_hex(patch.get_facecolor()), *map(near, own))
+        for patch, own in zip(axes.patches, across, strict=True)
     )
 
 
@@ -58,7 +71,11 @@ def test_a_picture_shows_each_part_of_each_bar_and_each_mark() -> None:
 
 def test_the_legend_says_each_thing_once() -> None:
     (legend,) = figure_of(make_bars()).legends
-    assert {text.get_text() for text in legend.get_texts()} - {""} == {"forward", "idle", "small mean"}
+    assert {text.get_text() for text in legend.get_texts()} - {""} == {
+        "forward",
+        "idle",
+        "small mean",
+    }
 
 
 def test_an_svg_has_each_word_as_text() -> None:
@@ -66,12 +83,20 @@ def test_an_svg_has_each_word_as_text() -> None:
     svg = svg_of(chart, "a")
     root = ElementTree.fromstring(svg)
     words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert set(words) >= {line for text in texts(figure_of(chart)) for line in text.split("\n") if line.strip()}
-    assert {"#0072b2", "light-dark(#e5e5e5, #2c2c2c)"} <= set(re.findall(r"(?:fill|stroke): ([^;]*?)[;\"]", svg))
+    assert set(words) >= {
+        line for text in texts(figure_of(chart)) for line in text.split("\n") if line.strip()
+    }
+    assert {"#0072b2", "light-dark(#e5e5e5, #2c2c2c)"} <= set(
+        re.findall(r"(?:fill|stroke): ([^;]*?)[;\"]", svg)
+    )
     assert svg == svg_of(chart, "a")
     assert len(svg) < 40_000
 
 
 def test_words_stand_out_from_the_colours_of_their_bars() -> None:
-    every = {colour for table in (CLASS_COLOURS, CATEGORY_COLOURS, PHASE_COLOURS) for colour in table.values()}
+    every = {
+        colour
+        for table in (CLASS_COLOURS, CATEGORY_COLOURS, PHASE_COLOURS)
+        for colour in table.values()
+    }
     assert all(contrast(ink(colour), colour) > 3.5 for colour in every)

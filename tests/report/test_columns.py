@@ -12,9 +12,9 @@ from cs336_systems.report.words import interval_text
 def test_a_value_is_scaled_and_unknown_is_empty() -> None:
     time = Column("time", "µs", key="time_s", scale=1e6)
     assert [time.cell({"time_s": value}) for value in (0.0123456, None)] == ["12,346", ""]
-    assert Column("time", "ms", key="time_s", scale=1e3, std="std_s").cell({"time_s": 0.066312, "std_s": 0.000123}) == (
-        "66.31 ± 0.12"
-    )
+    assert Column("time", "ms", key="time_s", scale=1e3, std="std_s").cell(
+        {"time_s": 0.066312, "std_s": 0.000123}
+    ) == ("66.31 ± 0.12")
 
 
 def test_every_column_says_what_it_is() -> None:
@@ -22,22 +22,26 @@ def test_every_column_says_what_it_is() -> None:
 
 
 def test_a_time_in_doubt_is_marked_and_so_is_what_is_computed_from_it() -> None:
-    """By hand: 3400 ms over 200 ± 40 ms is 17 ± 3.4, and a deviation has one digit unless that is a 1."""
+    """By hand: 3400 ms over 200 ± 40 ms is 17 ± 3.4, and a deviation has one digit unless that
+    is a 1.
+    """
     steady = {"median_ms": 200.0, "std_ms": 40.0, "is_doubted": False, "ended": "out of memory"}
     time = column("median_ms")
-    assert [time.cell(steady | change) for change in ({}, {"is_doubted": True}, {"median_ms": None})] == [
-        "200 ± 40", "200 ± 40 ?", "out of memory",
-    ]  # fmt: skip
+    assert [
+        time.cell(steady | change) for change in ({}, {"is_doubted": True}, {"median_ms": None})
+    ] == ["200 ± 40", "200 ± 40 ?", "out of memory"]
     gain = {"speed_up": 17.0, "speed_up_std": 3.4, "speed_up_is_doubted": False}
-    assert [column("speed_up").cell(gain | change) for change in ({}, {"speed_up_is_doubted": True})] == [
-        "17.0", "17 ± 3 ?",
-    ]  # fmt: skip
+    assert [
+        column("speed_up").cell(gain | change) for change in ({}, {"speed_up_is_doubted": True})
+    ] == ["17.0", "17 ± 3 ?"]
 
 
 def ratio_text(low: float | None, high: float | None, ratio: float) -> str:
     """The speed-up as a table of the ladder says it."""
     values = {"": ratio, "_ci95_low": low, "_ci95_high": high, "_std": None, "_is_doubted": False}
-    return column("speed_up_over_last").cell({f"speed_up_over_last{ending}": value for ending, value in values.items()})
+    return column("speed_up_over_last").cell(
+        {f"speed_up_over_last{ending}": value for ending, value in values.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,13 +56,17 @@ def ratio_text(low: float | None, high: float | None, ratio: float) -> str:
     ],
 )
 def test_digits_of_a_speed_up_by_hand(low: float, high: float, ratio: str, interval: str) -> None:
-    assert (ratio_text(low, high, math.sqrt(low * high)), interval_text(low, high)) == (ratio, interval)
+    assert (ratio_text(low, high, math.sqrt(low * high)), interval_text(low, high)) == (
+        ratio,
+        interval,
+    )
 
 
 def test_a_width_that_five_digits_hold_always_shows() -> None:
     generator = np.random.default_rng(0)
     lows = 10 ** generator.uniform(-1, 3, size=2000)
-    widths = lows * 10 ** generator.uniform(-2.8, 0, size=2000)  # 5 digits tell a part in 1e4 apart, or finer
+    # 5 digits tell a part in 1e4 apart, or finer
+    widths = lows * 10 ** generator.uniform(-2.8, 0, size=2000)
     for low, high in zip(lows, lows + widths, strict=True):
         texts = interval_text(low, high).split(" to ")
         assert texts[0] != texts[1]

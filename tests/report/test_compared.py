@@ -28,8 +28,14 @@ def by_config(section):
 def test_every_configuration_has_a_row_with_its_verdict() -> None:
     """fp32 against bf16; by hand: 100 to 50 ms is half, 100 to 100.1 ms is too close."""
     steady = (1.001, 0.999)
-    a = [make_record(make_config(size, 128), [0.1 * each for each in steady]) for size in ("small", "medium", "xl")]
-    a += [make_record(make_config("large", 128), (0.3, 0.3)), make_record(make_config("small", 256), (0.2, 0.2))]
+    a = [
+        make_record(make_config(size, 128), [0.1 * each for each in steady])
+        for size in ("small", "medium", "xl")
+    ]
+    a += [
+        make_record(make_config("large", 128), (0.3, 0.3)),
+        make_record(make_config("small", 256), (0.2, 0.2)),
+    ]
     b = [
         make_record(make_config(size, 128, precision="bf16"), [step_s * each for each in steady])
         for size, step_s in (("small", 0.05), ("medium", 0.1001), ("xl", 0.2))
@@ -40,13 +46,20 @@ def test_every_configuration_has_a_row_with_its_verdict() -> None:
     found = by_config(section)
     verdicts = {key: row["verdict"] for key, row in found.items()}
     assert verdicts == {
-        ("small", 128): "faster", ("medium", 128): "cannot tell", ("xl", 128): "slower", ("large", 128): "not compared",
-        ("small", 256): "only in A", ("2.7B", 128): "only in B",
-    }  # fmt: skip
+        ("small", 128): "faster",
+        ("medium", 128): "cannot tell",
+        ("xl", 128): "slower",
+        ("large", 128): "not compared",
+        ("small", 256): "only in A",
+        ("2.7B", 128): "only in B",
+    }
     assert found["small", 128]["ratio"] == pytest.approx(0.5)
     assert found["large", 128]["ratio"] is None
     assert found["large", 128]["b_status"] == "oom"
-    assert {(row["precision_a"], row["precision_b"]) for row in section.rows} >= {("fp32", "bf16"), ("fp32", None)}
+    assert {(row["precision_a"], row["precision_b"]) for row in section.rows} >= {
+        ("fp32", "bf16"),
+        ("fp32", None),
+    }
     (table,) = section.tables
     text = texts_of(section)["comparison.md"]
     assert "precision (fp32, bf16)" in text
@@ -55,15 +68,26 @@ def test_every_configuration_has_a_row_with_its_verdict() -> None:
 
 
 def test_the_interval_is_of_processes_where_both_sides_have_three() -> None:
-    """Three processes that differ by 5 % tell nothing of 4 %, however little the steps of each scatter."""
-    a = [make_record(make_config(repeat=i), [mean_s] * 10) for i, mean_s in enumerate((0.095, 0.1, 0.105))]
-    b = [make_record(make_config(repeat=i, seed=1), [mean_s] * 10) for i, mean_s in enumerate((0.099, 0.104, 0.109))]
+    """Three processes that differ by 5 % tell nothing of 4 %, however little the steps of each
+    scatter.
+    """
+    a = [
+        make_record(make_config(repeat=i), [mean_s] * 10)
+        for i, mean_s in enumerate((0.095, 0.1, 0.105))
+    ]
+    b = [
+        make_record(make_config(repeat=i, seed=1), [mean_s] * 10)
+        for i, mean_s in enumerate((0.099, 0.104, 0.109))
+    ]
     (of_three,) = section_of(a, b).rows
     assert (of_three["verdict"], of_three["a_processes"]) == ("cannot tell", 3)
     (of_one,) = section_of(a[1:2], b[1:2]).rows
     assert of_one["verdict"] == "cannot tell", "one process each tells less than three"
     a = [replace(record, config=replace(record.config, repeat=2 * i)) for i, record in enumerate(a)]
-    b = [replace(record, config=replace(record.config, repeat=2 * i + 1)) for i, record in enumerate(reversed(b))]
+    b = [
+        replace(record, config=replace(record.config, repeat=2 * i + 1))
+        for i, record in enumerate(reversed(b))
+    ]
     logs = [np.log([record.measurement(Phase.STEP).mean_s for record in side]) for side in (b, a)]
     interval = scipy.stats.ttest_rel(*logs).confidence_interval(0.95)
     shown = 100 * math.expm1((interval.high - interval.low) / 2)
@@ -73,12 +97,18 @@ def test_the_interval_is_of_processes_where_both_sides_have_three() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_steps_of_unequal_work_are_compared_by_tokens_per_second(seed) -> None:
-    """Drawn batches, contexts and ranks: the side that does more tokens in a second is the faster one."""
+    """Drawn batches, contexts and ranks: the side that does more tokens in a second is the
+    faster one.
+    """
     rng = random.Random(seed)
     rates = [rng.choice([1e4, 2e4]) for _ in "AB"]
     sides, tokens = [], []
     for rate in rates:
-        ranks, context, batch_size = rng.choice([1, 2, 4]), rng.choice([128, 256, 512]), rng.randint(1, 8)
+        ranks, context, batch_size = (
+            rng.choice([1, 2, 4]),
+            rng.choice([128, 256, 512]),
+            rng.randint(1, 8),
+        )
         config = make_config("small", context, batch_size=batch_size, ranks=ranks, parallel="ddp")
         tokens.append(ranks * batch_size * context)
         steps_s = [tokens[-1] / rate * rng.uniform(0.999, 1.001) for _ in range(5)]
@@ -121,7 +151,10 @@ def test_another_warm_up_is_refused_unless_allowed() -> None:
 
 
 def test_one_configuration_on_two_devices_and_sweeps_without_a_common_one_are_refused() -> None:
-    two = [make_record(make_config(), (0.1, 0.1), device_name=name) for name in ("NVIDIA H200", "NVIDIA A100")]
+    two = [
+        make_record(make_config(), (0.1, 0.1), device_name=name)
+        for name in ("NVIDIA H200", "NVIDIA A100")
+    ]
     with pytest.raises(ValueError, match="several devices"):
         section_of(two, two, allow_mixed=True)
     sizes = ("small", "xl"), ("medium", "large")

@@ -1,4 +1,6 @@
-"""Times with a known fault put in: whatever publishes them says so, as a benchmark does; steady times pass."""
+"""Times with a known fault put in: whatever publishes them says so, as a benchmark does; steady
+times pass.
+"""
 
 import re
 
@@ -52,7 +54,9 @@ def codes(mean_s, fault):
 
 def spread(*samples):
     """Relative deviation of a quotient of independent times, by its square: the sum of theirs."""
-    return float(np.sqrt(sum((np.std(sample, ddof=1) / np.mean(sample)) ** 2 for sample in samples)))
+    return float(
+        np.sqrt(sum((np.std(sample, ddof=1) / np.mean(sample)) ** 2 for sample in samples))
+    )
 
 
 def attention(fault):
@@ -65,8 +69,9 @@ def attention(fault):
 def fusion(fault):
     """Written out 20 ms, compiled 5 with the fault."""
     return make_fusion(
-        make_row(times_s=times(0.02)), make_row(version=Version.COMPILED, times_s=times(0.005, fault))
-    )  # fmt: skip
+        make_row(times_s=times(0.02)),
+        make_row(version=Version.COMPILED, times_s=times(0.005, fault)),
+    )
 
 
 def ceilings(fault):
@@ -77,11 +82,13 @@ def ceilings(fault):
         [StreamCell(stream=stream, moved_bytes=64 * MIB, timing=timing) for stream in Stream],
         [LaunchCell(launch=launch, timing=timing) for launch in Launch],
         [CollectiveCell(num_bytes=MIB, world_size=2, timing=timing)],
-    )  # fmt: skip
+    )
 
 
 def marked(text):
-    """The numbers of a text before and after each ±, where a mark follows; none may be marked without a deviation."""
+    """The numbers of a text before and after each ±, where a mark follows; none may be marked
+    without a deviation.
+    """
     found = re.findall(r"([\d,.]+) ± ([\d,.]+) \?", text)
     assert text.count("?") == len(found)
     return [tuple(float(number.replace(",", "")) for number in pair) for pair in found]
@@ -101,7 +108,12 @@ def test_attention_says_which_times_are_in_doubt(fault):
         assert f"{fault} in 1 of 2 cells" in " ".join(table.notes)
         (gain,) = [marked(note) for note in table.notes if note.startswith("Times as fast")]
         ratio = 4 / np.mean(FAULTS[fault])
-        assert gain == [(pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))]
+        assert gain == [
+            (
+                pytest.approx(ratio, rel=0.05),
+                pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2),
+            )
+        ]
     naive, flash = csv_rows(attention_section(study))
     assert [naive["forward_warnings"], naive["backward_warnings"]] == ["", ""]
     assert [flash["forward_warnings"], flash["backward_warnings"]] == [fault, fault]
@@ -113,7 +125,10 @@ def test_fusion_says_which_times_are_in_doubt(fault):
     assert [bool(marked(cell)) for cell in column(table, "time")] == [False, True]
     (gain,) = marked(column(table, "speed-up")[1])
     ratio = np.median(QUIET) * 4 / np.median(FAULTS[fault])
-    assert gain == (pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))
+    assert gain == (
+        pytest.approx(ratio, rel=0.05),
+        pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2),
+    )
     assert f"{fault} in 1 of 2 rows" in " ".join(table.notes)
     assert [row["warnings"] for row in csv_rows(fusion_section(fusion(fault)))] == ["", fault]
 
@@ -139,12 +154,17 @@ def test_every_ceiling_says_that_its_time_is_in_doubt(fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_ladder_marks_a_speed_up_of_times_in_doubt(fault):
     ladder = make_ladder()
-    records = [make_process(rung, 0.8, codes=codes(0.8, fault) if rung is ladder[2] else ()) for rung in ladder]
+    records = [
+        make_process(rung, 0.8, codes=codes(0.8, fault) if rung is ladder[2] else ())
+        for rung in ladder
+    ]
     speed = ladder_section(ladder_rows(ladder, records, [])).tables[0]
     over_last, over_first = column(speed, "over last"), column(speed, "over first")
     assert [bool(marked(cell)) for cell in over_last] == [False, False, True, True]
     assert [bool(marked(cell)) for cell in over_first] == [False, False, True, False]
-    assert marked(over_last[2]) == [(1.0, 0.2)], "two steps 10 % off their mean: each deviates by sqrt(2) / 10"
+    assert marked(over_last[2]) == [(1.0, 0.2)], (
+        "two steps 10 % off their mean: each deviates by sqrt(2) / 10"
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -153,9 +173,16 @@ def test_a_sweep_marks_a_speed_up_of_times_in_doubt(fault):
     full = make_record(configs[0], times(0.02))
     fast = make_record(configs[1], times(0.005, fault), codes=codes(0.005, fault))
     ratio = 4 / np.mean(FAULTS[fault])
-    expected = (pytest.approx(ratio, rel=0.05), pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2))
+    expected = (
+        pytest.approx(ratio, rel=0.05),
+        pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2),
+    )
     assert marked(column(results_table(to_frame([full, fast])), "speed-up")[1]) == [expected]
-    assert not marked(column(results_table(to_frame([full, make_record(configs[1], times(0.005))])), "speed-up")[1])
+    assert not marked(
+        column(results_table(to_frame([full, make_record(configs[1], times(0.005))])), "speed-up")[
+            1
+        ]
+    )
 
 
 def test_steady_times_have_no_mark_anywhere():

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.config import SIZES, Arch, Attention, CompileMode, Device, Mode, Parallel, Precision, SdpaBackend
+from cs336_systems.config import (
+    SIZES,
+    Arch,
+    Attention,
+    CompileMode,
+    Device,
+    Mode,
+    Parallel,
+    Precision,
+    SdpaBackend,
+)
 from cs336_systems.costs.accounting import mfu, step_flops
 from cs336_systems.costs.memory import predict_memory
 from cs336_systems.costs.time import step_time
@@ -20,13 +30,16 @@ from cs336_systems.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
 
-CONTRACT = """size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, context_length, batch_size, mode, precision,
-attention, compile, optimizer, world_size, device_name, warmup_steps, measured_steps, status, error,
-forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms, optimizer_mean_ms, optimizer_std_ms,
-step_mean_ms, step_std_ms, step_cv, step_median_ms, step_min_ms, step_ci95_low_ms, step_ci95_high_ms,
-tokens_per_s, model_tflops_per_s, mfu, peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib,
-ceiling_share, data_mean_ms, data_std_ms, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate,
-fused_loss, fp8, fused_blocks, predicted_step_ms, predicted_step_error"""
+CONTRACT = """
+size, arch, d_model, d_ff, num_layers, num_heads, vocab_size, context_length, batch_size, mode,
+precision, attention, compile, optimizer, world_size, device_name, warmup_steps, measured_steps,
+status, error, forward_mean_ms, forward_std_ms, backward_mean_ms, backward_std_ms,
+optimizer_mean_ms, optimizer_std_ms, step_mean_ms, step_std_ms, step_cv, step_median_ms,
+step_min_ms, step_ci95_low_ms, step_ci95_high_ms, tokens_per_s, model_tflops_per_s, mfu,
+peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib, ceiling_share, data_mean_ms,
+data_std_ms, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate, fused_loss,
+fp8, fused_blocks, predicted_step_ms, predicted_step_error
+"""
 
 
 def only_row(*records):
@@ -63,12 +76,15 @@ def test_statistics_of_one_process_agree_with_numpy_and_scipy():
     assert (row["status"], row["error"], row["warnings"]) == ("ok", None, "unstable;drift")
     assert row["mfu"] is not None
     assert row["ceiling_share"] is None
-    assert (row["step_ci95_low_ms"], row["step_ci95_high_ms"]) == (None, None)  # it takes several processes
+    # it takes several processes
+    assert (row["step_ci95_low_ms"], row["step_ci95_high_ms"]) == (None, None)
 
 
 def test_the_share_of_a_measured_ceiling_is_that_of_the_runs_own_device_and_precision():
     """1.602 TFLOP in 10 ms, of 500 TFLOP/s."""
-    bf16 = make_record(make_config(precision=Precision.BF16, context_length=512, batch_size=4), (0.01,))
+    bf16 = make_record(
+        make_config(precision=Precision.BF16, context_length=512, batch_size=4), (0.01,)
+    )
     fp32 = make_record(make_config(context_length=512, batch_size=4), (0.01,))
     ceilings = Ceilings(
         (
@@ -81,9 +97,13 @@ def test_the_share_of_a_measured_ceiling_is_that_of_the_runs_own_device_and_prec
     assert rows["fp32"]["ceiling_share"] is None
 
 
-@pytest.mark.parametrize(("device", "name"), [(Device.CUDA, "NVIDIA H200"), (Device.CPU, "AMD EPYC")])
+@pytest.mark.parametrize(
+    ("device", "name"), [(Device.CUDA, "NVIDIA H200"), (Device.CPU, "AMD EPYC")]
+)
 def test_a_step_stands_beside_its_forecast_on_the_device_that_measured_it(device, name):
-    """Measured 25 % longer than its forecast, which is 20 % of that too short; without ceilings there is none."""
+    """Measured 25 % longer than its forecast, which is 20 % of that too short; without ceilings
+    there is none.
+    """
     ceilings = Ceilings((make_rates(1e-3, device=device, device_name=name),))
     config = replace(make_config("tiny", 16), device=device)
     predicted_s = step_time(config, ceilings.curves(name)).step_s
@@ -91,7 +111,9 @@ def test_a_step_stands_beside_its_forecast_on_the_device_that_measured_it(device
     failed = make_failure(replace(config, batch_size=2), device_name=name)
     own = make_record(config, [predicted_s, 1.5 * predicted_s], device_name=name)
     rows = rows_of(to_frame([own, other, failed], ceilings))
-    measured, alone, lost = (next(row for row in rows if row["batch_size"] == size) for size in (4, 1, 2))
+    measured, alone, lost = (
+        next(row for row in rows if row["batch_size"] == size) for size in (4, 1, 2)
+    )
     assert measured["predicted_step_ms"] == pytest.approx(1e3 * predicted_s)
     assert measured["predicted_step_error"] == pytest.approx(-0.2)
     assert (alone["predicted_step_ms"], alone["predicted_step_error"]) == (None, None)
@@ -103,7 +125,9 @@ def test_repeats_are_pooled_over_processes():
     runs = [(0.10, 0.12), (0.20, 0.22, 0.24), (0.30,)]
     row = only_row(*(make_record(make_config(repeat=i), times) for i, times in enumerate(runs)))
     means = [statistics.mean(times) for times in runs]
-    squares = sum((time - mean) ** 2 for times, mean in zip(runs, means, strict=True) for time in times)
+    squares = sum(
+        (time - mean) ** 2 for times, mean in zip(runs, means, strict=True) for time in times
+    )
     half_width = scipy.stats.t.ppf(0.975, 2) * statistics.stdev(means) / math.sqrt(3)
     assert row["step_mean_ms"] == pytest.approx(1e3 * statistics.mean(means))
     assert row["step_std_ms"] == pytest.approx(1e3 * math.sqrt(squares / (1 + 2 + 0)))
@@ -169,9 +193,13 @@ OWN = {"model_factory": "pkg.mod:make"}
 
 
 def test_the_inside_of_an_own_model_is_not_claimed():
-    """What the factory was offered is said to be that; the tokens and the vocabulary it has to keep to."""
+    """What the factory was offered is said to be that; the tokens and the vocabulary it has to
+    keep to.
+    """
     own = only_row(make_record(make_config("tiny", **OWN), (0.1,)))
-    assert [own[name] for name in ("d_model", "d_ff", "num_layers", "num_heads", "attention")] == [None] * 5
+    assert [own[name] for name in ("d_model", "d_ff", "num_layers", "num_heads", "attention")] == [
+        None
+    ] * 5
     assert own["size"] == "make tiny"
     assert (own["vocab_size"], own["context_length"], own["batch_size"]) == (10_000, 128, 4)
 
@@ -262,27 +290,44 @@ def test_speed_up_is_over_the_same_configuration_in_fp32(grid):
 
 @pytest.mark.parametrize(
     "other",
-    [{"seed": 1}, {"sync_phases": True}, {"warmup_steps": 4}, {"model_factory": "a:b"}, {"batch_size": 2}],
+    [
+        {"seed": 1},
+        {"sync_phases": True},
+        {"warmup_steps": 4},
+        {"model_factory": "a:b"},
+        {"batch_size": 2},
+    ],
     ids=str,
 )
 def test_speed_up_compares_no_two_runs_that_differ_in_more(other):
-    records = [make_record(make_config(**other), (0.2,)), make_record(make_config(precision=Precision.BF16), (0.1,))]
+    records = [
+        make_record(make_config(**other), (0.2,)),
+        make_record(make_config(precision=Precision.BF16), (0.1,)),
+    ]
     assert to_frame(records)["speed_up"].isna().all()
 
 
 def test_each_speed_up_is_over_the_first_value_of_one_setting_alone():
-    """Eager and naive takes 1.2 s; attention makes it 2 times as fast, compilation 3 times, the optimizer 1.5 times."""
+    """Eager and naive takes 1.2 s; attention makes it 2 times as fast, compilation 3 times, the
+    optimizer 1.5 times.
+    """
     made = {
         (attention, compiled, optimizer): make_record(
-            make_config(model={"attention": attention}, compile=compiled, optimizer=optimizer), (1.2 / speed,)
+            make_config(model={"attention": attention}, compile=compiled, optimizer=optimizer),
+            (1.2 / speed,),
         )
         for attention, compiled, optimizer, speed in [
-            ("naive", "none", "adamw", 1), ("sdpa", "none", "adamw", 2), ("naive", "default", "adamw", 3),
-            ("sdpa", "default", "adamw", 6), ("sdpa", "default", "fused", 9),
+            ("naive", "none", "adamw", 1),
+            ("sdpa", "none", "adamw", 2),
+            ("naive", "default", "adamw", 3),
+            ("sdpa", "default", "adamw", 6),
+            ("sdpa", "default", "fused", 9),
         ]
-    }  # fmt: skip
+    }
     frame = to_frame(made.values())
-    rows = {(row["attention"], row["compile"], row["optimizer"]): row for _, row in frame.iterrows()}
+    rows = {
+        (row["attention"], row["compile"], row["optimizer"]): row for _, row in frame.iterrows()
+    }
     expected = {
         ("naive", "none", "adamw"): (None, None, None),
         ("sdpa", "none", "adamw"): (2, None, None),
@@ -300,14 +345,20 @@ def test_each_speed_up_is_over_the_first_value_of_one_setting_alone():
 
 def test_speed_up_compares_no_two_devices():
     full = make_record(make_config(), (0.2,), device_name="NVIDIA A100")
-    assert to_frame([full, make_record(make_config(precision=Precision.BF16), (0.1,))])["speed_up"].isna().all()
+    assert (
+        to_frame([full, make_record(make_config(precision=Precision.BF16), (0.1,))])["speed_up"]
+        .isna()
+        .all()
+    )
 
 
 def test_over_warmup_keeps_only_what_varies_beside_the_first_step(warmup_records):
     frame = over_warmup(to_frame([*warmup_records, make_record(make_config("medium"), (0.1,))]))
     assert frame["warmup_steps"].tolist() == [0, 1, 2, 5]
     assert frame["first_step_ms"].tolist() == pytest.approx([1000, 200, math.nan, 100], nan_ok=True)
-    assert frame["step_mean_ms"].tolist() == pytest.approx([400, 400 / 3, math.nan, 100], nan_ok=True)
+    assert frame["step_mean_ms"].tolist() == pytest.approx(
+        [400, 400 / 3, math.nan, 100], nan_ok=True
+    )
     assert frame["status"].tolist() == ["ok", "ok", "killed", "ok"]
     assert over_warmup(to_frame(warmup_records[:1])).empty
 
@@ -321,17 +372,31 @@ def test_the_predicted_peak_stands_beside_the_measured_one():
     first = predict_memory(config).first_step_peak.allocated_bytes
     cold = only_row(make_record(replace(config, warmup_steps=0), (0.1,)))
     assert cold["predicted_peak_gib"] == max(row["predicted_peak_gib"], first / 2**30)
-    assert only_row(make_record(replace(config, device=Device.CPU), (0.1,)))["predicted_peak_gib"] is None
-    assert only_row(make_record(make_config(model_factory="pkg.mod:make"), (0.1,)))["predicted_peak_gib"] is None
+    assert (
+        only_row(make_record(replace(config, device=Device.CPU), (0.1,)))["predicted_peak_gib"]
+        is None
+    )
+    assert (
+        only_row(make_record(make_config(model_factory="pkg.mod:make"), (0.1,)))[
+            "predicted_peak_gib"
+        ]
+        is None
+    )
 
 
 def test_the_time_of_collectives_is_foretold_from_ceilings_of_as_many_ranks():
-    """One all-reduce of 4 bytes for each parameter: of 11 MiB, a MiB/ms here, on two of these GPUs only."""
+    """One all-reduce of 4 bytes for each parameter: of 11 MiB, a MiB/ms here, on two of these
+    GPUs only.
+    """
     cell = CollectiveCell(num_bytes=2**20, world_size=2, timing=lasting(1e-3))
     ceilings = Ceilings((make_ceilings(reductions=(cell,)),))
     for ranks, milliseconds in ((2, 4 * 3_084_928 / 2**20), (4, None)):
         record = make_record(make_config("tiny", parallel=Parallel.DDP_FLAT, ranks=ranks), (0.1,))
         (row,) = rows_of(to_frame([record], ceilings))
         assert row["predicted_collectives_ms"] == (milliseconds and pytest.approx(milliseconds))
-    (row,) = rows_of(to_frame([make_record(make_config("tiny", parallel=Parallel.FSDP, ranks=2), (0.1,))], ceilings))
+    (row,) = rows_of(
+        to_frame(
+            [make_record(make_config("tiny", parallel=Parallel.FSDP, ranks=2), (0.1,))], ceilings
+        )
+    )
     assert row["predicted_collectives_ms"] is None, "all-gathers were not measured"

@@ -17,19 +17,25 @@ FAILURES = (Status.OOM, Status.CRASHED, Status.TIMEOUT)
 
 
 def draw_runs(rng):
-    """Runs of as many contexts that ended in some way: all well, none, or each by chance; some have no peak."""
+    """Runs of as many contexts that ended in some way: all well, none, or each by chance; some
+    have no peak.
+    """
     least, number = rng.choice((0.0, 0.5, 1.0)), rng.choice((0, 1, 1, 2, 3, 7))
     for config in (make_config("tiny", context_length=32 * (1 + index)) for index in range(number)):
         if rng.random() < least:
             peak_bytes = rng.choice((None, rng.randrange(2**30, 2**36)))
             codes = rng.sample([WarningCode.LAUNCH_BOUND], rng.randrange(2))
-            yield make_record(config, (rng.uniform(1e-3, 2),) * 2, peak_bytes=peak_bytes, codes=codes)
+            yield make_record(
+                config, (rng.uniform(1e-3, 2),) * 2, peak_bytes=peak_bytes, codes=codes
+            )
         else:
             yield make_failure(config, rng.choice(FAILURES))
 
 
 def check(text: str, measured: list[float | None], ends: Counter) -> None:
-    """The text has both extremes of the values, says how many rows have one, and how many ended how."""
+    """The text has both extremes of the values, says how many rows have one, and how many ended
+    how.
+    """
     values = [value for value in measured if value is not None]
     assert not values or has_extremes(text, values), text
     whole = len(measured)
@@ -46,7 +52,11 @@ def test_a_headline_of_runs_leaves_none_out() -> None:
         ends = Counter(run.status for run in runs if run.status is not Status.OK)
         entries = [MemoryEntry(profile=make_memory(), config=run.config) for run in runs[2:4]]
         steps, more = of_steps(rows)
-        check(steps, [1e3 * run.measurements[-1].mean_s if run.measurements else None for run in runs], ends)
+        check(
+            steps,
+            [1e3 * run.measurements[-1].mean_s if run.measurements else None for run in runs],
+            ends,
+        )
         peaks = [run.memory.peak_allocated_bytes / GIB if run.memory else None for run in runs]
         check(of_memory(entries, rows)[0], peaks, ends)
         late = sum(bool(run.warnings) for run in runs)
@@ -57,10 +67,14 @@ def test_a_headline_of_profiles_counts_each_limit() -> None:
     """Groups that disagree, of which none is called all."""
     rng = random.Random(12)
     for drawn in ([draw(rng) for _ in range(rng.randrange(2, 9))] for _ in range(30)):
-        configs = [make_config("tiny", context_length=32 * (1 + index)) for index in range(len(drawn))]
+        configs = [
+            make_config("tiny", context_length=32 * (1 + index)) for index in range(len(drawn))
+        ]
         entries = [own.entry(config) for own, config in zip(drawn, configs, strict=True)]
         failed = make_failure(make_config("tiny", context_length=8))
-        text, more = of_profiles(entries, rows_of(to_frame([*(entry.plain for entry in entries), failed])))
+        text, more = of_profiles(
+            entries, rows_of(to_frame([*(entry.plain for entry in entries), failed]))
+        )
         for limit, count in Counter(own.limit for own in drawn).items():
             assert f"{limit} in {count} of {len(drawn)}" in text
         assert f"out of memory in 1 of {len(drawn) + 1}" in text

@@ -1,4 +1,5 @@
-"""Configurations that differ in any one setting are told apart wherever they stand beside each other.
+"""Configurations that differ in any one setting are told apart wherever they stand beside each
+other.
 
 The settings are found in the classes of the configuration, among them ones that are not there yet.
 """
@@ -13,7 +14,13 @@ import pytest
 
 from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
 from cs336_systems.report.frame import to_frame
-from cs336_systems.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
+from cs336_systems.report.identity import (
+    PARALLEL,
+    file_names,
+    identities,
+    names_of,
+    shared_settings,
+)
 from cs336_systems.report.section import labels
 from cs336_systems.report.sections.kernels import files as kernel_files
 from cs336_systems.report.sections.kernels.tables import Explained
@@ -54,7 +61,9 @@ SETTINGS = settings_of(BASES[0])
 def each_setting(*but):
     """A test for every setting, apart from some."""
     chosen = [(where, field) for where, field in SETTINGS if field.name not in but]
-    return pytest.mark.parametrize(("where", "field"), chosen, ids=[field.name for _, field in chosen])
+    return pytest.mark.parametrize(
+        ("where", "field"), chosen, ids=[field.name for _, field in chosen]
+    )
 
 
 @cache
@@ -75,7 +84,9 @@ def memory_entry(config, **changes):
 
 
 def assert_apart(sections, pair):
-    """No row of the one is a row of the other, in the table that people read and in the CSV, with equal profiles."""
+    """No row of the one is a row of the other, in the table that people read and in the CSV,
+    with equal profiles.
+    """
     for section in sections:
         for rows in (*(table.rows for table in section.tables[-1:]), csv_rows(section)):
             texts = [str(row) for row in rows]
@@ -85,10 +96,18 @@ def assert_apart(sections, pair):
 
 
 @each_setting()
-def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
-    pair, *_ = neighbours(where, field.name, **({} if field.name == "profiler" else {"profiler": Profiler.KINETO}))
+def test_profiled_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(
+    where, field
+) -> None:
+    pair, *_ = neighbours(
+        where, field.name, **({} if field.name == "profiler" else {"profiler": Profiler.KINETO})
+    )
     entries = [kernel_entry(config) for config in pair]
-    assert len({*labels(entries)}) == len({name.casefold() for name in file_names(labels(entries))}) == 2
+    assert (
+        len({*labels(entries)})
+        == len({name.casefold() for name in file_names(labels(entries))})
+        == 2
+    )
     assert_apart([make(entries) for make in kernel_files.SUBJECTS], pair)
 
 
@@ -100,10 +119,21 @@ def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
 
 
 @each_setting(
-    "profiler", "device", "cuda_graph", "loss", "module_depth", "update_in_backward", "expandable_segments", *PARALLEL
+    "profiler",
+    "device",
+    "cuda_graph",
+    "loss",
+    "module_depth",
+    "update_in_backward",
+    "expandable_segments",
+    *PARALLEL,
 )
-def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(where, field) -> None:
-    """Memory is recorded by one profiler, on a GPU, of a run without graphs, in fixed segments and in one process."""
+def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(
+    where, field
+) -> None:
+    """Memory is recorded by one profiler, on a GPU, of a run without graphs, in fixed segments
+    and in one process.
+    """
     pair, *_ = neighbours(where, field.name, profiler=Profiler.MEMORY)
     entries = [memory_entry(config) for config in pair]
     assert len({*labels(entries)}) == len({config.key for config in pair}) == 2
@@ -146,13 +176,20 @@ def test_names_of_files_are_plain_short_and_different_on_every_file_system() -> 
     found = file_names(names)
     assert found[0] == "a_b"
     assert len({name.casefold() for name in found}) == len(names)
-    assert all({*name} <= {*string.ascii_letters, *string.digits, *"._+"} and len(name) <= 110 for name in found)
+    assert all(
+        {*name} <= {*string.ascii_letters, *string.digits, *"._+"} and len(name) <= 110
+        for name in found
+    )
 
 
 def test_names_of_files_of_sizes_and_contexts() -> None:
     """Names that earlier sweeps have."""
     configs = [
-        RunConfig(size=name, model=replace(MODEL, context_length=context, d_model=d_model), profiler=Profiler.KINETO)
+        RunConfig(
+            size=name,
+            model=replace(MODEL, context_length=context, d_model=d_model),
+            profiler=Profiler.KINETO,
+        )
         for name, d_model in (("small", 64), ("2.7B", 128))
         for context in (128, 512)
     ]
@@ -162,17 +199,26 @@ def test_names_of_files_of_sizes_and_contexts() -> None:
 
 
 def test_texts_that_read_alike_are_told_apart() -> None:
-    """A token file may have the name of what stands for none, and long paths may differ where they are cut."""
+    """A token file may have the name of what stands for none, and long paths may differ where
+    they are cut.
+    """
     paths = [None, "random", *(f"/{'a' * 50}{middle}{'b' * 50}.npy" for middle in "xy")]
     configs = [replace(BASES[0], tokens=path) for path in paths]
     assert len({*names_of(identities((config, None) for config in configs))}) == 4
-    assert len({*results_table(to_frame([make_record(config, (0.1,)) for config in configs])).rows}) == 4
+    assert (
+        len({*results_table(to_frame([make_record(config, (0.1,)) for config in configs])).rows})
+        == 4
+    )
 
 
 def test_settings_that_all_share_are_said_of_any_valid_configuration() -> None:
     """Also of a shape that no default has: 9 dimensions a head suit GPT-2, and RoPE not."""
-    odd = LaterModel(arch=Arch.GPT2, context_length=8, d_model=27, d_ff=64, num_layers=1, num_heads=3, window=4)
-    said = shared_settings([(LaterRun(size="custom", model=odd, mode=Mode.FORWARD, seed=3, offload=True), None)] * 2)
+    odd = LaterModel(
+        arch=Arch.GPT2, context_length=8, d_model=27, d_ff=64, num_layers=1, num_heads=3, window=4
+    )
+    said = shared_settings(
+        [(LaterRun(size="custom", model=odd, mode=Mode.FORWARD, seed=3, offload=True), None)] * 2
+    )
     assert {"gpt2 architecture", "seed 3", "window 4", "offload"} <= set(said.split(", "))
     assert "optimizer" not in said
     assert "momentum" not in said

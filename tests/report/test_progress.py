@@ -32,7 +32,9 @@ class Terminal(io.StringIO):
                 row, column = row + 1, 0
                 lines += [""] * (row + 1 - len(lines))
             elif text:
-                lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
+                lines[row] = (
+                    lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
+                )
                 column += len(text)
             else:
                 assert control in "hlm", "shows the cursor, hides it, or colours"
@@ -49,7 +51,9 @@ def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return terminal
 
 
-def test_a_terminal_shows_what_is_done_now_below_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_what_is_done_now_below_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = use_terminal(monkeypatch)
     with StatusLine() as status:
         status("first")
@@ -62,7 +66,9 @@ def test_a_terminal_shows_what_is_done_now_below_what_is_printed(monkeypatch: py
         assert len(line) <= 40
     print("the result")
     assert [line for line in terminal.screen() if line] == ["a note", "the result"]
-    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l"), "the cursor is back"
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l"), (
+        "the cursor is back"
+    )
 
 
 def test_the_line_goes_when_the_work_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +99,9 @@ def test_elsewhere_each_has_a_line_at_its_beginning(
     assert (out, err) == ("", "[100.0 s] 1 of 2: second\n")
 
 
-def test_a_pipe_gets_one_line_for_each_result_and_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_gets_one_line_for_each_result_and_no_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     message = " ".join(["word"] * 100)
     done, failed = (
         make_record(make_config(), (0.1, 0.2)),

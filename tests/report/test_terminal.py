@@ -45,54 +45,120 @@ from tests.report.studies import make_cell, make_fusion, make_result, make_row, 
 WIDTHS = (40, 60, 80, 100, 140, 200)
 FILES = Path("data/x")
 KINDS = (
-    "results", "warm-up", "ladder", "ladder's others", "ceilings", "products", "bandwidth", "launches", "attention",
-    "attention's memory", "fusion", "kernels", "kernels of a sweep", "memory", "memory of a sweep",
-    "account", "parameters", "compare", "precision",
-)  # fmt: skip
+    "results",
+    "warm-up",
+    "ladder",
+    "ladder's others",
+    "ceilings",
+    "products",
+    "bandwidth",
+    "launches",
+    "attention",
+    "attention's memory",
+    "fusion",
+    "kernels",
+    "kernels of a sweep",
+    "memory",
+    "memory of a sweep",
+    "account",
+    "parameters",
+    "compare",
+    "precision",
+)
 
 
 @functools.cache
 def kinds():
-    """Tables of every command, with the columns that each must show: what tells its rows apart, and their times."""
+    """Tables of every command, with the columns that each must show: what tells its rows apart,
+    and their times.
+    """
     sizes = ("small", "medium", "2.7B")
     precisions = (Precision.FP32, Precision.BF16)
-    configs = [make_config(size, length, precision=p) for size in sizes for length in (128, 512) for p in precisions]
+    configs = [
+        make_config(size, length, precision=p)
+        for size in sizes
+        for length in (128, 512)
+        for p in precisions
+    ]
     records = [make_record(config, (0.9, 1.0012, 1.13), codes=CODES) for config in configs]
     records.append(make_failure(make_config("xl")))
     warmups = [make_record(make_config(warmup_steps=n), (0.9, 1.0012, 1.13)) for n in (0, 1, 5)]
     ladder = make_ladder("tiny")
     rungs = ladder_rows(ladder, make_records(ladder), [make_entry(ladder[1])])
     cells = [make_cell(name, 64, length) for name in Implementation for length in (512, 16384)]
-    attention = make_study(*(make_result(cell) for cell in cells), implementations=tuple(Implementation))
+    attention = make_study(
+        *(make_result(cell) for cell in cells), implementations=tuple(Implementation)
+    )
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
     entries = [Explained(profile=make_profile(), plain=r, profiled=r) for r in profiled]
-    memory = [MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name) for r in profiled]
+    memory = [
+        MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name)
+        for r in profiled
+    ]
     fusion = make_fusion(*(make_row(version=version) for version in Version))
     step = AccountArguments(size="small", context_length=512).config()
     compared = compare_sides(Sides(a="a", b="b"), (records[:6], records[:6]))
     account = Account(config=step, device=find_device(H200), memory_bytes=40e9)
     found = {
-        "results": ([results_table(to_frame(records))], ("size", "context", "precision", "step", "status")),
-        "warm-up": ([warmup_table(to_frame(warmups))], ("size", "context", "precision", "warm-up", "step")),
+        "results": (
+            [results_table(to_frame(records))],
+            ("size", "context", "precision", "step", "status"),
+        ),
+        "warm-up": (
+            [warmup_table(to_frame(warmups))],
+            ("size", "context", "precision", "warm-up", "step"),
+        ),
         "ladder": (ladder_section(rungs).tables[:1], ("rung", "step", "gate")),
         "ladder's others": (ladder_section(rungs).tables[1:], ("rung",)),
-        "ceilings": (all_tables(ceilings_sections(make_whole()))[:1], ("ceiling", "measured", "unit")),
-        "products": (all_tables(ceilings_sections(make_whole()))[1:4], ("product", "rows x inner x columns", "time")),
+        "ceilings": (
+            all_tables(ceilings_sections(make_whole()))[:1],
+            ("ceiling", "measured", "unit"),
+        ),
+        "products": (
+            all_tables(ceilings_sections(make_whole()))[1:4],
+            ("product", "rows x inner x columns", "time"),
+        ),
         "bandwidth": (all_tables(ceilings_sections(make_whole()))[4:5], ("pass", "moved", "time")),
-        "launches": (all_tables(ceilings_sections(make_whole()))[5:6], ("a kernel on one element", "time")),
-        "attention": (attention_section(attention).tables[:3], ("d_head", "context", *Implementation)),
-        "attention's memory": (attention_section(attention).tables[3:], ("d_head", "context", "naive")),
+        "launches": (
+            all_tables(ceilings_sections(make_whole()))[5:6],
+            ("a kernel on one element", "time"),
+        ),
+        "attention": (
+            attention_section(attention).tables[:3],
+            ("d_head", "context", *Implementation),
+        ),
+        "attention's memory": (
+            attention_section(attention).tables[3:],
+            ("d_head", "context", "naive"),
+        ),
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),
-        "kernels": (tables_of_one(Explained(profile=make_profile()), 10), ("phase", "kernel", "total", "finding")),
+        "kernels": (
+            tables_of_one(Explained(profile=make_profile()), 10),
+            ("phase", "kernel", "total", "finding"),
+        ),
         "kernels of a sweep": (tables_of(entries), ("size", "phase", "step")),
         "memory": (snapshot_tables(make_memory(), 10), ("moment", "finding", "part")),
         "memory of a sweep": (memory_tables(memory), ("size", "peak")),
         "account": (account_section(account, 10).tables, ("part", "step")),
-        "parameters": ([days_table(parameters=70e9, tokens=15e12, peak_flops_per_s=1e15, peak_source="H100",
-                               count=1024, mfu=0.5)], ("quantity", "value")),
+        "parameters": (
+            [
+                days_table(
+                    parameters=70e9,
+                    tokens=15e12,
+                    peak_flops_per_s=1e15,
+                    peak_source="H100",
+                    count=1024,
+                    mfu=0.5,
+                )
+            ],
+            ("quantity", "value"),
+        ),
         "compare": (compared.section.tables, ("size", "context", "B is")),
-        "precision": (accumulation_section(accumulation_study()).tables, ("sum", "addend", "result")),
-    }  # fmt: skip
+        "precision": (
+            accumulation_section(accumulation_study()).tables,
+            ("sum", "addend", "result"),
+        ),
+    }
     assert tuple(found) == KINDS
     assert all(tables and all(table.rows for table in tables) for tables, _ in found.values())
     return found
@@ -180,7 +246,12 @@ def test_columns_go_in_the_declared_order(capsys, monkeypatch):
     orders = (0, 2, 1, 3)
     headings = tuple(Column(f"h{order}", drop_order=order) for order in orders)
     table = Table(title="t", headings=headings, rows=(tuple("1" * 10 for _ in orders),))
-    for width, left_out in ((46, []), (40, ["h3."]), (30, ["h2,", "h3."]), (20, ["h2,", "h1,", "h3."])):
+    for width, left_out in (
+        (46, []),
+        (40, ["h3."]),
+        (30, ["h2,", "h3."]),
+        (20, ["h2,", "h1,", "h3."]),
+    ):
         monkeypatch.setenv("COLUMNS", str(width))
         print_table(table)
         assert capsys.readouterr().out.partition("width: ")[2].split() == left_out

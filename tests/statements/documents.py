@@ -1,4 +1,6 @@
-"""Figures in documents: each is claimed by a function that computes it from a committed file, or is a setting."""
+"""Figures in documents: each is claimed by a function that computes it from a committed file, or
+is a setting.
+"""
 
 import csv
 import os
@@ -12,9 +14,22 @@ from typing import TypeAlias
 
 ROOT = Path(__file__).parents[2]
 _NAMES = (
-    "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen",
-    "fifteen", "sixteen",
-)  # fmt: skip
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+)
 WORDS = {name: number for number, name in enumerate(_NAMES, start=2)} | {
     "twice": 2,
     "hundred": 100,
@@ -51,7 +66,9 @@ class Claim:
         assert len(values) == len(found[0].groups()), self.pattern
         for said, value in zip(found[0].groups(), values, strict=True):
             if not agrees(said, value):
-                yield f"{self.document}: {said} is said in {found[0][0]!r}, but the file has {value}"
+                yield (
+                    f"{self.document}: {said} is said in {found[0][0]!r}, but the file has {value}"
+                )
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         for match in re.finditer(self.pattern, text):
@@ -60,7 +77,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class TableClaim:
-    """A table, told by how its head begins, and what computes its rows by heading; no column is left out."""
+    """A table, told by how its head begins, and what computes its rows by heading; no column is
+    left out.
+    """
 
     document: str
     head: str
@@ -75,12 +94,18 @@ class TableClaim:
         head = [name if name not in first[:i] else f"{name} 2" for i, name in enumerate(first)]
         values = self.compute()
         if len(body) != len(values):
-            yield f"{self.document}: the table {self.head!r} has {len(body)} rows, the file {len(values)}"
+            yield (
+                f"{self.document}: the table {self.head!r} has {len(body)} rows, the file "
+                f"{len(values)}"
+            )
             return
         for said, row in zip(body, values, strict=True):
             for name, cell in zip(head, said, strict=True):
                 if name not in row or not agrees(cell, row[name]):
-                    yield f"{self.document}: {name!r} is {cell!r} in {' | '.join(said)}, the file has {row.get(name)!r}"
+                    yield (
+                        f"{self.document}: {name!r} is {cell!r} in {' | '.join(said)}, the "
+                        f"file has {row.get(name)!r}"
+                    )
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
         start = 0
@@ -96,7 +121,9 @@ class TableClaim:
 CLAIMS: list[Claim | TableClaim] = []
 
 
-def claim(document: str, pattern: str) -> Callable[[Callable[[], Sequence[Value]]], Callable[[], Sequence[Value]]]:
+def claim(
+    document: str, pattern: str
+) -> Callable[[Callable[[], Sequence[Value]]], Callable[[], Sequence[Value]]]:
     """The function computes the groups of the pattern, which is in the document once."""
 
     def register(compute: Callable[[], Sequence[Value]]) -> Callable[[], Sequence[Value]]:
@@ -111,7 +138,9 @@ def blanks(pattern: str) -> str:
     return pattern.replace(" ", r"\s+")
 
 
-def table_claim(document: str, head: str) -> Callable[[Callable[[], Sequence[Row]]], Callable[[], Sequence[Row]]]:
+def table_claim(
+    document: str, head: str
+) -> Callable[[Callable[[], Sequence[Row]]], Callable[[], Sequence[Row]]]:
     """The function computes the rows of the table."""
 
     def register(compute: Callable[[], Sequence[Row]]) -> Callable[[], Sequence[Row]]:
@@ -122,7 +151,9 @@ def table_claim(document: str, head: str) -> Callable[[Callable[[], Sequence[Row
 
 
 def agrees(said: str, value: Value) -> bool:
-    """Whether the text is the value rounded to as many digits as it has; a fraction in words may be off by a little."""
+    """Whether the text is the value rounded to as many digits as it has; a fraction in words may
+    be off by a little.
+    """
     if isinstance(value, str):
         return said == value
     if isinstance(value, tuple):
@@ -136,7 +167,9 @@ def agrees(said: str, value: Value) -> bool:
 def read(document: str) -> str:
     """The document, of its blocks of code the comments only."""
     text = (ROOT / document).read_text()
-    return re.sub(r"```.*?```", lambda block: re.sub(r"(?m)^[^#\n]*", "", block[0]), text, flags=re.DOTALL)
+    return re.sub(
+        r"```.*?```", lambda block: re.sub(r"(?m)^[^#\n]*", "", block[0]), text, flags=re.DOTALL
+    )
 
 
 def unclaimed(document: str, text: str, settings: Sequence[str]) -> list[str]:

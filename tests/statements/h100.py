@@ -1,4 +1,6 @@
-"""The figures about the H100, each computed from a committed file; those of the H200 beside them too."""
+"""The figures about the H100, each computed from a committed file; those of the H200 beside them
+too.
+"""
 
 import math
 import statistics
@@ -8,11 +10,16 @@ from cs336_systems.costs.hardware import find_device
 from tests.statements.documents import Value, claim, linked, one, some, table, table_claim
 from tests.statements.results import H100, H200, README, RESULTS, number, records
 
-EAGER, FAST, SDPA = (f"e2e_benchmark/{name}" for name in ("h100_train", "h100_train_fast", "h100_sdpa"))
+EAGER, FAST, SDPA = (
+    f"e2e_benchmark/{name}" for name in ("h100_train", "h100_train_fast", "h100_sdpa")
+)
 STEPS = "ceilings/NVIDIA-H100"
 SIZES = ("small", "medium", "large", "xl", "2.7B")
-WAYS = {"fp32": (EAGER, "e2e_benchmark/train", "fp32"), "bf16": (EAGER, "e2e_benchmark/train", "bf16"),
-        "`--fast`": (FAST, "e2e_benchmark/train_fast", "bf16")}  # fmt: skip
+WAYS = {
+    "fp32": (EAGER, "e2e_benchmark/train", "fp32"),
+    "bf16": (EAGER, "e2e_benchmark/train", "bf16"),
+    "`--fast`": (FAST, "e2e_benchmark/train_fast", "bf16"),
+}
 """Of each way of a step: the sweep on the H100, that on the H200, and the precision."""
 
 
@@ -46,12 +53,15 @@ def times_as_long(way: str) -> tuple[float, float]:
 
 @claim(
     RESULTS,
-    r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32 and ([\d.]+) to ([\d.]+) times with "
-    r"`--fast`\. The `--fast` grid of the H200 is older,\s+without split masters and without the kernels of "
-    r"`\.\[fused\]`\. In bf16 the CPU limits most steps, and those on the H100 are `unstable`",
+    r"On the H100 a step takes ([\d.]+) to ([\d.]+) times as long in fp32 and ([\d.]+) to ([\d.]+) "
+    r"times with `--fast`\. The `--fast` grid of the H200 is older,\s+without split masters and wit"
+    r"hout the kernels of `\.\[fused\]`\. In bf16 the CPU limits most steps, and those on the H100 "
+    r"are `unstable`",
 )
 def longer_on_the_h100() -> Sequence[Value]:
-    assert {(run.config.split_masters, run.config.fused_activations) for run in records(FAST)} == {(True, True)}
+    assert {(run.config.split_masters, run.config.fused_activations) for run in records(FAST)} == {
+        (True, True)
+    }
     on_h200 = {run.config for run in records("e2e_benchmark/train_fast")}
     assert not any(config.split_masters or config.fused_activations for config in on_h200)
     rows = some(table(f"{EAGER}/results.csv"), context_length=512, precision="bf16")
@@ -61,7 +71,10 @@ def longer_on_the_h100() -> Sequence[Value]:
     return *times_as_long("fp32"), *times_as_long("`--fast`")
 
 
-@claim(RESULTS, r"has the same rates of matmuls as an H200, and ([\d,]+) GB/s of memory instead of ([\d,]+)")
+@claim(
+    RESULTS,
+    r"has the same rates of matmuls as an H200, and ([\d,]+) GB/s of memory instead of ([\d,]+)",
+)
 def data_sheets() -> Sequence[Value]:
     h100, h200 = (find_device(name) for name in (H100, H200))
     assert h100 is not None
@@ -71,8 +84,14 @@ def data_sheets() -> Sequence[Value]:
 
 
 def errors_of(limit: str, *shapes: str, **values: str) -> list[float]:
-    """How far forecasts of steps with this limit and matmuls of these shapes are off (%), the least first."""
-    rows = [row for row in some(table("forecast/errors.csv"), limit=limit, **values) if row["shapes"] in shapes]
+    """How far forecasts of steps with this limit and matmuls of these shapes are off (%), the
+    least first.
+    """
+    rows = [
+        row
+        for row in some(table("forecast/errors.csv"), limit=limit, **values)
+        if row["shapes"] in shapes
+    ]
     return sorted(abs(number(row, "step_error")) for row in rows)
 
 
@@ -82,17 +101,25 @@ def of_nine_in_ten(sizes: Sequence[float]) -> float:
 
 @claim(
     RESULTS,
-    r"of (\d+) steps that H100s limit is ([\d.]+) %, and (\d+) of (\d+) are at most ([\d.]+) % off, where their "
-    r"matmuls are taken out of the ceilings; with them it is ([\d.]+) and ([\d.]+) %\. Of (\d+) that launches "
-    r"limit, it is ([\d.]+) and (\d+) %\.",
+    r"of (\d+) steps that H100s limit is ([\d.]+) %, and (\d+) of (\d+) are at most ([\d.]+) % off,"
+    r" where their matmuls are taken out of the ceilings; with them it is ([\d.]+) and ([\d.]+) %\."
+    r" Of (\d+) that launches limit, it is ([\d.]+) and (\d+) %\.",
 )
 def forecasts_in_short() -> Sequence[Value]:
     assert linked(RESULTS, f"{STEPS}/results.csv")
-    unmeasured, measured = (errors_of("device", shapes, device_name=H100) for shapes in ("unmeasured", "measured"))
+    unmeasured, measured = (
+        errors_of("device", shapes, device_name=H100) for shapes in ("unmeasured", "measured")
+    )
     of_launches = errors_of("launches", "measured", "unmeasured", device_name=H100)
     device = len(unmeasured), statistics.median(unmeasured), 9, 10, of_nine_in_ten(unmeasured)
     looked_up = statistics.median(measured), of_nine_in_ten(measured)
-    return *device, *looked_up, len(of_launches), statistics.median(of_launches), of_nine_in_ten(of_launches)
+    return (
+        *device,
+        *looked_up,
+        len(of_launches),
+        statistics.median(of_launches),
+        of_nine_in_ten(of_launches),
+    )
 
 
 @claim(README, r"shapes that nobody measured, time is in the median ([\d.]+) % off")
@@ -102,8 +129,9 @@ def forecasts_of_unmeasured_shapes() -> Sequence[Value]:
 
 @claim(
     RESULTS,
-    r"in the median ([\d.]+) % off for the (\d+) steps that these GPUs limit, and for (\d+) of (\d+) at most (\d+) %, "
-    r".* the median is ([\d.]+) %; for the (\d+) steps that the CPU limits it is ([\d.]+) %",
+    r"in the median ([\d.]+) % off for the (\d+) steps that these GPUs limit, and for (\d+) of (\d+"
+    r") at most (\d+) %, .* the median is ([\d.]+) %; for the (\d+) steps that the CPU limits it is"
+    r" ([\d.]+) %",
 )
 def forecasts_of_all() -> Sequence[Value]:
     unmeasured, measured = (errors_of("device", shapes) for shapes in ("unmeasured", "measured"))

@@ -23,7 +23,11 @@ def steps(document: str, directory: str) -> tuple[dict[str, str], ...]:
 
 @table_claim(RESULTS, "| way | step (ms) | collectives (ms)")
 def ways() -> Sequence[Row]:
-    columns = {"step": "step_mean_ms", "collectives": "collective_mean_ms", "exposed": "exposed_mean_ms"}
+    columns = {
+        "step": "step_mean_ms",
+        "collectives": "collective_mean_ms",
+        "exposed": "exposed_mean_ms",
+    }
     return [
         {"way": row["parallel"], "peak (GiB)": number(row, "peak_allocated_gib")}
         | {f"{name} (ms)": float(row[key]) if row[key] else "" for name, key in columns.items()}
@@ -31,16 +35,23 @@ def ways() -> Sequence[Row]:
     ]
 
 
-@claim(RESULTS, r"backward takes ([\d.]+) ms longer than on one GPU, so that `ddp-overlap` gains ([\d.]+) ms")
+@claim(
+    RESULTS,
+    r"backward takes ([\d.]+) ms longer than on one GPU, so that `ddp-overlap` gains ([\d.]+) ms",
+)
 def price_of_overlapping() -> Sequence[Value]:
     found = steps(RESULTS, PROFILED)
-    overlap, flat = (one(found, parallel=way, shard_optimizer=False) for way in ("ddp-overlap", "ddp-flat"))
+    overlap, flat = (
+        one(found, parallel=way, shard_optimizer=False) for way in ("ddp-overlap", "ddp-flat")
+    )
     longer_ms = number(overlap, "backward_mean_ms") - number(alone(PROFILED), "backward_mean_ms")
     return longer_ms, number(flat, "step_mean_ms") - number(overlap, "step_mean_ms")
 
 
 @claim(
-    RESULTS, r"--shard-optimizer` takes ([\d.]+ ± [\d.]+) ms a step, and one GPU alone, .* itself, ([\d.]+ ± [\d.]+):"
+    RESULTS,
+    r"--shard-optimizer` takes ([\d.]+ ± [\d.]+) ms a step, and one GPU alone, .* itself, ([\d.]+ ±"
+    r" [\d.]+):",
 )
 def fastest_way() -> Sequence[Value]:
     fastest = min(table(f"{FAST}/results.csv"), key=lambda row: number(row, "step_mean_ms"))
@@ -64,18 +75,27 @@ def fast_ways() -> Sequence[Row]:
         row = one(found, parallel=way, shard_optimizer=is_sharded)
         same = some(of_gpt2, parallel=way, shard_optimizer=is_sharded)
         name = "one GPU" if way == "none" else way
-        rows.append({
-            "way": name + (" (PyTorch)" if way in PYTORCH else ", optimizer sharded" if is_sharded else ""),
-            "xl": number(row, "step_mean_ms"),
-            "peak of xl (GiB)": number(row, "peak_allocated_gib"),
-            "gpt2": number(same[0], "step_mean_ms") if same else "",
-        })  # fmt: skip
+        rows.append(
+            {
+                "way": name
+                + (" (PyTorch)" if way in PYTORCH else ", optimizer sharded" if is_sharded else ""),
+                "xl": number(row, "step_mean_ms"),
+                "peak of xl (GiB)": number(row, "peak_allocated_gib"),
+                "gpt2": number(same[0], "step_mean_ms") if same else "",
+            }
+        )
     return rows
 
 
-@claim(RESULTS, r"gpt2 within ([\d.]+) % in the first (\d+) steps, of xl within ([\d.]+) % in the first (\w+)\.")
+@claim(
+    RESULTS,
+    r"gpt2 within ([\d.]+) % in the first (\d+) steps, "
+    r"of xl within ([\d.]+) % in the first (\w+)\.",
+)
 def losses_of_ranks() -> Sequence[Value]:
-    gpt2, xl = (largest_distance(directory, size) for directory, size in ((GPT2, "gpt2"), (FAST, "xl")))
+    gpt2, xl = (
+        largest_distance(directory, size) for directory, size in ((GPT2, "gpt2"), (FAST, "xl"))
+    )
     return bound(gpt2), EARLY["gpt2"], bound(xl), EARLY["xl"]
 
 
@@ -85,11 +105,19 @@ def bound(percent: float) -> float:
 
 
 def largest_distance(directory: str, size: str) -> float:
-    """Of the losses of early steps of every way, from those of one process with the whole batch (%)."""
+    """Of the losses of early steps of every way, from those of one process with the whole batch
+    (%).
+    """
     (whole,) = (record for record in records(WHOLE) if record.config.size == size)
-    shared = [record for record in records(directory) if record.config.parallel is not Parallel.NONE]
-    assert {record.config.batch_size * record.config.ranks for record in shared} == {whole.config.batch_size}
-    return max(distance(record, whole, step) for record, step in product(shared, range(EARLY[size])))
+    shared = [
+        record for record in records(directory) if record.config.parallel is not Parallel.NONE
+    ]
+    assert {record.config.batch_size * record.config.ranks for record in shared} == {
+        whole.config.batch_size
+    }
+    return max(
+        distance(record, whole, step) for record, step in product(shared, range(EARLY[size]))
+    )
 
 
 def distance(record: RunRecord, whole: RunRecord, step: int) -> float:
@@ -98,16 +126,27 @@ def distance(record: RunRecord, whole: RunRecord, step: int) -> float:
 
 @claim(
     RESULTS,
-    r"takes ([\d.]+) s with `fsdp` and ([\d.]+) s with `ddp-overlap --shard-optimizer`.* (\d+) to (\d+) GiB of each "
-    r"GPU, at (\d+) % of the promised rate .* counted, (\d+) % with",
+    r"takes ([\d.]+) s with `fsdp` and ([\d.]+) s with `ddp-overlap --shard-optimizer`.* (\d+) to ("
+    r"\d+) GiB of each GPU, at (\d+) % of the promised rate .* counted, (\d+) % with",
 )
 def leaderboard() -> Sequence[Value]:
-    sharded, whole = (one(steps(RESULTS, LEADERBOARD), parallel=way) for way in ("fsdp", "ddp-overlap"))
+    sharded, whole = (
+        one(steps(RESULTS, LEADERBOARD), parallel=way) for way in ("fsdp", "ddp-overlap")
+    )
     peaks = sorted(number(row, "peak_allocated_gib") for row in (sharded, whole))
     (mfu,) = {round(100 * number(row, "mfu")) for row in (sharded, whole)}
     config = records(LEADERBOARD)[0].config
-    full, masked = (sum(part.step for part in component_flops(config, causal=causal)) for causal in (False, True))
-    return number(sharded, "step_mean_ms") / 1e3, number(whole, "step_mean_ms") / 1e3, *peaks, mfu, mfu * masked / full
+    full, masked = (
+        sum(part.step for part in component_flops(config, causal=causal))
+        for causal in (False, True)
+    )
+    return (
+        number(sharded, "step_mean_ms") / 1e3,
+        number(whole, "step_mean_ms") / 1e3,
+        *peaks,
+        mfu,
+        mfu * masked / full,
+    )
 
 
 @claim(

@@ -1,4 +1,6 @@
-"""The figures of docs/RESULTS.md, each computed from a committed file; some are in the other documents too."""
+"""The figures of docs/RESULTS.md, each computed from a committed file; some are in the other
+documents too.
+"""
 
 import json
 import re
@@ -20,7 +22,17 @@ from cs336_systems.costs.hardware import find_device
 from cs336_systems.costs.memory import predicted_peak_bytes
 from cs336_systems.record import RunRecord, Status, load_records, read_record
 from tests.committed import committed_runs
-from tests.statements.documents import ROOT, Row, Value, claim, linked, one, some, table, table_claim
+from tests.statements.documents import (
+    ROOT,
+    Row,
+    Value,
+    claim,
+    linked,
+    one,
+    some,
+    table,
+    table_claim,
+)
 
 README, METHOD, RESULTS = "README.md", "docs/METHOD.md", "docs/RESULTS.md"
 GIB, MIB = 2**30, 2**20
@@ -59,16 +71,21 @@ def steps_of_all_sizes() -> Sequence[dict[str, Value]]:
     for row in some(train(), context_length=512):
         full = one(train(), size=row["size"], context_length=512, precision="fp32")
         times_as_fast = number(full, "step_mean_ms") / number(row, "step_mean_ms")
-        found.append({
-            "size": row["size"],
-            "precision": row["precision"],
-            **{f"{phase} (ms)": mean_ms(row, phase) for phase in ("forward", "backward", "optimizer", "step")},
-            "std/mean (%)": 100 * number(row, "step_cv"),
-            "tokens/s": number(row, "tokens_per_s"),
-            "MFU (%)": 100 * number(row, "mfu"),
-            "peak (GiB)": number(row, "peak_allocated_gib"),
-            "speed-up": "" if row is full else times_as_fast,
-        })  # fmt: skip
+        found.append(
+            {
+                "size": row["size"],
+                "precision": row["precision"],
+                **{
+                    f"{phase} (ms)": mean_ms(row, phase)
+                    for phase in ("forward", "backward", "optimizer", "step")
+                },
+                "std/mean (%)": 100 * number(row, "step_cv"),
+                "tokens/s": number(row, "tokens_per_s"),
+                "MFU (%)": 100 * number(row, "mfu"),
+                "peak (GiB)": number(row, "peak_allocated_gib"),
+                "speed-up": "" if row is full else times_as_fast,
+            }
+        )
     return found
 
 
@@ -107,13 +124,17 @@ def why_mfu_falls() -> Sequence[Value]:
 
 @claim(
     RESULTS,
-    r"its peak is ([\d.]+) times as high, while the step gets ([\d.]+) to ([\d.]+) times as fast\. Small and medium "
-    r"also wait for the CPU there \(`launch-bound`\), and a (\w+) of the step of 2\.7B goes to an AdamW",
+    r"its peak is ([\d.]+) times as high, while the step gets ([\d.]+) to ([\d.]+) times as fast\. "
+    r"Small and medium also wait for the CPU there \(`launch-bound`\), and a (\w+) of the step of 2"
+    r"\.7B goes to an AdamW",
 )
 def why_mfu_falls_in_short() -> Sequence[Value]:
     full, low = peaks_tflops()
     for size in ("small", "medium"):
-        assert "launch-bound" in one(train(), size=size, context_length=512, precision="bf16")["warnings"]
+        assert (
+            "launch-bound"
+            in one(train(), size=size, context_length=512, precision="bf16")["warnings"]
+        )
     gains = [row["speed-up"] for row in steps_of_all_sizes() if isinstance(row["speed-up"], float)]
     return low / full, min(gains), max(gains), share_of_adamw()
 
@@ -123,7 +144,9 @@ def peaks_tflops() -> tuple[float, float]:
     (name,) = {row["device_name"] for row in train()}
     device = find_device(name)
     assert device is not None
-    full, low = (device.peak_flops_per_s[precision] / 1e12 for precision in (Precision.FP32, Precision.BF16))
+    full, low = (
+        device.peak_flops_per_s[precision] / 1e12 for precision in (Precision.FP32, Precision.BF16)
+    )
     return full, low
 
 
@@ -138,11 +161,16 @@ def share_of_adamw() -> float:
 
 @claim(
     RESULTS,
-    r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms \(([\d.]+) % of ([\d.]+) ms under the profiler\), and idle "
-    r"at most ([\d.]+) %",
+    r"the GPU is busy ([\d.]+) % of the step's ([\d.]+) ms \(([\d.]+) % of ([\d.]+) ms under the pr"
+    r"ofiler\), and idle at most ([\d.]+) %",
 )
 def idle_in_small() -> Sequence[Value]:
-    step = one(linked(RESULTS, "nsys_profiles/train/phases.csv"), size="small", context_length=128, phase="step")
+    step = one(
+        linked(RESULTS, "nsys_profiles/train/phases.csv"),
+        size="small",
+        context_length=128,
+        phase="step",
+    )
     (path,) = (ROOT / "data/published/nsys_profiles/train/kernels").glob("small_ctx128_*.json")
     profile = read_profile(path)
     assert profile is not None
@@ -150,7 +178,13 @@ def idle_in_small() -> Sequence[Value]:
     late_ms, clock_ms = 1e3 * late_s / profile.num_steps, number(step, "clock_mean_ms")
     busy_ms, wall_ms = number(step, "busy_mean_ms"), number(step, "wall_mean_ms")
     idle_ms = min(late_ms, clock_ms - busy_ms)
-    return 100 * busy_ms / clock_ms, clock_ms, 100 * busy_ms / wall_ms, wall_ms, 100 * idle_ms / clock_ms
+    return (
+        100 * busy_ms / clock_ms,
+        clock_ms,
+        100 * busy_ms / wall_ms,
+        wall_ms,
+        100 * idle_ms / clock_ms,
+    )
 
 
 # Where the memory goes
@@ -158,7 +192,10 @@ def idle_in_small() -> Sequence[Value]:
 
 def peak_gib(precision: str, mode: str, context: int = 512) -> float:
     rows = table("memory_profiles/h200/results.csv")
-    return number(one(rows, size="xl", context_length=context, mode=mode, precision=precision), "peak_allocated_gib")
+    return number(
+        one(rows, size="xl", context_length=context, mode=mode, precision=precision),
+        "peak_allocated_gib",
+    )
 
 
 @claim(
@@ -170,8 +207,14 @@ def peak_gib(precision: str, mode: str, context: int = 512) -> float:
 )
 def foretold_models_of_others() -> Sequence[Value]:
     """Of the records of all processes, and of what was committed before they ran."""
-    directory, found = ROOT / "data/published/forecast", defaultdict[tuple[str, str], list[RunRecord]](list)
-    with zipfile.ZipFile(directory / "foreign_runs.zip") as archive, TemporaryDirectory() as scratch:
+    directory, found = (
+        ROOT / "data/published/forecast",
+        defaultdict[tuple[str, str], list[RunRecord]](list),
+    )
+    with (
+        zipfile.ZipFile(directory / "foreign_runs.zip") as archive,
+        TemporaryDirectory() as scratch,
+    ):
         archive.extractall(scratch)
         for record in map(read_record, Path(scratch).rglob("*.json")):
             model = str(record.config.model_factory).partition(":")[2]
@@ -183,22 +226,35 @@ def foretold_models_of_others() -> Sequence[Value]:
         records = found.pop((row["model"], row["precision"]))
         steps = [step for record in records if (step := record.measurement(Phase.STEP)) is not None]
         steps_ms = [1e3 * step.mean_s for step in steps]
-        (peak_bytes,) = {record.memory.peak_allocated_bytes for record in records if record.memory is not None}
+        (peak_bytes,) = {
+            record.memory.peak_allocated_bytes for record in records if record.memory is not None
+        }
         peaks.append(100 * abs(row["predicted_peak_gib"] / (peak_bytes / GIB) - 1))
         off[row["precision"]].append(100 * (row["predicted_step_ms"] / median(steps_ms) - 1))
         spread.append(100 * (max(steps_ms) / min(steps_ms) - 1))
     assert not found, "none is left out"
-    return processes, max(peaks), max(map(abs, off["fp32"])), -max(off["bf16"]), -min(off["bf16"]), max(spread)
+    return (
+        processes,
+        max(peaks),
+        max(map(abs, off["fp32"])),
+        -max(off["bf16"]),
+        -min(off["bf16"]),
+        max(spread),
+    )
 
 
 @claim(
     RESULTS,
-    r"xl \(([\d.]+) billion parameters\) at batch 4 and context 512 peaks at ([\d.]+) GiB in inference, ([\d.]+) with "
-    r"the graph kept and ([\d.]+) in training; bf16 under autocast takes ([\d.]+\d)\.",
+    r"xl \(([\d.]+) billion parameters\) at batch 4 and context 512 peaks at ([\d.]+) GiB in infere"
+    r"nce, ([\d.]+) with the graph kept and ([\d.]+) in training; bf16 under autocast takes ([\d.]+"
+    r"\d)\.",
 )
 def peaks_of_xl() -> Sequence[Value]:
-    (parameters,) = {record.num_parameters for record in records("memory_profiles/h200") if record.config.size == "xl"
-                     and record.status is Status.OK}  # fmt: skip
+    (parameters,) = {
+        record.num_parameters
+        for record in records("memory_profiles/h200")
+        if record.config.size == "xl" and record.status is Status.OK
+    }
     assert parameters is not None
     fp32 = (peak_gib("fp32", mode) for mode in ("inference", "forward", "train"))
     return parameters / 1e9, *fp32, peak_gib("bf16", "train")
@@ -206,11 +262,15 @@ def peaks_of_xl() -> Sequence[Value]:
 
 @cache
 def eager_records() -> tuple[RunRecord, ...]:
-    """Of all directories: runs of this project's model that nothing compiled, launched kernel by kernel."""
+    """Of all directories: runs of this project's model that nothing compiled, launched kernel by
+    kernel.
+    """
     found = (record for path in committed_runs() for record in load_records(path)[0])
     return tuple(
         dict.fromkeys(
-            record for record in found if record.config.compile is CompileMode.NONE and not record.config.cuda_graph
+            record
+            for record in found
+            if record.config.compile is CompileMode.NONE and not record.config.cuda_graph
         )
     )
 
@@ -233,13 +293,22 @@ def errors(runs: Iterable[RunRecord]) -> list[tuple[int, int]]:
 
 
 def out_of_memory(runs: Iterable[RunRecord]) -> tuple[set[RunConfig], float]:
-    """Configurations on one GPU that ran out of memory, which must be those foretold on its size (GiB, second)."""
+    """Configurations on one GPU that ran out of memory, which must be those foretold on its size
+    (GiB, second).
+    """
     kept = {record.config.unprofiled.configuration: record for record in runs}
     ended = {config: record for config, record in kept.items() if record.status is Status.OOM}
     messages = [record.failure.message for record in ended.values() if record.failure is not None]
-    sizes = {float(size) for text in messages for size in re.findall(r"total capacity of ([\d.]+) GiB", text)}
+    sizes = {
+        float(size)
+        for text in messages
+        for size in re.findall(r"total capacity of ([\d.]+) GiB", text)
+    }
     if not ended:
-        known = (record.environment and record.environment.device_memory_bytes for record in kept.values())
+        known = (
+            record.environment and record.environment.device_memory_bytes
+            for record in kept.values()
+        )
         sizes = {size / GIB for size in known if size}
     (gib,) = sizes
     assert set(ended) == set(make_plan(list(kept), round(gib * GIB)).too_large)
@@ -248,9 +317,9 @@ def out_of_memory(runs: Iterable[RunRecord]) -> tuple[set[RunConfig], float]:
 
 @claim(
     RESULTS,
-    r"Of the ([\d,]+) eager runs in `data/published` that finished, on H200s and H100s, the peak that "
-    r"`cs336 account` forecasts was at most ([\d.]+) % off, and the (\d+) configurations that ran out of memory were "
-    r"those foretold\.",
+    r"Of the ([\d,]+) eager runs in `data/published` that finished, on H200s and H100s, the peak th"
+    r"at `cs336 account` forecasts was at most ([\d.]+) % off, and the (\d+) configurations that ra"
+    r"n out of memory were those foretold\.",
 )
 def predictions() -> Sequence[Value]:
     finished = [record for record in eager_records() if record.status is Status.OK]
@@ -259,7 +328,9 @@ def predictions() -> Sequence[Value]:
     ended = [
         config
         for name in (H200, H100)
-        for config in out_of_memory(record for record in eager_records() if record.device_name == name)[0]
+        for config in out_of_memory(
+            record for record in eager_records() if record.device_name == name
+        )[0]
     ]
     return len(finished), 100 * worst, len(ended)
 
@@ -276,7 +347,10 @@ def rung(ladder: str, name: str, document: str = RESULTS) -> Mapping[str, str]:
     return one(linked(document, f"ladder/{ladder}/ladder.csv"), rung=name)
 
 
-@claim(RESULTS, r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]")
+@claim(
+    RESULTS,
+    r"goes from ([\d.]+) to ([\d.]+) ms with fp32 masters, \[([\d.]+) to ([\d.]+) times as fast\]",
+)
 def ladder_of_gpt2() -> Sequence[Value]:
     first, last = (rung("gpt2", name) for name in ("fp32", "fused-blocks"))
     interval = (number(last, f"speed_up_over_first_ci95_{end}") for end in ("low", "high"))
@@ -285,24 +359,35 @@ def ladder_of_gpt2() -> Sequence[Value]:
 
 @claim(RESULTS, r"Kernels of this project save ([\d.]+) ms")
 def gain_of_own_kernels() -> Sequence[Value]:
-    before, after = (number(rung("gpt2", name), "step_mean_ms") for name in ("blocks", "fused-blocks"))
+    before, after = (
+        number(rung("gpt2", name), "step_mean_ms") for name in ("blocks", "fused-blocks")
+    )
     return (before - after,)
 
 
 @claim(RESULTS, r"at batch 4 goes from ([\d,]+) to (\d+) ms in bf16, and to (\d+) in fp8")
 def ladder_of_gpt2_xl() -> Sequence[Value]:
-    return [number(rung("gpt2-xl", name), "step_mean_ms") for name in ("fp32", "fused-blocks", "fp8")]
+    return [
+        number(rung("gpt2-xl", name), "step_mean_ms") for name in ("fp32", "fused-blocks", "fp8")
+    ]
 
 
 def by_moments(size: str, column: str) -> tuple[float, float]:
     """A column of the compared steps with AdamW's moments in fp32 and in bf16."""
     rows = table(f"e2e_benchmark/moments_{size}/results.csv")
-    return number(one(rows, bf16_moments="False"), column), number(one(rows, bf16_moments="True"), column)
+    return number(one(rows, bf16_moments="False"), column), number(
+        one(rows, bf16_moments="True"), column
+    )
 
 
 def gain_of_moments(size: str) -> float:
-    """How much less time the step takes with moments in bf16 (%); the comparison must tell the two apart."""
-    assert "| faster |" in (ROOT / f"data/published/e2e_benchmark/moments_{size}/comparison.md").read_text()
+    """How much less time the step takes with moments in bf16 (%); the comparison must tell the
+    two apart.
+    """
+    assert (
+        "| faster |"
+        in (ROOT / f"data/published/e2e_benchmark/moments_{size}/comparison.md").read_text()
+    )
     before, after = by_moments(size, "step_mean_ms")
     return 100 * (1 - after / before)
 
@@ -313,7 +398,9 @@ def gain_of_moments(size: str) -> float:
     r"\[([\d.]+) % less\]\([^)]*\), and its\s+peak is ([\d.]+) GiB instead of ([\d.]+)\.",
 )
 def moments_of_xl() -> Sequence[Value]:
-    """An update reads the gradient, reads and writes the master and both moments, and writes the copy."""
+    """An update reads the gradient, reads and writes the master and both moments, and writes the
+    copy.
+    """
     fp32, bf16 = torch.float32.itemsize, torch.bfloat16.itemsize
     moved = [bf16 + 2 * (fp32 + 2 * moment) + bf16 for moment in (bf16, fp32)]
     return *moved, gain_of_moments("xl"), *reversed(by_moments("xl", "peak_allocated_gib"))
@@ -321,8 +408,8 @@ def moments_of_xl() -> Sequence[Value]:
 
 @claim(
     RESULTS,
-    r"on an H100\s+the step of xl takes \[([\d.]+) % less\]\([^)]*\), and its peak is ([\d.]+) GiB instead of "
-    r"([\d.]+)\.",
+    r"on an H100\s+the step of xl takes \[([\d.]+) % less\]\([^)]*\), and its peak is ([\d.]+) GiB "
+    r"instead of ([\d.]+)\.",
 )
 def split_masters_of_xl() -> Sequence[Value]:
     directory = "e2e_benchmark/split_xl"
@@ -346,7 +433,9 @@ def ceiling_shares(name: str, *, causal: bool = False) -> dict[str, float]:
     for record in records(f"e2e_benchmark/{name}"):
         row = one(linked(RESULTS, f"e2e_benchmark/{name}/results.csv"), size=record.config.size)
         flops = sum(part.step for part in component_flops(record.config, causal=causal))
-        shares[record.config.size] = 100 * flops / number(row, "step_mean_ms") / 1e9 / bf16_ceiling()
+        shares[record.config.size] = (
+            100 * flops / number(row, "step_mean_ms") / 1e9 / bf16_ceiling()
+        )
     return shares
 
 
@@ -357,13 +446,15 @@ def fast_steps() -> Sequence[Row]:
     for row in linked(RESULTS, "e2e_benchmark/train_fast/results.csv"):
         eager = one(train(), size=row["size"], context_length=512, precision="bf16")
         eager_ms, fast_ms = (number(side, "step_mean_ms") for side in (eager, row))
-        found.append({
-            "size": row["size"],
-            "eager bf16, above (ms)": eager_ms,
-            "`--fast` (ms)": (fast_ms, number(row, "step_std_ms")),
-            "times as fast": eager_ms / fast_ms,
-            "of the measured ceiling (%)": shares[row["size"]],
-        })  # fmt: skip
+        found.append(
+            {
+                "size": row["size"],
+                "eager bf16, above (ms)": eager_ms,
+                "`--fast` (ms)": (fast_ms, number(row, "step_std_ms")),
+                "times as fast": eager_ms / fast_ms,
+                "of the measured ceiling (%)": shares[row["size"]],
+            }
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The grid of attention on a CPU: closed forms against torch's counts, and the user's own with known errors."""
+"""The grid of attention on a CPU: closed forms against torch's counts, and the user's own with
+known errors.
+"""
 
 import csv
 import math
@@ -21,7 +23,12 @@ from cs336_systems.record import Status
 from cs336_systems.report.sections.operators import attention_section
 from cs336_systems.studies import operator_cell
 from cs336_systems.studies.cell import make_generator
-from cs336_systems.studies.operator_cell import exact_attention, make_attention, make_inputs, measure_cell
+from cs336_systems.studies.operator_cell import (
+    exact_attention,
+    make_attention,
+    make_inputs,
+    measure_cell,
+)
 from cs336_systems.studies.operators import (
     AttentionCell,
     AttentionGrid,
@@ -39,16 +46,25 @@ from cs336_systems.studies.runner import run_study
 from tests import own_kernels
 
 SMALL = AttentionGrid(
-    device=Device.CPU, batch_size=2, d_heads=(4,), context_lengths=(8,), implementations=(Implementation.OWN,),
-    own="tests.own_kernels:right", causal=True, passes=2, warmup_passes=1,
-)  # fmt: skip
+    device=Device.CPU,
+    batch_size=2,
+    d_heads=(4,),
+    context_lengths=(8,),
+    implementations=(Implementation.OWN,),
+    own="tests.own_kernels:right",
+    causal=True,
+    passes=2,
+    warmup_passes=1,
+)
 ROUNDING = 1e-5
 """Far above what fp32 leaves of a few sums, far below every error that is put in."""
 
 
 def measured(name: str, precision: Precision = Precision.FP32, **fields) -> CellResult:
     grid = replace(SMALL, own=f"tests.own_kernels:{name}", **fields)
-    cell = AttentionCell(implementation=Implementation.OWN, precision=precision, d_head=4, context_length=8)
+    cell = AttentionCell(
+        implementation=Implementation.OWN, precision=precision, d_head=4, context_length=8
+    )
     return measure_cell(grid, cell)
 
 
@@ -107,23 +123,38 @@ def test_what_computes_something_else_is_wrong_and_its_times_do_not_count(
     result = measured(name, precision, causal=causal)
     assert result.status is (Status.INVALID if wrong else Status.OK)
     assert bool(result.measurement(Phase.FORWARD)) is not bool(wrong)
-    assert [len(m.times_s) for m in result.measurements] == [2, 2], "the record keeps what was measured"
+    assert [len(m.times_s) for m in result.measurements] == [2, 2], (
+        "the record keeps what was measured"
+    )
     if wrong:
         text = result.failure.message
-        assert {quantity for quantity in Quantity if re.search(rf"[:,] {quantity} [0-9.e-]+ \(PyTorch", text)} == wrong
+        assert {
+            quantity
+            for quantity in Quantity
+            if re.search(rf"[:,] {quantity} [0-9.e-]+ \(PyTorch", text)
+        } == wrong
 
 
 def test_products_in_tf32_are_wrong_in_fp32_and_right_in_tf32() -> None:
-    """The error that Triton's tl.dot leaves by default: right to three digits, and 1000 times that of fp32."""
+    """The error that Triton's tl.dot leaves by default: right to three digits, and 1000 times
+    that of fp32.
+    """
     assert measured("products_in_tf32").status is Status.INVALID
     assert measured("products_in_tf32", Precision.TF32).status is Status.OK
 
 
 def test_a_published_kernel_is_right_in_every_shape() -> None:
-    """FlexAttention on an H200, up to a context of 65,536: by sums over the context alone it is 16 times as far off."""
-    study = read_study(Path(__file__).parents[2] / "data/published/attention/own_flex/attention.json", AttentionStudy)
+    """FlexAttention on an H200, up to a context of 65,536: by sums over the context alone it is
+    16 times as far off.
+    """
+    study = read_study(
+        Path(__file__).parents[2] / "data/published/attention/own_flex/attention.json",
+        AttentionStudy,
+    )
     kernels = {Precision.FP32: Implementation.EFFICIENT, Precision.BF16: Implementation.FLASH}
-    errors = {(each.cell.implementation, each.cell): each.errors for each in study.results if each.errors}
+    errors = {
+        (each.cell.implementation, each.cell): each.errors for each in study.results if each.errors
+    }
     judged = 0
     for each in study.results:
         kernel = kernels[each.cell.precision]
@@ -135,14 +166,34 @@ def test_a_published_kernel_is_right_in_every_shape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "status"), [("right", 0), ("without_the_mask", 1), ("ForwardAlone", 0), ("WrongForwardAlone", 1)]
+    ("name", "status"),
+    [("right", 0), ("without_the_mask", 1), ("ForwardAlone", 0), ("WrongForwardAlone", 1)],
 )
 def test_the_command_marks_a_wrong_function_and_leaves_its_times_out(
     name: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A function without a backward is timed, and judged, by its forward."""
-    flags = ["--device", "cpu", "--d-heads", "4", "--context-lengths", "8", "--passes", "2", "--causal", "--name", "n"]
-    flags += ["--implementations", "naive", "--own", f"tests.own_kernels:{name}", "--output", str(tmp_path)]
+    flags = [
+        "--device",
+        "cpu",
+        "--d-heads",
+        "4",
+        "--context-lengths",
+        "8",
+        "--passes",
+        "2",
+        "--causal",
+        "--name",
+        "n",
+    ]
+    flags += [
+        "--implementations",
+        "naive",
+        "--own",
+        f"tests.own_kernels:{name}",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(["attention", *flags]) == status
     with (tmp_path / "attention/n/results.csv").open() as file:
         _, row = csv.DictReader(file)
@@ -153,7 +204,10 @@ def test_the_command_marks_a_wrong_function_and_leaves_its_times_out(
     assert bool(row["backward_mean_ms"]) is bool(row["together_mean_ms"]) is (name == "right")
     assert bool(row["dv_relative_error"]) is (not name.endswith("ForwardAlone"))
     if name == "ForwardAlone":
-        assert row["error"] == f"NotImplementedError: backward is next week's exercise ({line_with('next week')})"
+        assert (
+            row["error"]
+            == f"NotImplementedError: backward is next week's exercise ({line_with('next week')})"
+        )
         assert "no backward" in shown
         assert float(row["output_relative_error"]) < ROUNDING
 
@@ -176,7 +230,9 @@ def test_what_is_wrong_is_said(name: str, said: str) -> None:
 
 
 def test_a_function_that_writes_to_its_inputs_does_not_hide_its_error() -> None:
-    """Its values are all 0 after the first pass, and its output with them; nothing is left of the right one."""
+    """Its values are all 0 after the first pass, and its output with them; nothing is left of
+    the right one.
+    """
     output = errors_of(measured("writes_to_its_inputs"), Status.INVALID)[Quantity.OUTPUT]
     assert output.max_error == output.max_exact > 0
 
@@ -189,9 +245,15 @@ def test_a_function_that_writes_to_its_inputs_does_not_hide_its_error() -> None:
         ("out_of_memory", Status.OOM, "torch.empty(2**60)"),
     ],
 )
-def test_a_cell_that_fails_names_the_line_and_the_next_is_measured(name: str, status: Status, line: str) -> None:
-    grid = replace(SMALL, own=f"tests.own_kernels:{name}", implementations=(Implementation.OWN, Implementation.NAIVE),
-                   context_lengths=(16,))  # fmt: skip
+def test_a_cell_that_fails_names_the_line_and_the_next_is_measured(
+    name: str, status: Status, line: str
+) -> None:
+    grid = replace(
+        SMALL,
+        own=f"tests.own_kernels:{name}",
+        implementations=(Implementation.OWN, Implementation.NAIVE),
+        context_lengths=(16,),
+    )
     study = run_study(grid)
     own, naive = study.results
     assert (own.status, naive.status) == (status, Status.OK)
@@ -211,13 +273,25 @@ def test_the_flag_adds_an_implementation_and_keeps_the_state_of_its_source() -> 
         replace(without, implementations=(Implementation.OWN,))
 
 
-GRID = replace(SMALL, own=None, implementations=(Implementation.NAIVE,), causal=False, passes=3, warmup_passes=2,
-               context_lengths=(8, 16, 32))  # fmt: skip
+GRID = replace(
+    SMALL,
+    own=None,
+    implementations=(Implementation.NAIVE,),
+    causal=False,
+    passes=3,
+    warmup_passes=2,
+    context_lengths=(8, 16, 32),
+)
 
 
-def cell_of(implementation: Implementation, d_head: int = 4, context_length: int = 8) -> AttentionCell:
+def cell_of(
+    implementation: Implementation, d_head: int = 4, context_length: int = 8
+) -> AttentionCell:
     return AttentionCell(
-        implementation=implementation, precision=Precision.FP32, d_head=d_head, context_length=context_length
+        implementation=implementation,
+        precision=Precision.FP32,
+        d_head=d_head,
+        context_length=context_length,
     )
 
 
@@ -228,7 +302,11 @@ def inputs_of(grid: AttentionGrid, cell: AttentionCell) -> list[torch.Tensor]:
 
 
 def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
-    grid = replace(GRID, implementations=(Implementation.EFFICIENT, Implementation.FLASH), context_lengths=(8, 16))
+    grid = replace(
+        GRID,
+        implementations=(Implementation.EFFICIENT, Implementation.FLASH),
+        context_lengths=(8, 16),
+    )
     study = run_study(grid)
     assert [result.status for result in study.results] == [Status.UNAVAILABLE] * 2 + [Status.OK] * 2
     assert "viable backend" in study.results[0].failure.message
@@ -238,12 +316,15 @@ def test_a_missing_kernel_is_a_row_and_no_failure() -> None:
 
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_compiling_starts_afresh_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile gives up on a function after some shapes, here after the first, and then raises.
+    """torch.compile gives up on a function after some shapes, here after the first, and then
+    raises.
 
     Without its slow last stage, which gives up on nothing.
     """
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend="eager", **how))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **how: compiled(function, backend="eager", **how)
+    )
     for context_length in (8, 16):
         result = measure_cell(GRID, cell_of(Implementation.COMPILED, context_length=context_length))
         assert result.status is Status.OK
@@ -251,9 +332,12 @@ def test_compiling_starts_afresh_for_every_shape(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    "implementation", [Implementation.NAIVE, Implementation.SDPA, Implementation.FLASH, Implementation.MATH]
+    "implementation",
+    [Implementation.NAIVE, Implementation.SDPA, Implementation.FLASH, Implementation.MATH],
 )
-def test_every_implementation_computes_what_the_definition_says(implementation: Implementation, causal: bool) -> None:
+def test_every_implementation_computes_what_the_definition_says(
+    implementation: Implementation, causal: bool
+) -> None:
     grid, cell = replace(GRID, causal=causal), cell_of(implementation, d_head=4, context_length=6)
     inputs = inputs_of(grid, cell)
     q, k, v = (x.detach().double().numpy() for x in inputs)
@@ -281,7 +365,8 @@ def test_what_written_out_attention_saves_is_what_autograd_keeps(
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in given and tensor.dtype is not torch.bool:  # the causal mask is an input too
+        # the causal mask is an input too
+        if storage.data_ptr() not in given and tensor.dtype is not torch.bool:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -300,4 +385,6 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert attention_flops(GRID, cell, Phase.BACKWARD) == backward.get_total_flops()
     shape = (2, 1, 24, 16)
     flash = cell_of(Implementation.FLASH, 16, 24)
-    assert attention_flops(GRID, flash, Phase.BACKWARD) == sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert attention_flops(GRID, flash, Phase.BACKWARD) == sdpa_backward_flop_count(
+        shape, shape, shape, shape
+    )

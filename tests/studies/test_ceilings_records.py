@@ -1,4 +1,6 @@
-"""Records of ceilings: values worked out by hand, refused files and grids, and ceilings found by their device."""
+"""Records of ceilings: values worked out by hand, refused files and grids, and ceilings found by
+their device.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -69,8 +71,12 @@ def test_a_file_that_is_no_study_is_refused(tmp_path: Path, data: bytes) -> None
 def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     studies = {
         "a": make_ceilings([product_at(square(512), 700)], [stream_at(4100)]),
-        "b": make_ceilings([product_at(square(512), 750), product_at(square(512), 40, FP32)], [stream_at(4000)]),
-        "other": make_ceilings([product_at(square(512), 900)], [stream_at(9000)], device_name="NVIDIA H200 NVL"),
+        "b": make_ceilings(
+            [product_at(square(512), 750), product_at(square(512), 40, FP32)], [stream_at(4000)]
+        ),
+        "other": make_ceilings(
+            [product_at(square(512), 900)], [stream_at(9000)], device_name="NVIDIA H200 NVL"
+        ),
     }
     for name, study in studies.items():
         (tmp_path / name).mkdir()
@@ -78,7 +84,9 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
     found = load_ceilings(tmp_path)
     assert found.studies == (studies["a"], studies["b"], studies["other"])
     assert found.flops_per_s(H200, Precision.BF16) == pytest.approx(750e12)
-    assert found.flops_per_s("H200", Precision.BF16) == pytest.approx(750e12), "as the data sheet calls it"
+    assert found.flops_per_s("H200", Precision.BF16) == pytest.approx(750e12), (
+        "as the data sheet calls it"
+    )
     assert found.flops_per_s(H200, ProductPrecision.FP32) == pytest.approx(40e12)
     assert found.flops_per_s("NVIDIA H200 NVL", Precision.BF16) == pytest.approx(900e12)
     assert replace(found, has_shipped=False).flops_per_s(H200, Precision.TF32) is None
@@ -90,8 +98,13 @@ def test_a_ceiling_is_found_by_the_name_of_the_device(tmp_path: Path) -> None:
         load_ceilings(tmp_path)
 
 
-def test_a_group_of_results_has_the_ceilings_beside_it_unless_it_has_its_own(tmp_path: Path) -> None:
-    grouped, (outer, inner) = tmp_path / "group/e2e_benchmark/one", (tmp_path / "ceilings", tmp_path / "group/ceilings")
+def test_a_group_of_results_has_the_ceilings_beside_it_unless_it_has_its_own(
+    tmp_path: Path,
+) -> None:
+    grouped, (outer, inner) = (
+        tmp_path / "group/e2e_benchmark/one",
+        (tmp_path / "ceilings", tmp_path / "group/ceilings"),
+    )
     assert ceilings_beside(grouped) == inner
     outer.mkdir()
     assert ceilings_beside(grouped) == ceilings_beside(tmp_path / "e2e_benchmark/two") == outer
@@ -103,8 +116,12 @@ def test_shipped_ceilings_are_the_published_ones(tmp_path: Path) -> None:
     published = {study.device_name for study in load_ceilings(DATA / "ceilings").studies}
     assert sorted(map(bare_name, published)) == load_ceilings(tmp_path).device_names
     for name in published:
-        own = [study for study in load_ceilings(DATA / "ceilings").studies if study.device_name == name]
-        assert [*map(encode_json, shipped(name))] == [*map(encode_json, own)], "in this order: the first one counts"
+        own = [
+            study for study in load_ceilings(DATA / "ceilings").studies if study.device_name == name
+        ]
+        assert [*map(encode_json, shipped(name))] == [*map(encode_json, own)], (
+            "in this order: the first one counts"
+        )
 
 
 def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path) -> None:
@@ -126,11 +143,17 @@ def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("spread", "is_in_doubt"), [(0.001, False), (0.5, True)])
-def test_forecasts_from_ceilings_in_doubt_are_in_doubt(tmp_path: Path, spread: float, is_in_doubt: bool) -> None:
+def test_forecasts_from_ceilings_in_doubt_are_in_doubt(
+    tmp_path: Path, spread: float, is_in_doubt: bool
+) -> None:
     study = make_rates()
-    products = tuple(product_at(square(8192), 1.0, cell.precision, spread=spread) for cell in study.products)
+    products = tuple(
+        product_at(square(8192), 1.0, cell.precision, spread=spread) for cell in study.products
+    )
     streams = tuple(replace(cell, timing=lasting(1e-3, spread=spread)) for cell in study.streams)
-    (tmp_path / "ceilings.json").write_bytes(encode_json(replace(study, products=products, streams=streams)))
+    (tmp_path / "ceilings.json").write_bytes(
+        encode_json(replace(study, products=products, streams=streams))
+    )
     curves = load_ceilings(tmp_path).curves(H200)
     assert curves is not None
     assert curves.is_in_doubt is is_in_doubt
@@ -140,17 +163,24 @@ GRID = CeilingsGrid(device=Device.CPU, shapes=(square(8),), precisions=(FP32,), 
 
 
 def test_a_cpu_that_is_taken_away_for_seconds_changes_no_median() -> None:
-    """A quarter of the study, whichever, takes ten times as long: of no cell are that most of the loops."""
+    """A quarter of the study, whichever, takes ten times as long: of no cell are that most of
+    the loops.
+    """
     grid = replace(GRID, shapes=tuple(map(square, range(1, 9))), precisions=(FP32, BF16), loops=5)
     [cells] = grid.groups()
     assert Counter(cells) == dict.fromkeys(grid.cells(), 5)
     quarter = len(cells) // 4
     for first in range(len(cells)):
         slow = range(first, first + quarter)
-        rows = [cell.rows[0].with_loops(lasting(1.0 + 9.0 * (at in slow)).loops) for at, cell in enumerate(cells)]
+        rows = [
+            cell.rows[0].with_loops(lasting(1.0 + 9.0 * (at in slow)).loops)
+            for at, cell in enumerate(cells)
+        ]
         study = grid.study(tuple(rows), make_environment())
         assert {timing.time_s for timing in study.timings} == {1.0}
-        assert [len(timing.loops.times_s) for timing in study.timings] == [5 * 3] * len(cells[: len(cells) // 5])
+        assert [len(timing.loops.times_s) for timing in study.timings] == [5 * 3] * len(
+            cells[: len(cells) // 5]
+        )
 
 
 def test_loops_of_rounds_are_joined() -> None:
@@ -158,6 +188,10 @@ def test_loops_of_rounds_are_joined() -> None:
     row = ProductCell(precision=FP32, shape=square(8), timing=lasting(1.0))
     few, many = Loops(count=2, times_s=(4.0,)), Loops(count=4, times_s=(4.0, 12.0))
     [both] = joined([row.with_loops(many), row.with_loops(few)])
-    assert sorted(time_s / both.timing.loops.count for time_s in both.timing.loops.times_s) == [1.0, 2.0, 3.0]
+    assert sorted(time_s / both.timing.loops.count for time_s in both.timing.loops.times_s) == [
+        1.0,
+        2.0,
+        3.0,
+    ]
     failed = row.failed(Status.CRASHED, Failure(message="gone"))
     assert [*joined([row, failed, row])] == [*joined([failed, row, row])] == [failed]

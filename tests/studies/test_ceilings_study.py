@@ -1,4 +1,6 @@
-"""Ceilings on a CPU: FLOPs, bytes and results from other libraries, clocks of a known rate, injected failures."""
+"""Ceilings on a CPU: FLOPs, bytes and results from other libraries, clocks of a known rate,
+injected failures.
+"""
 
 import contextlib
 import gc
@@ -60,7 +62,12 @@ from tests.rounding import of_chain, of_sum
 
 SHAPE = Shape(rows=5, inner=7, columns=3, name="unequal on purpose")
 GRID = CeilingsGrid(
-    device=Device.CPU, shapes=(SHAPE,), precisions=(ProductPrecision.FP32,), stream_bytes=(2800,), loops=3, loop_s=0.002
+    device=Device.CPU,
+    shapes=(SHAPE,),
+    precisions=(ProductPrecision.FP32,),
+    stream_bytes=(2800,),
+    loops=3,
+    loop_s=0.002,
 )
 
 
@@ -71,7 +78,9 @@ def row_of(precision: ProductPrecision, shape: Shape = SHAPE) -> ProductCell:
     return row
 
 
-def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+def drawn(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
 
@@ -92,7 +101,9 @@ def test_a_product_is_that_of_a_linear_layer(precision, dtype, seed) -> None:
     assert made.dtype is dtype
     of_sums = of_sum(torch.float32, 7) * np.einsum("ri,ci->rc", abs(left), abs(right))
     expected = np.einsum("ri,ci->rc", left, right)
-    assert (abs(made.double().numpy() - expected) <= of_chain(dtype, 2) * abs(expected) + of_sums).all()
+    assert (
+        abs(made.double().numpy() - expected) <= of_chain(dtype, 2) * abs(expected) + of_sums
+    ).all()
 
 
 def test_flops_are_those_that_torch_counts() -> None:
@@ -104,7 +115,9 @@ def test_flops_are_those_that_torch_counts() -> None:
 def test_a_copy_copies_and_a_sum_sums() -> None:
     source = torch.rand(100, generator=torch.Generator().manual_seed(0))
     assert torch.equal(make_stream(GRID, Stream.COPY, 100)(), source)
-    assert float(make_stream(GRID, Stream.READ, 100)()) == pytest.approx(float(source.double().sum()))
+    assert float(make_stream(GRID, Stream.READ, 100)()) == pytest.approx(
+        float(source.double().sum())
+    )
     assert STREAM_BYTES[Stream.COPY] * 100 == source.nbytes + source.clone().nbytes
     assert STREAM_BYTES[Stream.READ] * 100 == source.nbytes
 
@@ -126,17 +139,23 @@ def test_one_interruption_does_not_end_the_search() -> None:
     assert loops.median_s == pytest.approx(1e-6)
 
 
-@pytest.mark.parametrize(("capability", "missing"), [((8, 6), {ProductPrecision.FP8}), ((9, 0), set())], ids=str)
+@pytest.mark.parametrize(
+    ("capability", "missing"), [((8, 6), {ProductPrecision.FP8}), ((9, 0), set())], ids=str
+)
 def test_a_gpu_multiplies_what_its_generation_does(monkeypatch, capability, missing) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     lucky = Shape(rows=5, inner=64, columns=48)
     assert {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, lucky)} == missing
     for unlucky in (replace(lucky, columns=50257), replace(lucky, inner=24)):
-        assert {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, unlucky)} == {ProductPrecision.FP8}
+        assert {p for p in ProductPrecision if why_unavailable(Device.CUDA, p, unlucky)} == {
+            ProductPrecision.FP8
+        }
 
 
 def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
-    """On a CPU, which computes longer than it calls. The forecast of a host alone is so many calls."""
+    """On a CPU, which computes longer than it calls. The forecast of a host alone is so many
+    calls.
+    """
     config = replace(NARROW, device=Device.CPU, warmup_steps=1, measured_steps=3)
     found = time_calls(config)
     assert len(found.times_s) == 3
@@ -149,19 +168,30 @@ def test_calls_of_a_step_are_timed_by_a_run_of_it() -> None:
 
 def test_a_whole_study_on_a_cpu() -> None:
     grid = replace(
-        GRID, shapes=(SHAPE, SHAPE, replace(SHAPE, rows=9)), precisions=(ProductPrecision.FP32, ProductPrecision.FP8)
+        GRID,
+        shapes=(SHAPE, SHAPE, replace(SHAPE, rows=9)),
+        precisions=(ProductPrecision.FP32, ProductPrecision.FP8),
     )
     study = run_study(grid)
     assert [(cell.precision, cell.shape.rows) for cell in study.products] == [
-        (ProductPrecision.FP32, 5), (ProductPrecision.FP32, 9), (ProductPrecision.FP8, 5), (ProductPrecision.FP8, 9),
-    ]  # fmt: skip
-    assert [cell.timing.status for cell in study.products] == [Status.OK] * 2 + [Status.UNAVAILABLE] * 2
-    assert [(cell.stream, cell.moved_bytes) for cell in study.streams] == [(stream, 2800) for stream in Stream]
+        (ProductPrecision.FP32, 5),
+        (ProductPrecision.FP32, 9),
+        (ProductPrecision.FP8, 5),
+        (ProductPrecision.FP8, 9),
+    ]
+    assert [cell.timing.status for cell in study.products] == [Status.OK] * 2 + [
+        Status.UNAVAILABLE
+    ] * 2
+    assert [(cell.stream, cell.moved_bytes) for cell in study.streams] == [
+        (stream, 2800) for stream in Stream
+    ]
     assert [cell.launch for cell in study.launches] == [Launch.EAGER]
     assert 1e-8 < study.launch_s(Launch.EAGER) < 1e-2
     assert (study.reductions, study.cache_bytes) == ((), None)
     for timing in study.timings:
-        assert timing.status is Status.UNAVAILABLE or (len(timing.loops.times_s) == 3 and min(timing.loops.times_s) > 0)
+        assert timing.status is Status.UNAVAILABLE or (
+            len(timing.loops.times_s) == 3 and min(timing.loops.times_s) > 0
+        )
 
 
 def test_processes_exchange_tensors() -> None:
@@ -177,11 +207,25 @@ def test_processes_exchange_tensors() -> None:
 
 def test_numbers_of_processes_are_powers_of_two_and_the_last() -> None:
     """Six divide no power of two, so their tensors are somewhat smaller."""
-    cells = [cell for cell in replace(GRID, world_size=6, stream_bytes=(1 << 14,)).cells() if "processes" in cell.label]
-    assert [cell.rows[0].world_size for cell in cells] == [2] * 4 + [4] * 4 + [6] * 4, "four kinds of each"
+    cells = [
+        cell
+        for cell in replace(GRID, world_size=6, stream_bytes=(1 << 14,)).cells()
+        if "processes" in cell.label
+    ]
+    assert [cell.rows[0].world_size for cell in cells] == [2] * 4 + [4] * 4 + [6] * 4, (
+        "four kinds of each"
+    )
     for row in cells[-1].rows:
         assert row.num_bytes % 24 == 0
-        assert 0 <= min(size - row.num_bytes for size in (1 << 12, 1 << 14, 1 << 16) if size >= row.num_bytes) < 24
+        assert (
+            0
+            <= min(
+                size - row.num_bytes
+                for size in (1 << 12, 1 << 14, 1 << 16)
+                if size >= row.num_bytes
+            )
+            < 24
+        )
 
 
 def test_a_process_that_fails_is_a_failure_of_all_sizes_of_its_kind() -> None:
@@ -194,7 +238,9 @@ def test_a_process_that_fails_is_a_failure_of_all_sizes_of_its_kind() -> None:
 def test_processes_that_do_not_come_together_are_a_failure_of_every_row() -> None:
     """More processes than there are GPUs: the last has no device."""
     world_size = max(2, torch.cuda.device_count() + 1)
-    *_, last = replace(GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(8192,)).cells()
+    *_, last = replace(
+        GRID, device=Device.CUDA, world_size=world_size, stream_bytes=(8192,)
+    ).cells()
     cells = measure_collectives(replace(GRID, device=Device.CUDA), last.rows)
     assert [(cell.collective, cell.num_bytes) for cell in cells] == [
         (row.collective, row.num_bytes) for row in last.rows
@@ -205,7 +251,9 @@ def test_processes_that_do_not_come_together_are_a_failure_of_every_row() -> Non
         assert "set_device" in cell.timing.failure.traceback
 
 
-def test_what_a_graph_works_on_stays_as_long_as_it_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_graph_works_on_stays_as_long_as_it_can_be_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A graph without its tensors writes to memory that belongs to others by then."""
     replays = []
     graph = types.SimpleNamespace(replay=lambda: replays.append(1))
@@ -240,19 +288,31 @@ STEPS_GRID = CeilingsGrid(
 
 def kernel(form: Form, rows: int, inner: int, columns: int, batch: int = 1) -> KernelCell:
     return KernelCell(
-        precision=Precision.FP32, form=form, batch=batch, rows=rows, inner=inner, columns=columns, timing=UNTIMED
-    )  # fmt: skip
+        precision=Precision.FP32,
+        form=form,
+        batch=batch,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        timing=UNTIMED,
+    )
 
 
 class Matmuls(TorchDispatchMode):
-    """Shapes of the factors of matmuls, and in which of their last two axes neighbours in memory lie."""
+    """Shapes of the factors of matmuls, and in which of their last two axes neighbours in memory
+    lie.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[tuple[tuple[int, ...], bool], ...]] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.overloadpacket.__name__ in ("mm", "bmm"):
             self.seen.append(tuple((tuple(each.shape), each.stride(-1) == 1) for each in args))
@@ -266,17 +326,25 @@ def of_cell(row: KernelCell) -> Any:
 
 
 def test_matmuls_have_the_factors_of_a_linear_layer_as_they_lie_in_memory() -> None:
-    """A layer from 24 to 40 features on 16 tokens: forward, then the gradients of its weight and of its input."""
+    """A layer from 24 to 40 features on 16 tokens: forward, then the gradients of its weight and
+    of its input.
+    """
     x, weight = torch.randn(16, 24, requires_grad=True), torch.randn(40, 24, requires_grad=True)
     with Matmuls() as matmuls:
         F.linear(x, weight).backward(torch.randn(16, 40))
-    cells = kernel(Form.FORWARD, 16, 24, 40), kernel(Form.WEIGHT, 40, 16, 24), kernel(Form.INPUT, 16, 40, 24)
+    cells = (
+        kernel(Form.FORWARD, 16, 24, 40),
+        kernel(Form.WEIGHT, 40, 16, 24),
+        kernel(Form.INPUT, 16, 40, 24),
+    )
     ours = [seen for cell in cells for seen in of_cell(cell)]
     assert sorted(ours) == sorted(matmuls.seen)
 
 
 def test_batched_matmuls_have_the_factors_of_attention_as_they_lie_in_memory() -> None:
-    """Scores and values of 6 heads of 8 features and 16 positions, and the gradients of both factors of each."""
+    """Scores and values of 6 heads of 8 features and 16 positions, and the gradients of both
+    factors of each.
+    """
     q, k, v = (torch.randn(6, 16, 8, requires_grad=True) for _ in "qkv")
     with Matmuls() as matmuls:
         (q @ k.transpose(-2, -1) @ v).backward(torch.randn(6, 16, 8))
@@ -298,10 +366,13 @@ def test_attention_is_causal_and_has_gradients() -> None:
     assert values.shape == (1, 3, 8, 4)
     gradients: Any = make_fused_attention(STEPS_GRID, row, with_backward=True)()
     assert [each.shape for each in gradients] == [values.shape] * 3
-    assert not gradients[0][:, :, 0].any()  # the first position attends to itself alone, whatever its query
+    # the first position attends to itself alone, whatever its query
+    assert not gradients[0][:, :, 0].any()
 
 
-def test_backward_of_attention_is_what_both_take_more_than_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_of_attention_is_what_both_take_more_than_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     times_s = iter([lasting(2.0).loops, lasting(7.0, count=3).loops])
     monkeypatch.setattr("cs336_systems.studies.ceilings_cell.measure", lambda *_: next(times_s))
     row = measure_kernel(STEPS_GRID, kernel(Form.ATTENTION_BACKWARD, 8, 4, 8))
@@ -328,30 +399,45 @@ def test_a_grid_has_each_matmul_of_the_steps_once() -> None:
         model = replace(SIZES["tiny"], context_length=context_length, attention=attention)
         config = RunConfig(size="tiny", model=model, batch_size=STEPS_GRID.step_batch_size)
         for of_phase in operations(config).values():
-            wanted = {(each.form, each.batch, *each.sides) for each in of_phase if each.kind is Kind.MATMUL}
+            wanted = {
+                (each.form, each.batch, *each.sides)
+                for each in of_phase
+                if each.kind is Kind.MATMUL
+            }
             assert wanted <= found
 
 
 def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
     """Each kernel takes a millisecond, and nothing else takes time."""
     config = RunConfig(size="tiny", model=SIZES["tiny"], device=Device.CUDA)
-    cells = kernel_cells(["tiny"], [config.model.context_length], [Precision.FP32], config.batch_size)
+    cells = kernel_cells(
+        ["tiny"], [config.model.context_length], [Precision.FP32], config.batch_size
+    )
     study = make_ceilings(
         [product_at(square(8), 1, precision=ProductPrecision.FP32)],
         [stream_at(1e9, stream=stream, num_bytes=2**40) for stream in (Stream.COPY, Stream.ADAMW)],
-        [LaunchCell(launch=launch, timing=lasting(1e-9)) for launch in (Launch.EAGER, Launch.GRAPH)],
+        [
+            LaunchCell(launch=launch, timing=lasting(1e-9))
+            for launch in (Launch.EAGER, Launch.GRAPH)
+        ],
     )
-    curves = replace(study, kernels=tuple(replace(cell, timing=lasting(1e-3)) for cell in cells)).curves()
+    curves = replace(
+        study, kernels=tuple(replace(cell, timing=lasting(1e-3)) for cell in cells)
+    ).curves()
     assert curves is not None
     nothing = {1: 1e-12, 2**60: 1e-12}
     found = step_time(config, replace(curves, copies=nothing, adamw=nothing))
     assert found is not None
-    matmuls = sum(each.kind is Kind.MATMUL for of_phase in operations(config).values() for each in of_phase)
+    matmuls = sum(
+        each.kind is Kind.MATMUL for of_phase in operations(config).values() for each in of_phase
+    )
     assert found.step_s == pytest.approx(matmuls * 1e-3, rel=0.01)
 
 
 def test_the_gap_is_what_a_queued_copy_takes_more_than_in_a_graph() -> None:
-    launches = [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)]
+    launches = [
+        LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)
+    ]
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     alone_s = 2**28 / 1e12
     without = make_ceilings([], streams, launches).curves()

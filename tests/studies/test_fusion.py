@@ -1,4 +1,6 @@
-"""Each version of each operation on a CPU: bytes counted by hand, results of other libraries, injected faults."""
+"""Each version of each operation on a CPU: bytes counted by hand, results of other libraries,
+injected faults.
+"""
 
 import math
 import re
@@ -17,12 +19,26 @@ from cs336_systems.config import Device, Phase, Precision
 from cs336_systems.record import Status
 from cs336_systems.studies.cell import attempt
 from cs336_systems.studies.operator_cell import OPS, Watcher, measure_fusion
-from cs336_systems.studies.operators import FusionGrid, FusionRow, Op, Version, input_shapes, version_rows
+from cs336_systems.studies.operators import (
+    FusionGrid,
+    FusionRow,
+    Op,
+    Version,
+    input_shapes,
+    version_rows,
+)
 from cs336_systems.studies.records import Cell
 from cs336_systems.studies.runner import run_study
 
 GRID = FusionGrid(
-    device=Device.CPU, batch_size=2, context_length=3, width=8, num_heads=5, d_head=4, passes=3, warmup_passes=1
+    device=Device.CPU,
+    batch_size=2,
+    context_length=3,
+    width=8,
+    num_heads=5,
+    d_head=4,
+    passes=3,
+    warmup_passes=1,
 )  # unequal on purpose
 ROWS = 2 * 3
 ELEMENTS = ROWS * 8
@@ -40,7 +56,8 @@ MUST_MOVE = {
     (Op.ATTENTION, Phase.BACKWARD): 7 * HEADS,
 }
 WRITTEN_OUT_MOVES = {
-    # x**3, its factor, x +, the factor, tanh, 1 +, 0.5 x: each a read and a write, one of them two reads; the product
+    # x**3, its factor, x +, the factor, tanh, 1 +, 0.5 x: each a read and a write, one of them two
+    # reads; the product
     Op.GELU: (8, 18 * ELEMENTS),
     # maximum n + r, difference 2 n + r, exponential 2 n, sum n + r, quotient 2 n + r
     Op.SOFTMAX: (5, 8 * ELEMENTS + 4 * ROWS),
@@ -54,7 +71,8 @@ WRITTEN_OUT_MOVES = {
 def inputs_of(op: Op, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in input_shapes(GRID, op)
+        torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True)
+        for shape in input_shapes(GRID, op)
     ]
 
 
@@ -66,7 +84,9 @@ def expected_of(op: Op, inputs: list[torch.Tensor]) -> np.ndarray:
         return scipy.special.softmax(x, axis=-1)
     if op is Op.RMS_NORM:
         return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-5) * others[0]
-    weights = scipy.special.softmax(np.einsum("bhqd,bhkd->bhqk", x, others[0]) / math.sqrt(4), axis=-1)
+    weights = scipy.special.softmax(
+        np.einsum("bhqd,bhkd->bhqk", x, others[0]) / math.sqrt(4), axis=-1
+    )
     return np.einsum("bhqk,bhkd->bhqd", weights, others[1])
 
 
@@ -74,12 +94,16 @@ def expected_of(op: Op, inputs: list[torch.Tensor]) -> np.ndarray:
 def test_both_forms_compute_what_the_definition_says(op: Op) -> None:
     inputs = inputs_of(op, torch.float64)
     for function in OPS[op]:
-        np.testing.assert_allclose(function(*inputs).detach().numpy(), expected_of(op, inputs), rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(
+            function(*inputs).detach().numpy(), expected_of(op, inputs), rtol=1e-12, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize(("op", "phase"), MUST_MOVE)
 def test_bytes_that_must_move_are_those_counted_by_hand(op: Op, phase: Phase) -> None:
-    (row,) = [row for row in version_rows(GRID, op, Precision.BF16, Version.EAGER) if row.phase is phase]
+    (row,) = [
+        row for row in version_rows(GRID, op, Precision.BF16, Version.EAGER) if row.phase is phase
+    ]
     assert row.must_move_bytes == 2 * MUST_MOVE[op, phase]
 
 
@@ -88,7 +112,10 @@ def test_bytes_that_the_written_out_form_moves_are_those_counted_by_hand(op: Op)
     inputs = inputs_of(op)
     with Watcher() as watcher:
         OPS[op][0](*inputs)
-    assert (len(watcher.operations), watcher.num_bytes) == (WRITTEN_OUT_MOVES[op][0], 4 * WRITTEN_OUT_MOVES[op][1])
+    assert (len(watcher.operations), watcher.num_bytes) == (
+        WRITTEN_OUT_MOVES[op][0],
+        4 * WRITTEN_OUT_MOVES[op][1],
+    )
 
 
 @pytest.mark.parametrize("op", [Op.GELU, Op.SOFTMAX])
@@ -112,12 +139,18 @@ def test_flops_are_those_that_torch_counts(op: Op) -> None:
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(output, inputs, torch.ones_like(output))
     rows = version_rows(GRID, op, Precision.FP32, Version.EAGER)
-    assert [row.matmul_flops for row in rows] == [forward.get_total_flops(), backward.get_total_flops()]
+    assert [row.matmul_flops for row in rows] == [
+        forward.get_total_flops(),
+        backward.get_total_flops(),
+    ]
 
 
 @pytest.mark.skipif(
     re.search(r"[^\w./+-]", tempfile.gettempdir()) is not None,
-    reason="PyTorch's compiler calls the compiler of C++ with the path of TMPDIR as it is, which has an odd character",
+    reason=(
+        "PyTorch's compiler calls the compiler of C++ with the path of TMPDIR as it is, which "
+        "has an odd character"
+    ),
 )
 def test_a_whole_study_on_a_cpu() -> None:
     said: list[tuple[str, int, int]] = []

@@ -1,4 +1,6 @@
-"""Studies that are interrupted, repeated and run two at once: whatever was measured stays, byte for byte."""
+"""Studies that are interrupted, repeated and run two at once: whatever was measured stays, byte
+for byte.
+"""
 
 import contextlib
 import json
@@ -43,10 +45,14 @@ STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 130, signal.SIGKILL: -signal.SIGK
 
 
 class QuickWorker:
-    """Measures nothing. The log says which cells have begun, and with the next which are done, with their times."""
+    """Measures nothing. The log says which cells have begun, and with the next which are done,
+    with their times.
+    """
 
     failing, begun, signals = 0.0, 0, {}
-    """Share of cells that fail; how many have begun; signals to send this process when so many have."""
+    """Share of cells that fail; how many have begun; signals to send this process when so many
+    have.
+    """
 
     def __init__(self, grid, _gpus):
         self.passes, self.last = getattr(grid, "passes", None), None
@@ -83,7 +89,9 @@ class QuickWorker:
 def told(study, what):
     """What the worker of this process has written to the log."""
     lines = Path("log").read_text().splitlines()
-    return [value for pid, kind, value in map(json.loads, lines) if (pid, kind) == (study.pid, what)]
+    return [
+        value for pid, kind, value in map(json.loads, lines) if (pid, kind) == (study.pid, what)
+    ]
 
 
 def _command(words, signals):
@@ -92,13 +100,20 @@ def _command(words, signals):
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     random.seed()
     QuickWorker.signals, QuickWorker.begun = signals, 0
-    with Path(f"output.{os.getpid()}").open("w") as sys.stderr, contextlib.redirect_stdout(sys.stderr):
+    with (
+        Path(f"output.{os.getpid()}").open("w") as sys.stderr,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
         sys.exit(cli.main(words.split()))
 
 
 def begin(words, signals=None):
-    """The command in a process of its own, forked because importing everything anew takes seconds."""
-    process = multiprocessing.get_context("fork").Process(target=_command, args=(words, signals or {}))
+    """The command in a process of its own, forked because importing everything anew takes
+    seconds.
+    """
+    process = multiprocessing.get_context("fork").Process(
+        target=_command, args=(words, signals or {})
+    )
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     process.start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -179,7 +194,10 @@ def test_whatever_happens_to_studies_what_they_have_measured_stays(place, monkey
 
 
 def test_ceilings_interrupted_twice_lose_nothing_and_replace_the_earlier_ones_at_their_end(place):
-    words = "ceilings --device cpu --sizes 16 32 --presets --memory-mib 1 --step-presets --loops 3 --name x"
+    words = (
+        "ceilings --device cpu --sizes 16 32 --presets --memory-mib 1 --step-presets --loops "
+        "3 --name x"
+    )
     record = Path("data/ceilings/x/ceilings.json")
     assert end_of(begin(words.replace("loops 3", "loops 2"))) == 0
     earlier = record.read_bytes()
@@ -193,8 +211,13 @@ def test_ceilings_interrupted_twice_lose_nothing_and_replace_the_earlier_ones_at
     assert end_of(study) == 0
     begun += told(study, "begun")
     cells = Cells(read_study(record, STUDIES["ceilings"]).grid)
-    assert sorted(name for _, name in begun) == sorted(cell.label for group in cells.groups for cell in group.values())
-    assert all(len(timing.loops.times_s) == 3 * 2 for timing in read_study(record, STUDIES["ceilings"]).timings)
+    assert sorted(name for _, name in begun) == sorted(
+        cell.label for group in cells.groups for cell in group.values()
+    )
+    assert all(
+        len(timing.loops.times_s) == 3 * 2
+        for timing in read_study(record, STUDIES["ceilings"]).timings
+    )
     assert earlier in [path.read_bytes() for path in record.parent.glob("ceilings-before-*.json")]
 
 
@@ -216,7 +239,10 @@ def test_cells_of_other_conditions_are_refused_mixed_or_set_aside(place):
 
 
 def test_an_own_kernel_that_is_edited_is_measured_anew(place):
-    words = ATTENTION.replace("naive sdpa", "naive") + "--own mine_kept:flash --d-heads 4 --context-lengths 8 16"
+    words = (
+        ATTENTION.replace("naive sdpa", "naive")
+        + "--own mine_kept:flash --d-heads 4 --context-lengths 8 16"
+    )
     Path("mine_kept.py").write_text("def flash(q, k, v, is_causal): ...")
     study = begin(words, {4: signal.SIGSTOP})
     os.waitid(os.P_PID, study.pid, os.WSTOPPED | os.WNOWAIT)

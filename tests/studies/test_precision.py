@@ -1,4 +1,6 @@
-"""Sums against NumPy's arithmetic, data types against the operations one by one and against a model made for it."""
+"""Sums against NumPy's arithmetic, data types against the operations one by one and against a
+model made for it.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -39,12 +41,15 @@ ROUND: dict[str, Callable[[float], float]] = {
 }
 
 
-@pytest.mark.parametrize("row", accumulation_study(), ids=lambda row: f"{row.sum_dtype}+{row.addend_dtype}")
+@pytest.mark.parametrize(
+    "row", accumulation_study(), ids=lambda row: f"{row.sum_dtype}+{row.addend_dtype}"
+)
 def test_sums_are_those_of_numpy(row: Accumulation) -> None:
     addend = ROUND[row.addend_dtype](0.01)
     totals = [0.0]
     for _ in range(1000):
-        totals.append(ROUND[row.sum_dtype](totals[-1] + addend))  # fp64 has bits to spare: rounds once
+        # fp64 has bits to spare: rounds once
+        totals.append(ROUND[row.sum_dtype](totals[-1] + addend))
     assert row.total == totals[-1]
     assert row.stored_addend == addend
     assert row.growing_additions == sum(a != b for a, b in itertools.pairwise(totals))
@@ -55,7 +60,9 @@ FP16_LARGEST, FP16_SMALLEST = 65504, 2**-24
 
 @pytest.mark.parametrize("scale", [2**-15, 2**-12, 2**-11, 0.5, 1.0, 16.0, 255.0, 256.0, 2048.0])
 def test_the_variance_of_plus_and_minus_one_number_is_its_square(scale: float) -> None:
-    """Powers of 2 square exactly in every type; fp16 ends at 65,504, and rounds half of its least number to 0."""
+    """Powers of 2 square exactly in every type; fp16 ends at 65,504, and rounds half of its
+    least number to 0.
+    """
     exact = scale**2
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         found = normalise(0.0, scale, dtype)
@@ -68,17 +75,25 @@ def test_the_variance_of_plus_and_minus_one_number_is_its_square(scale: float) -
             assert found.variance == pytest.approx(exact, rel=2**-8)
             assert found.output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=2**-6)
         assert found.exact_output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=1e-12)
-        assert found.library_output == pytest.approx(found.exact_output, rel=2**-7), "in fp32 inside"
+        assert found.library_output == pytest.approx(found.exact_output, rel=2**-7), (
+            "in fp32 inside"
+        )
 
 
 def test_error_is_what_storing_and_rounding_cost() -> None:
     exact = accumulate(torch.float32, torch.float16, addend=0.25, count=8)
-    assert (exact.exact, exact.error, exact.storage_error, exact.rounding_error) == (2.0, 0.0, 0.0, 0.0)
+    assert (exact.exact, exact.error, exact.storage_error, exact.rounding_error) == (
+        2.0,
+        0.0,
+        0.0,
+        0.0,
+    )
     stored = accumulate(torch.float64, torch.float16, addend=0.1, count=3)
     assert stored.storage_error == pytest.approx(3 * (float(np.float16(0.1)) - 0.1))
     assert stored.rounding_error == pytest.approx(0, abs=1e-15)
     stuck = accumulate(torch.float16, torch.float16, addend=1.0, count=2100)
-    assert (stuck.total, stuck.growing_additions) == (2048.0, 2048)  # 11 bits: above 2048 fp16 holds even numbers only
+    # 11 bits: above 2048 fp16 holds even numbers only
+    assert (stuck.total, stuck.growing_additions) == (2048.0, 2048)
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -118,7 +133,9 @@ class ScoresInDouble(nn.Module):
 
 
 def test_dtypes_are_observed_not_looked_up() -> None:
-    seen = observed_dtypes(ScoresInDouble(), torch.zeros(2, 5, dtype=torch.long), Precision.BF16, {"x": "embedding"})
+    seen = observed_dtypes(
+        ScoresInDouble(), torch.zeros(2, 5, dtype=torch.long), Precision.BF16, {"x": "embedding"}
+    )
     assert seen == {
         "parameters": "bf16, float64, fp32",
         "x": "fp32",
@@ -136,7 +153,11 @@ def test_study_covers_every_model_and_quantity_on_the_cpu() -> None:
     assert {row.precision for row in rows} == set(DTYPES)
     for model in ("TransformerLM, cs336", "TransformerLM, gpt2"):
         for precision in DTYPES:
-            seen = {row.quantity: row.dtype for row in rows if (row.model, row.precision) == (model, precision)}
+            seen = {
+                row.quantity: row.dtype
+                for row in rows
+                if (row.model, row.precision) == (model, precision)
+            }
             assert set(TRANSFORMER_OUTPUTS) < set(seen)
             assert seen["first linear's output (q_proj)"] == seen["attention's scores"] == precision
             assert seen["weights applied to the values"] == seen["logits"] == precision
@@ -147,7 +168,13 @@ def test_study_covers_every_model_and_quantity_on_the_cpu() -> None:
 @pytest.mark.gpu
 def test_softmax_and_residual_stream_of_the_transformer_stay_fp32_on_a_gpu() -> None:
     for row in dtype_study([Device.CUDA]):
-        if row.quantity in ("attention's softmax", "residual stream after block 0", "loss", "gradients", "parameters"):
+        if row.quantity in (
+            "attention's softmax",
+            "residual stream after block 0",
+            "loss",
+            "gradients",
+            "parameters",
+        ):
             assert row.dtype == "fp32", row
         if row.quantity in ("attention's scores", "weights applied to the values", "logits"):
             assert row.dtype == row.precision, row

@@ -1,4 +1,6 @@
-"""Injected failures of cells: each becomes a row, and affects neither the next cell nor the parent."""
+"""Injected failures of cells: each becomes a row, and affects neither the next cell nor the
+parent.
+"""
 
 import contextlib
 import os
@@ -57,7 +59,10 @@ class ProcessGrid(Grid):
     MEASURE: str = f"{__name__}:measure"
 
     def groups(self):
-        return [[Cell(label=f"cell {i}", rows=(ProcessRow(i),)) for i in numbers] for numbers in self.numbers]
+        return [
+            [Cell(label=f"cell {i}", rows=(ProcessRow(i),)) for i in numbers]
+            for numbers in self.numbers
+        ]
 
     def study(self, rows, environment):
         return ProcessStudy(rows, environment)
@@ -71,7 +76,9 @@ def measure(grid, rows):
 
 
 def run_out_of_memory():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of"
+    )
 
 
 def exit_at_once():
@@ -104,7 +111,9 @@ def fail_on_the_device():
 
 
 def wait_until_it_hangs(objects: list[object], timeout: float) -> list[object]:
-    """Like multiprocessing's `wait`, but the time is over as soon as a worker hangs, and not before."""
+    """Like multiprocessing's `wait`, but the time is over as soon as a worker hangs, and not
+    before.
+    """
     while not (ready := wait(objects, timeout=0.05)):
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -168,11 +177,18 @@ def test_each_cell_is_announced_and_its_rows_are_handed_over_at_once() -> None:
     seen: list[object] = []
     cells = Cells(ProcessGrid())
     rows, _ = run_study(
-        cells.grid, lambda *words: seen.append(words), cells, lambda: seen.append(len(cells.study().rows))
+        cells.grid,
+        lambda *words: seen.append(words),
+        cells,
+        lambda: seen.append(len(cells.study().rows)),
     )
     assert seen == [
         ("importing PyTorch", 0, 0),
-        *(event for number in range(CELLS) for event in ((f"cell {number}", number, CELLS), number + 1)),
+        *(
+            event
+            for number in range(CELLS)
+            for event in ((f"cell {number}", number, CELLS), number + 1)
+        ),
     ]
     assert [row.number for row in rows] == [0, 1, 2]
 
@@ -187,21 +203,32 @@ from cs336_systems.studies.runner import Cells, run_study
 
 KEPT = []
 
+
 class KeepingGrid(AttentionGrid):
     MEASURE = "study:measure"
+
 
 def measure(grid, rows):
     KEPT.append(multiprocessing.get_context("spawn").Semaphore())
     print(KEPT[0]._semlock.name, file=Path("semaphore").open("w"), flush=True)
     return rows
 
+
 def interrupt():
     if len(cells.study().results) == 2:
         raise KeyboardInterrupt
 
+
 if __name__ == "__main__":
-    grid = KeepingGrid(device=Device.CPU, batch_size=1, d_heads=(4,), context_lengths=(8, 16, 32),
-                       implementations=(Implementation.NAIVE,), passes=1, warmup_passes=1)
+    grid = KeepingGrid(
+        device=Device.CPU,
+        batch_size=1,
+        d_heads=(4,),
+        context_lengths=(8, 16, 32),
+        implementations=(Implementation.NAIVE,),
+        passes=1,
+        warmup_passes=1,
+    )
     assert [r.status for r in run_study(grid).results] == ["ok"] * 3
     cells = Cells(grid)
     try:
@@ -209,18 +236,28 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         pass
     assert "torch" not in sys.modules
-    server, = [p for p in psutil.Process().children() if p.children() or "forkserver" in " ".join(p.cmdline())]
+    (server,) = [
+        p
+        for p in psutil.Process().children()
+        if p.children() or "forkserver" in " ".join(p.cmdline())
+    ]
     assert not server.children()
 """
 
 
 def test_the_parent_needs_no_torch_and_an_interrupted_study_leaves_nothing(tmp_path: Path) -> None:
-    """No process, and no semaphore such as those of the compiler. On Linux one is a file, whose end can be seen."""
+    """No process, and no semaphore such as those of the compiler. On Linux one is a file, whose
+    end can be seen.
+    """
     (tmp_path / "study.py").write_text(INTERRUPTED)
     done = subprocess.run(
-        [sys.executable, "study.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [sys.executable, "study.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     name = (tmp_path / "semaphore").read_text().strip()
     assert not Path(f"/dev/shm/sem.{name.removeprefix('/')}").exists()

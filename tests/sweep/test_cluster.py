@@ -1,4 +1,6 @@
-"""The driver of a sweep on a cluster, with a Ray that places and ends tasks at once; and what a task returns."""
+"""The driver of a sweep on a cluster, with a Ray that places and ends tasks at once; and what a
+task returns.
+"""
 
 import contextlib
 import sys
@@ -54,7 +56,9 @@ def name_of(number):
 
 
 class FakeRay:
-    """`machines` are pairs of a number of GPUs, or cores, and a description; `answer` is what a task gives."""
+    """`machines` are pairs of a number of GPUs, or cores, and a description; `answer` is what a
+    task gives.
+    """
 
     exceptions = ray.exceptions
 
@@ -62,28 +66,36 @@ class FakeRay:
         self.machines, self.answer = [*machines], answer
         self.results, self.widths, self.most, self.late = {}, {}, 0, []
         self.hanging, self.places, self.num_died, self.retries, self.lost = (), {}, 0, [], None
-        self.experimental = SimpleNamespace(internal_kv=SimpleNamespace(
-            _internal_kv_get=self.places.get, _internal_kv_put=lambda key, place, overwrite: None,
-            _internal_kv_del=lambda key, del_by_prefix: None,
-        ))  # fmt: skip
+        self.experimental = SimpleNamespace(
+            internal_kv=SimpleNamespace(
+                _internal_kv_get=self.places.get,
+                _internal_kv_put=lambda key, place, overwrite: None,
+                _internal_kv_del=lambda key, del_by_prefix: None,
+            )
+        )
 
     def nodes(self):
         return [
             {
-                "NodeID": name_of(number), "Alive": number != self.lost or not self.hanging,
-                "NodeManagerHostname": f"host-{number}", "NodeManagerAddress": "192.0.2.1", "NodeManagerPort": 1,
+                "NodeID": name_of(number),
+                "Alive": number != self.lost or not self.hanging,
+                "NodeManagerHostname": f"host-{number}",
+                "NodeManagerAddress": "192.0.2.1",
+                "NodeManagerPort": 1,
                 "Resources": {"GPU": count, "CPU": count},
             }
             for number, (count, _) in enumerate(self.machines)
-        ]  # fmt: skip
+        ]
 
     def get_runtime_context(self):
         return SimpleNamespace(get_node_id=lambda: name_of(0), gcs_address="")
 
     def remote(self, **_):
-        return lambda function: SimpleNamespace(options=lambda **options: SimpleNamespace(
-            remote=lambda argument: self.submit(function, argument, options)
-        ))  # fmt: skip
+        return lambda function: SimpleNamespace(
+            options=lambda **options: SimpleNamespace(
+                remote=lambda argument: self.submit(function, argument, options)
+            )
+        )
 
     def submit(self, function, argument, options):
         reference = len(self.results)
@@ -91,10 +103,15 @@ class FakeRay:
             node = self.machines[int(options["scheduling_strategy"].node_id, 16)][1]
             self.results[reference] = msgspec.json.encode(node)
             return reference
-        self.machines, self.late = [*self.machines, *self.late], []  # after the driver has looked at all machines
+        # after the driver has looked at all machines
+        self.machines, self.late = [*self.machines, *self.late], []
         config, needs = (asked := msgspec.json.decode(argument, type=Request)).config, asked.needs
         out = (options["label_selector"] or {}).get("ray.io/node-id", "")
-        fitting = [n for n, (count, _) in enumerate(self.machines) if name_of(n) not in out and count >= config.ranks]
+        fitting = [
+            n
+            for n, (count, _) in enumerate(self.machines)
+            if name_of(n) not in out and count >= config.ranks
+        ]
         number = fitting[reference % len(fitting)]
         node = self.machines[number][1]
         self.hanging = (*self.hanging, reference) if number == self.lost else self.hanging
@@ -131,21 +148,28 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(cluster, "_checked", lambda _: None)
         monkeypatch.setattr(cluster, "_TICK_S", 0.01)
         witness = Witness()
-        outcome = sweep_on_cluster(configs, tmp_path, witness, address="auto", wait_nodes_s=0.5, **options)
+        outcome = sweep_on_cluster(
+            configs, tmp_path, witness, address="auto", wait_nodes_s=0.5, **options
+        )
         return outcome, witness
 
     return start
 
 
 def on_gpus(count, ranks=1):
-    return grid(count, device=Device.CUDA, ranks=ranks, parallel=Parallel.DDP if ranks > 1 else Parallel.NONE)
+    return grid(
+        count,
+        device=Device.CUDA,
+        ranks=ranks,
+        parallel=Parallel.DDP if ranks > 1 else Parallel.NONE,
+    )
 
 
 def node(identity=IDENTITY, has_nsys=True):
     return Node(identity, has_nsys)
 
 
-def test_wide_runs_start_first_narrow_ones_take_what_is_left_and_ray_never_has_more_than_there_are_gpus(run):
+def test_wide_runs_start_first_and_ray_never_has_more_than_there_are_gpus(run):
     fake = FakeRay((4, node()), (2, node()))
     outcome, witness = run(fake, [*on_gpus(9), *on_gpus(3, ranks=4)])
     assert [config.ranks for config in witness.started_runs][:3] == [4, 1, 1]
@@ -154,7 +178,9 @@ def test_wide_runs_start_first_narrow_ones_take_what_is_left_and_ray_never_has_m
 
 
 @pytest.mark.parametrize("allow_mixed", [False, True])
-def test_a_machine_unlike_most_is_named_and_left_out_unless_mixed_also_if_it_joins_late(run, allow_mixed):
+def test_a_machine_unlike_most_is_named_and_left_out_unless_mixed_also_if_it_joins_late(
+    run, allow_mixed
+):
     fake = FakeRay((1, node(OTHER)), (4, node()))
     fake.late = [(1, node(OTHER))]
     outcome, witness = run(fake, on_gpus(12), allow_mixed=allow_mixed)
@@ -162,7 +188,9 @@ def test_a_machine_unlike_most_is_named_and_left_out_unless_mixed_also_if_it_joi
     torches = {record.environment.identity.torch for record in outcome.records}
     assert torches == {"2.13.0", *(["2.12.0"] if allow_mixed else [])}
     refused = [line for line in witness.notes if "torch is 2.12.0, needed 2.13.0" in line]
-    assert [line.partition(" ")[0] for line in refused] == ([] if allow_mixed else ["host-0", "host-2"])
+    assert [line.partition(" ")[0] for line in refused] == (
+        [] if allow_mixed else ["host-0", "host-2"]
+    )
 
 
 def test_a_machine_that_cannot_be_used_at_the_first_look_is_used_when_it_can_be(run):
@@ -198,7 +226,9 @@ def test_machines_that_lack_what_the_sweep_needs():
 def test_machines_with_other_numbers_of_cores_do_not_share_them_among_runs(run):
     fake = FakeRay((8, node()), (8, node()), (16, node()), (0, node()))
     _, witness = run(fake, grid(4))
-    assert any("host-2 is not used: Ray counts 16 of its cores, needed 8" in line for line in witness.notes)
+    assert any(
+        "host-2 is not used: Ray counts 16 of its cores, needed 8" in line for line in witness.notes
+    )
 
 
 def test_without_a_machine_that_has_the_gpus_the_sweep_ends_and_keeps_what_is_done(run, tmp_path):
@@ -208,10 +238,21 @@ def test_without_a_machine_that_has_the_gpus_the_sweep_ends_and_keeps_what_is_do
 
 
 def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say_so(run):
-    errors = deque([ray.exceptions.NodeDiedError("the node is dead"), ray.exceptions.OutOfMemoryError("no memory")])
-    fake = FakeRay((1, node()), answer=lambda config, node: errors.popleft() if errors else good(config, node))
+    errors = deque(
+        [
+            ray.exceptions.NodeDiedError("the node is dead"),
+            ray.exceptions.OutOfMemoryError("no memory"),
+        ]
+    )
+    fake = FakeRay(
+        (1, node()), answer=lambda config, node: errors.popleft() if errors else good(config, node)
+    )
     outcome, _ = run(fake, on_gpus(3))
-    assert sorted(record.status for record in outcome.records) == [Status.KILLED, Status.KILLED, Status.OK]
+    assert sorted(record.status for record in outcome.records) == [
+        Status.KILLED,
+        Status.KILLED,
+        Status.OK,
+    ]
     assert "the node is dead" in outcome.measured[0].failure.message
 
 
@@ -234,7 +275,9 @@ def test_an_odd_answer_loses_its_machine_and_no_run(run, tmp_path, answer):
     outcome, witness = run(fake, on_gpus(4))
     assert [record.status for record in outcome.records] == [Status.OK] * 4
     assert any("host-1 is not used: no reply of a run" in line for line in witness.notes)
-    assert not [path for path in (*tmp_path.rglob("x"), *tmp_path.parent.glob("x")) if path.is_file()]
+    assert not [
+        path for path in (*tmp_path.rglob("x"), *tmp_path.parent.glob("x")) if path.is_file()
+    ]
 
 
 def test_starts_before_a_refusal_are_among_the_three(run):

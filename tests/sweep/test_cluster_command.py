@@ -1,4 +1,6 @@
-"""The flags of a sweep on a cluster, where no Ray is needed, and what it prints of the cluster's machines."""
+"""The flags of a sweep on a cluster, where no Ray is needed, and what it prints of the cluster's
+machines.
+"""
 
 import contextlib
 import importlib.util
@@ -45,7 +47,10 @@ def test_what_cannot_be(words, what, capsys):
 
 
 def test_a_dry_run_on_this_machine_imports_neither_ray_nor_numpy(here):
-    code = "import sys; sys.modules |= dict(ray=None, numpy=None); from cs336_systems.cli import main; sys.exit(main())"
+    code = (
+        "import sys; sys.modules |= dict(ray=None, numpy=None); from cs336_systems.cli import "
+        "main; sys.exit(main())"
+    )
     words = [sys.executable, "-c", code, "sweep", *SMALL, "--dry-run"]
     at = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=at, cwd=here)
@@ -68,7 +73,9 @@ def test_a_dry_run_shows_the_machines_and_fails_if_none_is_used(monkeypatch, cap
 
     def machine(number, refused):
         node = cluster.Node(replace(IDENTITY, torch=f"2.{number}"), has_nsys=True)
-        return cluster.Machine(id=str(number), host=f"host-{number}", address="a", count=8, node=node, refused=refused)
+        return cluster.Machine(
+            id=str(number), host=f"host-{number}", address="a", count=8, node=node, refused=refused
+        )
 
     monkeypatch.setattr(cluster, "connected", lambda _: contextlib.nullcontext())
     machines = [machine(1, None), machine(2, "torch is 2.2,\nneeded 2.1")]

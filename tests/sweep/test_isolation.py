@@ -28,29 +28,46 @@ for changes in ({}, {"checkpoint_blocks": 1}, {"profiler": Profiler.KINETO}):
     assert changes or not gc.isenabled(), "collections slow the imports"
     before = set(sys.modules)
     from cs336_systems.sweep.worker import run_here
+
     record = run_here(config, Path("runs").absolute())
     assert record.status == "ok", record.failure
-    own = [name for name in set(sys.modules) - before if name.startswith(("cs336_systems", "torch._", "pandas"))]
+    own = [
+        name
+        for name in set(sys.modules) - before
+        if name.startswith(("cs336_systems", "torch._", "pandas"))
+    ]
     assert not own, own
-    others = {"tyro", "rich", "pandas", "torch._dynamo", "cs336_systems.model.fast.model"} & set(sys.modules)
+    others = {"tyro", "rich", "pandas", "torch._dynamo", "cs336_systems.model.fast.model"} & set(
+        sys.modules
+    )
     assert changes or not others, others
     gc.disable()  # for what the next one imports
 gc.freeze()  # for the end of Python, which collects
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
 
 
-# As nsys does: what watches, in a session of its own, and what is watched, with another process in between.
+# As nsys does: what watches, in a session of its own, and what is watched, with another process in
+# between.
 SUPERVISOR = """
 import os, subprocess, sys, time
+
 subprocess.Popen(["sleep", "300"], start_new_session=True)
-watched = "import sys, time; from cs336_systems.sweep.process import die_with; die_with(int(sys.argv[1]));"
+watched = "import sys, time; from cs336_systems.sweep.process import die_with;"
+watched += "die_with(int(sys.argv[1]));"
 watched += "print('on'); sys.stdout.flush(); time.sleep(300)"
-subprocess.Popen(["sh", "-c", '"$0" -c "$1" "$2"; sleep 300', sys.executable, watched, str(os.getpid())],
-                 start_new_session=True)
+subprocess.Popen(
+    ["sh", "-c", '"$0" -c "$1" "$2"; sleep 300', sys.executable, watched, str(os.getpid())],
+    start_new_session=True,
+)
 time.sleep(300)
 """
 
@@ -58,7 +75,10 @@ time.sleep(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells of the end of any process")
 def test_what_a_killed_process_has_started_dies_with_it() -> None:
     supervisor = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SUPERVISOR],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert supervisor.stdout
     assert supervisor.stdout.readline() == "on\n"
@@ -73,7 +93,10 @@ def test_what_a_killed_process_has_started_dies_with_it() -> None:
 def test_a_process_that_comes_too_late_ends_at_once() -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    code = f"from cs336_systems.sweep.process import die_with; die_with({dead.pid}); import time; time.sleep(60)"
+    code = (
+        f"from cs336_systems.sweep.process import die_with; die_with({dead.pid}); import "
+        "time; time.sleep(60)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
     assert done.returncode == 1
 

@@ -38,14 +38,22 @@ from cs336_systems.sweep.ladder import (
 )
 
 H200 = "NVIDIA H200"
-GPT2 = RunConfig(size="gpt2", model=SIZES["gpt2"], batch_size=16, device=Device.CUDA, learning_rate=1e-5)
+GPT2 = RunConfig(
+    size="gpt2", model=SIZES["gpt2"], batch_size=16, device=Device.CUDA, learning_rate=1e-5
+)
 XL = RunConfig(size="xl", model=SIZES["xl"], batch_size=4, device=Device.CUDA, learning_rate=1e-5)
 TINY = RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=128))
 
 
 def flat(config):
-    run = {field.name: getattr(config, field.name) for field in fields(RunConfig) if field.name != "model"}
-    return run | {f"model.{field.name}": getattr(config.model, field.name) for field in fields(ModelConfig)}
+    run = {
+        field.name: getattr(config, field.name)
+        for field in fields(RunConfig)
+        if field.name != "model"
+    }
+    return run | {
+        f"model.{field.name}": getattr(config.model, field.name) for field in fields(ModelConfig)
+    }
 
 
 def changed(before, after):
@@ -100,7 +108,9 @@ def test_each_rung_of_gpt2_on_an_h200_is_one_change_more():
 def test_large_models_have_a_rung_for_fp8_on_devices_that_have_it(base, device_name, has_rung):
     ladder = rungs(base, device_name)
     assert ("fp8" in names(ladder)) is has_rung
-    odd = replace(base, batch_size=1, model=replace(base.model, context_length=base.model.context_length + 4))
+    odd = replace(
+        base, batch_size=1, model=replace(base.model, context_length=base.model.context_length + 4)
+    )
     assert "fp8" not in names(rungs(odd, device_name)), "products would be in bf16 all the same"
     if has_rung:
         number = names(ladder).index("fp8")
@@ -113,13 +123,22 @@ def test_large_models_have_a_rung_for_fp8_on_devices_that_have_it(base, device_n
         (QUACK, GPT2, "activations", {"fused_activations": True}),
         (QUACK, XL, "activations", {"fused_activations": True}),
         (FLASH_4, GPT2, "packed", {"packed_attention": True}),
-        (FLASH_4, replace(GPT2, model=replace(GPT2.model, d_model=160, num_heads=2)), "packed", None),
+        (
+            FLASH_4,
+            replace(GPT2, model=replace(GPT2.model, d_model=160, num_heads=2)),
+            "packed",
+            None,
+        ),
     ],
     ids=["GELU", "SwiGLU", "heads of 64", "heads of 80"],
 )
-def test_packages_that_are_installed_give_hopper_a_rung_more(monkeypatch, package, base, name, fields):
+def test_packages_that_are_installed_give_hopper_a_rung_more(
+    monkeypatch, package, base, name, fields
+):
     without = names(rungs(base, H200))
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda wanted: wanted == package)
+    monkeypatch.setattr(
+        "cs336_systems.model.fast.choose.is_installed", lambda wanted: wanted == package
+    )
     ladder = rungs(base, H200)
     steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
     assert steps.get(name) == fields
@@ -135,14 +154,40 @@ def test_packages_that_are_installed_give_hopper_a_rung_more(monkeypatch, packag
         (GPT2, "NVIDIA A100-SXM4-80GB", {"cudnn"}),
         (replace(GPT2, model=replace(GPT2.model, num_heads=4)), H200, {"cudnn"}),
         (GPT2, None, {"cudnn"}),
-        (replace(GPT2, model_factory="a:b"), H200,
-         {"attention", "vocabulary", "cudnn", "cast-once", "graph", "blocks", "fused-loss", "fused-blocks", "split",
-          "moments"}),
-        (TINY, "AMD EPYC",
-         {"tf32", "vocabulary", "cudnn", "cast-once", "graph", "fused-loss", "fused-blocks", "split", "moments"}),
+        (
+            replace(GPT2, model_factory="a:b"),
+            H200,
+            {
+                "attention",
+                "vocabulary",
+                "cudnn",
+                "cast-once",
+                "graph",
+                "blocks",
+                "fused-loss",
+                "fused-blocks",
+                "split",
+                "moments",
+            },
+        ),
+        (
+            TINY,
+            "AMD EPYC",
+            {
+                "tf32",
+                "vocabulary",
+                "cudnn",
+                "cast-once",
+                "graph",
+                "fused-loss",
+                "fused-blocks",
+                "split",
+                "moments",
+            },
+        ),
     ],
     ids=["nice already", "A100", "wide heads", "unknown device", "own model", "CPU"],
-)  # fmt: skip
+)
 def test_what_does_not_apply_is_left_out(base, device_name, left_out):
     every = names(rungs(GPT2, H200))
     assert names(rungs(base, device_name)) == [name for name in every if name not in left_out]
@@ -150,16 +195,31 @@ def test_what_does_not_apply_is_left_out(base, device_name, left_out):
 
 def test_shortcuts_of_the_base_are_taken_away_and_the_rest_stays():
     fast = replace(
-        TINY, model=replace(TINY.model, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH), mode=Mode.TRAIN,
-        precision=Precision.BF16, compile=CompileMode.DEFAULT, compile_blocks=True, optimizer=OptimizerKind.FUSED,
-        pad_vocabulary=64, cast_once=True, fp8=True, seed=3, tokens="some.npy", warmup_steps=7, measured_steps=19,
+        TINY,
+        model=replace(TINY.model, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH),
+        mode=Mode.TRAIN,
+        precision=Precision.BF16,
+        compile=CompileMode.DEFAULT,
+        compile_blocks=True,
+        optimizer=OptimizerKind.FUSED,
+        pad_vocabulary=64,
+        cast_once=True,
+        fp8=True,
+        seed=3,
+        tokens="some.npy",
+        warmup_steps=7,
+        measured_steps=19,
         batch_size=5,
-    )  # fmt: skip
+    )
     first = rungs(fast)[0].config
     assert changed(TINY, first) == {
-        "seed": 3, "tokens": "some.npy", "warmup_steps": 7, "measured_steps": 19, "batch_size": 5,
+        "seed": 3,
+        "tokens": "some.npy",
+        "warmup_steps": 7,
+        "measured_steps": 19,
+        "batch_size": 5,
         "optimizer": "foreach",
-    }  # fmt: skip
+    }
 
 
 def test_chosen_rungs_keep_all_changes_below_them():
@@ -171,7 +231,9 @@ def test_chosen_rungs_keep_all_changes_below_them():
     between = names(ladder)[names(ladder).index("bf16") + 1 : names(ladder).index("cast-once") + 1]
     assert some[2].change == ", ".join(by_name[name].change for name in between)
     assert chosen(ladder, names(ladder)) == ladder
-    with pytest.raises(ValueError, match=r"no rung 'fp8' for this model.*installed; there are: fp32, tf32, bf16, "):
+    with pytest.raises(
+        ValueError, match=r"no rung 'fp8' for this model.*installed; there are: fp32, tf32, bf16, "
+    ):
         chosen(ladder, ["bf16", "fp8"])
     with pytest.raises(ValueError, match=r"no rung 'fp9'; there are: fp32, tf32, bf16, "):
         chosen(ladder, ["fp9"])
@@ -187,7 +249,9 @@ def test_a_ladder_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"), [({"format_version": 99}, "newer"), ({"rungs": []}, "at least one rung")], ids=str
+    ("changes", "said"),
+    [({"format_version": 99}, "newer"), ({"rungs": []}, "at least one rung")],
+    ids=str,
 )
 def test_a_file_that_is_no_ladder_is_refused_by_name(changes, said, tmp_path):
     path = tmp_path / "ladder.json"
@@ -197,7 +261,8 @@ def test_a_file_that_is_no_ladder_is_refused_by_name(changes, said, tmp_path):
         read_ladder(path)
 
 
-# The gate, by hand: the reference falls from 12 to 10, so that a distance of 0.01 is 0.005 of the fall
+# The gate, by hand: the reference falls from 12 to 10, so that a distance of 0.01 is 0.005 of the
+# fall
 
 FALLING = [12 - 2 * step / (GATE_STEPS - 1) for step in range(GATE_STEPS)]
 
@@ -231,7 +296,9 @@ def test_the_gate_by_hand(precision, losses, last, largest, passed):
 
 
 def test_of_several_processes_the_worst_counts_and_the_reference_is_a_mean():
-    gate = judge(Precision.BF16, [off(), off((-1, 0.02)), off((3, -0.03))], [off((3, 0.01)), off((3, -0.01))])
+    gate = judge(
+        Precision.BF16, [off(), off((-1, 0.02)), off((3, -0.03))], [off((3, 0.01)), off((3, -0.01))]
+    )
     assert gate.last == pytest.approx(0.01)
     assert gate.largest == pytest.approx(0.015)
     assert gate.loss == pytest.approx(10 + 0.02 / 3)
@@ -262,11 +329,16 @@ def test_losses_that_are_not_finite_fail():
 
 # The gate on real training
 
-SHAPE = ModelConfig(vocab_size=503, context_length=64, d_model=64, d_ff=192, num_layers=2, num_heads=2)
+SHAPE = ModelConfig(
+    vocab_size=503, context_length=64, d_model=64, d_ff=192, num_layers=2, num_heads=2
+)
 SMALL = RunConfig(
-    size="custom", model=SHAPE, batch_size=4, optimizer=OptimizerKind.FOREACH,
+    size="custom",
+    model=SHAPE,
+    batch_size=4,
+    optimizer=OptimizerKind.FOREACH,
     learning_rate=gate_learning_rate(SHAPE.d_model),
-)  # fmt: skip
+)
 
 
 def train(config, fault=None):
@@ -296,10 +368,17 @@ def expected():
     return losses
 
 
-CAST_ONCE = {"precision": Precision.BF16, "optimizer": OptimizerKind.FUSED, "pad_vocabulary": 128, "cast_once": True}
+CAST_ONCE = {
+    "precision": Precision.BF16,
+    "optimizer": OptimizerKind.FUSED,
+    "pad_vocabulary": 128,
+    "cast_once": True,
+}
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": OptimizerKind.ADAMW}, CAST_ONCE], ids=["AdamW", "cast once"])
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": OptimizerKind.ADAMW}, CAST_ONCE], ids=["AdamW", "cast once"]
+)
 def test_the_same_training_passes_well_within_the_bound(expected, changes):
     config = replace(of(Arch.CS336, 0), **changes)
     gate = judge(config.precision, [train(config)], [expected(Arch.CS336, 0)])
@@ -336,13 +415,19 @@ def lose_the_last_block(step):
 
 
 FAULTS = (
-    see_the_future, shift_the_targets, never_update, keep_old_gradients, scale_gradients_down, lose_the_last_block,
-)  # fmt: skip
+    see_the_future,
+    shift_the_targets,
+    never_update,
+    keep_old_gradients,
+    scale_gradients_down,
+    lose_the_last_block,
+)
 
 
 @pytest.mark.parametrize(
     ("arch", "fault"),
-    [*((Arch.CS336, fault) for fault in FAULTS), (Arch.GPT2, see_the_future)],  # the one that is least off for gpt2
+    # the one that is least off for gpt2
+    [*((Arch.CS336, fault) for fault in FAULTS), (Arch.GPT2, see_the_future)],
 )
 def test_another_training_fails_even_the_widest_bound(expected, arch, fault):
     gate = judge(Precision.BF16, [train(of(arch, 0), fault)], [expected(arch, 0)], fp8=True)
@@ -361,7 +446,9 @@ def test_training_in_fp8_passes_its_own_bound_alone(expected):
 
 def test_a_wrong_cast_to_fp8_fails_the_bound(expected, monkeypatch):
     casts = fp8._fp8_casts
-    monkeypatch.setattr(fp8, "_fp8_casts", lambda x, unit, transposes: casts(x, 1.1 * unit, transposes))
+    monkeypatch.setattr(
+        fp8, "_fp8_casts", lambda x, unit, transposes: casts(x, 1.1 * unit, transposes)
+    )
     losses = train(replace(of(Arch.CS336, 0), **IN_FP8))
     gate = judge(Precision.BF16, [losses], [expected(Arch.CS336, 0)], fp8=True)
     assert gate.passed is False, gate

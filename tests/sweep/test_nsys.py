@@ -1,4 +1,6 @@
-"""A run under nsys, played by tests/fake_nsys.py: what is kept when nsys does its work, and when it does not."""
+"""A run under nsys, played by tests/fake_nsys.py: what is kept when nsys does its work, and when
+it does not.
+"""
 
 import shlex
 import sys
@@ -19,7 +21,9 @@ from cs336_systems.sweep.worker import run_here
 from tests.faults.harness import Witness
 
 ROOT = Path(__file__).parents[2]
-PLAIN = RunConfig(size="tiny", model=replace(SIZES["tiny"], context_length=16), warmup_steps=1, measured_steps=2)
+PLAIN = RunConfig(
+    size="tiny", model=replace(SIZES["tiny"], context_length=16), warmup_steps=1, measured_steps=2
+)
 UNDER_NSYS = replace(PLAIN, device=Device.CUDA, profiler=Profiler.NSYS)
 
 
@@ -28,7 +32,9 @@ def nsys(no_waiting: Path) -> Iterator[Path]:
     """A machine with an nsys: the file that says how it will end."""
     fate, script, fake = no_waiting / "fate", no_waiting / "nsys", ROOT / "tests" / "fake_nsys.py"
     read, path, *words = (shlex.quote(str(word)) for word in (fate, ROOT, sys.executable, fake))
-    script.write_text(f'#!/bin/sh\nFAKE_NSYS=$(cat {read}) PYTHONPATH={path} exec {" ".join(words)} "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\nFAKE_NSYS=$(cat {read}) PYTHONPATH={path} exec {" ".join(words)} "$@"\n'
+    )
     script.chmod(0o755)
     yield fate
     script.unlink()
@@ -46,17 +52,23 @@ def record_of(directory: Path, config: RunConfig = UNDER_NSYS) -> RunRecord:
     return next(record for record in records if record.config == config)
 
 
-def test_a_run_under_nsys_leaves_its_record_its_report_and_the_explanation(fate: Path, tmp_path: Path) -> None:
+def test_a_run_under_nsys_leaves_its_record_its_report_and_the_explanation(
+    fate: Path, tmp_path: Path
+) -> None:
     run_sweep([UNDER_NSYS], tmp_path / "out", Witness(), timeout_s=60)
     assert record_of(tmp_path / "out").status is Status.OK
     runs = tmp_path / "out" / "runs"
     assert raw_profile_path(UNDER_NSYS, runs).is_file()
     profile = decode_profile(explanation_path(UNDER_NSYS, runs).read_bytes())
     launches = {phase.phase: phase.launches for phase in profile.phases if sum(phase.launches)}
-    assert launches == {LaunchPhase.FORWARD: (2,), LaunchPhase.BACKWARD: (3,), LaunchPhase.OPTIMIZER: (1,)}
+    assert launches == {
+        LaunchPhase.FORWARD: (2,),
+        LaunchPhase.BACKWARD: (3,),
+        LaunchPhase.OPTIMIZER: (1,),
+    }
 
 
-def test_without_a_profile_the_run_has_failed_the_time_of_the_plain_run_is_kept_and_the_next_try_is_made(
+def test_without_a_profile_the_time_of_the_plain_run_is_kept_and_the_next_try_is_made(
     fate: Path, tmp_path: Path
 ) -> None:
     out, before = tmp_path / "out", None
@@ -88,6 +100,10 @@ def test_ranks_under_nsys_are_in_one_report_and_explained_apart(fate: Path, tmp_
     assert [own.rank for own in profile.ranks] == [0, 1]
     for own in profile.ranks:
         launches = {phase.phase: phase.launches for phase in own.phases if sum(phase.launches)}
-        assert launches == {LaunchPhase.FORWARD: (2,), LaunchPhase.BACKWARD: (4,), LaunchPhase.OPTIMIZER: (1,)}
+        assert launches == {
+            LaunchPhase.FORWARD: (2,),
+            LaunchPhase.BACKWARD: (4,),
+            LaunchPhase.OPTIMIZER: (1,),
+        }
         assert sum(sum(row.launches) for row in own.communication if row.collective is None) == 1
     assert not profile.notes

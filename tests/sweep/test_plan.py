@@ -1,4 +1,6 @@
-"""The order of a sweep's runs and what it says will not fit, against runs that were measured on an H200."""
+"""The order of a sweep's runs and what it says will not fit, against runs that were measured on
+an H200.
+"""
 
 import random
 from dataclasses import replace
@@ -18,12 +20,21 @@ H200_BYTES = round(139.8 * GIB)
 ROOT = Path(__file__).parents[2]
 
 
-def config(size: str = "small", context_length: int = 128, device: Device = Device.CUDA, **fields: object) -> RunConfig:
-    return RunConfig(size=size, model=replace(SIZES[size], context_length=context_length), device=device, **fields)  # type: ignore[arg-type]
+def config(
+    size: str = "small", context_length: int = 128, device: Device = Device.CUDA, **fields: object
+) -> RunConfig:
+    return RunConfig(
+        size=size,
+        model=replace(SIZES[size], context_length=context_length),
+        device=device,
+        **fields,
+    )  # type: ignore[arg-type]
 
 
 def test_the_smallest_measured_peak_runs_first() -> None:
-    """The order of measured peaks is the oracle; runs whose peaks are within the 3 % of a prediction may change."""
+    """The order of measured peaks is the oracle; runs whose peaks are within the 3 % of a
+    prediction may change.
+    """
     measured = {
         record.config: record.memory.peak_allocated_bytes
         for name in ("train", "inference")
@@ -44,8 +55,12 @@ def test_what_ran_out_of_memory_is_foretold_and_comes_last() -> None:
         for path in sorted((ROOT / "data/published/e2e_benchmark").glob("*/runs"))
         for record in load_records(path)[0]
     ]
-    cuda = {record.config: record.status for record in records if record.config.device is Device.CUDA}
-    plain = [found for found in cuda if found.compile is CompileMode.NONE and found.model_factory is None]
+    cuda = {
+        record.config: record.status for record in records if record.config.device is Device.CUDA
+    }
+    plain = [
+        found for found in cuda if found.compile is CompileMode.NONE and found.model_factory is None
+    ]
     assert {Status.OOM, Status.OK} == {cuda[found] for found in plain}
     plan = make_plan(plain, H200_BYTES)
     assert set(plan.too_large) == {found for found in plain if cuda[found] is Status.OOM}
@@ -60,10 +75,14 @@ def test_a_compiled_model_is_ordered_as_if_eager_and_never_said_not_to_fit() -> 
 
 
 def test_a_cpu_run_that_the_machine_cannot_hold_comes_last() -> None:
-    """AdamW keeps 16 bytes for each of 12.8e9 parameters; both ranks of xl keep a whole model, or half of one."""
+    """AdamW keeps 16 bytes for each of 12.8e9 parameters; both ranks of xl keep a whole model,
+    or half of one.
+    """
     shared = {"device": Device.CPU, "ranks": 2}
     huge, small = config("10B", device=Device.CPU), config(device=Device.CPU)
-    whole, half = (config("xl", **shared, parallel=way) for way in (Parallel.DDP_FLAT, Parallel.FSDP))
+    whole, half = (
+        config("xl", **shared, parallel=way) for way in (Parallel.DDP_FLAT, Parallel.FSDP)
+    )
     own = config("10B", device=Device.CPU, model_factory="package.module:make")
     assert make_plan([huge, whole, own, half, small], 48 * GIB).too_large == (huge, whole)
     compiled = replace(huge, compile=CompileMode.DEFAULT)
@@ -74,11 +93,18 @@ def test_a_cpu_run_that_the_machine_cannot_hold_comes_last() -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_what_a_cpu_cannot_hold_is_known_at_once(layers, tmp_path, monkeypatch) -> None:
-    """Drawn steps on machines just too small and just large enough for their tensors, without a tape in the cache."""
+    """Drawn steps on machines just too small and just large enough for their tensors, without a
+    tape in the cache.
+    """
     rng = random.Random(layers)
-    settings = {"mode": rng.choice([Mode.FORWARD, Mode.FORWARD_BACKWARD]), "batch_size": rng.randint(8, 32)}
+    settings = {
+        "mode": rng.choice([Mode.FORWARD, Mode.FORWARD_BACKWARD]),
+        "batch_size": rng.randint(8, 32),
+    }
     drawn = config("tiny", rng.randint(200, 2000), Device.CPU, **settings)
-    drawn = replace(drawn, model=replace(drawn.model, num_layers=layers, attention=rng.choice(list(Attention))))
+    drawn = replace(
+        drawn, model=replace(drawn.model, num_layers=layers, attention=rng.choice(list(Attention)))
+    )
     needed = predict_memory(drawn).peak.allocated_bytes
     for share, expected in ((0.99, (drawn,)), (1.01, ())):
         monkeypatch.setattr(traces, "_traced", {})

@@ -3,8 +3,9 @@
 import shutil
 
 HOW_TO_INSTALL = (
-    "nsys (NVIDIA Nsight Systems) is not on the PATH: install it (package nsight-systems-cli of NVIDIA's CUDA "
-    "repository, or developer.nvidia.com/nsight-systems), or use --profile, which needs nothing but PyTorch"
+    "nsys (NVIDIA Nsight Systems) is not on the PATH: install it (package nsight-systems-cli of "
+    "NVIDIA's CUDA repository, or developer.nvidia.com/nsight-systems), or use --profile, which "
+    "needs nothing but PyTorch"
 )
 
 

@@ -1,12 +1,14 @@
-"""The phase, step and module of each kernel, the steps that a profile covers, and sums over kernels.
+"""The phase, step and module of each kernel, the steps that a profile covers, and sums over
+kernels.
 
-A kernel runs later than the Python code that launched it, and autograd launches backward's kernels from its own thread.
-So a kernel belongs to the phase in which it was launched, by whatever thread, and to the module
-whose range was innermost on the launching thread at that time. Hooks launch collectives while some module's range is
-open: a collective belongs to no module, but to the range around a gather or scatter of parameters, if there is one.
+A kernel runs later than the Python code that launched it, and autograd launches backward's kernels
+from its own thread. So a kernel belongs to the phase in which it was launched, by whatever thread,
+and to the module whose range was innermost on the launching thread at that time. Hooks launch
+collectives while some module's range is open: a collective belongs to no module, but to the range
+around a gather or scatter of parameters, if there is one.
 
-The tables of a profile are sums over one long frame, with a row for each kernel and copy of the trace. Times are whole
-nanoseconds, so that sums are exact.
+The tables of a profile are sums over one long frame, with a row for each kernel and copy of the
+trace. Times are whole nanoseconds, so that sums are exact.
 """
 
 import re
@@ -24,12 +26,15 @@ from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesti
 from cs336_systems.ranges import PhaseNames
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
-"""Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a scatter of gradients.
+"""Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a
+scatter of gradients.
 
 The last one is PyTorch's fully_shard.
 """
 _OF_LIBRARY = re.compile(r"nccl|gloo:")
-"""Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put around a collective."""
+"""Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put
+around a collective.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +62,11 @@ class Attribution:
     steps: phases.Steps
     windows: phases.Windows
     parent: Ints
-    """For each range of the trace, the innermost module's range around it on its thread; -1 for none.
+    """For each range of the trace, the innermost module's range around it on its thread; -1 for
+    none.
 
-    A forward range inside backward, a gather and a scatter have no parent, and so begin a path of their own.
+    A forward range inside backward, a gather and a scatter have no parent, and so begin a path of
+    their own.
     """
     source: phases.PhaseSource
     notes: tuple[str, ...]
@@ -88,17 +95,24 @@ def phase_at(windows: phases.Windows, time: Ints) -> phases.Codes:
 
 
 class _Modules:
-    """Looks up the innermost range of a module on each thread. Ranges of phases, of steps and around them do not count.
+    """Looks up the innermost range of a module on each thread. Ranges of phases, of steps and
+    around them do not count.
 
-    A forward range inside backward counts as a module, so that recomputed work has a name of its own.
+    A forward range inside backward counts as a module, so that recomputed work has a name of its
+    own.
     """
 
     def __init__(self, trace: Trace, known: phases.Known, plan: phases.PhasePlan) -> None:
         ranges = trace.ranges
         is_module = ranges.is_nested & ~np.isin(ranges.name, known.structure)
         is_module[plan.around_steps] = False
-        forward = np.flatnonzero(ranges.is_nested & np.isin(ranges.name, known.phases[phases.LaunchPhase.FORWARD]))
-        again = forward[phase_at(plan.windows, ranges.start_ns[forward]) == phases.CODES[phases.LaunchPhase.BACKWARD]]
+        forward = np.flatnonzero(
+            ranges.is_nested & np.isin(ranges.name, known.phases[phases.LaunchPhase.FORWARD])
+        )
+        again = forward[
+            phase_at(plan.windows, ranges.start_ns[forward])
+            == phases.CODES[phases.LaunchPhase.BACKWARD]
+        ]
         is_module[again] = True
         is_module[_beginning(trace, _OF_LIBRARY)] = False
         is_shards = _beginning(trace, _SHARDS)
@@ -143,7 +157,9 @@ def _placed(trace: Trace, plan: phases.PhasePlan, modules: _Modules) -> Jobs:
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
-    is_recomputed[rows] = modules.is_forward(thread, time) & (phase[rows] == phases.CODES[phases.LaunchPhase.BACKWARD])
+    is_recomputed[rows] = modules.is_forward(thread, time) & (
+        phase[rows] == phases.CODES[phases.LaunchPhase.BACKWARD]
+    )
     return Jobs(
         **{field.name: getattr(work, field.name) for field in fields(work)},
         is_copy=np.arange(len(work)) >= len(trace.kernels),
@@ -163,11 +179,14 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
         where = (
             f"{marked} of them have a module, marked by PyTorch"
             if marked
-            else "they have no module, because PyTorch marked none (torch.cuda.graph_annotations.mark_kernels)"
+            else (
+                "they have no module, because PyTorch marked none "
+                "(torch.cuda.graph_annotations.mark_kernels)"
+            )
         )
         yield (
-            f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched the graph, "
-            f"so a graph of a whole step cannot be split; {where}."
+            f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched "
+            f"the graph, so a graph of a whole step cannot be split; {where}."
         )
 
 
@@ -190,18 +209,24 @@ class Selection:
     notes: tuple[str, ...]
     """Sentences about steps that are left out, or empty."""
     number: Ints
-    """Index into `steps` for each of the attribution's steps, -1 for those left out; the last element is -1."""
+    """Index into `steps` for each of the attribution's steps, -1 for those left out; the last
+    element is -1.
+    """
 
     def step_of(self, step: Ints) -> Ints:
-        """Index into `steps` for kernels or copies with these steps of the attribution; -1 for those in no step."""
+        """Index into `steps` for kernels or copies with these steps of the attribution; -1 for
+        those in no step.
+        """
         return np.zeros_like(step) if self.is_whole_trace else self.number[step]
 
 
 def select(attribution: Attribution) -> Selection:
-    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if it has no steps.
+    """Select the steps that are not warm-up; all steps if there are no others; the whole trace if
+    it has no steps.
 
-    Steps that the profiler did not record are left out: those without any kernel or copy that launched some, or that
-    lie before or after all calls of the host. A step that launched nothing is one.
+    Steps that the profiler did not record are left out: those without any kernel or copy that
+    launched some, or that lie before or after all calls of the host. A step that launched nothing
+    is one.
     """
     steps = attribution.steps
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
@@ -210,15 +235,23 @@ def select(attribution: Attribution) -> Selection:
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
     number[used] = np.arange(len(used))
     first, last = _extent(attribution.trace)
-    whole = phases.Steps(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=np.zeros(1, dtype=np.bool_))
+    whole = phases.Steps(
+        start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=np.zeros(1, dtype=np.bool_)
+    )
     host = chosen(steps, used) if len(used) else whole
-    host = replace(host, end_ns=np.clip(host.end_ns, host.start_ns, max(last, int(host.start_ns.max()))))
+    host = replace(
+        host, end_ns=np.clip(host.end_ns, host.start_ns, max(last, int(host.start_ns.max())))
+    )
     return Selection(
         steps=host,
         windows=_windows(attribution.windows, host),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
-        notes=tuple(_notes_on_steps(len(steps), int((~is_recorded).sum()), int((is_empty & is_recorded).sum()))),
+        notes=tuple(
+            _notes_on_steps(
+                len(steps), int((~is_recorded).sum()), int((is_empty & is_recorded).sum())
+            )
+        ),
         number=number,
     )
 
@@ -265,7 +298,11 @@ def _windows(windows: phases.Windows, steps: phases.Steps) -> HostWindows:
 def frame_of(columns: Columns) -> pd.DataFrame:
     """The columns as a data frame, with one more, `duration_ns`."""
     frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
-    return frame if "duration_ns" in frame else frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
+    return (
+        frame
+        if "duration_ns" in frame
+        else frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
+    )
 
 
 def by_phase(frame: pd.DataFrame) -> Iterator[tuple[phases.LaunchPhase, pd.DataFrame]]:
@@ -275,25 +312,39 @@ def by_phase(frame: pd.DataFrame) -> Iterator[tuple[phases.LaunchPhase, pd.DataF
             yield phase, rows
 
 
-def by_step(frame: pd.DataFrame, num_steps: int) -> Iterator[tuple[phases.LaunchPhase, dict[str, Any]]]:
-    """Yield each phase that has anything, and the sums of the columns after `phase` and `step` in each step.
+def by_step(
+    frame: pd.DataFrame, num_steps: int
+) -> Iterator[tuple[phases.LaunchPhase, dict[str, Any]]]:
+    """Yield each phase that has anything, and the sums of the columns after `phase` and `step` in
+    each step.
 
     Columns whose name ends in `_s` hold nanoseconds.
     """
-    place, length = frame["phase"].to_numpy(np.int64) * num_steps + frame["step"], len(phases.PHASES) * num_steps
-    sums = {str(name): np.bincount(place, frame[name].to_numpy(np.float64), length) for name in frame.columns[2:]}
+    place, length = (
+        frame["phase"].to_numpy(np.int64) * num_steps + frame["step"],
+        len(phases.PHASES) * num_steps,
+    )
+    sums = {
+        str(name): np.bincount(place, frame[name].to_numpy(np.float64), length)
+        for name in frame.columns[2:]
+    }
     for code, phase in enumerate(phases.PHASES):
         of_phase = {name: every[code * num_steps :][:num_steps] for name, every in sums.items()}
         if any(own.any() for own in of_phase.values()):
-            times = {name: own / 1e9 if name.endswith("_s") else own.astype(np.int64) for name, own in of_phase.items()}
+            times = {
+                name: own / 1e9 if name.endswith("_s") else own.astype(np.int64)
+                for name, own in of_phase.items()
+            }
             yield phase, {name: tuple(own.tolist()) for name, own in times.items()}
 
 
 def totals(frame: pd.DataFrame, *by: str) -> Iterator[Any]:
-    """Yield a named tuple for each group, the longest first: its keys, the number `count` of its rows, and `total_ns`.
+    """Yield a named tuple for each group, the longest first: its keys, the number `count` of its
+    rows, and `total_ns`.
 
     Groups of equal length are in the order of their keys.
     """
     groups = frame.groupby(list(by))["duration_ns"]
-    found = pd.DataFrame({"count": groups.size(), "total_ns": groups.sum()}).reset_index()  # `agg` is slow
+    # `agg` is slow
+    found = pd.DataFrame({"count": groups.size(), "total_ns": groups.sum()}).reset_index()
     yield from found.sort_values("total_ns", ascending=False, kind="stable").itertuples()

@@ -13,7 +13,12 @@ from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, by_ste
 from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE
 from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, alone_ns
 from cs336_systems.analysis.kernels.phases import PHASES
-from cs336_systems.analysis.kernels.step_profile import CommunicationTimes, RankTimes, StepProfile, Work
+from cs336_systems.analysis.kernels.step_profile import (
+    CommunicationTimes,
+    RankTimes,
+    StepProfile,
+    Work,
+)
 from cs336_systems.analysis.kernels.trace import NOWHERE, Trace
 from cs336_systems.config import MAX_RANKS
 from cs336_systems.costs.communication import Collective
@@ -22,15 +27,19 @@ from cs336_systems.costs.communication import Collective
 def communication_times(
     jobs: Jobs, devices: Sequence[Busy], num_devices: Ints, windows: DeviceWindows
 ) -> tuple[CommunicationTimes, ...]:
-    """The times of collectives in each phase: of each kind, then (`collective` None) of all kinds together.
+    """The times of collectives in each phase: of each kind, then (`collective` None) of all kinds
+    together.
 
-    Total time is the part of the phase on the device in which at least one kernel of the kind runs; exposed time is the
-    part of that in which no kernel that computes and no copy runs. The time of an NCCL kernel includes its wait for the
-    other ranks. If a step uses several devices, times are the mean over them, as busy times are.
+    Total time is the part of the phase on the device in which at least one kernel of the kind runs;
+    exposed time is the part of that in which no kernel that computes and no copy runs. The time of
+    an NCCL kernel includes its wait for the other ranks. If a step uses several devices, times are
+    the mean over them, as busy times are.
     """
     is_collective = jobs.collective != NO_COLLECTIVE
     kinds = np.unique(jobs.collective[is_collective]).tolist()
-    chosen: list[tuple[Collective | None, Mask]] = [(COLLECTIVES[kind], jobs.collective == kind) for kind in kinds]
+    chosen: list[tuple[Collective | None, Mask]] = [
+        (COLLECTIVES[kind], jobs.collective == kind) for kind in kinds
+    ]
     found = []
     for kind, is_chosen in [*chosen, (None, is_collective)] if kinds else ():
         times = _in_windows(jobs, is_chosen, devices, num_devices, windows)
@@ -42,28 +51,36 @@ def communication_times(
 def _in_windows(
     jobs: Jobs, is_chosen: Mask, devices: Sequence[Busy], num_devices: Ints, windows: DeviceWindows
 ) -> pd.DataFrame:
-    """For each window, how many of the chosen kernels begin in it, how long they run, and the exposed part, in ns."""
+    """For each window, how many of the chosen kernels begin in it, how long they run, and the
+    exposed part, in ns.
+    """
     launches, total, exposed = (np.zeros(len(windows), dtype=np.int64) for _ in range(3))
     for busy in devices:
         rows = busy.rows[is_chosen[busy.rows]]
         total += alone_ns(jobs, rows, rows[:0], windows)
         exposed += alone_ns(jobs, rows, busy.rows[_computes(jobs, busy.rows)], windows)
         start = np.sort(jobs.start_ns[rows])
-        launches += np.searchsorted(start, windows.end_ns) - np.searchsorted(start, windows.start_ns)
+        launches += np.searchsorted(start, windows.end_ns) - np.searchsorted(
+            start, windows.start_ns
+        )
     count = np.maximum(num_devices, 1)[windows.step]
     times = {"launches": launches, "total_s": total / count, "exposed_s": exposed / count}
     return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})
 
 
 def _computes(jobs: Jobs, rows: Ints) -> Mask:
-    """Whether each job of a device computes or copies for the program, and is not part of a collective.
+    """Whether each job of a device computes or copies for the program, and is not part of a
+    collective.
 
-    A collective may copy too: copies count as part of collectives if their stream runs these and no other kernels.
+    A collective may copy too: copies count as part of collectives if their stream runs these and no
+    other kernels.
     """
     is_collective = jobs.collective[rows] != NO_COLLECTIVE
     is_kernel = ~is_collective & ~jobs.is_copy[rows]
     of_collectives = np.setdiff1d(jobs.stream[rows[is_collective]], jobs.stream[rows[is_kernel]])
-    computes: Mask = ~is_collective & ~(jobs.is_copy[rows] & np.isin(jobs.stream[rows], of_collectives))
+    computes: Mask = ~is_collective & ~(
+        jobs.is_copy[rows] & np.isin(jobs.stream[rows], of_collectives)
+    )
     return computes
 
 
@@ -92,13 +109,21 @@ def without_rank(name: str) -> str:
 
 
 def by_rank(trace: Trace) -> dict[int, Trace]:
-    """The trace of each rank of several, which ranges name; without names, each GPU of each process is one.
+    """The trace of each rank of several, which ranges name; without names, each GPU of each process
+    is one.
 
-    Where one process or GPU has most of the work, the others are no ranks, and its process is the only one.
+    Where one process or GPU has most of the work, the others are no ranks, and its process is the
+    only one.
     """
-    named = {index: int(found[1]) for index, name in enumerate(trace.strings) if (found := _RANK_RANGE.fullmatch(name))}
+    named = {
+        index: int(found[1])
+        for index, name in enumerate(trace.strings)
+        if (found := _RANK_RANGE.fullmatch(name))
+    }
     of_ranks = np.isin(trace.ranges.name, list(named))
-    pairs = zip(trace.ranges.name[of_ranks].tolist(), trace.ranges.process[of_ranks].tolist(), strict=True)
+    pairs = zip(
+        trace.ranges.name[of_ranks].tolist(), trace.ranges.process[of_ranks].tolist(), strict=True
+    )
     process_of = dict(sorted((named[name], process) for name, process in pairs))
     if 2 <= len(set(process_of.values())) <= MAX_RANKS:
         return {rank: _of_rank(trace, rank, process) for rank, process in process_of.items()}
@@ -106,19 +131,30 @@ def by_rank(trace: Trace) -> dict[int, Trace]:
     time_ns = work.assign(ns=trace.kernels.duration_ns).groupby(["process", "device"])["ns"].sum()
     if not len(time_ns):
         return {trace.rank or 0: trace}
-    if trace.is_of_host or not 2 <= len(time_ns) <= MAX_RANKS or time_ns.min() < MIN_SHARE_OF_RANK * time_ns.max():
+    if (
+        trace.is_of_host
+        or not 2 <= len(time_ns) <= MAX_RANKS
+        or time_ns.min() < MIN_SHARE_OF_RANK * time_ns.max()
+    ):
         of_process = time_ns.groupby(level="process").sum()
-        alone = _of_rank(trace, trace.rank, int(np.asarray(of_process.index)[of_process.to_numpy().argmax()]))
+        alone = _of_rank(
+            trace, trace.rank, int(np.asarray(of_process.index)[of_process.to_numpy().argmax()])
+        )
         if (left := len(trace.kernels) - len(alone.kernels)) > 0:
             note = f"{left} kernels of {len(of_process) - 1} processes with less work are left out."
             alone = replace(alone, notes=(*alone.notes, note))
         return {trace.rank or 0: alone}
-    return {rank: _of_rank(trace, rank, *place) for rank, place in enumerate(time_ns.index.tolist())}
+    return {
+        rank: _of_rank(trace, rank, *place) for rank, place in enumerate(time_ns.index.tolist())
+    }
 
 
 def _of_rank(trace: Trace, rank: int | None, process: int, device: int | None = None) -> Trace:
     """The events of the process, and of its work that on the device if one is given."""
-    calls, ranges = trace.api_calls.process == process, np.isin(trace.ranges.process, (process, NOWHERE))
+    calls, ranges = (
+        trace.api_calls.process == process,
+        np.isin(trace.ranges.process, (process, NOWHERE)),
+    )
     call, mark = _new_rows(calls), _new_rows(ranges)
     kernels, copies = (
         chosen(work, (work.process == process) & ((work.device == device) | (device is None)))
@@ -155,7 +191,8 @@ def rank_times(
 ) -> tuple[RankTimes, ...]:
     """The times of all ranks, from the profile and the collectives of each.
 
-    On a CPU the time that a rank waited is not known, because operators there only start a collective.
+    On a CPU the time that a rank waited is not known, because operators there only start a
+    collective.
     """
     is_on_device = all(profile.work is Work.KERNELS for _, profile in profiles)
     waited = _waited(collectives) if is_on_device else None
@@ -172,8 +209,12 @@ def rank_times(
 
 
 def _waited(ranks: Sequence[Sequence[Jobs]]) -> list[tuple[float, ...]] | None:
-    """For each rank, how long it waited for others in each step; None if ranks ran different collectives, or none."""
-    if len({len(steps) for steps in ranks}) > 1 or not any(len(own) for steps in ranks for own in steps):
+    """For each rank, how long it waited for others in each step; None if ranks ran different
+    collectives, or none.
+    """
+    if len({len(steps) for steps in ranks}) > 1 or not any(
+        len(own) for steps in ranks for own in steps
+    ):
         return None
     found: list[list[float]] = [[] for _ in ranks]
     for same in zip(*ranks, strict=True):

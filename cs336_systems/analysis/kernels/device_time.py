@@ -1,22 +1,27 @@
-"""The time of each phase on the device, how long it was busy, why it was idle, and what in a trace cannot be.
+"""The time of each phase on the device, how long it was busy, why it was idle, and what in a trace
+cannot be.
 
-A phase ends on the device when the last kernel or copy launched before its end on the host has run, or when the host
-leaves the phase, if that is later. A CUDA event that the host records as it leaves the phase shows the same time.
+A phase ends on the device when the last kernel or copy launched before its end on the host has run,
+or when the host leaves the phase, if that is later. A CUDA event that the host records as it leaves
+the phase shows the same time.
 
-Collectives run on streams of their own, for which an event of the main stream does not wait. Where a later phase of the
-step, `communication`, makes the main stream wait for them, a phase ends without those that it leaves running.
+Collectives run on streams of their own, for which an event of the main stream does not wait. Where
+a later phase of the step, `communication`, makes the main stream wait for them, a phase ends
+without those that it leaves running.
 
-The first of these rules that holds gives the cause of an idle time of a device within a step. `next` is the kernel or
-copy that ends the idle time.
+The first of these rules that holds gives the cause of an idle time of a device within a step.
+`next` is the kernel or copy that ends the idle time.
 
-1. Nothing follows in the step: END_OF_STEP.
-2. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the idle time began, or
-   had launched earlier work too (a CUDA graph), or the device took the larger part of the idle time to begin `next`. A
-   launch needs LAUNCH_LATENCY_S to reach an idle device.
-   In the other rules the device waited for the host until the call that launched `next`.
-3. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S: HOST_PAUSE.
-4. When the idle time began, the host was in a call that waits for the device, or had left one less than WAIT_SLACK_S
-   before, and that call was over when `next` was launched: HOST_WAITED. The start of a step is exempt from this rule.
+1. Nothing follows in the step: END_OF_STEP. 2. The host is not the cause: BETWEEN_KERNELS. The call
+that launched `next` had returned before the idle time began, or
+   had launched earlier work too (a CUDA graph), or the device took the larger part of the idle time
+   to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device. In the other rules the
+   device waited for the host until the call that launched `next`.
+3. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
+HOST_PAUSE. 4. When the idle time began, the host was in a call that waits for the device, or had
+left one less than WAIT_SLACK_S
+   before, and that call was over when `next` was launched: HOST_WAITED. The start of a step is
+   exempt from this rule.
 5. Otherwise: LATE_LAUNCH.
 """
 
@@ -29,12 +34,39 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
-from cs336_systems.analysis.kernels.attribution import HostWindows, Jobs, Selection, frame_of, phase_at, totals
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, TO_HOST, Call, call_name, short_name
+from cs336_systems.analysis.kernels.attribution import (
+    HostWindows,
+    Jobs,
+    Selection,
+    frame_of,
+    phase_at,
+    totals,
+)
+from cs336_systems.analysis.kernels.classes import (
+    NO_COLLECTIVE,
+    TO_HOST,
+    Call,
+    call_name,
+    short_name,
+)
 from cs336_systems.analysis.kernels.modules import RangeParts
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
-from cs336_systems.analysis.kernels.step_profile import CopyTimes, Gap, HostCalls, IdleCause, IdleTimes
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, DeviceWork, Nesting, Strings, Trace, Union, of_names
+from cs336_systems.analysis.kernels.step_profile import (
+    CopyTimes,
+    Gap,
+    HostCalls,
+    IdleCause,
+    IdleTimes,
+)
+from cs336_systems.analysis.kernels.trace import (
+    MAX_TIME_NS,
+    DeviceWork,
+    Nesting,
+    Strings,
+    Trace,
+    Union,
+    of_names,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +82,8 @@ class Calls(Columns):
     is_kernel: Mask
     """The call launches a kernel or a CUDA graph."""
     is_wait: Mask
-    """The call makes the host wait for the device: a synchronisation, or a copy to the host followed by one.
+    """The call makes the host wait for the device: a synchronisation, or a copy to the host
+    followed by one.
 
     PyTorch does this for `.item()`, whose copy itself may take until the device has reached it.
     """
@@ -84,13 +117,17 @@ class Host:
         )
 
     def returned(self, call: Ints, launch_ns: Ints) -> Ints:
-        """When each launching call returned; its start if the call waits itself or is not in the trace."""
+        """When each launching call returned; its start if the call waits itself or is not in the
+        trace.
+        """
         end = np.where(self.calls.is_wait, self.calls.start_ns, self.calls.end_ns)
         returned: Ints = np.where(call < 0, launch_ns, np.append(end, 0)[call])
         return returned
 
     def longest_call(self, start_ns: int, end_ns: int) -> str:
-        """The function in which the host spent most of the interval, on any thread; empty if there is none."""
+        """The function in which the host spent most of the interval, on any thread; empty if
+        there is none.
+        """
         calls = self.calls
         rows = np.flatnonzero((calls.start_ns < end_ns) & (calls.end_ns > start_ns))
         time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
@@ -99,7 +136,9 @@ class Host:
 
 
 def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
-    """Copies to the host whose thread waits before it launches anything else, and the calls that wait."""
+    """Copies to the host whose thread waits before it launches anything else, and the calls that
+    wait.
+    """
     api, copies = trace.api_calls, trace.copies
     to_host = [index for index, name in enumerate(trace.strings) if TO_HOST.search(name)]
     is_copy = np.isin(np.arange(len(api)), copies.call[np.isin(copies.name, to_host)])
@@ -114,8 +153,9 @@ def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, In
 def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
     """Calls by function, phase and whether they wait, the longest total first.
 
-    A call that waits after the last kernel launch of a step is in no phase, since it belongs to the benchmark's clock
-    or to the next batch. A copy to the host, and the wait for it, stay in their phase.
+    A call that waits after the last kernel launch of a step is in no phase, since it belongs to the
+    benchmark's clock or to the next batch. A copy to the host, and the wait for it, stay in their
+    phase.
     """
     calls = host.calls
     phase = phase_at(selection.windows, calls.start_ns)
@@ -146,18 +186,24 @@ class DeviceSteps(Columns):
     """Start and end of each step on the device."""
 
     start_ns: Ints
-    """When the host begins the first phase, or when the device has finished earlier work, if that is later."""
+    """When the host begins the first phase, or when the device has finished earlier work, if
+    that is later.
+    """
     end_ns: Ints
     """When the host's step ends, or when its last job ends, if that is later."""
     origin_ns: Ints
-    """From where times within the step count: the host's start, or the device's where it still ran earlier work."""
+    """From where times within the step count: the host's start, or the device's where it still
+    ran earlier work.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWindows(Columns):
-    """Start and end of each phase on the host and on the device. On the device, each phase begins where the last ended.
+    """Start and end of each phase on the host and on the device. On the device, each phase begins
+    where the last ended.
 
-    Work that a step launches after its last phase, or without any phase, is in a window of the phase `unattributed`.
+    Work that a step launches after its last phase, or without any phase, is in a window of the
+    phase `unattributed`.
     """
 
     step: Ints
@@ -177,19 +223,28 @@ class Busy:
     union: Union
 
 
-def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool) -> tuple[DeviceSteps, DeviceWindows]:
-    """Times of steps and phases on the device; if the jobs are operators of the host, times on the host."""
+def on_device(
+    jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool
+) -> tuple[DeviceSteps, DeviceWindows]:
+    """Times of steps and phases on the device; if the jobs are operators of the host, times on
+    the host.
+    """
     steps, windows = selection.steps, _with_rest(selection.windows, selection.steps)
-    is_first, is_rest = np.diff(windows.step, prepend=-1) > 0, np.diff(windows.step, append=len(steps)) > 0
+    is_first, is_rest = (
+        np.diff(windows.step, prepend=-1) > 0,
+        np.diff(windows.step, append=len(steps)) > 0,
+    )
     launched = np.zeros(0, dtype=np.int64) if is_of_host else np.flatnonzero(jobs.is_launched)
     all_finished, others_finished = (
-        Completion(jobs, rows) for rows in (launched, launched[jobs.collective[launched] == NO_COLLECTIVE])
+        Completion(jobs, rows)
+        for rows in (launched, launched[jobs.collective[launched] == NO_COLLECTIVE])
     )
     leaves_collectives, ends = _is_before_wait(windows, steps, host), windows.end_ns
     finished = np.where(leaves_collectives, others_finished(ends), all_finished(ends))
     begin = windows.start_ns[is_first]
     begin = np.maximum(begin, all_finished(begin))
-    is_after = is_rest & ~is_first  # after the last phase, which lasts only as long as there is work
+    # after the last phase, which lasts only as long as there is work
+    is_after = is_rest & ~is_first
     ends = np.maximum(np.where(is_after, finished, ends), finished)
     end = np.maximum(pd.Series(ends).groupby(windows.step).cummax().to_numpy(), begin[windows.step])
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
@@ -211,7 +266,9 @@ def on_device(jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool)
 
 
 def _with_rest(windows: HostWindows, steps: Steps) -> HostWindows:
-    """The windows, and in each step the time after the last of them, which is the whole of a step without phases."""
+    """The windows, and in each step the time after the last of them, which is the whole of a
+    step without phases.
+    """
     last_end = steps.start_ns.copy()
     last_end[windows.step] = windows.end_ns  # the last assignment stays
     rest = HostWindows(
@@ -225,7 +282,9 @@ def _with_rest(windows: HostWindows, steps: Steps) -> HostWindows:
 
 
 def _is_before_wait(windows: HostWindows, steps: Steps, host: Host) -> Mask:
-    """Whether a phase `communication` that waits for collectives comes after each window in its step."""
+    """Whether a phase `communication` that waits for collectives comes after each window in its
+    step.
+    """
     calls = host.calls
     time = np.sort(calls.start_ns[Call.STREAM_WAIT.among(calls.name, host.names)])
     waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
@@ -237,7 +296,9 @@ def _is_before_wait(windows: HostWindows, steps: Steps, host: Host) -> Mask:
 
 
 class Completion:
-    """Looks up when the device has finished all of some work that was launched before a given time."""
+    """Looks up when the device has finished all of some work that was launched before a given
+    time.
+    """
 
     def __init__(self, work: DeviceWork, rows: Ints) -> None:
         rows = rows[np.argsort(work.launch_ns[rows], kind="stable")]
@@ -250,7 +311,9 @@ class Completion:
 
 
 def busy_ns(devices: list[Busy], spans: DeviceSteps, windows: DeviceWindows) -> tuple[Floats, Ints]:
-    """Busy time in each window, as the mean over the devices that its step used; and the number of these devices."""
+    """Busy time in each window, as the mean over the devices that its step used; and the number
+    of these devices.
+    """
     total, count = np.zeros(len(windows), dtype=np.int64), np.zeros(len(spans), dtype=np.int64)
     for busy in devices:
         count += busy.union.within(spans.start_ns, spans.end_ns) > 0
@@ -260,19 +323,31 @@ def busy_ns(devices: list[Busy], spans: DeviceSteps, windows: DeviceWindows) -> 
 
 def alone_ns(jobs: Jobs, rows: Ints, others: Ints, windows: DeviceSteps | DeviceWindows) -> Ints:
     """How long some of these jobs, and none of the others, run in each window on the device."""
-    either, without = (Union(jobs.start_ns[own], jobs.end_ns[own]) for own in (np.append(rows, others), others))
-    return either.within(windows.start_ns, windows.end_ns) - without.within(windows.start_ns, windows.end_ns)
+    either, without = (
+        Union(jobs.start_ns[own], jobs.end_ns[own]) for own in (np.append(rows, others), others)
+    )
+    return either.within(windows.start_ns, windows.end_ns) - without.within(
+        windows.start_ns, windows.end_ns
+    )
 
 
 HOST_PAUSE_S = 1e-3
-"""Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the longest phase."""
+"""Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the
+longest phase.
+"""
 LAUNCH_LATENCY_S = 5e-6
-"""From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200, rarely more than 5."""
+"""From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200,
+rarely more than 5.
+"""
 WAIT_SLACK_S = 10e-6
-"""Longest time between the end of a wait and the idle time that it explains; host and device clocks agree no better."""
+"""Longest time between the end of a wait and the idle time that it explains; host and device
+clocks agree no better.
+"""
 NUM_GAPS = 20
 
-_PAUSE_NS, _LATENCY_NS, SLACK_NS = (round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S))
+_PAUSE_NS, _LATENCY_NS, SLACK_NS = (
+    round(time * 1e9) for time in (HOST_PAUSE_S, LAUNCH_LATENCY_S, WAIT_SLACK_S)
+)
 
 CAUSES = tuple(IdleCause)
 UNKNOWN_CAUSE = -1
@@ -295,20 +370,28 @@ class Gaps(Columns):
     """Index into `CAUSES`; UNKNOWN_CAUSE if the launch of the following job is not in the trace."""
 
 
-def find_gaps(jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host) -> Gaps:
+def find_gaps(
+    jobs: Jobs, devices: list[Busy], spans: DeviceSteps, selection: Selection, host: Host
+) -> Gaps:
     """All idle times of the devices that a step used, with their causes, by step and start."""
     found = [_gaps_of(busy, spans) for busy in devices]
-    step, start, end, before, after = (np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True))
+    step, start, end, before, after = (
+        np.concatenate(parts) for parts in zip(*([_NO_GAPS, *found]), strict=True)
+    )
     phase = np.append(jobs.phase, np.int8(0))[after]
     ends_step = after < 0
     phase[ends_step] = _last_phase(selection)[step[ends_step]]
     cause = np.full(len(step), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
     followed = ~ends_step
     following = after[followed]
-    found_causes = _Causes(host)(jobs, start[followed], end[followed], following, before[followed] >= 0)
+    found_causes = _Causes(host)(
+        jobs, start[followed], end[followed], following, before[followed] >= 0
+    )
     of_launch = _starts_its_launch(jobs)[following] | ~jobs.is_launched[following]
     cause[followed] = np.where(of_launch, found_causes, _CODE[IdleCause.BETWEEN_KERNELS])
-    gaps = Gaps(step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause)
+    gaps = Gaps(
+        step=step, start_ns=start, end_ns=end, before=before, after=after, phase=phase, cause=cause
+    )
     return chosen(gaps, np.lexsort((start, step)))
 
 
@@ -352,7 +435,10 @@ class _Causes:
         waited_until = np.clip(launch, start, end)
         pause = self._pauses.within(start, waited_until)
         in_time = (returned <= start) | (2 * (late_until - start) < end - start)
-        is_pause, is_wait = 2 * pause > waited_until - start, was_busy & self._was_waiting(start, launch)
+        is_pause, is_wait = (
+            2 * pause > waited_until - start,
+            was_busy & self._was_waiting(start, launch),
+        )
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
         # from the last rule to the first, since an earlier rule overrides a later one
         cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
@@ -364,7 +450,8 @@ class _Causes:
     def _was_waiting(self, start: Ints, launch: Ints) -> Mask:
         calls = self._host.calls
         waiting = np.zeros(len(start), dtype=np.bool_)
-        for rows in self._waits:  # the calls of one thread, of which only the last to begin can still be open
+        # the calls of one thread, of which only the last to begin can still be open
+        for rows in self._waits:
             at = np.searchsorted(calls.start_ns[rows], start, side="right")
             wait_end = np.append(-MAX_TIME_NS, np.maximum.accumulate(calls.end_ns[rows]))[at]
             waiting |= (wait_end >= start - SLACK_NS) & (wait_end <= launch)
@@ -372,7 +459,9 @@ class _Causes:
 
 
 def _starts_its_launch(jobs: Jobs) -> Mask:
-    """Whether each row is the first job of its launch; false for the later nodes of a CUDA graph."""
+    """Whether each row is the first job of its launch; false for the later nodes of a CUDA
+    graph.
+    """
     in_order = frame_of(jobs).sort_values("start_ns", kind="stable")
     is_first: Mask = ~in_order.duplicated(["launch_ns", "thread"]).sort_index().to_numpy()
     return is_first
@@ -402,7 +491,9 @@ def longest_gaps(
 
 
 def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
-    """Idle times by phase and cause, the longest first; the mean over the devices that a step uses."""
+    """Idle times by phase and cause, the longest first; the mean over the devices that a step
+    uses.
+    """
     length = gaps.end_ns - gaps.start_ns
     known = gaps.cause != UNKNOWN_CAUSE
     weighted = frame_of(gaps).assign(duration_ns=length / num_devices[gaps.step])[known]
@@ -432,7 +523,9 @@ _DIRECTIONS = (
 
 
 def copy_kind(name: str) -> str:
-    """Direction and memory of a copy by the name that profilers give it: `host to device, pageable`."""
+    """Direction and memory of a copy by the name that profilers give it: `host to device,
+    pageable`.
+    """
     direction = next((words for pattern, words in _DIRECTIONS if pattern.search(name)), "copy")
     memory = next((word for word in ("pageable", "pinned") if word in name.casefold()), "")
     return f"{direction}, {memory}" if memory and direction != "fill" else direction
@@ -441,7 +534,9 @@ def copy_kind(name: str) -> str:
 def copy_times(
     jobs: Jobs, devices: list[Busy], num_devices: Ints, spans: DeviceSteps, strings: Sequence[str]
 ) -> tuple[CopyTimes, ...]:
-    """Copies and fills in the steps by kind, without those that are collectives, and the time without a kernel."""
+    """Copies and fills in the steps by kind, without those that are collectives, and the time
+    without a kernel.
+    """
     is_one = jobs.is_copy & (jobs.step >= 0) & (jobs.collective == NO_COLLECTIVE)
     kind_of = of_names(jobs.name, strings, copy_kind, np.object_)
     found = []
@@ -453,7 +548,9 @@ def copy_times(
             alone += alone_ns(jobs, own, kernels, spans)
         total_ns = int(jobs.duration_ns[is_kind].sum())
         alone_s = float((alone / np.maximum(num_devices, 1)).sum()) / 1e9
-        found.append(CopyTimes(kind=kind, count=int(is_kind.sum()), total_s=total_ns / 1e9, alone_s=alone_s))
+        found.append(
+            CopyTimes(kind=kind, count=int(is_kind.sum()), total_s=total_ns / 1e9, alone_s=alone_s)
+        )
     return tuple(sorted(found, key=lambda times: (times.kind is None, -times.total_s)))
 
 
@@ -464,21 +561,28 @@ def idle_notes(gaps: Gaps) -> tuple[str, ...]:
         return ()
     time_s = int((gaps.end_ns - gaps.start_ns)[unknown].sum()) / 1e9
     return (
-        f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a kernel or copy without a "
-        "launch in the file: their cause is unknown, and they are left out.",
+        f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a "
+        "kernel or copy without a launch in the file: their cause is unknown, and they are left "
+        "out.",
     )
 
 
 MIN_DOUBTFUL = 0.01
-"""Smallest share of the kernels, or of the launches, that makes what is said of the whole doubtful."""
+"""Smallest share of the kernels, or of the launches, that makes what is said of the whole
+doubtful.
+"""
 
 
 def doubts(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Sentences about what cannot be, with how often: those that put all times in doubt, then those that do not."""
+    """Sentences about what cannot be, with how often: those that put all times in doubt, then
+    those that do not.
+    """
     found = {} if trace.is_of_host else _counts(trace)
     told = [(count, f"{count} {text}") for text, count in found.items() if count]
     least = MIN_DOUBTFUL * max(len(trace.kernels), 1)
-    return tuple(text for count, text in told if count >= least), tuple(text for count, text in told if count < least)
+    return tuple(text for count, text in told if count >= least), tuple(
+        text for count, text in told if count < least
+    )
 
 
 def _counts(trace: Trace) -> dict[str, int]:
@@ -493,14 +597,23 @@ def _counts(trace: Trace) -> dict[str, int]:
     return {
         f"kernels and copies begin before the call that launched them: {clocks}": early,
         "kernels last no time: the profiler lost their times, and averages are too short": empty,
-        f"kernels and copies begin and end while another one of their stream runs {others}": covered,
-        "calls that wait for the device return before its work ends: some times are too long": _after_wait(trace, work),
-        f"of {len(trace.api_calls)} calls launched a kernel that is not in the file: events were lost": lost,
+        (
+            f"kernels and copies begin and end while another one of their stream runs {others}"
+        ): covered,
+        (
+            "calls that wait for the device return before its work ends: some times are too long"
+        ): _after_wait(trace, work),
+        (
+            f"of {len(trace.api_calls)} calls launched a kernel that is not in the file: events "
+            "were lost"
+        ): lost,
     }
 
 
 def _covered(work: DeviceWork) -> tuple[int, int]:
-    """How many jobs lie within another of their stream, and within how many; a graph's branches share a stream."""
+    """How many jobs lie within another of their stream, and within how many; a graph's branches
+    share a stream.
+    """
     end = work.end_ns
     inner = outer = 0
     for _, of_device in groups(work.device):
@@ -525,10 +638,17 @@ def _after_wait(trace: Trace, work: DeviceWork) -> int:
 
 
 def _lost_launches(trace: Trace) -> int:
-    """How many calls launched a kernel that is not in the file; calls while a graph is captured launch none."""
-    api, (launch, begin, end) = trace.api_calls, (Call.ONE_KERNEL, Call.BEGIN_CAPTURE, Call.END_CAPTURE)
+    """How many calls launched a kernel that is not in the file; calls while a graph is captured
+    launch none.
+    """
+    api, (launch, begin, end) = (
+        trace.api_calls,
+        (Call.ONE_KERNEL, Call.BEGIN_CAPTURE, Call.END_CAPTURE),
+    )
     is_lost = launch.among(api.name, trace.strings)
-    begins, ends = (np.sort(api.start_ns[edge.among(api.name, trace.strings)]) for edge in (begin, end))
+    begins, ends = (
+        np.sort(api.start_ns[edge.among(api.name, trace.strings)]) for edge in (begin, end)
+    )
     captures = Union(begins, np.append(ends, MAX_TIME_NS)[np.searchsorted(ends, begins)])
     is_lost &= captures.within(api.start_ns, api.start_ns + 1) == 0
     launched = np.concatenate([trace.kernels.call, trace.copies.call])

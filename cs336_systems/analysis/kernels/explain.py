@@ -1,4 +1,5 @@
-"""Explains a profiler's file: trace, then the phase, step and module of each kernel, then sums as a `StepProfile`.
+"""Explains a profiler's file: trace, then the phase, step and module of each kernel, then sums as a
+`StepProfile`.
 
 A run on several ranks has one report of nsys, or a trace of torch.profiler for each rank.
 """
@@ -22,8 +23,20 @@ from cs336_systems.analysis.columns import (
     what_it_is,
 )
 from cs336_systems.analysis.kernels import communication, device_time, modules, step_profile
-from cs336_systems.analysis.kernels.attribution import Attribution, attribute, by_step, frame_of, select
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceSteps, DeviceWindows, Host, host_calls
+from cs336_systems.analysis.kernels.attribution import (
+    Attribution,
+    attribute,
+    by_step,
+    frame_of,
+    select,
+)
+from cs336_systems.analysis.kernels.device_time import (
+    Busy,
+    DeviceSteps,
+    DeviceWindows,
+    Host,
+    host_calls,
+)
 from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
 from cs336_systems.analysis.kernels.kineto import read_kineto
 from cs336_systems.analysis.kernels.modules import CLASSES
@@ -40,11 +53,15 @@ HEAD_BYTES = 100
 
 
 class AttributionError(AssertionError):
-    """The parts do not add up to the whole, which is a bug of this program, not a fault of the file."""
+    """The parts do not add up to the whole, which is a bug of this program, not a fault of the
+    file.
+    """
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file of nsys or torch.profiler, recognised by its first bytes; raise ProfileError for other files."""
+    """Read a file of nsys or torch.profiler, recognised by its first bytes; raise ProfileError
+    for other files.
+    """
     needed = f"{NSYS_FILE}, or {KINETO_FILE}"
     head = read_head(path, HEAD_BYTES, needed)
     if head.startswith(SQLITE_MAGIC):
@@ -55,9 +72,14 @@ def read_trace(path: Path) -> Trace:
 
 
 def summarise(
-    attribution: Attribution, *, source: str, model: ModelConfig | None = None, batch_size: int | None = None
+    attribution: Attribution,
+    *,
+    source: str,
+    model: ModelConfig | None = None,
+    batch_size: int | None = None,
 ) -> step_profile.StepProfile:
-    """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`, attention has FLOPs.
+    """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`,
+    attention has FLOPs.
 
     Raises AttributionError if the parts do not add up to the whole.
     """
@@ -67,7 +89,10 @@ def summarise(
     host = Host(trace)
     spans, windows = device_time.on_device(jobs, selection, host, is_of_host=trace.is_of_host)
     by_device = [] if trace.is_of_host else groups(jobs.device)
-    devices = [Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows])) for _, rows in by_device]
+    devices = [
+        Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows]))
+        for _, rows in by_device
+    ]
     busy, num_devices = device_time.busy_ns(devices, spans, windows)
     gaps = device_time.find_gaps(jobs, devices, spans, selection, host)
 
@@ -89,7 +114,11 @@ def summarise(
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
         left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
-        phases=tuple(_phases(work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host)),
+        phases=tuple(
+            _phases(
+                work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host
+            )
+        ),
         kernels=modules.kernel_times(in_step, trace.strings),
         classes=modules.class_times(in_step),
         attention=modules.attention_times(in_step, parts, trace.strings, model, batch_size),
@@ -117,7 +146,9 @@ def summarise(
 def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> step_profile.Left:
     """The kernels in no profiled step."""
     step, is_launched = kernels["step"].to_numpy(), kernels["is_launched"].to_numpy(dtype=np.bool_)
-    place = np.select([step >= 0, is_in_a_step, is_launched], ["", "warmup", "outside"], "no_launch")
+    place = np.select(
+        [step >= 0, is_in_a_step, is_launched], ["", "warmup", "outside"], "no_launch"
+    )
     values: dict[str, Any] = {}
     for name in ("warmup", "outside", "no_launch"):
         times_ns = kernels["duration_ns"][place == name]
@@ -144,21 +175,27 @@ def _phases(
         host_s=windows["host_end_ns"] - windows["host_start_ns"],
     )
     columns = work.columns.union(windows.columns, sort=False)
-    rows = pd.concat([part[part["step"] >= 0].reindex(columns=columns, fill_value=0) for part in (work, windows)])
+    rows = pd.concat(
+        [part[part["step"] >= 0].reindex(columns=columns, fill_value=0) for part in (work, windows)]
+    )
     for phase, values in by_step(rows, num_steps):
         del values["windows"]
-        yield step_profile.PhaseTimes(phase=phase, **values | ({"busy_s": values["kernel_s"]} if is_of_host else {}))
+        yield step_profile.PhaseTimes(
+            phase=phase, **values | ({"busy_s": values["kernel_s"]} if is_of_host else {})
+        )
 
 
 REPORT_ENDING = ".nsys-rep"
 
 
-def explain(path: Path, config: RunConfig | None = None, phases: PhaseNames | None = None) -> step_profile.StepProfile:
+def explain(
+    path: Path, config: RunConfig | None = None, phases: PhaseNames | None = None
+) -> step_profile.StepProfile:
     """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
-    Of a run on several ranks, the profile is of the first, with the times of all. A report of nsys is first exported by
-    nsys. Raises ProfileError for a file that is no profile, RangeNameError for a range name in `phases` that the
-    file does not have, NsysError if nsys is needed and missing.
+    Of a run on several ranks, the profile is of the first, with the times of all. A report of nsys
+    is first exported by nsys. Raises ProfileError for a file that is no profile, RangeNameError for
+    a range name in `phases` that the file does not have, NsysError if nsys is needed and missing.
     """
     own_model = config is not None and config.model_factory is not None
     profiles, collectives = [], []
@@ -181,7 +218,9 @@ def explain(path: Path, config: RunConfig | None = None, phases: PhaseNames | No
         first = replace(first, notes=(*first.notes, note))
     if len(profiles) == 1:
         return first
-    return replace(first, rank=profiles[0][0], ranks=communication.rank_times(profiles, collectives))
+    return replace(
+        first, rank=profiles[0][0], ranks=communication.rank_times(profiles, collectives)
+    )
 
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
@@ -200,7 +239,9 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
 
 
 NUM_PARTS = 500
-"""Parts of the pictured step; kernels of one class and stream that begin in the same part are one piece."""
+"""Parts of the pictured step; kernels of one class and stream that begin in the same part are
+one piece.
+"""
 
 
 def _median_step(spans: DeviceSteps) -> int:
@@ -209,7 +250,9 @@ def _median_step(spans: DeviceSteps) -> int:
     return int(order[(len(order) - 1) // 2])
 
 
-def _picture(step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.DataFrame) -> step_profile.PicturedStep:
+def _picture(
+    step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.DataFrame
+) -> step_profile.PicturedStep:
     """The picture of one step of these kernels."""
     start = int(spans.origin_ns[step])
     wall = int(spans.end_ns[step]) - start

@@ -1,7 +1,8 @@
 """Reads a trace of torch.profiler (Kineto), the JSON that its `export_chrome_trace` writes.
 
-The correlation id connects a kernel with the call that launched it. The device's copies of annotations are not read:
-they show when a range's kernels ran, and lose kernels that another thread launched.
+The correlation id connects a kernel with the call that launched it. The device's copies of
+annotations are not read: they show when a range's kernels ran, and lose kernels that another thread
+launched.
 """
 
 import gzip
@@ -49,15 +50,17 @@ from cs336_systems.files import refuse_another_kind
 MAX_BYTES = 8 * 2**30
 """Largest decompressed JSON that is read: some thirty million events."""
 EXACT_US = 2**43
-"""Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a nanosecond.
+"""Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a
+nanosecond.
 
-PyTorch counts from a `baseTimeNanoseconds` at most three months ago; older ones, and others, count from 1970.
+PyTorch counts from a `baseTimeNanoseconds` at most three months ago; older ones, and others, count
+from 1970.
 """
 MAX_EXCERPT, MAX_LISTED = 60, 3
 
 HOW_TO_RECORD = (
-    "record with `torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])` "
-    "and write with `export_chrome_trace`"
+    "record with `torch.profiler.profile(activities=[ProfilerActivity.CPU, "
+    "ProfilerActivity.CUDA])` and write with `export_chrome_trace`"
 )
 NEEDED = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
 
@@ -65,7 +68,9 @@ Number = TypeVar("Number", float, Decimal)
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
-    """The fields of an event's `args` that are read. ROCm writes numbers as text, some of them in hexadecimal."""
+    """The fields of an event's `args` that are read. ROCm writes numbers as text, some of them
+    in hexadecimal.
+    """
 
     correlation: int | str | None = 0
     device: int | str | None = None
@@ -73,7 +78,9 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     """The device that a copy between two devices runs on, which has no `device`."""
     stream: int | str | None = 0
     name: Any = None
-    """The name by which PyTorch marks a kernel of a CUDA graph (`torch.cuda.graph_annotations.mark_kernels`)."""
+    """The name by which PyTorch marks a kernel of a CUDA graph
+    (`torch.cuda.graph_annotations.mark_kernels`).
+    """
     autograd_phase: Any = None
     task_type: Any = msgspec.field(default=None, name="Task Type")
     """What ran the event, in traces of Ascend NPUs."""
@@ -87,7 +94,8 @@ class Args(msgspec.Struct, frozen=True, gc=False):
 class Event(msgspec.Struct, Generic[Number], kw_only=True, gc=False):
     """One event; times in microseconds.
 
-    Name and process are required, because an event without fields would take thirty times its size in memory.
+    Name and process are required, because an event without fields would take thirty times its size
+    in memory.
     """
 
     # in the order in which PyTorch writes the fields, which is the fastest to decode
@@ -142,11 +150,15 @@ class Events:
     def batches(self, *groups: Collection[str]) -> list[Batch]:
         """One batch for each group of categories."""
         found = [self._batch(events) for events in self._chosen(groups)]
-        times = np.concatenate([times for batch in found for times in (batch.start_ns, batch.duration_ns)])
+        times = np.concatenate(
+            [times for batch in found for times in (batch.start_ns, batch.duration_ns)]
+        )
         if self._is_exact or np.abs(times).max(initial=0) < EXACT_US * 1000:
             return found
         found, self._by_category = [], {}  # two decoded files at once would take too much memory
-        self._by_category = _by_category(_decode(self.path, self._content, is_exact=True).traceEvents)
+        self._by_category = _by_category(
+            _decode(self.path, self._content, is_exact=True).traceEvents
+        )
         self._is_exact = True
         return [self._batch(events) for events in self._chosen(groups)]
 
@@ -158,7 +170,10 @@ class Events:
 
     def _chosen(self, groups: Sequence[Collection[str]]) -> list[list[AnyEvent]]:
         """The events of each group that have a duration."""
-        found = [chain.from_iterable(self._by_category.get(name, ()) for name in sorted(names)) for names in groups]
+        found = [
+            chain.from_iterable(self._by_category.get(name, ()) for name in sorted(names))
+            for names in groups
+        ]
         return [[event for event in events if event.dur is not None] for events in found]
 
     def _batch(self, events: list[AnyEvent]) -> Batch:
@@ -166,13 +181,19 @@ class Events:
         try:
             start = _nanoseconds([event.ts for event in events], what)
             duration = _nanoseconds([event.dur for event in events], what)
-            return Batch(events=events, start_ns=start, duration_ns=durations(start, start + duration, what))
+            return Batch(
+                events=events, start_ns=start, duration_ns=durations(start, start + duration, what)
+            )
         except ValueError as error:
-            raise ProfileError(self.path, f"{error}: the trace is damaged, record it again") from error
+            raise ProfileError(
+                self.path, f"{error}: the trace is damaged, record it again"
+            ) from error
 
 
 _OPERATOR_NAME = re.compile(r"::|Backward\d{0,2}$|^struct ")
-"""Part of the names of operators and of autograd's nodes, which PyTorch 1.8 and 1.9 put in one category with ranges."""
+"""Part of the names of operators and of autograd's nodes, which PyTorch 1.8 and 1.9 put in one
+category with ranges.
+"""
 _NPU_TASK = re.compile(r"AI_|MIX_")
 """Beginning of the types of an NPU's tasks that compute; such events have no category."""
 
@@ -201,8 +222,17 @@ def _read(path: Path) -> bytes | bytearray:
                 content = _decompress(cast("IO[bytes]", file))
         else:
             content = path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
-    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        raise ProfileError(path, f"not a whole compressed file ({error}): copy it again or export it again") from error
+    except (
+        EOFError,
+        zlib.error,
+        gzip.BadGzipFile,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
+        raise ProfileError(
+            path, f"not a whole compressed file ({error}): copy it again or export it again"
+        ) from error
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
     if max(len(content), path.stat().st_size) > MAX_BYTES:
@@ -226,7 +256,8 @@ def _unzip(path: Path) -> bytes | bytearray:
         if len(names) != 1:
             listed = ", ".join(names[:MAX_LISTED]) or "none"
             raise ProfileError(
-                path, f"needed a .zip with one trace, got {len(names)} files ({listed}): unpack it first"
+                path,
+                f"needed a .zip with one trace, got {len(names)} files ({listed}): unpack it first",
             )
         with archive.open(names[0]) as file:
             content = _decompress(file)
@@ -239,25 +270,35 @@ def _unzip(path: Path) -> bytes | bytearray:
 _LONE_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
 
 
-def _decode(path: Path, content: bytes | bytearray, *, is_exact: bool = False) -> _File[float] | _File[Decimal]:
+def _decode(
+    path: Path, content: bytes | bytearray, *, is_exact: bool = False
+) -> _File[float] | _File[Decimal]:
     """The file, its times as floats or as exact decimals."""
     try:
         if is_exact:
             return msgspec.json.decode(content, type=_File[Decimal])
         return msgspec.json.decode(content, type=_File[float])
     except msgspec.ValidationError as error:
-        if not is_exact and re.search(r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`", str(error)):
+        if not is_exact and re.search(
+            r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`", str(error)
+        ):
             return _decode(path, content, is_exact=True)  # times as texts, as torch_npu writes them
         refuse_another_kind(path, content, "a trace of torch.profiler", ProfileError)
-        raise ProfileError(path, f"needed {NEEDED}, but it has other contents ({error}): {HOW_TO_RECORD}") from error
+        raise ProfileError(
+            path, f"needed {NEEDED}, but it has other contents ({error}): {HOW_TO_RECORD}"
+        ) from error
     except msgspec.DecodeError as error:
         # a path of Windows in a name, whose backslashes PyTorch writes as they are
-        mended = _LONE_BACKSLASH.sub(lambda found: found[0] if len(found[0]) > 1 else rb"\\", content)
+        mended = _LONE_BACKSLASH.sub(
+            lambda found: found[0] if len(found[0]) > 1 else rb"\\", content
+        )
         if "escape" in str(error) and mended != content:
             return _decode(path, mended, is_exact=is_exact)
         raise ProfileError(path, _what_is_malformed(content, str(error))) from error
     except UnicodeDecodeError as error:
-        raise ProfileError(path, f"a name is not UTF-8 ({error}): rename it and record again") from error
+        raise ProfileError(
+            path, f"a name is not UTF-8 ({error}): rename it and record again"
+        ) from error
     except RecursionError as error:
         raise ProfileError(path, "nested too deeply for a trace") from error
 
@@ -280,8 +321,11 @@ def _nanoseconds(times_us: Sequence[float | Decimal | None], what: str) -> Ints:
         worst = times_us[int(is_time.argmin())]
         raise ValueError(f"{what} need times within {MAX_TIME_NS} ns of zero, got {worst} us")
     if times_us and isinstance(times_us[0], Decimal):
-        return np.array([round(time * 1000) for time in cast("Sequence[Decimal]", times_us)], dtype=np.int64)
-    whole = np.floor(rounded)  # multiplied apart from the fraction, whose last bits would be lost otherwise
+        return np.array(
+            [round(time * 1000) for time in cast("Sequence[Decimal]", times_us)], dtype=np.int64
+        )
+    # multiplied apart from the fraction, whose last bits would be lost otherwise
+    whole = np.floor(rounded)
     return whole.astype(np.int64) * 1000 + np.rint((rounded - whole) * 1000).astype(np.int64)
 
 
@@ -289,19 +333,23 @@ def _nanoseconds(times_us: Sequence[float | Decimal | None], what: str) -> Ints:
 KERNELS = frozenset({"kernel", "Kernel", "mtia_ccp_events"})
 COPIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
 CALLS = frozenset({"Runtime", "runtime", "driver"}) | {
-    f"{maker}_{layer}" for maker in ("cuda", "hip", "xpu", "mtia", "privateuse1") for layer in ("runtime", "driver")
+    f"{maker}_{layer}"
+    for maker in ("cuda", "hip", "xpu", "mtia", "privateuse1")
+    for layer in ("runtime", "driver")
 }
 RANGES = frozenset({"user_annotation"})
 OPERATORS = frozenset({"cpu_op"})
 
 GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 BOOKKEEPING = "autograd::engine::evaluate_function: "
-"""Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the engine's dispatch
-and hooks. They are left out, so that times of operators add up."""
+"""Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the
+engine's dispatch and hooks. They are left out, so that times of operators add up.
+"""
 
 
 def read_kineto(path: Path) -> Trace:
-    """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for a file that is not a trace.
+    """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for a file that is
+    not a trace.
 
     If no device ran anything, the host's operators take the place of kernels.
     """
@@ -339,7 +387,8 @@ class _Session:
         self.strings = Strings()
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self.calls = ApiCalls(
-            **self._on_host(calls), correlation=self._ints(calls, [event.args.correlation for event in calls.events])
+            **self._on_host(calls),
+            correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
         )
         self._launches = Launches(self.calls)
         self.ranges = self._ranges(ranges)
@@ -347,20 +396,31 @@ class _Session:
     def notes(self, is_of_host: bool) -> Iterator[str]:
         """Notes on what the file lacks."""
         if not is_of_host and not len(self.calls):
-            yield f"No calls of the device's runtime, so no kernel's launch is known: {HOW_TO_RECORD}."
+            yield (
+                "No calls of the device's runtime, so no kernel's launch is known: "
+                f"{HOW_TO_RECORD}."
+            )
         if is_of_host and len(self.calls):
-            yield "CUDA was called, but no device ran anything: the operators of the host are shown."
+            yield (
+                "CUDA was called, but no device ran anything: the operators of the host are shown."
+            )
         if not len(self.ranges):
-            yield "There are no ranges: record with `torch.profiler.record_function` around what you want to see."
+            yield (
+                "There are no ranges: record with `torch.profiler.record_function` around "
+                "what you want to see."
+            )
 
     def _process(self) -> int:
         """The process that launched the device's work, since events of a device do not name it."""
-        processes = np.unique(self.calls.process).tolist() or np.unique(self.ranges.process).tolist() or [0]
+        processes = (
+            np.unique(self.calls.process).tolist() or np.unique(self.ranges.process).tolist() or [0]
+        )
         if len(processes) > 1:
             raise ProfileError(
                 self.path,
-                f"needed the trace of one process, got kernels and {len(processes)} processes that may have launched "
-                f"them ({', '.join(map(str, processes[:3]))}, ...): read each rank's own file",
+                f"needed the trace of one process, got kernels and {len(processes)} processes "
+                f"that may have launched them ({', '.join(map(str, processes[:3]))}, ...): read "
+                "each rank's own file",
             )
         return int(processes[0])
 
@@ -375,8 +435,8 @@ class _Session:
         except (ValueError, OverflowError) as error:
             raise ProfileError(
                 self.path,
-                f"events of category {batch.events[0].cat} need whole numbers of 64 bits, and have others ({error}): "
-                "the trace is damaged, record it again",
+                f"events of category {batch.events[0].cat} need whole numbers of 64 bits, and "
+                f"have others ({error}): the trace is damaged, record it again",
             ) from error
 
     def _on_host(self, batch: Batch) -> dict[str, Ints]:
@@ -410,7 +470,9 @@ class _Session:
         process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
         name = self.strings.ids(event.name for event in batch.events)
-        graph_calls = [index for index, text in enumerate(self.strings.all) if GRAPH_LAUNCHES.match(text)]
+        graph_calls = [
+            index for index, text in enumerate(self.strings.all) if GRAPH_LAUNCHES.match(text)
+        ]
         return DeviceWork(
             name=name,
             process=process,
@@ -424,11 +486,15 @@ class _Session:
         )
 
     def _marks(self, names: Sequence[object], phases: Sequence[object]) -> Ints:
-        """The row of a range for each marked kernel, -1 for others; each name gets one range of no time at the end."""
+        """The row of a range for each marked kernel, -1 for others; each name gets one range of
+        no time at the end.
+        """
         if not any(names):
             return np.full(len(names), -1, dtype=np.int64)
         texts = [
-            (f"{name} ({phase})" if isinstance(phase, str) else name) if isinstance(name, str) and name else ""
+            (f"{name} ({phase})" if isinstance(phase, str) else name)
+            if isinstance(name, str) and name
+            else ""
             for name, phase in zip(names, phases, strict=True)
         ]
         named = [text for text in dict.fromkeys(texts) if text]
@@ -436,9 +502,13 @@ class _Session:
         if named:
             nowhere = np.full(len(named), NOWHERE, dtype=np.int64)
             marked = Ranges(
-                name=self.strings.ids(named), process=nowhere, thread=nowhere, start_ns=np.zeros_like(nowhere),
-                end_ns=np.zeros_like(nowhere), is_nested=np.zeros(len(named), dtype=np.bool_),
-            )  # fmt: skip
+                name=self.strings.ids(named),
+                process=nowhere,
+                thread=nowhere,
+                start_ns=np.zeros_like(nowhere),
+                end_ns=np.zeros_like(nowhere),
+                is_nested=np.zeros(len(named), dtype=np.bool_),
+            )
             self.ranges = joined(self.ranges, marked)
         return np.array([rows[text] for text in texts], dtype=np.int64)
 
@@ -446,14 +516,25 @@ class _Session:
         """The nodes of backward."""
         columns = self._on_host(batch)
         end = batch.start_ns + batch.duration_ns
-        return Nodes(process=columns["process"], thread=columns["thread"], start_ns=batch.start_ns, end_ns=end)
+        return Nodes(
+            process=columns["process"],
+            thread=columns["thread"],
+            start_ns=batch.start_ns,
+            end_ns=end,
+        )
 
     def work_of_host(self, batch: Batch) -> DeviceWork:
-        """Operators of the host as work, where each is its own launch and the stream is its thread."""
+        """Operators of the host as work, where each is its own launch and the stream is its
+        thread.
+        """
         if not len(batch):
-            raise ProfileError(self.path, f"no kernels of a device and no operators of the host: {HOW_TO_RECORD}")
+            raise ProfileError(
+                self.path, f"no kernels of a device and no operators of the host: {HOW_TO_RECORD}"
+            )
         columns = self._on_host(batch)
-        bookkeeping = [index for index, text in enumerate(self.strings.all) if text.startswith(BOOKKEEPING)]
+        bookkeeping = [
+            index for index, text in enumerate(self.strings.all) if text.startswith(BOOKKEEPING)
+        ]
         is_operator = ~np.isin(columns["name"], bookkeeping)
         columns = {name: column[is_operator] for name, column in columns.items()}
         thread, start = columns["thread"], columns["start_ns"]
@@ -476,7 +557,8 @@ class _Session:
 def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
     """For each interval, its duration without that of the intervals inside it on its thread.
 
-    Intervals of one thread nest. If some cross, as in a damaged file, the result is still never negative.
+    Intervals of one thread nest. If some cross, as in a damaged file, the result is still never
+    negative.
     """
     own, end_ns = duration_ns.copy(), start_ns + duration_ns
     lasting = np.flatnonzero(duration_ns > 0)

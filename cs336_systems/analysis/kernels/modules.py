@@ -10,7 +10,12 @@ import pandas as pd
 
 from cs336_systems.analysis.columns import Ints
 from cs336_systems.analysis.kernels.attribution import Attribution, by_phase, totals
-from cs336_systems.analysis.kernels.classes import MAX_NAME, KernelClass, classify_kernel, short_name
+from cs336_systems.analysis.kernels.classes import (
+    MAX_NAME,
+    KernelClass,
+    classify_kernel,
+    short_name,
+)
 from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
 from cs336_systems.analysis.kernels.step_profile import (
     AttentionPart,
@@ -33,22 +38,27 @@ PART_NAMES = (
 )
 """Names of the ranges around each part of attention, in upper or lower case.
 
-They are this project's, those of the course's handout, and those of a published solution. As `softmax` and `matmul`
-may occur elsewhere, ranges count only where scores, softmax and values follow each other inside one range.
+They are this project's, those of the course's handout, and those of a published solution. As
+`softmax` and `matmul` may occur elsewhere, ranges count only where scores, softmax and values
+follow each other inside one range.
 """
 _PART_OF = {name: part for part, names in enumerate(PART_NAMES) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeParts:
-    """The module path and the part of attention of each range; the last element of each column means no range."""
+    """The module path and the part of attention of each range; the last element of each column
+    means no range.
+    """
 
     path: Ints
     """Index into `paths`."""
     paths: tuple[tuple[int, str], ...]
     """For each path, the path around it and its last name; path 0 is empty."""
     part: Codes
-    """Index into `PARTS` of the part of attention that the range is, or that it is inside; NO_PART for none."""
+    """Index into `PARTS` of the part of attention that the range is, or that it is inside;
+    NO_PART for none.
+    """
     part_range: Ints
     """The range that is that part of attention; -1 for none."""
 
@@ -62,8 +72,14 @@ class RangeParts:
 
 
 def range_parts(attribution: Attribution) -> RangeParts:
-    """Find the parts of all ranges, from the outermost to the innermost, in time linear in their number."""
-    ranges, strings, parent = attribution.trace.ranges, attribution.trace.strings, attribution.parent
+    """Find the parts of all ranges, from the outermost to the innermost, in time linear in their
+    number.
+    """
+    ranges, strings, parent = (
+        attribution.trace.ranges,
+        attribution.trace.strings,
+        attribution.parent,
+    )
     own = _attention_ranges(attribution)
     part_range = np.append(np.where(own == NO_PART, -1, np.arange(len(own))), -1).tolist()
     path = [0] * len(part_range)
@@ -91,10 +107,15 @@ def range_parts(attribution: Attribution) -> RangeParts:
 
 
 def _attention_ranges(attribution: Attribution) -> Codes:
-    """The part that each range is: scores, the softmax that follows them inside the same range, then the values."""
+    """The part that each range is: scores, the softmax that follows them inside the same range,
+    then the values.
+    """
     ranges = attribution.trace.ranges
     label = of_names(
-        ranges.name, attribution.trace.strings, lambda name: _PART_OF.get(name.casefold(), NO_PART), np.int8
+        ranges.name,
+        attribution.trace.strings,
+        lambda name: _PART_OF.get(name.casefold(), NO_PART),
+        np.int8,
     )
     rows = np.flatnonzero((label != NO_PART) & ranges.is_nested)
     rows = rows[np.lexsort((ranges.start_ns[rows], attribution.parent[rows], ranges.thread[rows]))]
@@ -115,7 +136,12 @@ def module_times(kernels: pd.DataFrame, parts: RangeParts) -> tuple[ModuleTimes,
     """Kernels by module path and phase, the longest first."""
     with_paths = kernels.assign(path=parts.path[kernels["module"]])
     return tuple(
-        ModuleTimes(path=parts.names(row.path), phase=PHASES[row.phase], count=row.count, total_s=row.total_ns / 1e9)
+        ModuleTimes(
+            path=parts.names(row.path),
+            phase=PHASES[row.phase],
+            count=row.count,
+            total_s=row.total_ns / 1e9,
+        )
         for row in totals(with_paths, "path", "phase")
     )
 
@@ -136,10 +162,16 @@ def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelT
     return tuple(rows)
 
 
-def _kernel_times(kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPhase | None) -> Iterator[KernelTimes]:
+def _kernel_times(
+    kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPhase | None
+) -> Iterator[KernelTimes]:
     groups = kernels.groupby("name")["duration_ns"]
-    found = pd.DataFrame({each: getattr(groups, each)() for each in ("count", "sum", "median", "min", "max", "std")})
-    rows: Iterable[Any] = found.sort_values("sum", ascending=False, kind="stable").itertuples(name=None)
+    found = pd.DataFrame(
+        {each: getattr(groups, each)() for each in ("count", "sum", "median", "min", "max", "std")}
+    )
+    rows: Iterable[Any] = found.sort_values("sum", ascending=False, kind="stable").itertuples(
+        name=None
+    )
     for index, count, total_ns, *times_ns, stdev_ns in rows:
         median_s, min_s, max_s = (time / 1e9 for time in times_ns)
         yield KernelTimes(
@@ -160,14 +192,21 @@ def _kernel_times(kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPh
 def class_times(kernels: pd.DataFrame) -> tuple[ClassTimes, ...]:
     """Times of each class in each phase where it occurs; by phase, the longest first."""
     return tuple(
-        ClassTimes(kind=CLASSES[row.kind], phase=PHASES[row.phase], count=row.count, total_s=row.total_ns / 1e9)
+        ClassTimes(
+            kind=CLASSES[row.kind],
+            phase=PHASES[row.phase],
+            count=row.count,
+            total_s=row.total_ns / 1e9,
+        )
         for row in sorted(totals(kernels, "phase", "kind"), key=lambda row: row.phase)
     )
 
 
-# helpers that sum the parts of a matmul or apply its epilogue, and PyTorch's operators that call another one
+# helpers that sum the parts of a matmul or apply its epilogue, and PyTorch's operators that call
+# another one
 _NO_MATMUL = re.compile(
-    r"split_?K_?reduce|execute_split_k_kernel|cutlass::reduction|cublasLt::epilogue|^aten::(?:matmul|linear|linear_backward|einsum)$",
+    r"split_?K_?reduce|execute_split_k_kernel|cutlass::reduction|cublasLt::epilogue"
+    r"|^aten::(?:matmul|linear|linear_backward|einsum)$",
     re.IGNORECASE,
 )
 
@@ -178,7 +217,11 @@ def is_matmul_itself(name: str) -> bool:
 
 
 def attention_times(
-    kernels: pd.DataFrame, parts: RangeParts, strings: Sequence[str], model: ModelConfig | None, batch_size: int | None
+    kernels: pd.DataFrame,
+    parts: RangeParts,
+    strings: Sequence[str],
+    model: ModelConfig | None,
+    batch_size: int | None,
 ) -> tuple[AttentionTimes, ...]:
     """The parts of attention in forward, with their FLOPs if the model is known."""
     forward = kernels[kernels["phase"] == CODES[LaunchPhase.FORWARD]]
@@ -203,8 +246,11 @@ def attention_times(
     return tuple(rows)
 
 
-def _flops(model: ModelConfig | None, batch_size: int | None, num_scores: int) -> dict[AttentionPart, int]:
-    """FLOPs of all passes in the steps; empty if they are not known, as of another model than the traced one.
+def _flops(
+    model: ModelConfig | None, batch_size: int | None, num_scores: int
+) -> dict[AttentionPart, int]:
+    """FLOPs of all passes in the steps; empty if they are not known, as of another model than the
+    traced one.
 
     The number of passes is that of ranges around scores over that of layers.
     """

@@ -1,7 +1,8 @@
-"""Reads reports of Nsight Systems: exports them to SQLite by the program nsys, and reads the export.
+"""Reads reports of Nsight Systems: exports them to SQLite by the program nsys, and reads the
+export.
 
-Tables without rows are missing, and columns vary by version, so the reader looks at the schema first. It opens the file
-read-only, and reads plain tables only, whole and without joins.
+Tables without rows are missing, and columns vary by version, so the reader looks at the schema
+first. It opens the file read-only, and reads plain tables only, whole and without joins.
 """
 
 import re
@@ -15,7 +16,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cs336_systems.analysis.columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
+from cs336_systems.analysis.columns import (
+    SQLITE_MAGIC,
+    Ints,
+    ProfileError,
+    chosen,
+    joined,
+    read_head,
+    what_it_is,
+)
 from cs336_systems.analysis.kernels import NsysError, find_nsys
 from cs336_systems.analysis.kernels.trace import (
     ApiCalls,
@@ -32,9 +41,18 @@ from cs336_systems.temporary import run_for_this_process
 
 
 def export(report: Path, directory: Path) -> Path:
-    """Export the report to a SQLite file in `directory` and return its path; raise NsysError if nsys fails."""
+    """Export the report to a SQLite file in `directory` and return its path; raise NsysError if
+    nsys fails.
+    """
     database = directory / f"{report.stem}.sqlite"
-    command = [find_nsys(), "export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report)]
+    command = [
+        find_nsys(),
+        "export",
+        "--type=sqlite",
+        "--force-overwrite=true",
+        f"--output={database}",
+        str(report),
+    ]
     output = directory / "output"
     status = run_for_this_process(command, output)
     if status or not database.is_file():
@@ -58,33 +76,46 @@ PUSH_POP, START_END = 59, 60
 NO_STRING = -1
 NEEDED = "the SQLite export of an nsys report"
 _OF_CALL = re.compile(
-    r", (?:op_id|seq|sizes|input_op_ids) = .*|^autograd::engine::evaluate_function: |^torch\.nn\.modules\.|\.forward$",
+    r", (?:op_id|seq|sizes|input_op_ids) = .*|^autograd::engine::evaluate_function: "
+    r"|^torch\.nn\.modules\.|\.forward$",
     re.DOTALL,
 )
-"""What emit_nvtx and `nsys --pytorch` put around the name of an operator or module: the call's number and shapes."""
+"""What emit_nvtx and `nsys --pytorch` put around the name of an operator or module: the call's
+number and shapes.
+"""
 _CALL_OF_MODULE = "Module.__call__"
 """The range that `nsys --pytorch=functions-trace` puts around that of each module's forward."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RECORD = (
-    "record with `nsys profile --trace=cuda,nvtx`, then export with `nsys export --type=sqlite REPORT.nsys-rep`"
+    "record with `nsys profile --trace=cuda,nvtx`, then export with `nsys export "
+    "--type=sqlite REPORT.nsys-rep`"
 )
 
 
 def read_nsys(path: Path) -> Trace:
-    """Read the trace in the SQLite export at `path`; raise ProfileError for a file that is no such export."""
+    """Read the trace in the SQLite export at `path`; raise ProfileError for a file that is no
+    such export.
+    """
     head = read_head(path, HEADER_BYTES, NEEDED)
     if not head.startswith(SQLITE_MAGIC):
         raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, head)}")
     page_bytes, num_pages = int.from_bytes(head[16:18], "big"), int.from_bytes(head[28:32], "big")
     expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
-    if len(head) < HEADER_BYTES or size < expected:  # SQLite would read zeros where the end is missing
-        raise ProfileError(path, f"truncated: needed {expected} bytes, got {size}; copy it again or export it again")
+    # SQLite would read zeros where the end is missing
+    if len(head) < HEADER_BYTES or size < expected:
+        raise ProfileError(
+            path,
+            f"truncated: needed {expected} bytes, got {size}; copy it again or export it again",
+        )
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             return with_copies_apart(_Export(path, connection).trace())
-    except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:  # names in the schema may not be UTF-8
-        raise ProfileError(path, f"not a whole SQLite database ({error}): export the report again") from error
+    # names in the schema may not be UTF-8
+    except (sqlite3.Error, sqlite3.Warning, UnicodeDecodeError) as error:
+        raise ProfileError(
+            path, f"not a whole SQLite database ({error}): export the report again"
+        ) from error
 
 
 class _Export:
@@ -93,16 +124,22 @@ class _Export:
         self._connection = connection
         connection.text_factory = lambda text: text.decode(errors="replace")
         # only tables have a root page: reading a view or a virtual table would run code of the file
-        rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")
+        rows = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
+        )
         self._tables = {name for (name,) in rows}
         self._strings = Strings(self._names("StringIds", "value"))
 
     def trace(self) -> Trace:
         if not {KERNELS, GRAPHS} & self._tables:
-            raise ProfileError(self.path, f"no table {KERNELS}, so no CUDA kernel was traced: {HOW_TO_RECORD}")
+            raise ProfileError(
+                self.path, f"no table {KERNELS}, so no CUDA kernel was traced: {HOW_TO_RECORD}"
+            )
         api_calls = self._api_calls()
         calls = Launches(api_calls)
-        kernels, graphs, copies, fills = (self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS))
+        kernels, graphs, copies, fills = (
+            self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS)
+        )
         return Trace(
             kernels=joined(kernels, graphs),
             copies=joined(copies, fills),
@@ -120,8 +157,8 @@ class _Export:
             yield f"No table {RANGES}, so there are no ranges: {HOW_TO_RECORD}."
         if num_graphs:
             yield (
-                f"{num_graphs} launches of CUDA graphs were traced as a whole, without their kernels: "
-                "record with --cuda-graph-trace=node to see these."
+                f"{num_graphs} launches of CUDA graphs were traced as a whole, without their "
+                "kernels: record with --cuda-graph-trace=node to see these."
             )
 
     def _api_calls(self) -> ApiCalls:
@@ -138,11 +175,20 @@ class _Export:
         )
 
     def _work(self, table: str, calls: Launches) -> DeviceWork:
-        kind = {KERNELS: "demangledName", COPIES: "copyKind", GRAPHS: "graphId", FILLS: "bytes"}[table]
+        kind = {KERNELS: "demangledName", COPIES: "copyKind", GRAPHS: "graphId", FILLS: "bytes"}[
+            table
+        ]
         start, end, device, stream, process, correlation, kinds, graph = self._ints(
             table,
             {
-                **{"start": None, "end": None, "deviceId": None, "streamId": None, "globalPid": 0, "correlationId": 0},
+                **{
+                    "start": None,
+                    "end": None,
+                    "deviceId": None,
+                    "streamId": None,
+                    "globalPid": 0,
+                    "correlationId": 0,
+                },
                 kind: None,
             },
             {"graphId" if table == GRAPHS else "graphNodeId": 0},
@@ -151,10 +197,16 @@ class _Export:
             name = self._strings.column(kinds)
         elif table == COPIES:
             labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
-            name = self._strings.column(kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy")
+            name = self._strings.column(
+                kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy"
+            )
             name = self._with_memory(name)
         else:
-            name = np.full(len(start), self._strings.id("memset" if table == FILLS else "CUDA graph"), dtype=np.int64)
+            name = np.full(
+                len(start),
+                self._strings.id("memset" if table == FILLS else "CUDA graph"),
+                dtype=np.int64,
+            )
         return DeviceWork(
             name=name,
             process=process,
@@ -168,19 +220,29 @@ class _Export:
         )
 
     def _with_memory(self, name: Ints) -> Ints:
-        """Names of copies with the memory of both sides, as in `memcpy Host-to-Device (Pageable -> Device)`."""
+        """Names of copies with the memory of both sides, as in `memcpy Host-to-Device (Pageable
+        -> Device)`.
+        """
         kinds = self._names("ENUM_CUDA_MEM_KIND", "label")
         if not kinds or not {"srcKind", "dstKind"} <= self._columns(COPIES):
             return name
         source, target = self._ints(COPIES, {"srcKind": 0, "dstKind": 0})
         used, index = np.unique(np.stack([name, source, target]), axis=1, return_inverse=True)
         strings = self._strings.all
-        texts = (f"{strings[own]} ({kinds.get(a, '?')} -> {kinds.get(b, '?')})" for own, a, b in used.T.tolist())
+        texts = (
+            f"{strings[own]} ({kinds.get(a, '?')} -> {kinds.get(b, '?')})"
+            for own, a, b in used.T.tolist()
+        )
         return self._strings.ids(texts)[index.reshape(-1)]
 
     def _ranges(self, last_ns: int) -> Ranges:
-        kinds = {name: number for number, name in self._names("ENUM_NSYS_EVENT_TYPE", "name").items()}
-        push_pop, start_end = kinds.get("NvtxPushPopRange", PUSH_POP), kinds.get("NvtxStartEndRange", START_END)
+        kinds = {
+            name: number for number, name in self._names("ENUM_NSYS_EVENT_TYPE", "name").items()
+        }
+        push_pop, start_end = (
+            kinds.get("NvtxPushPopRange", PUSH_POP),
+            kinds.get("NvtxStartEndRange", START_END),
+        )
         start, end, is_open, kind, thread, key = self._ints(
             RANGES,
             {"start": None, "end": last_ns, "end IS NULL": None, "eventType": None, "globalTid": 0},
@@ -189,15 +251,25 @@ class _Export:
         name = self._strings.column(key)
         if RANGES in self._tables and "text" in self._columns(RANGES):
             texts = self._connection.execute(f"SELECT text FROM {RANGES} NOT INDEXED")
-            own = array("q", (NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts))
+            own = array(
+                "q",
+                (NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts),
+            )
             text_id = np.frombuffer(own, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
         strings = self._strings.all
-        name = of_names(name, strings, lambda text: self._strings.id(_OF_CALL.sub("", text)), np.int64)
+        name = of_names(
+            name, strings, lambda text: self._strings.id(_OF_CALL.sub("", text)), np.int64
+        )
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGES, start, end)
         ranges = Ranges(
-            name=name, process=_process(thread), thread=thread, start_ns=start, end_ns=end, is_nested=kind == push_pop
+            name=name,
+            process=_process(thread),
+            thread=thread,
+            start_ns=start,
+            end_ns=end,
+            is_nested=kind == push_pop,
         )
         is_wrapper = name == self._strings.id(_CALL_OF_MODULE)
         return chosen(ranges, ((kind == push_pop) | (kind == start_end)) & ~is_wrapper)
@@ -206,11 +278,14 @@ class _Export:
         """Names of the table's stored columns, without computed ones."""
         return {row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")}
 
-    def _ints(self, table: str, needed: Mapping[str, int | None], optional: Mapping[str, int] = _NOTHING) -> list[Ints]:
+    def _ints(
+        self, table: str, needed: Mapping[str, int | None], optional: Mapping[str, int] = _NOTHING
+    ) -> list[Ints]:
         """Read columns of whole numbers: the `needed` ones, then the `optional` ones.
 
-        The mappings give the value that replaces NULL, and for optional columns that of a missing column. A missing
-        table has no rows. Raises ProfileError if a needed column is missing or holds anything but whole numbers.
+        The mappings give the value that replaces NULL, and for optional columns that of a missing
+        column. A missing table has no rows. Raises ProfileError if a needed column is missing or
+        holds anything but whole numbers.
         """
         num_columns = len(needed) + len(optional)
         if table not in self._tables:
@@ -219,21 +294,27 @@ class _Export:
         if missing := [name for name in needed if name.removesuffix(" IS NULL") not in present]:
             raise ProfileError(
                 self.path,
-                f"table {table} needs columns {', '.join(needed)}, and has no {', '.join(missing)}: "
-                "export the report again with a newer nsys",
+                f"table {table} needs columns {', '.join(needed)}, and has no "
+                f"{', '.join(missing)}: export the report again with a newer nsys",
             )
         columns = [_expression(name, value) for name, value in needed.items()]
-        columns += [_expression(name, value) if name in present else str(value) for name, value in optional.items()]
-        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"  # so that all queries have one order of rows
+        columns += [
+            _expression(name, value) if name in present else str(value)
+            for name, value in optional.items()
+        ]
+        # so that all queries have one order of rows
+        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
         try:
             flat = array("q", chain.from_iterable(self._connection.execute(query)))
         except (TypeError, OverflowError) as error:
             raise ProfileError(
                 self.path,
-                f"table {table} needs whole numbers in columns {', '.join((*needed, *optional))}, and has others "
-                f"({error}): the export is damaged",
+                f"table {table} needs whole numbers in columns {', '.join((*needed, *optional))}, "
+                f"and has others ({error}): the export is damaged",
             ) from error
-        return list(np.ascontiguousarray(np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns).T))
+        return list(
+            np.ascontiguousarray(np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns).T)
+        )
 
     def _names(self, table: str, column: str) -> dict[int, str]:
         """Names by id, from a table of names; empty if the table is missing."""
@@ -260,4 +341,6 @@ def _process(thread: Ints) -> Ints:
 
 def _last(*parts: DeviceWork | ApiCalls) -> int:
     """When the last event of all the parts ended."""
-    return max((int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0)
+    return max(
+        (int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0
+    )

@@ -25,10 +25,14 @@ class LaunchPhase(StrEnum):
     DATA = "data"
     FORWARD = "forward"
     LOSS = "loss"
-    """Only where the loss stands beside forward; a `loss` range inside `forward` is part of forward."""
+    """Only where the loss stands beside forward; a `loss` range inside `forward` is part of
+    forward.
+    """
     BACKWARD = "backward"
     COMMUNICATION = "communication"
-    """Between backward and the optimizer, where ranks average gradients or wait until that is done."""
+    """Between backward and the optimizer, where ranks average gradients or wait until that is
+    done.
+    """
     OPTIMIZER = "optimizer"
     UNATTRIBUTED = "unattributed"
 
@@ -46,20 +50,32 @@ class PhaseSource(StrEnum):
 
 
 class RangeNameError(ValueError):
-    """The file has no range of the name that the caller gave for a phase, or two phases have one name."""
+    """The file has no range of the name that the caller gave for a phase, or two phases have one
+    name.
+    """
 
 
-_TORCH_OPTIMIZER, _TORCH_ZERO_GRAD, _TORCH_STEP = "Optimizer.step#*", "Optimizer.zero_grad#*", "ProfilerStep#*"
-"""Ranges that PyTorch and torch.profiler write by themselves around a step of an optimizer and of the profiler."""
+_TORCH_OPTIMIZER, _TORCH_ZERO_GRAD, _TORCH_STEP = (
+    "Optimizer.step#*",
+    "Optimizer.zero_grad#*",
+    "ProfilerStep#*",
+)
+"""Ranges that PyTorch and torch.profiler write by themselves around a step of an optimizer and
+of the profiler.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """The names of a trace's ranges, as indices into its strings, that stand for phases and steps."""
+    """The names of a trace's ranges, as indices into its strings, that stand for phases and
+    steps.
+    """
 
     phases: Mapping[LaunchPhase, Ints]
     of_torch: Ints
-    """PyTorch's own ranges around the optimizer, unless the program has a range of its own there."""
+    """PyTorch's own ranges around the optimizer, unless the program has a range of its own
+    there.
+    """
     zero_grad: Ints
     """Those of them around `zero_grad`, which begin a step as often as they end it."""
     step: Ints
@@ -79,41 +95,54 @@ def _means(pattern: str, text: str) -> bool:
 
 
 def known_names(trace: Trace, names: PhaseNames) -> Known:
-    """Find the ranges that these names and patterns mean, in upper or lower case, or else PyTorch's own."""
+    """Find the ranges that these names and patterns mean, in upper or lower case, or else
+    PyTorch's own.
+    """
     there = np.unique(trace.ranges.name)
     texts = [(int(index), trace.strings[index]) for index in there]
 
     def ids(*patterns: str) -> Ints:
-        found = [index for index, text in texts if any(_means(pattern, text) for pattern in patterns)]
+        found = [
+            index for index, text in texts if any(_means(pattern, text) for pattern in patterns)
+        ]
         return np.array(found, dtype=np.int64)
 
     phases: dict[LaunchPhase, Ints] = {
-        phase: ids(getattr(names, phase)) for phase in PHASES if phase is not LaunchPhase.UNATTRIBUTED
+        phase: ids(getattr(names, phase))
+        for phase in PHASES
+        if phase is not LaunchPhase.UNATTRIBUTED
     }
     has_own = len(phases[LaunchPhase.OPTIMIZER]) > 0
     return Known(
         phases=phases,
         of_torch=NO_ROWS if has_own else ids(_TORCH_OPTIMIZER, _TORCH_ZERO_GRAD),
         zero_grad=NO_ROWS if has_own else ids(_TORCH_ZERO_GRAD),
-        step=own if len(own := ids(names.step)) or names.step != PhaseNames().step else ids(_TORCH_STEP),
+        step=own
+        if len(own := ids(names.step)) or names.step != PhaseNames().step
+        else ids(_TORCH_STEP),
         warmup=ids(names.warmup),
         measure=ids(names.measure),
     )
 
 
 def check_names(trace: Trace, names: PhaseNames) -> None:
-    """Raise RangeNameError for a name of two phases, and for one that the caller chose and no range of the trace has.
+    """Raise RangeNameError for a name of two phases, and for one that the caller chose and no range
+    of the trace has.
 
     Default names need not occur, since a file may have no ranges at all.
     """
     given = {field.name: getattr(names, field.name) for field in fields(PhaseNames)}
     if len({name.casefold() for name in given.values()}) < len(given):
-        raise RangeNameError(f"each phase needs a range name of its own, got {', '.join(given.values())}")
+        raise RangeNameError(
+            f"each phase needs a range name of its own, got {', '.join(given.values())}"
+        )
     there = [trace.strings[name] for name in np.unique(trace.ranges.name)]
     for field, name in given.items():
         if not any(_means(name, text) for text in there) and name != getattr(PhaseNames(), field):
             found = _listed(_by_time(trace))
-            raise RangeNameError(f"no range has the name {name!r} that was given for {field}; the names are: {found}")
+            raise RangeNameError(
+                f"no range has the name {name!r} that was given for {field}; the names are: {found}"
+            )
 
 
 def _by_time(trace: Trace) -> list[str]:
@@ -140,7 +169,9 @@ _LIKELY = {
 
 
 def _advice(trace: Trace) -> str:
-    """Which ranges there are, and the flags that would make phases of those whose names look like phases."""
+    """Which ranges there are, and the flags that would make phases of those whose names look
+    like phases.
+    """
     if not len(trace.ranges):
         return "record with ranges around the phases"
     names = _by_time(trace)
@@ -150,12 +181,16 @@ def _advice(trace: Trace) -> str:
         if likely:
             flags[field] = likely[0]
     proposed = " ".join(f"--{field} {shlex.quote(name)}" for field, name in flags.items())
-    return f"the ranges are, most time first: {_listed(names)}" + (f"; try {proposed}" if proposed else "")
+    return f"the ranges are, most time first: {_listed(names)}" + (
+        f"; try {proposed}" if proposed else ""
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows(Columns):
-    """Times of phases on the host. A launch on any thread belongs to the window that contains it."""
+    """Times of phases on the host. A launch on any thread belongs to the window that contains
+    it.
+    """
 
     start_ns: Ints
     end_ns: Ints
@@ -192,7 +227,10 @@ NO_WINDOWS = Windows(start_ns=NO_ROWS, end_ns=NO_ROWS, phase=np.zeros(0, dtype=n
 def phase_plan(trace: Trace, known: Known) -> PhasePlan:
     """Find the phases and steps of a trace of one process."""
     ranges, phases, launched = trace.ranges, known.phases, np.flatnonzero(trace.kernels.is_launched)
-    of_phase = _named(trace, *(phases[p] for p in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER)))
+    of_phase = _named(
+        trace,
+        *(phases[p] for p in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER)),
+    )
     if not len(of_phase):
         return _plan_from_backward(trace, launched, known)
     main = ranges.thread[of_phase[ranges.start_ns[of_phase].argmin()]]
@@ -210,7 +248,9 @@ def _named(trace: Trace, *names: Ints) -> Ints:
 
 
 def _is_backward(trace: Trace, launched: Ints, main: int) -> Mask:
-    """Whether backward launched each kernel: a node of autograd did, or else any thread but the main one."""
+    """Whether backward launched each kernel: a node of autograd did, or else any thread but the
+    main one.
+    """
     work, nodes = trace.kernels, trace.nodes
     thread, time = work.thread[launched], work.launch_ns[launched]
     if not (len(nodes) or trace.has_operators):
@@ -232,10 +272,11 @@ def _bursts(trace: Trace, launched: Ints, main: int) -> tuple[Ints, Ints]:
 
 
 def _plan_from_ranges(trace: Trace, is_main: Mask, launched: Ints, known: Known) -> PhasePlan:
-    """The windows are the outermost phase ranges of the main thread; in a step, the time before forward is data.
+    """The windows are the outermost phase ranges of the main thread; in a step, the time before
+    forward is data.
 
-    PyTorch's own ranges are the optimizer, and beside them, or with nodes of autograd in the file, autograd's launches
-    are backward, where the program has no range of it.
+    PyTorch's own ranges are the optimizer, and beside them, or with nodes of autograd in the file,
+    autograd's launches are backward, where the program has no range of it.
     """
     ranges, rows = trace.ranges, np.flatnonzero(is_main)
 
@@ -248,7 +289,9 @@ def _plan_from_ranges(trace: Trace, is_main: Mask, launched: Ints, known: Known)
     phases = named(np.array(list(codes), dtype=np.int64))
     label = np.array([codes[name] for name in ranges.name[phases].tolist()], dtype=np.int8)
     start, end = ranges.start_ns[phases], ranges.end_ns[phases]
-    opened_inside = np.searchsorted(start, ranges.end_ns[rows]) - np.searchsorted(start, ranges.start_ns[rows], "right")
+    opened_inside = np.searchsorted(start, ranges.end_ns[rows]) - np.searchsorted(
+        start, ranges.start_ns[rows], "right"
+    )
     around = rows[opened_inside > 0]
     is_zero_grad = np.isin(ranges.name[phases], known.zero_grad)
     shows_backward = len(known.of_torch) > 0 or len(trace.nodes) > 0
@@ -256,10 +299,17 @@ def _plan_from_ranges(trace: Trace, is_main: Mask, launched: Ints, known: Known)
         begun, ended = _bursts(trace, launched, int(ranges.thread[rows[0]]))
         is_apart = np.searchsorted(start, begun, "right") == np.searchsorted(end, begun, "right")
         start, end = np.append(start, begun[is_apart]), np.append(end, ended[is_apart])
-        label = np.append(label, np.full(int(is_apart.sum()), CODES[LaunchPhase.BACKWARD], dtype=np.int8))
+        label = np.append(
+            label, np.full(int(is_apart.sum()), CODES[LaunchPhase.BACKWARD], dtype=np.int8)
+        )
         is_zero_grad = np.append(is_zero_grad, np.zeros(int(is_apart.sum()), dtype=np.bool_))
         order = np.argsort(start, kind="stable")
-        start, end, label, is_zero_grad = start[order], end[order], label[order], is_zero_grad[order]
+        start, end, label, is_zero_grad = (
+            start[order],
+            end[order],
+            label[order],
+            is_zero_grad[order],
+        )
 
     steps = named(known.step)
     if len(steps):
@@ -267,7 +317,9 @@ def _plan_from_ranges(trace: Trace, is_main: Mask, launched: Ints, known: Known)
         first = np.append(start, MAX_TIME_NS)[np.searchsorted(start, step_start)]
         has_data = first < step_end
         start, end = np.append(start, step_start[has_data]), np.append(end, first[has_data])
-        label = np.append(label, np.full(int(has_data.sum()), CODES[LaunchPhase.DATA], dtype=np.int8))
+        label = np.append(
+            label, np.full(int(has_data.sum()), CODES[LaunchPhase.DATA], dtype=np.int8)
+        )
     else:
         is_optimizer = (label == CODES[LaunchPhase.OPTIMIZER]) & ~is_zero_grad
         step_start, step_end = _steps_between(
@@ -284,7 +336,8 @@ def _plan_from_ranges(trace: Trace, is_main: Mask, launched: Ints, known: Known)
 def _steps_between(
     start: Ints, end: Ints, is_forward: Mask, is_optimizer: Mask, is_zero_grad: Mask
 ) -> tuple[Ints, Ints]:
-    """Steps from a sequence of phases: a step begins with the first forward after an optimizer, or zero_grad before it.
+    """Steps from a sequence of phases: a step begins with the first forward after an optimizer, or
+    zero_grad before it.
 
     Without any optimizer, a step begins with each forward.
     """
@@ -321,9 +374,10 @@ def _steps(trace: Trace, known: Known, start: Ints, end: Ints) -> Steps:
 def _plan_from_backward(trace: Trace, launched: Ints, known: Known) -> PhasePlan:
     """The windows where no range is of forward or backward: backward is what autograd launched.
 
-    Before it comes forward, with the loss; from its end until the optimizer's range ends, or else the step, is the
-    optimizer, as is zero_grad. Steps have ranges of the program or of torch.profiler, or end with PyTorch's optimizers,
-    or begin with the model's ranges. Where nothing is of backward or an optimizer, steps with ranges are forward alone.
+    Before it comes forward, with the loss; from its end until the optimizer's range ends, or else
+    the step, is the optimizer, as is zero_grad. Steps have ranges of the program or of
+    torch.profiler, or end with PyTorch's optimizers, or begin with the model's ranges. Where
+    nothing is of backward or an optimizer, steps with ranges are forward alone.
     """
     ranges, kernels = trace.ranges, trace.kernels
     rows = _named(trace, known.step, known.of_torch)
@@ -342,32 +396,57 @@ def _plan_from_backward(trace: Trace, launched: Ints, known: Known) -> PhasePlan
     elif len(of_torch):
         start, end = _between_optimizers(trace, of_torch, is_zero_grad, begun, launched, main)
     else:
-        start, end, around = _between_backwards(trace, rows[ranges.thread[rows] == main], begun, known)
+        start, end, around = _between_backwards(
+            trace, rows[ranges.thread[rows] == main], begun, known
+        )
     names = {trace.strings[name] for name in np.unique(kernels.name[launched]).tolist()}
-    is_inference = len(steps) > 0 and not (len(begun) or len(of_torch) or any(map(_OF_TRAINING.search, names)))
-    is_inference &= not kernels.is_in_graph[launched].any()  # a graph may hold a whole step of training
+    is_inference = len(steps) > 0 and not (
+        len(begun) or len(of_torch) or any(map(_OF_TRAINING.search, names))
+    )
+    # a graph may hold a whole step of training
+    is_inference &= not kernels.is_in_graph[launched].any()
     if not (len(begun) and len(start)) and not is_inference:
         return _no_plan(trace, known, start, end)
 
     # what has a known phase: backward, and the optimizer's own ranges
-    fixed = sorted([
-        *((int(a), int(b), LaunchPhase.BACKWARD, False) for a, b in zip(begun, ended, strict=True)),
-        *((int(ranges.start_ns[row]), int(ranges.end_ns[row]), LaunchPhase.OPTIMIZER, bool(zero))
-          for row, zero in zip(of_torch, is_zero_grad, strict=True)),
-    ])  # fmt: skip
+    fixed = sorted(
+        [
+            *(
+                (int(a), int(b), LaunchPhase.BACKWARD, False)
+                for a, b in zip(begun, ended, strict=True)
+            ),
+            *(
+                (
+                    int(ranges.start_ns[row]),
+                    int(ranges.end_ns[row]),
+                    LaunchPhase.OPTIMIZER,
+                    bool(zero),
+                )
+                for row, zero in zip(of_torch, is_zero_grad, strict=True)
+            ),
+        ]
+    )
     starts = [row[0] for row in fixed]
     windows: list[tuple[int, int, LaunchPhase]] = []
     for first, last in zip(start.tolist(), end.tolist(), strict=True):
         own = fixed[bisect_left(starts, first) : bisect_left(starts, last)]
         before, at = LaunchPhase.FORWARD, first
-        last_backward = max((row[0] for row in own if row[2] is LaunchPhase.BACKWARD), default=first)
+        last_backward = max(
+            (row[0] for row in own if row[2] is LaunchPhase.BACKWARD), default=first
+        )
         for begins, ends, phase, is_zero in own:
             between = LaunchPhase.FORWARD if begins <= last_backward else before
             windows += [(at, begins, between), (begins, ends, phase)]
             at = max(at, ends)
             if not is_zero:  # after the optimizer, nothing is of a phase until the next step
-                before = LaunchPhase.OPTIMIZER if phase is LaunchPhase.BACKWARD else LaunchPhase.UNATTRIBUTED
-        is_done = before is LaunchPhase.UNATTRIBUTED or (before is LaunchPhase.OPTIMIZER and len(of_torch))
+                before = (
+                    LaunchPhase.OPTIMIZER
+                    if phase is LaunchPhase.BACKWARD
+                    else LaunchPhase.UNATTRIBUTED
+                )
+        is_done = before is LaunchPhase.UNATTRIBUTED or (
+            before is LaunchPhase.OPTIMIZER and len(of_torch)
+        )
         windows += [] if is_done else [(at, last, before)]
     kept = [row for row in windows if row[1] > row[0] and row[2] is not LaunchPhase.UNATTRIBUTED]
     return PhasePlan(
@@ -384,8 +463,8 @@ def _plan_from_backward(trace: Trace, launched: Ints, known: Known) -> PhasePlan
             + (
                 "No kernel is of backward or an optimizer, so all is forward."
                 if is_inference
-                else "So backward is what autograd launched, forward the time before it with the loss, and the "
-                "optimizer what follows, with zero_grad."
+                else "So backward is what autograd launched, forward the time before it with the "
+                "loss, and the optimizer what follows, with zero_grad."
             ),
         ),
     )
@@ -398,10 +477,11 @@ _OF_TRAINING = re.compile(r"backward|bwd|[dw]grad|multi_tensor_apply|adam(?!ard)
 def _between_optimizers(
     trace: Trace, of_torch: Ints, is_zero_grad: Mask, backward: Ints, launched: Ints, main: int
 ) -> tuple[Ints, Ints]:
-    """Start and end of the steps that end with an optimizer; several optimizers after one backward are of one step.
+    """Start and end of the steps that end with an optimizer; several optimizers after one backward
+    are of one step.
 
-    The first begins with zero_grad, or with as many launches of the main thread before its backward as the second has,
-    so that the making of the model is not a part of it.
+    The first begins with zero_grad, or with as many launches of the main thread before its backward
+    as the second has, so that the making of the model is not a part of it.
     """
     ranges = trace.ranges
     rows = of_torch[~is_zero_grad]
@@ -421,25 +501,38 @@ def _between_optimizers(
         count = int(np.searchsorted(time, second) - np.searchsorted(time, end[0]))
     else:
         count = num_before
-    first = int(before[-1]) if len(before) else int(time[max(num_before - count, 0)]) if len(time) else int(start[0])
+    first = (
+        int(before[-1])
+        if len(before)
+        else int(time[max(num_before - count, 0)])
+        if len(time)
+        else int(start[0])
+    )
     return np.append(first, end[:-1]), end
 
 
-def _between_backwards(trace: Trace, rows: Ints, backward: Ints, known: Known) -> tuple[Ints, Ints, Ints]:
-    """Start and end of the steps that begin with the model's ranges, and the ranges around whole steps.
+def _between_backwards(
+    trace: Trace, rows: Ints, backward: Ints, known: Known
+) -> tuple[Ints, Ints, Ints]:
+    """Start and end of the steps that begin with the model's ranges, and the ranges around whole
+    steps.
 
-    A step begins with the first range after a backward that the first forward opened too. Ranges that are open only
-    before the first backward, such as those of the model's initialisation, begin none.
+    A step begins with the first range after a backward that the first forward opened too. Ranges
+    that are open only before the first backward, such as those of the model's initialisation, begin
+    none.
     """
     ranges = trace.ranges
     # forward has ended when backward begins, so no range of the model spans a launch of backward
-    is_around = np.searchsorted(backward, ranges.end_ns[rows]) > np.searchsorted(backward, ranges.start_ns[rows])
+    is_around = np.searchsorted(backward, ranges.end_ns[rows]) > np.searchsorted(
+        backward, ranges.start_ns[rows]
+    )
     is_around |= np.isin(rows, _named(trace, known.warmup, known.measure))
     model = rows[~is_around]
     model = model[np.argsort(ranges.start_ns[model], kind="stable")]
     if not len(model):
         return NO_ROWS, NO_ROWS, rows[is_around]
-    gap = np.searchsorted(backward, ranges.start_ns[model])  # number of backwards before each of the model's ranges
+    # number of backwards before each of the model's ranges
+    gap = np.searchsorted(backward, ranges.start_ns[model])
     of_forward = np.unique(ranges.name[model[gap == gap[0]]])
     again = np.intersect1d(of_forward, ranges.name[model[gap > gap[0]]])
     is_forward = np.isin(ranges.name[model], again if len(again) else of_forward)
@@ -449,10 +542,12 @@ def _between_backwards(trace: Trace, rows: Ints, backward: Ints, known: Known) -
 
 
 def _no_plan(trace: Trace, known: Known, start: Ints, end: Ints) -> PhasePlan:
-    """A plan without phases, with steps if these are known, as around a CUDA graph of a whole step."""
+    """A plan without phases, with steps if these are known, as around a CUDA graph of a whole
+    step.
+    """
     note = (
-        "The phases are unknown: no range is named as a phase, and no thread has ranges while another one launches "
-        f"backward; {_advice(trace)}."
+        "The phases are unknown: no range is named as a phase, and no thread has ranges while "
+        f"another one launches backward; {_advice(trace)}."
     )
     return PhasePlan(
         source=PhaseSource.NOTHING,

@@ -1,7 +1,8 @@
-"""The explained profile of a kernel trace: everything that is kept of it and that its tables are made from.
+"""The explained profile of a kernel trace: everything that is kept of it and that its tables are
+made from.
 
-Values of every step are kept; means per step are derived from them. Warm-up steps are left out, unless the trace has no
-others. Times are seconds (`_s`), on the device unless the host is named.
+Values of every step are kept; means per step are derived from them. Warm-up steps are left out,
+unless the trace has no others. Times are seconds (`_s`), on the device unless the host is named.
 """
 
 import math
@@ -22,9 +23,10 @@ from cs336_systems.record import MAX_TIME_S, Count
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 PROFILE_FORMAT_VERSION = 5
-"""Versions 1 and 2 had nothing about collectives and other ranks. Version 3 had no copies by kind, no distribution of
-idle times, no doubts, no rank, and convolutions among the matmuls. Version 4 had attention in backward too, and each
-kernel of the pictured step."""
+"""Versions 1 and 2 had nothing about collectives and other ranks. Version 3 had no copies by kind,
+no distribution of idle times, no doubts, no rank, and convolutions among the matmuls. Version 4 had
+attention in backward too, and each kernel of the pictured step.
+"""
 MAX_PROFILE_BYTES = 256 * 2**20
 _HEAD_BYTES = 2**16
 _FIRST_WORDS = (b'"source"', b'"work"', b'"phases_from"')
@@ -48,15 +50,18 @@ class PhaseTimes:
     kernel_s: tuple[Time, ...]
     """Sum of the kernels' durations, over all streams."""
     busy_s: tuple[Time, ...]
-    """The part of the wall time in which at least one kernel or copy, of whatever phase, ran on the device.
+    """The part of the wall time in which at least one kernel or copy, of whatever phase, ran on the
+    device.
 
     It is the mean over the devices that the step used.
     """
     wall_s: tuple[Time, ...]
-    """Time on the device from the end of the previous phase to the end of this one, as CUDA events would show.
+    """Time on the device from the end of the previous phase to the end of this one, as CUDA events
+    would show.
 
-    A phase ends when the last of its kernels ends, or when the host leaves it, if that is later. `unattributed` is the
-    time after the last phase; work launched between two phases is in the wall time of the later one.
+    A phase ends when the last of its kernels ends, or when the host leaves it, if that is later.
+    `unattributed` is the time after the last phase; work launched between two phases is in the wall
+    time of the later one.
     """
     host_s: tuple[Time, ...]
     """How long the host was in the phase."""
@@ -69,7 +74,8 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationTimes:
-    """Kernels of collectives, and copies to peers, that ran during one phase on the device; one entry per step.
+    """Kernels of collectives, and copies to peers, that ran during one phase on the device; one
+    entry per step.
 
     The time of an NCCL kernel includes its wait for the other ranks.
     """
@@ -82,12 +88,16 @@ class CommunicationTimes:
     total_s: tuple[Time, ...]
     """The part of the phase's wall time in which at least one of the kernels ran."""
     exposed_s: tuple[Time, ...]
-    """The part of `total_s` in which the device ran no kernel that computes, and no copy; the rest is overlapped."""
+    """The part of `total_s` in which the device ran no kernel that computes, and no copy; the
+    rest is overlapped.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """All launches of one kernel over the steps, in one phase or (`phase` None) in the whole step."""
+    """All launches of one kernel over the steps, in one phase or (`phase` None) in the whole
+    step.
+    """
 
     name: str
     """The profiler's name, cut off after MAX_NAME characters."""
@@ -139,7 +149,9 @@ class AttentionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTimes:
-    """Kernels launched directly inside a range, not in a range nested in it, over the steps, in one phase."""
+    """Kernels launched directly inside a range, not in a range nested in it, over the steps, in
+    one phase.
+    """
 
     path: tuple[str, ...]
     """Names of the ranges around the launch, the outermost first; empty outside of all modules."""
@@ -154,9 +166,13 @@ class IdleCause(StrEnum):
     LATE_LAUNCH = "late launch"
     """The host was busy and had not yet launched the next kernel: the CPU is the limit."""
     HOST_PAUSE = "host pause"
-    """The host neither launched nor waited for longer than HOST_PAUSE_S: it slept or computed something else."""
+    """The host neither launched nor waited for longer than HOST_PAUSE_S: it slept or computed
+    something else.
+    """
     HOST_WAITED = "host waited"
-    """The host waited for the device (a synchronisation, `.item()`) and launched nothing in the meantime."""
+    """The host waited for the device (a synchronisation, `.item()`) and launched nothing in the
+    meantime.
+    """
     BETWEEN_KERNELS = "between kernels"
     """The next kernel was launched in time, and the device took this long to begin it."""
     END_OF_STEP = "end of step"
@@ -165,9 +181,11 @@ class IdleCause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleTimes:
-    """Idle time of the device over the steps, by cause and by the phase of the kernel that ended it.
+    """Idle time of the device over the steps, by cause and by the phase of the kernel that ended
+    it.
 
-    At the end of a step, the phase is the step's last. The time is the mean over the devices that a step used.
+    At the end of a step, the phase is the step's last. The time is the mean over the devices that a
+    step used.
     """
 
     phase: LaunchPhase
@@ -212,7 +230,9 @@ class Gap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCalls:
-    """Calls of one CUDA function over the steps in one phase; calls that wait have an entry of their own."""
+    """Calls of one CUDA function over the steps in one phase; calls that wait have an entry of
+    their own.
+    """
 
     name: str
     phase: LaunchPhase
@@ -221,12 +241,16 @@ class HostCalls:
     is_launch: bool
     """The function launches kernels, copies or fills."""
     is_wait: bool
-    """The calls make the host wait for the device: synchronisations, or copies to the host followed by one."""
+    """The calls make the host wait for the device: synchronisations, or copies to the host
+    followed by one.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Start and end of a phase of the pictured step on the host and on the device, in seconds from the step's start."""
+    """Start and end of a phase of the pictured step on the host and on the device, in seconds
+    from the step's start.
+    """
 
     phase: LaunchPhase
     host_start_s: float
@@ -282,16 +306,19 @@ class RankTimes:
     phases: tuple[PhaseTimes, ...]
     communication: tuple[CommunicationTimes, ...]
     waited_s: tuple[Time, ...] | None
-    """How much longer this rank's kernels of collectives ran than the shortest kernel of the same collective, in total.
+    """How much longer this rank's kernels of collectives ran than the shortest kernel of the same
+    collective, in total.
 
-    All kernels of a collective end together, so the shortest one began last: the other ranks waited for its rank. None
-    if the ranks did not run the same collectives, and for a CPU.
+    All kernels of a collective end together, so the shortest one began last: the other ranks waited
+    for its rank. None if the ranks did not run the same collectives, and for a CPU.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
-    """One explained trace. The kernels of `phases` and `left` add up to all kernels of the file, to the nanosecond."""
+    """One explained trace. The kernels of `phases` and `left` add up to all kernels of the file,
+    to the nanosecond.
+    """
 
     source: str
     """Name of the file."""
@@ -310,7 +337,9 @@ class StepProfile:
     """Their total time in the whole file."""
     left: Left
     step_s: tuple[Time, ...]
-    """Wall time of each step on the host: its range, which in this program's runs ends with a synchronisation."""
+    """Wall time of each step on the host: its range, which in this program's runs ends with a
+    synchronisation.
+    """
     phases: tuple[PhaseTimes, ...]
     """The phases in order; `unattributed` holds what is in a step but in no phase."""
     kernels: tuple[KernelTimes, ...]
@@ -329,7 +358,9 @@ class StepProfile:
     communication: tuple[CommunicationTimes, ...] = ()
     """Collectives by phase and kind; empty for a trace of a CPU."""
     ranks: tuple[RankTimes, ...] = ()
-    """All ranks of a run on several ranks; everything else in the profile is about the first rank."""
+    """All ranks of a run on several ranks; everything else in the profile is about the first
+    rank.
+    """
     copies: tuple[CopyTimes, ...] = ()
     """The longest total first, then all together."""
     doubts: tuple[str, ...] = ()
@@ -345,13 +376,18 @@ def encode_profile(profile: StepProfile) -> bytes:
 
 
 def decode_profile(data: bytes) -> StepProfile:
-    """Decode a profile; raise ValueError for other data and for a profile that contradicts itself."""
+    """Decode a profile; raise ValueError for other data and for a profile that contradicts
+    itself.
+    """
     try:
         profile = msgspec.json.decode(data, type=StepProfile)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"not a step profile: {error}") from error
     if profile.format_version > PROFILE_FORMAT_VERSION:
-        newest = f"format version {profile.format_version} is newer than this program's {PROFILE_FORMAT_VERSION}"
+        newest = (
+            f"format version {profile.format_version} is newer than this program's "
+            f"{PROFILE_FORMAT_VERSION}"
+        )
         raise ValueError(f"not a step profile of this version: {newest}; update the program")
     if wrong := next(contradictions(profile), None):
         raise ValueError(f"not a whole step profile: {wrong}; explain the trace again")
@@ -361,11 +397,22 @@ def decode_profile(data: bytes) -> StepProfile:
 def contradictions(profile: StepProfile) -> Iterator[str]:
     """Contradictions in a profile, in words; one that was changed by hand has some."""
     left, phases, num_steps = profile.left, profile.phases, profile.num_steps
-    if not num_steps or any(len(times) != num_steps for times in (profile.step_s, *(own.wall_s for own in phases))):
+    if not num_steps or any(
+        len(times) != num_steps for times in (profile.step_s, *(own.wall_s for own in phases))
+    ):
         yield f"it has {num_steps} steps, and times of others"
-    count = sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
-    time_s = sum(sum(phase.kernel_s) for phase in phases) + left.warmup_s + left.outside_s + left.no_launch_s
-    if count != profile.num_kernels or not math.isclose(time_s, profile.kernel_s, rel_tol=1e-9, abs_tol=1e-9):
+    count = (
+        sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
+    )
+    time_s = (
+        sum(sum(phase.kernel_s) for phase in phases)
+        + left.warmup_s
+        + left.outside_s
+        + left.no_launch_s
+    )
+    if count != profile.num_kernels or not math.isclose(
+        time_s, profile.kernel_s, rel_tol=1e-9, abs_tol=1e-9
+    ):
         yield (
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"

@@ -1,6 +1,8 @@
-"""The events of a profile as tables, the same for nsys and torch.profiler, and look-ups among their times.
+"""The events of a profile as tables, the same for nsys and torch.profiler, and look-ups among their
+times.
 
-`explain.py` chooses the reader of a file, which makes a `Trace`; nothing else depends on the file's format.
+`explain.py` chooses the reader of a file, which makes a `Trace`; nothing else depends on the file's
+format.
 """
 
 import re
@@ -14,7 +16,8 @@ from numpy.typing import NDArray
 from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
 
 _DRIVERS_OWN = re.compile(
-    r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?|__amd_rocclr_(?:copy|fill)\w{1,40}", re.ASCII
+    r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?|__amd_rocclr_(?:copy|fill)\w{1,40}",
+    re.ASCII,
 )
 """Names of the kernels by which the drivers of CUDA and ROCm fill or copy memory."""
 
@@ -40,11 +43,15 @@ class DeviceWork(Columns):
     launch_ns: Ints
     thread: Ints
     call: Ints
-    """Row of the launching call in `Trace.api_calls`; -1 for none, as of an operator of the host."""
+    """Row of the launching call in `Trace.api_calls`; -1 for none, as of an operator of the
+    host.
+    """
     is_in_graph: Mask
     """Launched by a CUDA graph."""
     mark: Ints
-    """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`); -1 for none."""
+    """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`);
+    -1 for none.
+    """
 
     @property
     def end_ns(self) -> Ints:
@@ -62,7 +69,9 @@ class Ranges(Columns):
     end_ns: Ints
     """End of the range; the end of the trace for a range that is still open."""
     is_nested: Mask
-    """Pushed and popped on one thread; other ranges may start and end on any thread of the process."""
+    """Pushed and popped on one thread; other ranges may start and end on any thread of the
+    process.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +122,16 @@ class Trace:
     rank: int | None = None
     """The process's rank, if the file names it."""
     is_of_host: bool = False
-    """No device was traced: the `kernels` are operators of the host, without the time of operators inside them."""
+    """No device was traced: the `kernels` are operators of the host, without the time of
+    operators inside them.
+    """
     notes: tuple[str, ...] = ()
     """Sentences about what the file lacks."""
 
 
 def with_copies_apart(trace: Trace) -> Trace:
-    """The trace, with kernels of the CUDA driver that copy or fill memory moved from the kernels to the copies.
+    """The trace, with kernels of the CUDA driver that copy or fill memory moved from the kernels to
+    the copies.
 
     torch.profiler shows copies and fills in CUDA graphs as such kernels.
     """
@@ -140,23 +152,34 @@ def durations(start: Ints, end: Ints, what: str) -> Ints:
     length = end - start
     if len(length) and length.min() < 0:
         row = int(length.argmin())
-        raise ValueError(f"{what} must end after they start, got start {start[row]} and end {end[row]} in row {row}")
+        raise ValueError(
+            f"{what} must end after they start, got start {start[row]} and end {end[row]} in row "
+            f"{row}"
+        )
     if length.sum(dtype=np.float64) > MAX_TIME_NS:
-        raise ValueError(f"{what} last {length.sum(dtype=np.float64):.3g} ns together, more than {MAX_TIME_NS}")
+        raise ValueError(
+            f"{what} last {length.sum(dtype=np.float64):.3g} ns together, more than {MAX_TIME_NS}"
+        )
     return length
 
 
-def of_names(names: Ints, strings: Sequence[str], value: Callable[[str], object], kind: type[Kind]) -> NDArray[Kind]:
-    """The value of each name's string, found once for each distinct name, as an array of this kind."""
+def of_names(
+    names: Ints, strings: Sequence[str], value: Callable[[str], object], kind: type[Kind]
+) -> NDArray[Kind]:
+    """The value of each name's string, found once for each distinct name, as an array of this
+    kind.
+    """
     used, index = np.unique(names, return_inverse=True)
     values: NDArray[Kind] = np.array([value(strings[name]) for name in used.tolist()], dtype=kind)
     return values[index]
 
 
 class Nesting:
-    """Looks up the innermost interval at a time: of those that contain it, the one that started last.
+    """Looks up the innermost interval at a time: of those that contain it, the one that started
+    last.
 
-    An interval contains its start but not its end. Intervals may cross; of two with one start the shorter is inner.
+    An interval contains its start but not its end. Intervals may cross; of two with one start the
+    shorter is inner.
     """
 
     __slots__ = ("_owner", "_time", "parent")
@@ -183,7 +206,8 @@ class Nesting:
             owners.append(index)
         close_until(None)
         self._time: Ints = np.array(times, dtype=np.int64)
-        self._owner: Ints = np.array([*owners, -1], dtype=np.int64)  # before the first time: the last element
+        # before the first time: the last element
+        self._owner: Ints = np.array([*owners, -1], dtype=np.int64)
 
     def at(self, time: Ints) -> Ints:
         """Index of the innermost interval at each time, -1 for none."""
@@ -192,7 +216,9 @@ class Nesting:
 
 
 class GroupNesting:
-    """Looks up the innermost interval at a time among those of one group, such as a thread or a process."""
+    """Looks up the innermost interval at a time among those of one group, such as a thread or a
+    process.
+    """
 
     def __init__(self, group: Ints, start: Ints, end: Ints) -> None:
         self.parent: Ints = np.full(len(group), -1, dtype=np.int64)
@@ -214,7 +240,9 @@ class GroupNesting:
 
 
 class Strings:
-    """The trace's table of strings, filled as they occur; `known` maps the file's numbers to strings."""
+    """The trace's table of strings, filled as they occur; `known` maps the file's numbers to
+    strings.
+    """
 
     def __init__(self, known: Mapping[int, str] | None = None) -> None:
         self._known = {} if known is None else known
@@ -230,10 +258,14 @@ class Strings:
         return np.array([known.setdefault(text, len(known)) for text in texts], dtype=np.int64)
 
     def column(self, keys: Ints, known: Mapping[int, str] | None = None, unknown: str = "") -> Ints:
-        """Indices in this table for the file's numbers, looked up in `known` or, by default, in the file's strings."""
+        """Indices in this table for the file's numbers, looked up in `known` or, by default, in
+        the file's strings.
+        """
         known = self._known if known is None else known
         unique, inverse = np.unique(keys, return_inverse=True)
-        mine = np.array([self.id(known.get(key, unknown)) for key in unique.tolist()], dtype=np.int64)
+        mine = np.array(
+            [self.id(known.get(key, unknown)) for key in unique.tolist()], dtype=np.int64
+        )
         return mine[inverse]
 
     @property
@@ -251,10 +283,14 @@ class Launches:
         self._key_sorted, self._order, self._calls = key[order], order, calls
 
     def _key(self, process: Ints, correlation: Ints) -> Ints:
-        """Process and correlation id in one number; -1 for invalid ids. CUPTI counts ids from 1 in 32 bits."""
+        """Process and correlation id in one number; -1 for invalid ids. CUPTI counts ids from 1
+        in 32 bits.
+        """
         at = np.searchsorted(self._processes, process)
         known = np.append(self._processes, -1)[at] == process
-        return np.where(known & (correlation > 0) & (correlation < 2**32), (at << 32) | correlation, -1)
+        return np.where(
+            known & (correlation > 0) & (correlation < 2**32), (at << 32) | correlation, -1
+        )
 
     def columns(self, process: Ints, correlation: Ints) -> dict[str, Any]:
         """The columns of `DeviceWork` about the launch, for pairs of ids."""
@@ -262,7 +298,10 @@ class Launches:
         at = np.searchsorted(self._key_sorted, key)
         is_launched = (np.append(self._key_sorted, -1)[at] == key) & (key >= 0)
         call = np.where(is_launched, np.append(self._order, -1)[at], -1)
-        launch, thread = np.append(self._calls.start_ns, 0)[call], np.append(self._calls.thread, 0)[call]
+        launch, thread = (
+            np.append(self._calls.start_ns, 0)[call],
+            np.append(self._calls.thread, 0)[call],
+        )
         return {"is_launched": is_launched, "launch_ns": launch, "thread": thread, "call": call}
 
 
@@ -296,9 +335,11 @@ class Union:
         self.start: Ints = starts[first]
         self.end: Ints = reached[last]
         length = self.end - self.start
-        self._before: Ints = np.append(0, np.cumsum(length) - length)  # before no stretch, before each
+        # before no stretch, before each
+        self._before: Ints = np.append(0, np.cumsum(length) - length)
         self._first: Ints = order[first]
-        # the interval that ended last in each stretch is the last one that raised the running maximum
+        # the interval that ended last in each stretch is the last one that raised the running
+        # maximum
         raised = np.append(True, reached[1:] > reached[:-1])[: len(order)]
         at = np.maximum.accumulate(np.where(raised, np.arange(len(order)), 0))
         self._last: Ints = order[at[last]]
@@ -306,7 +347,10 @@ class Union:
     def until(self, time: Ints) -> Ints:
         """For each time, how long at least one interval was open before it."""
         at = np.searchsorted(self.start, time, side="right")
-        inside = np.minimum(time, np.append(-MAX_TIME_NS, self.end)[at]) - np.append(-MAX_TIME_NS, self.start)[at]
+        inside = (
+            np.minimum(time, np.append(-MAX_TIME_NS, self.end)[at])
+            - np.append(-MAX_TIME_NS, self.start)[at]
+        )
         covered: Ints = self._before[at] + np.where(at > 0, inside, 0)
         return covered
 

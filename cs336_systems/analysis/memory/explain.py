@@ -1,7 +1,8 @@
-"""Explains a memory snapshot: what was allocated when, what it held, in which phase, and which code allocated it.
+"""Explains a memory snapshot: what was allocated when, what it held, in which phase, and which code
+allocated it.
 
-The snapshot itself has sizes, times and stacks. What a block held and when phases ended is in the notes beside it
-(notes.py), if there are any.
+The snapshot itself has sizes, times and stacks. What a block held and when phases ended is in the
+notes beside it (notes.py), if there are any.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,13 @@ from cs336_systems.analysis.memory.profile import (
     read_notes,
     times_s,
 )
-from cs336_systems.analysis.memory.snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
+from cs336_systems.analysis.memory.snapshot import (
+    HOW_TO_RECORD,
+    Action,
+    DeviceMemory,
+    Snapshot,
+    read_snapshot,
+)
 from cs336_systems.text import counted, inert_line
 
 MAX_POINTS = 2000
@@ -54,14 +61,16 @@ FROM_BOTTOM = (
     Category.LATER,
     Category.TEMPORARY,
 )
-"""Order of categories in a picture over time, from the bottom: long-lived ones are below short-lived ones."""
+"""Order of categories in a picture over time, from the bottom: long-lived ones are below
+short-lived ones.
+"""
 
 
 def explain_memory(path: Path) -> MemoryProfile:
     """Explain the snapshot at `path` with the notes beside it, if any.
 
-    Raises ProfileError if the file is not a snapshot or the notes contradict it, and MemoryAttributionError if the
-    categories do not add up.
+    Raises ProfileError if the file is not a snapshot or the notes contradict it, and
+    MemoryAttributionError if the categories do not add up.
     """
     beside = notes_path(path)
     notes = read_notes(beside) if beside.exists() else None
@@ -79,7 +88,8 @@ def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemor
     if not of_notes:
         found = ", ".join(str(memory.device) for memory in snapshot.devices)
         raise ProfileError(
-            snapshot.path, f"needed memory of device {notes.device}, as in the notes beside it, got {found}"
+            snapshot.path,
+            f"needed memory of device {notes.device}, as in the notes beside it, got {found}",
         )
     return of_notes[0]
 
@@ -95,22 +105,32 @@ class _Explanation:
         sightings = () if notes is None else notes.sightings
         self._phases, self._sighted_at = NO_PHASES, np.zeros(0, dtype=np.int64)
         if notes is not None:
-            self._phases = find_phases(memory.events, notes, max(self._replay.failed_requests, default=NOWHERE))
-            self._sighted_at = moments_of([sighting.position for sighting in sightings], memory.events, notes.end)
+            self._phases = find_phases(
+                memory.events, notes, max(self._replay.failed_requests, default=NOWHERE)
+            )
+            self._sighted_at = moments_of(
+                [sighting.position for sighting in sightings], memory.events, notes.end
+            )
         self._row_of = groups.resolve(self._replay.allocations, sightings, self._sighted_at)
         alone = snapshot.stacks if notes is None else ()
         category, sighting = groups.categorise(self._replay, sightings, self._row_of, alone)
         self._known = groups.Known(
-            replay=self._replay, stacks=snapshot.stacks, category=category, sighting=sighting, sightings=sightings,
+            replay=self._replay,
+            stacks=snapshot.stacks,
+            category=category,
+            sighting=sighting,
+            sightings=sightings,
             phases=self._phases,
-        )  # fmt: skip
+        )
 
     def profile(self) -> MemoryProfile:
         """The whole profile."""
         allocations, notes = self._replay.allocations, self._notes
         points = self._points()
         sums = groups.live_sums(
-            self._replay, self._known.category, np.union1d(points, [*self._phases.moments, self._peak])
+            self._replay,
+            self._known.category,
+            np.union1d(points, [*self._phases.moments, self._peak]),
         )
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
@@ -130,7 +150,9 @@ class _Explanation:
             blocks=groups.block_memory(self._known, self._row_of, self._sighted_at),
             timeline=self._timeline(sums),
             work=self._work(),
-            outside_bytes=None if notes is None else notes.used_on_device_bytes - notes.reserved_bytes,
+            outside_bytes=None
+            if notes is None
+            else notes.used_on_device_bytes - notes.reserved_bytes,
             notes=tuple(self._notes_to_reader()),
             private_bytes=int(self._replay.private_bytes[self._peak]),
             idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),
@@ -139,21 +161,26 @@ class _Explanation:
 
     def _peak_moment(self, sums: groups.LiveSums) -> Moment:
         stretch = int(self._phases.at(np.array(self._peak - 1)))
-        return self._moment(sums, self._peak, self._phases.steps[stretch], self._phases.names[stretch], None)
+        return self._moment(
+            sums, self._peak, self._phases.steps[stretch], self._phases.names[stretch], None
+        )
 
     def _boundaries(self, sums: groups.LiveSums) -> Iterator[Moment]:
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
             if self._replay.are_sizes_known and self._allocated[moment] != mark.allocated_bytes:
                 raise ProfileError(
                     self._snapshot.path,
-                    f"at the mark {mark.name} of step {mark.step} its events give {self._allocated[moment]} bytes, "
-                    f"but the notes beside it count {mark.allocated_bytes}: they are not of one recording, or "
-                    "this program has a defect",
+                    f"at the mark {mark.name} of step {mark.step} its events give "
+                    f"{self._allocated[moment]} bytes, but the notes beside it count "
+                    f"{mark.allocated_bytes}: they are not of one recording, or this program has "
+                    "a defect",
                 )
             yield self._moment(sums, moment, mark.step, mark.name, mark)
 
     def _phases_of_steps(self) -> Iterator[PhaseMemory]:
-        """The phases from mark to mark, and after the last mark the phase that ran out of memory, if one did."""
+        """The phases from mark to mark, and after the last mark the phase that ran out of
+        memory, if one did.
+        """
         phases, moments = self._phases, self._phases.moments.tolist()
         for index, mark in enumerate(phases.marks[1:], start=1):
             if mark.name != START and mark.step == phases.marks[index - 1].step:
@@ -171,7 +198,9 @@ class _Explanation:
             peak_bytes=int(self._allocated[begin : end + 1].max()),
         )
 
-    def _moment(self, sums: groups.LiveSums, moment: int, step: int, phase: str, mark: Mark | None) -> Moment:
+    def _moment(
+        self, sums: groups.LiveSums, moment: int, step: int, phase: str, mark: Mark | None
+    ) -> Moment:
         return Moment(
             step=step,
             phase=phase,
@@ -184,12 +213,16 @@ class _Explanation:
         )
 
     def _points(self) -> Ints:
-        """Moments of the timeline: all if they are few, else the peak of each of MAX_POINTS equal intervals."""
+        """Moments of the timeline: all if they are few, else the peak of each of MAX_POINTS
+        equal intervals.
+        """
         num_moments = len(self._allocated)
         if num_moments <= MAX_POINTS:
             return np.arange(num_moments)
         edges = np.linspace(0, num_moments, MAX_POINTS + 1).astype(np.int64)
-        peaks = [begin + self._allocated[begin:end].argmax() for begin, end in pairwise(edges.tolist())]
+        peaks = [
+            begin + self._allocated[begin:end].argmax() for begin, end in pairwise(edges.tolist())
+        ]
         return np.array(peaks, dtype=np.int64)
 
     def _timeline(self, sums: groups.LiveSums) -> Timeline:
@@ -197,7 +230,9 @@ class _Explanation:
         return Timeline(
             time_s=tuple(times_s(self._memory.events, sums.moments).tolist()),
             categories=tuple(present),
-            num_bytes=tuple(tuple(sums.num_bytes[CODES[category]].tolist()) for category in present),
+            num_bytes=tuple(
+                tuple(sums.num_bytes[CODES[category]].tolist()) for category in present
+            ),
             reserved_bytes=tuple(self._replay.reserved_bytes[sums.moments].tolist()),
         )
 
@@ -232,19 +267,32 @@ class _Explanation:
         yield from self._snapshot.notes
         yield from self._replay.notes
         if len(self._snapshot.devices) > 1:
-            others = [memory.device for memory in self._snapshot.devices if memory.device != self._memory.device]
-            yield f"Only device {self._memory.device} is explained, not {', '.join(map(str, others))}."
+            others = [
+                memory.device
+                for memory in self._snapshot.devices
+                if memory.device != self._memory.device
+            ]
+            yield (
+                f"Only device {self._memory.device} is explained, not "
+                f"{', '.join(map(str, others))}."
+            )
         if not len(self._memory.events):
             yield f"No event was recorded, so only the memory at the end is known; {HOW_TO_RECORD}."
         if self._notes is None:
             # with notes, the counts of allocations tell whether events were dropped
             if len(self._memory.events) and (num := self._replay.num_held_with_stack):
                 yield (
-                    f"Held throughout with a stack but without an event: {counted(num, 'block')}. The oldest events "
-                    "were dropped (max_entries), or recording was begun anew."
+                    f"Held throughout with a stack but without an event: {counted(num, 'block')}. "
+                    "The oldest events were dropped (max_entries), or recording was begun anew."
                 )
-            yield "No notes beside the snapshot say what blocks held and when phases ended: record with --memory."
+            yield (
+                "No notes beside the snapshot say what blocks held and when phases ended: "
+                "record with --memory."
+            )
             return
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)
         if lost := int(np.count_nonzero(self._row_of == groups.NOT_SIGHTED)):
-            yield f"Left out: {lost:,} of {len(self._row_of):,} sightings, whose addresses lay in no allocated block."
+            yield (
+                f"Left out: {lost:,} of {len(self._row_of):,} sightings, whose addresses lay "
+                "in no allocated block."
+            )

@@ -1,13 +1,16 @@
-"""What is kept beside a snapshot: notes of the process that recorded it, and the profile, of which all tables are made.
+"""What is kept beside a snapshot: notes of the process that recorded it, and the profile, of which
+all tables are made.
 
-**Notes** name tensors of the snapshot and moments among its events. A clock would be too coarse, because blocks are
-reused within microseconds. So a moment is a `Position`, the numbers of allocations and frees that the allocator has
-counted, which lies between two known events of the snapshot.
+**Notes** name tensors of the snapshot and moments among its events. A clock would be too coarse,
+because blocks are reused within microseconds. So a moment is a `Position`, the numbers of
+allocations and frees that the allocator has counted, which lies between two known events of the
+snapshot.
 
-**The profile.** Bytes are those of the allocator's blocks, as `torch.cuda.memory_allocated` counts them, unless a field
-says otherwise. So the categories of any moment add up to what the allocator itself counted then. Requested bytes are
-what the program asked for, the sizes of its tensors: the allocator rounds a request up to 512 bytes, and up to 1 MiB
-more may be left in the block because the allocator does not split it off. Times are seconds since the first event.
+**The profile.** Bytes are those of the allocator's blocks, as `torch.cuda.memory_allocated` counts
+them, unless a field says otherwise. So the categories of any moment add up to what the allocator
+itself counted then. Requested bytes are what the program asked for, the sizes of its tensors: the
+allocator rounds a request up to 512 bytes, and up to 1 MiB more may be left in the block because
+the allocator does not split it off. Times are seconds since the first event.
 """
 
 import re
@@ -23,7 +26,13 @@ from numpy.typing import NDArray
 from cs336_systems.analysis.columns import Ints, ProfileError
 from cs336_systems.analysis.memory.snapshot import Action, Events
 from cs336_systems.config import Phase
-from cs336_systems.files import MEMORY_NOTES, MEMORY_PROFILE, encode_json, read_json, write_atomically
+from cs336_systems.files import (
+    MEMORY_NOTES,
+    MEMORY_PROFILE,
+    encode_json,
+    read_json,
+    write_atomically,
+)
 from cs336_systems.ranges import Range
 from cs336_systems.record import Count
 
@@ -32,7 +41,9 @@ MAX_NOTES_BYTES = 256 * 2**20
 
 
 class Kind(StrEnum):
-    """What a block of memory holds, as the live process saw it; of several, the first in this order counts."""
+    """What a block of memory holds, as the live process saw it; of several, the first in this
+    order counts.
+    """
 
     PARAMETER = "parameters"
     BUFFER = "buffers"
@@ -55,7 +66,9 @@ class Position:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """The end of a phase, or the start of a step. Bytes are the allocator's own counts at that moment."""
+    """The end of a phase, or the start of a step. Bytes are the allocator's own counts at that
+    moment.
+    """
 
     step: Count
     name: str
@@ -75,7 +88,9 @@ class Sighting:
 
     kind: Kind
     name: str
-    """The parameter's name; for a saved activation the ranges around the operator that saved it, joined by ` > `."""
+    """The parameter's name; for a saved activation the ranges around the operator that saved it,
+    joined by ` > `.
+    """
     address: Count
     num_bytes: Count
     """Size of the whole storage."""
@@ -98,8 +113,9 @@ class MemoryNotes:
     reserved_bytes: Count
     """What PyTorch had reserved at the end."""
     used_on_device_bytes: Count
-    """What the driver counted as used at the end; more than was reserved, by the CUDA context, libraries and other
-    processes."""
+    """What the driver counted as used at the end; more than was reserved, by the CUDA context,
+    libraries and other processes.
+    """
     format_version: int = NOTES_FORMAT_VERSION
 
 
@@ -116,11 +132,13 @@ def write_notes(notes: MemoryNotes, path: Path) -> None:
 def read_notes(path: Path) -> MemoryNotes:
     """The notes at `path`; raise ProfileError if the file has none."""
     return read_json(
-        path, MemoryNotes, MEMORY_NOTES,
+        path,
+        MemoryNotes,
+        MEMORY_NOTES,
         version=NOTES_FORMAT_VERSION,
         error=ProfileError,
         max_bytes=MAX_NOTES_BYTES,
-    )  # fmt: skip
+    )
 
 
 SEPARATOR = " > "
@@ -137,7 +155,9 @@ def short_name(sighting: Sighting) -> str:
 
 
 def like_name(name: str) -> str:
-    """The name with a star in place of block numbers, so that like tensors of all blocks have the same name."""
+    """The name with a star in place of block numbers, so that like tensors of all blocks have
+    the same name.
+    """
     return _NUMBER.sub("*", name)
 
 
@@ -150,7 +170,9 @@ def block_of_ranges(name: str) -> int | None:
 
 
 def block_of_parameter(name: str) -> int | None:
-    """The number of the block that a parameter belongs to, the first number in its name; None if it has none."""
+    """The number of the block that a parameter belongs to, the first number in its name; None if
+    it has none.
+    """
     return int(found.group()) if (found := _NUMBER.search(name)) else None
 
 
@@ -174,19 +196,26 @@ _NEXT_PHASE = {
 
 
 def moments_of(positions: Sequence[Position], events: Events, end: Position) -> Ints:
-    """For each position the first moment at which the allocator's counts were those of the position; NOWHERE if none.
+    """For each position the first moment at which the allocator's counts were those of the
+    position; NOWHERE if none.
 
-    The counts go backwards from `end`, the position of the last event, because the first events may be lost.
+    The counts go backwards from `end`, the position of the last event, because the first events may
+    be lost.
     """
     allocations, frees = (
-        np.append(0, np.cumsum(events.action == action)) for action in (Action.ALLOC, Action.FREE_REQUESTED)
+        np.append(0, np.cumsum(events.action == action))
+        for action in (Action.ALLOC, Action.FREE_REQUESTED)
     )
     allocations += max(end.allocations - int(allocations[-1]), 0)
     frees += max(end.frees - int(frees[-1]), 0)
-    wanted = np.array([(p.allocations, p.frees) for p in positions], dtype=np.int64).reshape(-1, 2).T
+    wanted = (
+        np.array([(p.allocations, p.frees) for p in positions], dtype=np.int64).reshape(-1, 2).T
+    )
     found = np.maximum(np.searchsorted(allocations, wanted[0]), np.searchsorted(frees, wanted[1]))
     inside = np.minimum(found, len(events))
-    return np.where((allocations[inside] == wanted[0]) & (frees[inside] == wanted[1]), inside, NOWHERE)
+    return np.where(
+        (allocations[inside] == wanted[0]) & (frees[inside] == wanted[1]), inside, NOWHERE
+    )
 
 
 def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
@@ -200,7 +229,9 @@ def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Stretches of events: one before all marks, one between each mark and the next, and one after the last mark."""
+    """Stretches of events: one before all marks, one between each mark and the next, and one
+    after the last mark.
+    """
 
     marks: tuple[Mark, ...]
     """The marks that lie within the events."""
@@ -216,11 +247,15 @@ class Phases:
         return np.searchsorted(self.moments, event, side="right")
 
 
-NO_PHASES = Phases(marks=(), moments=np.zeros(0, dtype=np.int64), names=("",), steps=(UNKNOWN_STEP,))
+NO_PHASES = Phases(
+    marks=(), moments=np.zeros(0, dtype=np.int64), names=("",), steps=(UNKNOWN_STEP,)
+)
 
 
 def find_phases(events: Events, notes: MemoryNotes, last_oom: int) -> Phases:
-    """The phases between the marks; a phase in which event `last_oom` ran out of memory lasts until the end."""
+    """The phases between the marks; a phase in which event `last_oom` ran out of memory lasts
+    until the end.
+    """
     moments = moments_of([mark.position for mark in notes.marks], events, notes.end)
     is_found = moments != NOWHERE
     marks = tuple(mark for mark, found in zip(notes.marks, is_found, strict=True) if found)
@@ -242,20 +277,24 @@ def notes_on_positions(phases: Phases, notes: MemoryNotes, events: Events) -> It
     recorded = int(np.count_nonzero(events.action == Action.ALLOC))
     if recorded < counted:
         yield (
-            f"Not in the file: {counted - recorded:,} of {counted:,} allocations. Its oldest events were dropped "
-            "(max_entries), and phases are placed by counting from its end."
+            f"Not in the file: {counted - recorded:,} of {counted:,} allocations. Its oldest "
+            "events were dropped (max_entries), and phases are placed by counting from its end."
         )
     if lost := len(notes.marks) - len(phases.marks):
-        yield f"Left out: {lost} of {len(notes.marks)} marks of phases, which have no place in the events."
+        yield (
+            f"Left out: {lost} of {len(notes.marks)} marks of phases, which have no place in "
+            "the events."
+        )
 
 
 MEMORY_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
 MIN_LATER = 32
-"""A tensor that stays while this many others are allocated is held for later, not for the next few operators.
+"""A tensor that stays while this many others are allocated is held for later, not for the next few
+operators.
 
-Measured on the reference model: xl without a graph holds nothing for more than 31 allocations (the residual stream
-around a block); 2.7B with a graph holds 99 % of its activations for more.
+Measured on the reference model: xl without a graph holds nothing for more than 31 allocations (the
+residual stream around a block); 2.7B with a graph holds 99 % of its activations for more.
 """
 
 
@@ -272,10 +311,14 @@ class Category(StrEnum):
     TEMPORARY = "temporary"
     """Blocks allocated or freed in the recording that belong to no other category."""
     HELD = "held throughout"
-    """Blocks that existed before the recording and after it, and are not known to belong to another category."""
+    """Blocks that existed before the recording and after it, and are not known to belong to
+    another category.
+    """
     LATER = "held until later"
-    """Only without notes, as the two that follow: blocks allocated and freed in the recording that stayed while
-    MIN_LATER or more others were allocated, as the activations do that autograd saves for backward."""
+    """Only without notes, as the two that follow: blocks allocated and freed in the recording that
+    stayed while MIN_LATER or more others were allocated, as the activations do that autograd saves
+    for backward.
+    """
     EARLIER = "from before"
     """Blocks that existed before the recording and were freed in it."""
     KEPT = "kept at the end"
@@ -287,7 +330,9 @@ class Category(StrEnum):
 CATEGORIES = tuple(Category)
 CODES = {category: code for code, category in enumerate(CATEGORIES)}
 OPTIONAL = (Category.EARLIER, Category.KEPT, Category.POOL)
-"""Categories that only snapshots of other programs, or of CUDA graphs, have: tables have a column only where needed."""
+"""Categories that only snapshots of other programs, or of CUDA graphs, have: tables have a
+column only where needed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +353,9 @@ class Moment:
     step: int
     """Counted from 0; -1 if the snapshot has no notes on steps."""
     phase: str
-    """At a boundary the phase that ends there, or `start`; at a peak the phase it lies in. Empty if unknown."""
+    """At a boundary the phase that ends there, or `start`; at a peak the phase it lies in. Empty
+    if unknown.
+    """
     time_s: float
     allocated_bytes: Count
     reserved_bytes: int
@@ -316,7 +363,9 @@ class Moment:
     counted_bytes: Count | None
     """At a boundary, the allocated bytes that the allocator itself counted; None elsewhere."""
     counted_requested_bytes: Count | None
-    """At a boundary, the requested bytes that it counted, freed blocks that another stream may still use included."""
+    """At a boundary, the requested bytes that it counted, freed blocks that another stream may
+    still use included.
+    """
 
     @property
     def requested_bytes(self) -> int:
@@ -326,7 +375,9 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMemory:
-    """One phase of one step, from the boundary before it to its own, or to the request for which memory ran out."""
+    """One phase of one step, from the boundary before it to its own, or to the request for which
+    memory ran out.
+    """
 
     step: int
     phase: str
@@ -341,14 +392,18 @@ class Place:
     """A line of code on the stack of an allocation."""
 
     file: str
-    """The last two parts of its path; the others say more about the machine than about the program."""
+    """The last two parts of its path; the others say more about the machine than about the
+    program.
+    """
     line: int
     function: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikeAllocations:
-    """Allocations with the same requested size, category, name, phase and place, counted together."""
+    """Allocations with the same requested size, category, name, phase and place, counted
+    together.
+    """
 
     num_bytes: Count
     """Size of the largest of their blocks."""
@@ -360,16 +415,20 @@ class LikeAllocations:
     """Size of all their blocks that were allocated at the peak."""
     category: Category
     name: str
-    """The parameter's name, or the ranges around the operator that saved the tensor; empty if unknown. A star
-    stands for the number of the model's block if the allocations belong to several blocks."""
+    """The parameter's name, or the ranges around the operator that saved the tensor; empty if
+    unknown. A star stands for the number of the model's block if the allocations belong to several
+    blocks.
+    """
     shape: tuple[int, ...]
     """Empty if unknown or not the same for all; `dtype` likewise."""
     dtype: str
     phase: str
     """The phase in which they were allocated; empty if unknown."""
     places: tuple[Place, ...]
-    """The calls that all stacks share, the innermost first. Calls in PyTorch are left out, and so are those in
-    installed packages unless nothing else is left. Empty if there is no stack, as in backward."""
+    """The calls that all stacks share, the innermost first. Calls in PyTorch are left out, and so
+    are those in installed packages unless nothing else is left. Empty if there is no stack, as in
+    backward.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,12 +441,16 @@ class SavedTensor:
     dtype: str
     num_bytes: Count
     is_recomputed: bool
-    """Whether a checkpoint allocated it in backward, when it computed the block again, instead of keeping it."""
+    """Whether a checkpoint allocated it in backward, when it computed the block again, instead
+    of keeping it.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMemory:
-    """One block of the model in one step. All bytes are requested bytes, the exact sizes of the tensors."""
+    """One block of the model in one step. All bytes are requested bytes, the exact sizes of the
+    tensors.
+    """
 
     name: str
     saved_bytes: Count
@@ -405,7 +468,9 @@ class BlockMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What was allocated by category over time; each of at most some thousand points is the peak of its interval."""
+    """What was allocated by category over time; each of at most some thousand points is the peak
+    of its interval.
+    """
 
     time_s: tuple[float, ...]
     categories: tuple[Category, ...]
@@ -462,11 +527,15 @@ class MemoryProfile:
     """Blocks held throughout the recording."""
     peak: Moment
     peak_requested_bytes: Count
-    """The most requested bytes in use at any moment. PyTorch's viewer draws this, because it knows only requests."""
+    """The most requested bytes in use at any moment. PyTorch's viewer draws this, because it
+    knows only requests.
+    """
     peak_reserved_bytes: int
     boundaries: tuple[Moment, ...]
     phases: tuple[PhaseMemory, ...]
-    """The phases between the boundaries, and behind the last boundary the phase that ran out of memory, if any did."""
+    """The phases between the boundaries, and behind the last boundary the phase that ran out of
+    memory, if any did.
+    """
     largest: tuple[LikeAllocations, ...]
     """The groups with the largest allocations, without those held throughout: some dozens."""
     at_peak: tuple[LikeAllocations, ...]
@@ -476,12 +545,18 @@ class MemoryProfile:
     timeline: Timeline
     work: AllocatorWork
     outside_bytes: int | None
-    """Used on the device at the end but not reserved by PyTorch: the CUDA context, libraries, other processes."""
+    """Used on the device at the end but not reserved by PyTorch: the CUDA context, libraries,
+    other processes.
+    """
     notes: tuple[str, ...]
     private_bytes: Count = 0
-    """Reserved at the peak in private pools, as CUDA graphs have: only their own allocations use it."""
+    """Reserved at the peak in private pools, as CUDA graphs have: only their own allocations use
+    it.
+    """
     idle_private_bytes: Count = 0
-    """The part of `private_bytes` that is in no block at the peak; a graph that is replayed uses it all the same."""
+    """The part of `private_bytes` that is in no block at the peak; a graph that is replayed uses
+    it all the same.
+    """
     is_expandable: bool = False
     """Whether the allocator had expandable segments already."""
     format_version: int = MEMORY_FORMAT_VERSION
@@ -493,8 +568,12 @@ class MemoryProfile:
 
     @property
     def fragmentation_bytes(self) -> int:
-        """Bytes that were reserved at the peak, not for private pools, and in no block: cache, and rests of blocks."""
-        return max(self.peak.reserved_bytes - self.peak.allocated_bytes - self.idle_private_bytes, 0)
+        """Bytes that were reserved at the peak, not for private pools, and in no block: cache,
+        and rests of blocks.
+        """
+        return max(
+            self.peak.reserved_bytes - self.peak.allocated_bytes - self.idle_private_bytes, 0
+        )
 
     @property
     def has_notes(self) -> bool:
@@ -515,9 +594,14 @@ def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
 def read_memory_profile(path: Path) -> MemoryProfile:
     """The profile at `path`; raise ProfileError if the file has none."""
     return read_json(
-        path, MemoryProfile, MEMORY_PROFILE,
+        path,
+        MemoryProfile,
+        MEMORY_PROFILE,
         version=MEMORY_FORMAT_VERSION,
         error=ProfileError,
         max_bytes=MAX_PROFILE_BYTES,
-        if_older="requested bytes are not in it; explain the snapshot again (cs336 memory SNAPSHOT --output DIR)",
-    )  # fmt: skip
+        if_older=(
+            "requested bytes are not in it; explain the snapshot again (cs336 memory SNAPSHOT "
+            "--output DIR)"
+        ),
+    )

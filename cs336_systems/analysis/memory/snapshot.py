@@ -1,8 +1,9 @@
-"""Reads a memory snapshot of PyTorch, the pickle that `torch.cuda.memory._dump_snapshot` writes, without torch.
+"""Reads a memory snapshot of PyTorch, the pickle that `torch.cuda.memory._dump_snapshot` writes,
+without torch.
 
-Every class, function, extension code and persistent id in the pickle is refused, and memory is limited while it is
-read. What it holds is turned into columns of numbers. Actions and keys that are unknown, as of a newer PyTorch, are
-passed over.
+Every class, function, extension code and persistent id in the pickle is refused, and memory is
+limited while it is read. What it holds is turned into columns of numbers. Actions and keys that are
+unknown, as of a newer PyTorch, are passed over.
 """
 
 import gc
@@ -24,7 +25,8 @@ from cs336_systems.text import counted
 
 NEEDED = "a memory snapshot of PyTorch"
 HOW_TO_RECORD = (
-    "record with `torch.cuda.memory._record_memory_history()` and write with `torch.cuda.memory._dump_snapshot(FILE)`"
+    "record with `torch.cuda.memory._record_memory_history()` and write with "
+    "`torch.cuda.memory._dump_snapshot(FILE)`"
 )
 BASE_MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 20
 """Address space that reading a file may take; a million events take 7 times the file."""
@@ -49,12 +51,16 @@ Stack = tuple[Frame, ...]
 
 
 class Action(IntEnum):
-    """What the allocator did. An event's size is what the program asked for; that of a segment is what CUDA gave."""
+    """What the allocator did. An event's size is what the program asked for; that of a segment
+    is what CUDA gave.
+    """
 
     ALLOC = 0
     FREE_REQUESTED = 1
     FREE_COMPLETED = 2
-    """The memory may be used again; this follows the request at once, unless other streams use it too."""
+    """The memory may be used again; this follows the request at once, unless other streams use
+    it too.
+    """
     SEGMENT_ALLOC = 3
     SEGMENT_FREE = 4
     SEGMENT_MAP = 5
@@ -88,7 +94,9 @@ class Events(Columns):
     address: Ints
     """For `OOM` the free bytes of the device; for `SNAPSHOT` 0."""
     num_bytes: Ints
-    """For `OOM` the request, rounded up by the allocator; for `SNAPSHOT` the size of all active blocks."""
+    """For `OOM` the request, rounded up by the allocator; for `SNAPSHOT` the size of all active
+    blocks.
+    """
     stream: Ints
     time_us: Ints
     """Microseconds since 1970; 0 in files of PyTorch until 2.1."""
@@ -104,7 +112,9 @@ class Segments(Columns):
     num_bytes: Ints
     stream: Ints
     pool: Ints
-    """0 for the memory that all code shares; another number for each private pool, as CUDA graphs have."""
+    """0 for the memory that all code shares; another number for each private pool, as CUDA
+    graphs have.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +144,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One snapshot: the memory of each device when it was taken, and the events before, as far back as recorded."""
+    """One snapshot: the memory of each device when it was taken, and the events before, as far
+    back as recorded.
+    """
 
     path: Path
     devices: tuple[DeviceMemory, ...]
@@ -157,25 +169,41 @@ def read_snapshot(path: Path) -> Snapshot:
             content = _Unpickler(file).load()
             try:
                 return _Converter().convert(path, content)
-            except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-                problem = f"its content is not that of a snapshot ({type(error).__name__}: {str(error)[:MAX_REASON]})"
+            except (
+                AttributeError,
+                IndexError,
+                KeyError,
+                OverflowError,
+                TypeError,
+                ValueError,
+            ) as error:
+                problem = (
+                    f"its content is not that of a snapshot ({type(error).__name__}: "
+                    f"{str(error)[:MAX_REASON]})"
+                )
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
     except MemoryError:
         problem = f"it would take more than {most >> 20} MiB of memory"
     except Exception as error:  # the unpickler may raise nearly every kind of exception
         problem = f"the pickle cannot be read ({str(error)[:MAX_REASON]})"
-    raise ProfileError(path, f"{problem}: truncated, damaged or no memory snapshot; {HOW_TO_RECORD}")
+    raise ProfileError(
+        path, f"{problem}: truncated, damaged or no memory snapshot; {HOW_TO_RECORD}"
+    )
 
 
 @contextmanager
 def _limited(num_bytes: int) -> Iterator[None]:
-    """Within the block, this process gets at most so much more memory, and the garbage collector is off."""
+    """Within the block, this process gets at most so much more memory, and the garbage collector
+    is off.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = psutil.Process().memory_info().vms + num_bytes
     was_enabled = gc.isenabled()
     gc.disable()  # of the millions of objects that are made, none is garbage
-    resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard)
+    )
     try:
         yield
     finally:
@@ -185,15 +213,23 @@ def _limited(num_bytes: int) -> Iterator[None]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """The standard library's unpickler without any class, function, extension code or persistent id."""
+    """The standard library's unpickler without any class, function, extension code or persistent
+    id.
+    """
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse all globals. Extension codes, of which none is registered here, would come here too."""
-        raise pickle.UnpicklingError(f"{module[:40]!r} {name[:40]!r} would run code of the file, so nothing was loaded")
+        """Refuse all globals. Extension codes, of which none is registered here, would come here
+        too.
+        """
+        raise pickle.UnpicklingError(
+            f"{module[:40]!r} {name[:40]!r} would run code of the file, so nothing was loaded"
+        )
 
     def persistent_load(self, pid: object) -> NoReturn:
         """Refuse all persistent ids."""
-        raise pickle.UnpicklingError(f"persistent id {pid!r:.40} would run code of the file, so nothing was loaded")
+        raise pickle.UnpicklingError(
+            f"persistent id {pid!r:.40} would run code of the file, so nothing was loaded"
+        )
 
 
 class _Converter:
@@ -206,7 +242,9 @@ class _Converter:
         self._unknown: Counter[str] = Counter()
         self._stacks: dict[Stack, int] = {(): NO_STACK}
         self._number_of: dict[tuple[int, ...], int] = {(): NO_STACK}
-        """The number of a stack by the addresses of its frames: most lists of frames differ, but share their frames."""
+        """The number of a stack by the addresses of its frames: most lists of frames differ, but
+        share their frames.
+        """
         self._frame_of: dict[int, Frame] = {}
 
     def convert(self, path: Path, content: Mapping[str, Any]) -> Snapshot:
@@ -235,26 +273,35 @@ class _Converter:
     def _blocks(self, segments: Sequence[Mapping[str, Any]]) -> Blocks:
         """The blocks of each segment in turn."""
         blocks = [block for segment in segments for block in segment["blocks"]]
-        last: list[Any] = [(block.get("history") or ({},))[0] for block in blocks]  # as PyTorch until 2.0 has it
+        # as PyTorch until 2.0 has it
+        last: list[Any] = [(block.get("history") or ({},))[0] for block in blocks]
         return Blocks(
             segment=_ints([row for row, segment in enumerate(segments) for _ in segment["blocks"]]),
             address=_ints([address for segment in segments for address in _addresses(segment)]),
             num_bytes=_ints([block["size"] for block in blocks]),
-            requested_bytes=_ints([
-                block.get("requested_size", old.get("real_size", block["size"]))
-                for block, old in zip(blocks, last, strict=True)
-            ]),
+            requested_bytes=_ints(
+                [
+                    block.get("requested_size", old.get("real_size", block["size"]))
+                    for block, old in zip(blocks, last, strict=True)
+                ]
+            ),
             state=_ints([STATES[block["state"]] for block in blocks]),
-            stack=self._stack_numbers([block if "frames" in block else old
-                                       for block, old in zip(blocks, last, strict=True)]),
-        )  # fmt: skip
+            stack=self._stack_numbers(
+                [
+                    block if "frames" in block else old
+                    for block, old in zip(blocks, last, strict=True)
+                ]
+            ),
+        )
 
     def _events(self, trace: Sequence[Mapping[str, Any]]) -> Events:
         self._unknown.update([event["action"] for event in trace if event["action"] not in ACTIONS])
         known = [event for event in trace if event["action"] in ACTIONS] if self._unknown else trace
         return Events(
             action=_ints([ACTIONS[event["action"]] for event in known]),
-            address=_ints([event["addr"] if "addr" in event else event["device_free"] for event in known]),
+            address=_ints(
+                [event["addr"] if "addr" in event else event["device_free"] for event in known]
+            ),
             num_bytes=_ints([event["size"] for event in known]),
             stream=_ints([event["stream"] for event in known]),
             time_us=_ints([event.get("time_us", 0) for event in known]),
@@ -270,7 +317,9 @@ class _Converter:
             if ids not in number_of:
                 for new, f in zip(ids, frames, strict=True):
                     if new not in frame_of:
-                        frame_of[new] = Frame(_readable(f["filename"]), int(f["line"]), _readable(f["name"]))
+                        frame_of[new] = Frame(
+                            _readable(f["filename"]), int(f["line"]), _readable(f["name"])
+                        )
                 stack = tuple(map(frame_of.__getitem__, ids))
                 number_of[ids] = self._stacks.setdefault(stack, len(self._stacks))
             found.append(number_of[ids])
@@ -279,13 +328,18 @@ class _Converter:
     def _notes(self) -> Iterator[str]:
         if self._unknown:
             names = ", ".join(_readable(name)[:40] for name, _ in self._unknown.most_common(3))
-            yield f"Passed over: {counted(self._unknown.total(), 'event')} of unknown actions, such as {names}."
+            yield (
+                f"Passed over: {counted(self._unknown.total(), 'event')} of unknown actions, "
+                f"such as {names}."
+            )
 
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
     columns = {"address": "address", "num_bytes": "total_size", "stream": "stream"}
     pools = [tuple(segment.get("segment_pool_id", SHARED)) for segment in segments]
-    number_of = {SHARED: 0} | {pool: number for number, pool in enumerate(sorted({*pools} - {SHARED}), start=1)}
+    number_of = {SHARED: 0} | {
+        pool: number for number, pool in enumerate(sorted({*pools} - {SHARED}), start=1)
+    }
     return Segments(
         **{name: _ints([segment[key] for segment in segments]) for name, key in columns.items()},
         pool=_ints([number_of[pool] for pool in pools]),
@@ -293,7 +347,9 @@ def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
 
 
 def _addresses(segment: Mapping[str, Any]) -> Iterator[int]:
-    """The address of each block; blocks fill their segment, and PyTorch until 2.0 writes their sizes only."""
+    """The address of each block; blocks fill their segment, and PyTorch until 2.0 writes their
+    sizes only.
+    """
     behind = segment["address"]
     for block in segment["blocks"]:
         yield block.get("address", behind)

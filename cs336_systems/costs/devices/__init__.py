@@ -1,1 +1,3 @@
-"""Ceilings of a few devices that come with the program, as compressed studies; `ship` writes them."""
+"""Ceilings of a few devices that come with the program, as compressed studies; `ship` writes
+them.
+"""

@@ -1,9 +1,11 @@
-"""AdamW on many tensors in one launch, written in Triton; each tensor is read once and written once.
+"""AdamW on many tensors in one launch, written in Triton; each tensor is read once and written
+once.
 
-A weight with a low-precision gradient and copy takes 28 bytes of memory traffic per parameter: the master, both moments
-and the gradient are read (14), the master, both moments and the copy are written (14). Moments in bf16, rounded at
-random (see `_rounded`), reduce that to 20. A split master (weights.py) takes 2 bytes less, as its copy is a part of it.
-The same kernel finds the largest magnitude of each copy if asked to.
+A weight with a low-precision gradient and copy takes 28 bytes of memory traffic per parameter: the
+master, both moments and the gradient are read (14), the master, both moments and the copy are
+written (14). Moments in bf16, rounded at random (see `_rounded`), reduce that to 20. A split master
+(weights.py) takes 2 bytes less, as its copy is a part of it. The same kernel finds the largest
+magnitude of each copy if asked to.
 """
 
 from collections.abc import Sequence
@@ -17,18 +19,34 @@ from cs336_systems.model.fast.fused_blocks_kernel import magnitude
 from cs336_systems.model.fast.weights import ALIGNMENT, NAN_BITS
 
 CHUNK = 1024
-"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More elements or warps are a little slower."""
+"""Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More elements or warps
+are a little slower.
+"""
 NUM_WARPS = 4
 NAN: tl.constexpr = tl.constexpr(NAN_BITS)
 
 
 @triton.jit
 def _adamw_chunks(
-    pointers, sizes, chunk_tensors, chunk_numbers, steps,
-    lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr,
-    NUM_NARROW: tl.constexpr, NARROW_MOMENTS: tl.constexpr, CHUNK: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    pointers,
+    sizes,
+    chunk_tensors,
+    chunk_numbers,
+    steps,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    decay,
+    HAS_COPY: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    NUM_WIDE: tl.constexpr,
+    NUM_NARROW: tl.constexpr,
+    NARROW_MOMENTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
     start = tl.load(chunk_numbers + number).to(tl.int64) * CHUNK
@@ -38,56 +56,129 @@ def _adamw_chunks(
     correction1 = 1 - tl.exp(step * tl.log(beta1))
     correction2 = 1 - tl.exp(step * tl.log(beta2))
     seed = _mixed(_mixed(step.to(tl.uint32)) + tensor.to(tl.uint32))
-    # A masked load reads element by element, so only a tensor's last chunk is masked. That chunk is updated in small
-    # pieces: otherwise the masked code would need more registers, which all programs would have to reserve.
+    # A masked load reads element by element, so only a tensor's last chunk is masked. That chunk is
+    # updated in small pieces: otherwise the masked code would need more registers, which all
+    # programs would have to reserve.
     if start + CHUNK <= size:
         _update(
-            row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
-            HAS_COPY, IS_SPLIT, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, CHUNK, False,
-        )  # fmt: skip
+            row,
+            start,
+            size,
+            seed,
+            correction1,
+            correction2,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            decay,
+            HAS_COPY,
+            IS_SPLIT,
+            HAS_LARGEST,
+            NUM_WIDE,
+            NUM_NARROW,
+            NARROW_MOMENTS,
+            CHUNK,
+            False,
+        )
     else:
         for piece in range(start, size, PIECE):
             _update(
-                row, piece, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
-                HAS_COPY, IS_SPLIT, HAS_LARGEST, NUM_WIDE, NUM_NARROW, NARROW_MOMENTS, PIECE, True,
-            )  # fmt: skip
+                row,
+                piece,
+                size,
+                seed,
+                correction1,
+                correction2,
+                lr,
+                beta1,
+                beta2,
+                eps,
+                decay,
+                HAS_COPY,
+                IS_SPLIT,
+                HAS_LARGEST,
+                NUM_WIDE,
+                NUM_NARROW,
+                NARROW_MOMENTS,
+                PIECE,
+                True,
+            )
 
 
 @triton.jit
 def _update(
-    row, start, size, seed, correction1, correction2, lr, beta1, beta2, eps, decay,
-    HAS_COPY: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_LARGEST: tl.constexpr, NUM_WIDE: tl.constexpr,
-    NUM_NARROW: tl.constexpr, NARROW_MOMENTS: tl.constexpr, SIZE: tl.constexpr, IS_MASKED: tl.constexpr,
-):  # fmt: skip
+    row,
+    start,
+    size,
+    seed,
+    correction1,
+    correction2,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    decay,
+    HAS_COPY: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_LARGEST: tl.constexpr,
+    NUM_WIDE: tl.constexpr,
+    NUM_NARROW: tl.constexpr,
+    NARROW_MOMENTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
     if HAS_COPY:
-        copy_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+        copy_at = (
+            tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+        )
     if IS_SPLIT:
-        rest_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.int16)), 16) + start + offsets
+        rest_at = (
+            tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.int16)), 16) + start + offsets
+        )
         upper = tl.load(copy_at, mask=inside).to(tl.int16, bitcast=True).to(tl.int32) << 16
         master = (upper + tl.load(rest_at, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
     else:
-        master_at = tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        master_at = (
+            tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        )
         master = tl.load(master_at, mask=inside)
     if NARROW_MOMENTS:
-        first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
-        second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+        first_at = (
+            tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+        )
+        second_at = (
+            tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
+        )
     else:
-        first_at = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + start + offsets
-        second_at = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        first_at = (
+            tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        )
+        second_at = (
+            tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        )
 
     gradient = tl.zeros([SIZE], tl.float32)
     for number in tl.static_range(NUM_WIDE):
-        wide_at = tl.multiple_of(tl.load(row + 5 + number).to(tl.pointer_type(tl.float32)), 16) + start + offsets
+        wide_at = (
+            tl.multiple_of(tl.load(row + 5 + number).to(tl.pointer_type(tl.float32)), 16)
+            + start
+            + offsets
+        )
         gradient += tl.load(wide_at, mask=inside)
     for number in tl.static_range(NUM_NARROW):
         narrow_at = tl.load(row + 5 + NUM_WIDE + number).to(tl.pointer_type(tl.bfloat16))
-        gradient += tl.load(tl.multiple_of(narrow_at, 16) + start + offsets, mask=inside).to(tl.float32)
+        gradient += tl.load(tl.multiple_of(narrow_at, 16) + start + offsets, mask=inside).to(
+            tl.float32
+        )
 
     master *= 1 - lr * decay
     first = beta1 * tl.load(first_at, mask=inside).to(tl.float32) + (1 - beta1) * gradient
-    second = beta2 * tl.load(second_at, mask=inside).to(tl.float32) + (1 - beta2) * gradient * gradient
+    second = (
+        beta2 * tl.load(second_at, mask=inside).to(tl.float32) + (1 - beta2) * gradient * gradient
+    )
     master -= lr / correction1 * first / (tl.sqrt(second / correction2) + eps)
 
     if NARROW_MOMENTS:
@@ -117,7 +208,8 @@ def _update(
 def _rounded(values, noise):
     """Round fp32 values to bf16 stochastically, so that they are right on average; NaN stays NaN.
 
-    `noise`, uniform from 0 to 2^16 - 1, is added to the 16 bits that bf16 lacks, and these are then cut off.
+    `noise`, uniform from 0 to 2^16 - 1, is added to the 16 bits that bf16 lacks, and these are then
+    cut off.
     """
     bits = values.to(tl.uint32, bitcast=True) + noise
     bits = tl.where(values == values, bits, NAN)  # the sum could carry NaN's bits over to 0
@@ -133,13 +225,14 @@ def _mixed(bits):
 
 
 class ChunkedAdamW:
-    """Update of tensors of one kind: all with or all without a copy, and with gradients of the same types.
+    """Update of tensors of one kind: all with or all without a copy, and with gradients of the same
+    types.
 
-    `masters` are in fp32; or, if all masters are split, they are the remainders (weights.py).
-    A tensor's gradient is the fp32 sum of those given; bf16 ones come last. Addresses are computed once; only gradients
-    may move between steps. In a CUDA graph gradients do not move: call `upload` once after the capture. `largest` is
-    empty or has one fp32 element per copy, to which the kernel writes the copy's largest magnitude. The moments are all
-    in fp32 or all in bf16.
+    `masters` are in fp32; or, if all masters are split, they are the remainders (weights.py). A
+    tensor's gradient is the fp32 sum of those given; bf16 ones come last. Addresses are computed
+    once; only gradients may move between steps. In a CUDA graph gradients do not move: call
+    `upload` once after the capture. `largest` is empty or has one fp32 element per copy, to which
+    the kernel writes the copy's largest magnitude. The moments are all in fp32 or all in bf16.
     """
 
     def __init__(
@@ -152,7 +245,9 @@ class ChunkedAdamW:
         gradient_types: Sequence[torch.dtype],
     ) -> None:
         self._is_split = masters[0].dtype is torch.int16
-        assert copies or not (largest or self._is_split), "only copies have largest magnitudes and remainders"
+        assert copies or not (largest or self._is_split), (
+            "only copies have largest magnitudes and remainders"
+        )
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
         chunks = (sizes + CHUNK - 1) // CHUNK
@@ -160,7 +255,9 @@ class ChunkedAdamW:
         tensors = torch.repeat_interleave(torch.arange(len(masters)), chunks)
         numbers = torch.arange(int(chunks.sum())) - first_chunks[tensors]
         self._sizes = sizes.to(device)
-        self._tensors, self._numbers = (table.to(device, torch.int32) for table in (tensors, numbers))
+        self._tensors, self._numbers = (
+            table.to(device, torch.int32) for table in (tensors, numbers)
+        )
         self._has_copy, self._largest = bool(copies), list(largest)
         self._narrow_moments = firsts[0].dtype is torch.bfloat16
         self._num_narrow = sum(dtype is torch.bfloat16 for dtype in gradient_types)
@@ -182,24 +279,43 @@ class ChunkedAdamW:
         eps: float,
         weight_decay: float,
     ) -> None:
-        """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on the device."""
+        """Update with each tensor's gradients; `steps` is the number of this step, in fp32 on
+        the device.
+        """
         self._place(gradients)
         if self._largest:
-            torch._foreach_zero_(self._largest)  # the programs take the maximum of this and of their chunks
+            # the programs take the maximum of this and of their chunks
+            torch._foreach_zero_(self._largest)
         _adamw_chunks[(len(self._tensors),)](
-            self._on_device, self._sizes, self._tensors, self._numbers, steps,
-            lr, *betas, eps, weight_decay,
-            HAS_COPY=self._has_copy, IS_SPLIT=self._is_split, HAS_LARGEST=bool(self._largest), NUM_WIDE=self._num_wide,
-            NUM_NARROW=self._num_narrow, NARROW_MOMENTS=self._narrow_moments, CHUNK=CHUNK, PIECE=32 * NUM_WARPS,
+            self._on_device,
+            self._sizes,
+            self._tensors,
+            self._numbers,
+            steps,
+            lr,
+            *betas,
+            eps,
+            weight_decay,
+            HAS_COPY=self._has_copy,
+            IS_SPLIT=self._is_split,
+            HAS_LARGEST=bool(self._largest),
+            NUM_WIDE=self._num_wide,
+            NUM_NARROW=self._num_narrow,
+            NARROW_MOMENTS=self._narrow_moments,
+            CHUNK=CHUNK,
+            PIECE=32 * NUM_WARPS,
             num_warps=NUM_WARPS,
-        )  # fmt: skip
+        )
 
     def _place(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Note the gradients' addresses, and upload them if they have changed; in a capture, `upload` must follow."""
+        """Note the gradients' addresses, and upload them if they have changed; in a capture,
+        `upload` must follow.
+        """
         found = torch.stack([_addresses(column) for column in zip(*gradients, strict=True)], dim=1)
         if (found % ALIGNMENT).any():
             raise RuntimeError(
-                f"the kernel needs gradients that start at a multiple of {ALIGNMENT} bytes, and one does not"
+                f"the kernel needs gradients that start at a multiple of {ALIGNMENT} bytes, and "
+                "one does not"
             )
         if not torch.equal(self._pointers[:, 5:], found):
             self._pointers[:, 5:] = found

@@ -1,7 +1,9 @@
-"""FlashAttention 4 (github.com/Dao-AILab/flash-attention, flash_attn/cute) on queries, keys and values side by side.
+"""FlashAttention 4 (github.com/Dao-AILab/flash-attention, flash_attn/cute) on queries, keys and
+values side by side.
 
-Its functions for autograd allocate a gradient for each of the three; those below, which they call, take the three
-parts of one tensor. They are not documented, so the package's version is fixed (pyproject.toml).
+Its functions for autograd allocate a gradient for each of the three; those below, which they call,
+take the three parts of one tensor. They are not documented, so the package's version is fixed
+(pyproject.toml).
 """
 
 import torch
@@ -13,11 +15,14 @@ from cs336_systems.model.fast import packed_kernel
 SHORT, LONG = 512, 2048
 """Contexts up to and from which FlashAttention 4 is faster than cuDNN in forward with heads of 64.
 
-On an H100 cuDNN took 1.0 to 1.3 times as long with contexts of 128 to 512, 0.87 to 0.95 times with 1024, 1.16 to 1.24
-times from 2048 to 16,384, and 1.02 to 1.14 times with heads of 128. In backward it took 1.14 to 1.57 times as long with
-all of them."""
+On an H100 cuDNN took 1.0 to 1.3 times as long with contexts of 128 to 512, 0.87 to 0.95 times with
+1024, 1.16 to 1.24 times from 2048 to 16,384, and 1.02 to 1.14 times with heads of 128. In backward
+it took 1.14 to 1.57 times as long with all of them.
+"""
 TILE = 128, 128
-"""Queries and keys of a tile in forward with contexts below LONG; with heads of 64 the package's own takes longer."""
+"""Queries and keys of a tile in forward with contexts below LONG; with heads of 64 the package's
+own takes longer.
+"""
 
 
 def attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -26,7 +31,9 @@ def attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     batch, seq, _, d_head = q.shape
     if d_head == 64 and SHORT < seq < LONG:
         heads = (part.transpose(1, 2) for part in (q, k, v))
-        values, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, True)
+        values, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *heads, None, True, 0.0, True
+        )
         return values.transpose(1, 2).flatten(2).contiguous(), lse.view(batch, num_heads, seq)
     tile = TILE if seq < LONG else None
     values, lse, *_ = _flash_attn_fwd(q, k, v, causal=True, tile_mn=tile, return_lse=True)
@@ -34,10 +41,18 @@ def attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(
-    gradient: Tensor, packed: Tensor, values: Tensor, lse: Tensor, rotations: Tensor | None, num_heads: int,
-    bias_type: torch.dtype | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `packed` before its rotation, and of its bias; with a bias and `measures` the first's scale."""
+    gradient: Tensor,
+    packed: Tensor,
+    values: Tensor,
+    lse: Tensor,
+    rotations: Tensor | None,
+    num_heads: int,
+    bias_type: torch.dtype | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `packed` before its rotation, and of its bias; with a bias and `measures` the
+    first's scale.
+    """
     result = torch.empty_like(packed)
     dq, dk, dv = _parts(result, num_heads)
     by_head = (each.contiguous().unflatten(-1, (num_heads, -1)) for each in (values, gradient))
@@ -46,7 +61,9 @@ def attend_backward(
         packed_kernel.rotate(result, rotations, back=True)
     if bias_type is None:
         return result, lse.new_empty(0), lse.new_empty(0)
-    return result, *packed_kernel.packed_bias_backward(result, gradient, bias_type, measures=measures)
+    return result, *packed_kernel.packed_bias_backward(
+        result, gradient, bias_type, measures=measures
+    )
 
 
 def _parts(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

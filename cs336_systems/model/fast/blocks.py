@@ -1,8 +1,10 @@
-"""The reference's layers and blocks, computed from low-precision copies of their weights, in fewer kernels.
+"""The reference's layers and blocks, computed from low-precision copies of their weights, in fewer
+kernels.
 
-Each module replaces one of the reference: it has the same parameters under the same names, which are the masters, but
-computes with the copies. Layers that read the same tensor are packed into one matmul: q, k and v; w1 and w3. A layer
-may defer an addition to the kernel that reads its result: its bias, or its branch's sum with the residual stream.
+Each module replaces one of the reference: it has the same parameters under the same names, which
+are the masters, but computes with the copies. Layers that read the same tensor are packed into one
+matmul: q, k and v; w1 and w3. A layer may defer an addition to the kernel that reads its result:
+its bias, or its branch's sum with the residual stream.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.model.annotate import annotate
 from cs336_systems.model.fast.fp8 import Largest, Tag
 from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu, lookup, norm
-from cs336_systems.model.fast.packed import cut_heads, feed_forward, packed_attention, rope_heads, swiglu
+from cs336_systems.model.fast.packed import (
+    cut_heads,
+    feed_forward,
+    packed_attention,
+    rope_heads,
+    swiglu,
+)
 from cs336_systems.model.fast.weights import Copies, CopyMaker
 from cs336_systems.model.transformer import (
     Block,
@@ -46,7 +54,9 @@ _checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, prese
 
 
 class CopiedLinear(Linear):
-    """x W^T from a copy of W, plus a bias; one that `defers` leaves its bias to the kernel that reads the result."""
+    """x W^T from a copy of W, plus a bias; one that `defers` leaves its bias to the kernel that
+    reads the result.
+    """
 
     def __init__(self, linear: Linear, maker: CopyMaker, *, defers: bool = False) -> None:
         nn.Module.__init__(self)
@@ -63,7 +73,9 @@ class CopiedLinear(Linear):
     def tagged(
         self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """The result and, in fp8 if it defers, its tag (fp8.py); `largest` has the magnitudes of x, if known."""
+        """The result and, in fp8 if it defers, its tag (fp8.py); `largest` has the magnitudes of
+        x, if known.
+        """
         return self.copies.matmul(x, largest, tags=self._defers)
 
 
@@ -76,7 +88,12 @@ class PackedAttention(SelfAttention):
     output_proj: CopiedLinear
 
     def __init__(
-        self, attention: SelfAttention, maker: CopyMaker, *, defers: bool = False, packs: bool = False
+        self,
+        attention: SelfAttention,
+        maker: CopyMaker,
+        *,
+        defers: bool = False,
+        packs: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         self.num_heads, self._packs = attention.num_heads, packs
@@ -92,14 +109,18 @@ class PackedAttention(SelfAttention):
         mask: Mask | None,
         largest: Largest | None = None,
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
-        """Attention's branch, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if known."""
+        """Attention's branch, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of
+        x, if known.
+        """
         with annotate(self.range):
             return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
 
     def project(
         self, x: Float[Tensor, "batch seq d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
-        """Queries, keys and values of all heads, side by side, and a tag; `values` computes their bias's gradient."""
+        """Queries, keys and values of all heads, side by side, and a tag; `values` computes
+        their bias's gradient.
+        """
         x = to_autocast_dtype(x)
         if self.packed.bias is None:
             return self.packed.matmul(x, largest)
@@ -132,17 +153,22 @@ class PackedAttention(SelfAttention):
 
 
 class CopiedFeedForward(nn.Module):
-    """The feed-forward network. SwiGLU applies w1 and w3 by one matmul; `fuses` computes activations within matmuls.
+    """The feed-forward network. SwiGLU applies w1 and w3 by one matmul; `fuses` computes
+    activations within matmuls.
 
     If it `defers`, GELU's kernel adds the bias of w1, and the next norm that of w2.
     """
 
     range: str = Range.FFN
 
-    def __init__(self, ffn: SwiGLU | GeluMLP, maker: CopyMaker, *, defers: bool = False, fuses: bool = False) -> None:
+    def __init__(
+        self, ffn: SwiGLU | GeluMLP, maker: CopyMaker, *, defers: bool = False, fuses: bool = False
+    ) -> None:
         super().__init__()
         self._fuses, self._is_gated = fuses, isinstance(ffn, SwiGLU)
-        self.w1: Linear = ffn.w1 if isinstance(ffn, SwiGLU) else CopiedLinear(ffn.w1, maker, defers=defers)
+        self.w1: Linear = (
+            ffn.w1 if isinstance(ffn, SwiGLU) else CopiedLinear(ffn.w1, maker, defers=defers)
+        )
         self.w2 = CopiedLinear(ffn.w2, maker, defers=defers)
         self.deferred_bias: Tensor | None = None
         """Bias of w1 that `activate` adds."""
@@ -155,16 +181,22 @@ class CopiedFeedForward(nn.Module):
     def forward(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if known."""
+        """The result, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if
+        known.
+        """
         with annotate(self.range):
             if self._fuses:
-                return feed_forward(x, self.first.weight, self.deferred_bias, self.w2.copies.weight), None
+                return feed_forward(
+                    x, self.first.weight, self.deferred_bias, self.w2.copies.weight
+                ), None
             return self.w2.tagged(*self.activate(*self.expand(x, largest)))
 
     def expand(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None
     ) -> tuple[Float[Tensor, "... d_hidden"], Tag | None]:
-        """The result of w1 and its tag; for SwiGLU those of w1 and w3, side by side, without a tag."""
+        """The result of w1 and its tag; for SwiGLU those of w1 and w3, side by side, without a
+        tag.
+        """
         if self._is_gated:
             return self.first.matmul(to_autocast_dtype(x), largest)[0], None
         return cast("CopiedLinear", self.w1).tagged(x, largest)
@@ -172,7 +204,9 @@ class CopiedFeedForward(nn.Module):
     def activate(
         self, hidden: Float[Tensor, "... d_hidden"], tag: Tag | None
     ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
-        """Input of w2, from the output of `expand`, and its largest magnitudes if there is a tag."""
+        """Input of w2, from the output of `expand`, and its largest magnitudes if there is a
+        tag.
+        """
         if self._is_gated:
             return swiglu(hidden), None
         if self.deferred_bias is None:
@@ -187,7 +221,13 @@ class CopiedBlock(Block):
     ffn: CopiedFeedForward  # type: ignore[assignment]
 
     def __init__(
-        self, block: Block, maker: CopyMaker, *, defers: bool = False, fuses: bool = False, packs: bool = False
+        self,
+        block: Block,
+        maker: CopyMaker,
+        *,
+        defers: bool = False,
+        fuses: bool = False,
+        packs: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         self.range = block.range
@@ -206,7 +246,9 @@ class CopiedBlock(Block):
 
 
 class Deferred(NamedTuple):
-    """A residual stream, and the branch and bias (if any) that the next norm's kernel adds to it before normalising."""
+    """A residual stream, and the branch and bias (if any) that the next norm's kernel adds to it
+    before normalising.
+    """
 
     stream: Float[Tensor, "batch seq d_model"]
     branch: Float[Tensor, "batch seq d_model"]
@@ -218,7 +260,8 @@ class Deferred(NamedTuple):
 class AddNorm(nn.Module):
     """Adds what was deferred to the residual stream.
 
-    Returns the stream, its norm and, if the norm is to be cast to fp8, the norm's largest magnitudes.
+    Returns the stream, its norm and, if the norm is to be cast to fp8, the norm's largest
+    magnitudes.
     """
 
     range: str = Range.NORM
@@ -232,54 +275,77 @@ class AddNorm(nn.Module):
 
     def forward(
         self, x: Deferred
-    ) -> tuple[Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"], Largest | None]:
+    ) -> tuple[
+        Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"], Largest | None
+    ]:
         stream, branch, branch_bias, tag = x
         with annotate(self.range):
             return add_norm(
-                stream, branch, branch_bias, self.weight, self.bias, self.eps, tag, measures=self._feeds_fp8
+                stream,
+                branch,
+                branch_bias,
+                self.weight,
+                self.bias,
+                self.eps,
+                tag,
+                measures=self._feeds_fp8,
             )
 
 
 class DeferredBlock(CopiedBlock):
-    """The reference's block, computed from copies; it defers each residual addition to the next norm.
+    """The reference's block, computed from copies; it defers each residual addition to the next
+    norm.
 
-    `fuses` computes the feed-forward network's activation within its matmuls, and `packs` attention from q, k and v
-    side by side.
+    `fuses` computes the feed-forward network's activation within its matmuls, and `packs` attention
+    from q, k and v side by side.
     """
 
     ln1: AddNorm  # type: ignore[assignment]
     ln2: AddNorm  # type: ignore[assignment]
 
-    def __init__(self, block: Block, maker: CopyMaker, *, fuses: bool = False, packs: bool = False) -> None:
+    def __init__(
+        self, block: Block, maker: CopyMaker, *, fuses: bool = False, packs: bool = False
+    ) -> None:
         super().__init__(block, maker, defers=True, fuses=fuses, packs=packs)
         self.ln1, self.ln2 = (AddNorm(each, feeds_fp8=maker.fp8) for each in (block.ln1, block.ln2))
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
-        """The residual stream after attention, and the feed-forward network's branch, which is still to be added."""
+        """The residual stream after attention, and the feed-forward network's branch, which is
+        still to be added.
+        """
         stream, normed, largest = self.ln1(x)
         branch, tag = self.attn(normed, rotations, mask, largest)
-        stream, normed, largest = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag))
+        stream, normed, largest = self.ln2(
+            Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag)
+        )
         branch, tag = self.ffn(normed, largest)
         return Deferred(stream, branch, self.ffn.w2.deferred_bias, tag)
 
 
 class SelectiveBlock(DeferredBlock):
-    """A block with selective checkpoints (Korthikanti et al. 2022): backward recomputes what is large but quick.
+    """A block with selective checkpoints (Korthikanti et al. 2022): backward recomputes what is
+    large but quick.
 
-    For long sequences attention takes most of the time of a block and least of its memory, so it is not recomputed. A
-    block saves for backward one residual stream, q, k, v, and what fused attention saves.
+    For long sequences attention takes most of the time of a block and least of its memory, so it is
+    not recomputed. A block saves for backward one residual stream, q, k, v, and what fused
+    attention saves.
 
-    It recomputes the rest: norms, the output projection, and the feed-forward network except its last matmul,
-    because recomputation stops as soon as it has all tensors that backward needs. A block that `keeps_hidden` also
-    saves the result of the feed-forward network's first matmul, and does not recompute it.
+    It recomputes the rest: norms, the output projection, and the feed-forward network except its
+    last matmul, because recomputation stops as soon as it has all tensors that backward needs. A
+    block that `keeps_hidden` also saves the result of the feed-forward network's first matmul, and
+    does not recompute it.
     """
 
-    def __init__(self, block: Block, maker: CopyMaker, *, keeps_hidden: bool, packs: bool = False) -> None:
+    def __init__(
+        self, block: Block, maker: CopyMaker, *, keeps_hidden: bool, packs: bool = False
+    ) -> None:
         super().__init__(block, maker, packs=packs)
         self._keeps_hidden = keeps_hidden
 
     def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
-        """The residual stream after attention, and the feed-forward network's branch; attention is causal."""
+        """The residual stream after attention, and the feed-forward network's branch; attention
+        is causal.
+        """
         del mask
         stream = x.stream + x.branch
         stream = stream if x.bias is None else stream + x.bias
@@ -293,7 +359,9 @@ class SelectiveBlock(DeferredBlock):
             stream, branch = _checkpoint(self._after_attention, stream, values)
         return Deferred(stream, branch, self.ffn.w2.deferred_bias)
 
-    def _project(self, stream: Stream) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
+    def _project(
+        self, stream: Stream
+    ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
         """q, k and v side by side."""
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.ln1.range):
@@ -308,14 +376,17 @@ class SelectiveBlock(DeferredBlock):
         return stream, self._contract(hidden, tag).view_as(stream)
 
     def _expand(self, stream: Stream, values: Stream) -> tuple[Stream, Hidden, Tag | None]:
-        """The residual stream after attention, and the result of the feed-forward network's first matmul.
+        """The residual stream after attention, and the result of the feed-forward network's first
+        matmul.
 
         That result has one row per token and is not a view, because the compiler saves no views.
         """
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.attn.range):
                 branch, tag = self.attn.output_proj.tagged(values)
-            stream, normed, largest = self.ln2(Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag))
+            stream, normed, largest = self.ln2(
+                Deferred(stream, branch, self.attn.output_proj.deferred_bias, tag)
+            )
             with annotate(self.ffn.range):
                 return stream, *self.ffn.expand(normed.flatten(0, 1), largest)
 
@@ -325,9 +396,11 @@ class SelectiveBlock(DeferredBlock):
             return self.ffn.w2.copies.matmul(*self.ffn.activate(hidden, tag))[0]
 
     def _own_range(self) -> AbstractContextManager[None]:
-        """The block's range; in backward it is inside a range named forward, which marks recomputation.
+        """The block's range; in backward it is inside a range named forward, which marks
+        recomputation.
 
-        A compiled block opens no range and must not read the range's name, or each block would be compiled on its own.
+        A compiled block opens no range and must not read the range's name, or each block would be
+        compiled on its own.
         """
         return nullcontext() if torch.compiler.is_compiling() else annotate(self.range)
 
@@ -346,7 +419,9 @@ class FusedEmbedding(Embedding):
 
 
 class PaddedHead(nn.Module):
-    """The reference's head, with rows of 0 appended to its weight until their number is a multiple of `multiple`."""
+    """The reference's head, with rows of 0 appended to its weight until their number is a
+    multiple of `multiple`.
+    """
 
     range: str = Range.LM_HEAD
 
@@ -357,9 +432,13 @@ class PaddedHead(nn.Module):
         self._surplus = -len(head.weight) % multiple
 
     def forward(
-        self, x: Float[Tensor, "... d_model"], loss_of: Callable[[Tensor, Tensor], Tensor] | None = None
+        self,
+        x: Float[Tensor, "... d_model"],
+        loss_of: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits; or `loss_of(x, weight's copy)` if `loss_of` is given, which needs a model with copies."""
+        """Logits; or `loss_of(x, weight's copy)` if `loss_of` is given, which needs a model with
+        copies.
+        """
         with annotate(self.range):
             if loss_of is not None:
                 assert self.copies is not None

@@ -1,7 +1,8 @@
-"""The fastest known way to compute the same step on a device, chosen by rule; `cs336 ladder` measures each choice.
+"""The fastest known way to compute the same step on a device, chosen by rule; `cs336 ladder`
+measures each choice.
 
-Shape, batch, mode, steps, seed, device and data stay as they are. The result is the same up to rounding, which
-`cs336 ladder` checks.
+Shape, batch, mode, steps, seed, device and data stay as they are. The result is the same up to
+rounding, which `cs336 ladder` checks.
 """
 
 import contextlib
@@ -43,11 +44,15 @@ from cs336_systems.text import print_aside
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""
 ALIGNMENT = 8
-"""Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths are far slower."""
+"""Elements in half precision that tensor cores load at once, 16 bytes; matmuls of other widths
+are far slower.
+"""
 QUACK, FLASH_4 = "quack-kernels", "flash-attn-4"
 """The packages whose matmuls compute activations too, and of FlashAttention 4."""
 VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
-"""How the versions begin that this project was tested with; what it calls of these packages may change in others."""
+"""How the versions begin that this project was tested with; what it calls of these packages may
+change in others.
+"""
 OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
 """The settings that need a package on a GPU."""
 IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
@@ -58,27 +63,33 @@ _CUDNN_DEVICES = re.compile(r"\b(H100|H200|GH200|B200)\b")
 _HOPPER = re.compile(r"\b(H20|H100|H200|H800|GH200)\b")
 
 
-def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None) -> RunConfig:
-    """The fastest known settings for this step on the device with this name (NVML's; None if not known).
+def fastest(
+    config: RunConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
+) -> RunConfig:
+    """The fastest known settings for this step on the device with this name (NVML's; None if not
+    known).
 
     `is_usable` says of a package whether it can be used, in the place of `is_installed`.
 
-    On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by one with fused
-    kernels between their matmuls, on Hopper with the packages of `.[fused]` activations within matmuls and, unless
-    another kernel of attention is named, FlashAttention 4, fused loss and AdamW, each phase one CUDA graph (from 4
-    warm-up steps on), and a vocabulary padded where its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16
-    keeps its precision. A user's own model gets what works for any model: bf16, compilation,
-    fused AdamW. If PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not fused and there are
-    no graphs. A user's own model with sharded parameters is not compiled. On a CPU compilation costs more than it saves
-    and bf16 is seldom faster, so both stay as configured. The memory profiler cannot see inside a graph, so it excludes
-    graphs.
+    On a GPU: bf16 with weights cast once and split masters, fused attention, blocks compiled one by
+    one with fused kernels between their matmuls, on Hopper with the packages of `.[fused]`
+    activations within matmuls and, unless another kernel of attention is named, FlashAttention 4,
+    fused loss and AdamW, each phase one CUDA graph (from 4 warm-up steps on), and a vocabulary
+    padded where its size is no multiple of `ALIGNMENT`. A GPU known to have no bf16 keeps its
+    precision. A user's own model gets what works for any model: bf16, compilation, fused AdamW. If
+    PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not fused and there
+    are no graphs. A user's own model with sharded parameters is not compiled. On a CPU compilation
+    costs more than it saves and bf16 is seldom faster, so both stay as configured. The memory
+    profiler cannot see inside a graph, so it excludes graphs.
     """
     optimizer = OptimizerKind.FUSED if config.mode is Mode.TRAIN else config.optimizer
     own = config.model_factory is not None
     model = config.model
     if not own:
         is_asked = model.sdpa_backend is not SdpaBackend.AUTO
-        backend = model.sdpa_backend if is_asked else best_sdpa_backend(model, config.device, device_name)
+        backend = (
+            model.sdpa_backend if is_asked else best_sdpa_backend(model, config.device, device_name)
+        )
         model = replace(model, attention=Attention.SDPA, sdpa_backend=backend)
     common = replace(config, optimizer=optimizer, model=model)
     if config.device is Device.CPU:
@@ -89,12 +100,16 @@ def fastest(config: RunConfig, device_name: str | None, is_usable: Callable[[str
     compile_mode = config.compile if keeps_mode else CompileMode.DEFAULT
     common = replace(common, precision=precision)
     if own:
-        return common if config.parallel.shards_parameters else replace(common, compile=compile_mode)
+        return (
+            common if config.parallel.shards_parameters else replace(common, compile=compile_mode)
+        )
     # the memory profiler cannot see inside a graph, and scaling fp16's gradients reads a value
     can_replay = precision is not Precision.FP16 and config.profiler is not Profiler.MEMORY
     warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
     has_copies = (
-        precision is Precision.BF16 and config.parallel.takes_any_tensor and config.model.d_model % PACKED_MULTIPLE == 0
+        precision is Precision.BF16
+        and config.parallel.takes_any_tensor
+        and config.model.d_model % PACKED_MULTIPLE == 0
     )
     return replace(
         common,
@@ -129,7 +144,9 @@ def has_bf16(device_name: str | None) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether this package is installed in a tested version, and can be imported with all that it imports."""
+    """Whether this package is installed in a tested version, and can be imported with all that
+    it imports.
+    """
     return why_unusable(package) is None
 
 
@@ -147,7 +164,8 @@ def why_unusable(package: str) -> str | None:
 def import_failure(module: str) -> str | None:
     """Why the module cannot be imported; None if it can.
 
-    A process tries once for each environment, which takes many seconds, and the user's cache keeps the answer.
+    A process tries once for each environment, which takes many seconds, and the user's cache keeps
+    the answer.
     """
     kept = _kept_answer(module)
     with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -156,7 +174,9 @@ def import_failure(module: str) -> str | None:
             return None
         if answer.startswith(CANNOT_BE_IMPORTED):
             return f"{answer} (as {kept} says)"
-    print_aside(f"looking whether {module.rpartition('.')[2]} can be imported, once for this environment")
+    print_aside(
+        f"looking whether {module.rpartition('.')[2]} can be imported, once for this environment"
+    )
     failure = _import_elsewhere(module)
     with contextlib.suppress(OSError):  # without a cache it is looked at each time
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +191,9 @@ def _import_elsewhere(module: str) -> str | None:
     """Why the module cannot be imported, by the last line of a process that tried."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-P", "-c", f"import os, {module}; os._exit(0)"]
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
     said = done.stderr.splitlines() or [f"its process ended with status {done.returncode}"]
     return f"{CANNOT_BE_IMPORTED}{said[-1]}" if done.returncode else None
 
@@ -179,12 +201,15 @@ def _import_elsewhere(module: str) -> str | None:
 def _kept_answer(module: str) -> Path:
     """The file for whether the module can be imported, of what that may depend on.
 
-    That is Python, its path, all packages and when they were installed, the driver, the machine, and variables.
+    That is Python, its path, all packages and when they were installed, the driver, the machine,
+    and variables.
     """
     parts = [module, __version__, sys.version, platform.node(), *sys.path]
     for folder in map(Path, sys.path):
         with contextlib.suppress(OSError):
-            parts += sorted(f"{each.name} {each.stat().st_mtime_ns}" for each in folder.glob("*.dist-info"))
+            parts += sorted(
+                f"{each.name} {each.stat().st_mtime_ns}" for each in folder.glob("*.dist-info")
+            )
     with contextlib.suppress(OSError):
         parts.append(DRIVER.read_text())
     names = sorted(name for name in os.environ if name.startswith(VARIABLES))
@@ -199,7 +224,9 @@ VARIABLES = ("CUDA", "CUTE", "LD_", "NVIDIA", "PYTHON", "TORCH", "TRITON")
 
 
 def forget_answer(module: str) -> None:
-    """Have the next command look anew whether the module can be imported, because it cannot where it was needed."""
+    """Have the next command look anew whether the module can be imported, because it cannot
+    where it was needed.
+    """
     with contextlib.suppress(OSError):
         _kept_answer(module).unlink()
 
@@ -225,8 +252,15 @@ def missing_packages(fast: RunConfig, device_name: str | None) -> Iterator[str]:
         fast = replace(fast, model=replace(model, sdpa_backend=SdpaBackend.AUTO))
     ideal = fastest(fast, device_name, lambda _: True)
     for name, package in OF_PACKAGE.items():
-        if getattr(ideal, name) and not getattr(fast, name) and (why := why_unusable(package)) is not None:
-            yield f"no {in_note(name, SETTINGS[name], True)}, as {package} {why} (pip install '.[fused]')"
+        if (
+            getattr(ideal, name)
+            and not getattr(fast, name)
+            and (why := why_unusable(package)) is not None
+        ):
+            yield (
+                f"no {in_note(name, SETTINGS[name], True)}, as {package} {why} (pip install "
+                "'.[fused]')"
+            )
 
 
 def version_of(package: str) -> str | None:
@@ -240,15 +274,27 @@ def version_of(package: str) -> str | None:
 def can_fuse_activations(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if their width fits."""
-    return model.d_ff % PACKED_MULTIPLE == 0 and _is_hopper(device_name) and (is_usable or is_installed)(QUACK)
+    """Whether the activation can be computed within matmuls: on a Hopper GPU, with QuACK, if
+    their width fits.
+    """
+    return (
+        model.d_ff % PACKED_MULTIPLE == 0
+        and _is_hopper(device_name)
+        and (is_usable or is_installed)(QUACK)
+    )
 
 
 def can_pack_attention(
     model: ModelConfig, device_name: str | None, is_usable: Callable[[str], bool] | None = None
 ) -> bool:
-    """Whether attention can be FlashAttention 4's: on a Hopper GPU, with its package, for the widths of its heads."""
-    return model.d_head in FLASH_4_HEADS and _is_hopper(device_name) and (is_usable or is_installed)(FLASH_4)
+    """Whether attention can be FlashAttention 4's: on a Hopper GPU, with its package, for the
+    widths of its heads.
+    """
+    return (
+        model.d_head in FLASH_4_HEADS
+        and _is_hopper(device_name)
+        and (is_usable or is_installed)(FLASH_4)
+    )
 
 
 def _is_hopper(device_name: str | None) -> bool:
@@ -256,26 +302,35 @@ def _is_hopper(device_name: str | None) -> bool:
 
 
 def best_sdpa_backend(model: ModelConfig, device: Device, device_name: str | None) -> SdpaBackend:
-    """The fastest of PyTorch's attention kernels for this shape; auto where no rule knows the device or the shape.
+    """The fastest of PyTorch's attention kernels for this shape; auto where no rule knows the
+    device or the shape.
 
-    On an H200 cuDNN's kernels take 0.5 to 0.75 of the time of flash, causal, with heads of 64 and 128 and contexts from
-    1024 to 32,768. Flash attention is for GPUs that have bf16 (Ampere and later).
+    On an H200 cuDNN's kernels take 0.5 to 0.75 of the time of flash, causal, with heads of 64 and
+    128 and contexts from 1024 to 32,768. Flash attention is for GPUs that have bf16 (Ampere and
+    later).
     """
     if device is Device.CPU or device_name is None or model.d_head > FLASH_MAX_HEAD:
         return SdpaBackend.AUTO
     fits_cudnn = model.d_head <= CUDNN_MAX_HEAD and model.d_head % ALIGNMENT == 0
     if fits_cudnn and _CUDNN_DEVICES.search(device_name):
         return SdpaBackend.CUDNN
-    return SdpaBackend.FLASH if find_device(device_name) and has_bf16(device_name) else SdpaBackend.AUTO
+    return (
+        SdpaBackend.FLASH
+        if find_device(device_name) and has_bf16(device_name)
+        else SdpaBackend.AUTO
+    )
 
 
 def describe_fast(config: RunConfig) -> str:
-    """What is chosen, in one line: `bf16, sdpa attention, cudnn, fused optimizer, compile default, ...`."""
+    """What is chosen, in one line: `bf16, sdpa attention, cudnn, fused optimizer, compile
+    default, ...`.
+    """
     words = [str(config.precision)]
     for part in (config.model, config):
         for each, setting in declared(part):
             is_chosen = setting.chosen_by_fast or setting.is_shortcut or each.name == "sdpa_backend"
-            is_said = each.name in ("precision", "selective_checkpoints", "keep_hidden")  # before, or below
+            # before, or below
+            is_said = each.name in ("precision", "selective_checkpoints", "keep_hidden")
             if is_chosen and not is_said and (value := getattr(part, each.name)) != each.default:
                 words.append(in_note(each.name, setting, value))
     return ", ".join([*words, *_checkpoints(config)])
@@ -284,8 +339,20 @@ def describe_fast(config: RunConfig) -> str:
 def _checkpoints(config: RunConfig) -> Iterator[str]:
     """Checkpoints, with the memory that the step would need without them."""
     if config.checkpoint_blocks:
-        names = ("selective_checkpoints", "keep_hidden") if config.selective_checkpoints else ("checkpoint_blocks",)
+        names = (
+            ("selective_checkpoints", "keep_hidden")
+            if config.selective_checkpoints
+            else ("checkpoint_blocks",)
+        )
         values = ((name, getattr(config, name)) for name in names)
-        words = " of which ".join(in_note(name, SETTINGS[name], value) for name, value in values if value)
-        without = config.with_defaults("checkpoint_blocks", "selective_checkpoints", "keep_hidden", "loss_chunks")
-        yield f"{words} ({peak_bytes(without) / 2**30:.0f} GiB without)" if config.fused_blocks else words
+        words = " of which ".join(
+            in_note(name, SETTINGS[name], value) for name, value in values if value
+        )
+        without = config.with_defaults(
+            "checkpoint_blocks", "selective_checkpoints", "keep_hidden", "loss_chunks"
+        )
+        yield (
+            f"{words} ({peak_bytes(without) / 2**30:.0f} GiB without)"
+            if config.fused_blocks
+            else words
+        )

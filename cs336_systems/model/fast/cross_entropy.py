@@ -1,7 +1,8 @@
 """Cross-entropy that overwrites the logits with their gradient, without a copy in fp32.
 
-PyTorch's cross-entropy reads low-precision logits several times, converts them to fp32, and slices a padded vocabulary
-out of gradients that it first fills with zeros. Here forward reads the logits from memory once, and overwrites them.
+PyTorch's cross-entropy reads low-precision logits several times, converts them to fp32, and slices
+a padded vocabulary out of gradients that it first fills with zeros. Here forward reads the logits
+from memory once, and overwrites them.
 """
 
 from typing import Any, cast
@@ -14,19 +15,24 @@ from torch import Tensor
 def fused_cross_entropy(
     logits: Float[Tensor, "batch seq padded"], targets: Int[Tensor, "batch seq"], vocab_size: int
 ) -> Float[Tensor, ""]:
-    """Mean over all targets, computed in fp32; logits from `vocab_size` on are padding and left out.
+    """Mean over all targets, computed in fp32; logits from `vocab_size` on are padding and left
+    out.
 
-    If a gradient is needed, forward already writes it over `logits`, which must not be read again: the linear layer
-    that returned them does not need them for its backward.
+    If a gradient is needed, forward already writes it over `logits`, which must not be read again:
+    the linear layer that returned them does not need them for its backward.
     """
-    return cast(Tensor, _FusedCrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), vocab_size))  # type: ignore[no-untyped-call]
+    arguments = logits.flatten(0, 1), targets.flatten(), vocab_size
+    loss = _FusedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
         needs_gradient = ctx.needs_input_grad[0]
-        loss = _losses(logits, targets, vocab_size, len(logits), write_gradients=needs_gradient).mean()
+        loss = _losses(
+            logits, targets, vocab_size, len(logits), write_gradients=needs_gradient
+        ).mean()
         if needs_gradient:
             ctx.save_for_backward(logits)
         return loss
@@ -45,29 +51,40 @@ def chunked_cross_entropy(
     vocab_size: int,
     chunks: int,
 ) -> Float[Tensor, ""]:
-    """Mean cross-entropy of the logits x W^T, which are computed for one of `chunks` parts of the tokens at a time.
+    """Mean cross-entropy of the logits x W^T, which are computed for one of `chunks` parts of the
+    tokens at a time.
 
-    If gradients are needed, forward already computes those of x and W. That of W is summed over the parts, and rounded
-    to the type of W after each. After Liger Kernel (Hsu et al. 2024).
+    If gradients are needed, forward already computes those of x and W. That of W is summed over the
+    parts, and rounded to the type of W after each. After Liger Kernel (Hsu et al. 2024).
     """
     rows = x.flatten(0, -2)
-    return cast(Tensor, _ChunkedCrossEntropy.apply(rows, weight, targets.flatten(), vocab_size, chunks))  # type: ignore[no-untyped-call]
+    arguments = rows, weight, targets.flatten(), vocab_size, chunks
+    loss = _ChunkedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int
+    ) -> Tensor:
         needs_gradient = any(ctx.needs_input_grad[:2])
         of_x = torch.empty_like(x) if needs_gradient else None
         of_weight: Tensor | None = None
         losses = []
-        for number, (part, wanted) in enumerate(zip(x.chunk(chunks), targets.chunk(chunks), strict=True)):
+        for number, (part, wanted) in enumerate(
+            zip(x.chunk(chunks), targets.chunk(chunks), strict=True)
+        ):
             rows = part.to(weight.dtype)
             logits = rows @ weight.t()
-            losses.append(_losses(logits, wanted, vocab_size, len(x), write_gradients=needs_gradient))
+            losses.append(
+                _losses(logits, wanted, vocab_size, len(x), write_gradients=needs_gradient)
+            )
             if of_x is not None:
                 of_x.chunk(chunks)[number].copy_(logits @ weight)
-                of_weight = logits.t() @ rows if of_weight is None else of_weight.addmm_(logits.t(), rows)
+                of_weight = (
+                    logits.t() @ rows if of_weight is None else of_weight.addmm_(logits.t(), rows)
+                )
             del logits  # before the next part's are allocated
         if needs_gradient:
             ctx.save_for_backward(of_x, of_weight)
@@ -81,14 +98,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return of_x, of_weight, None, None, None
 
 
-def _losses(logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool) -> Tensor:
-    """The loss of each row; with `write_gradients` the logits become the gradient of their sum over `count`."""
+def _losses(
+    logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool
+) -> Tensor:
+    """The loss of each row; with `write_gradients` the logits become the gradient of their sum
+    over `count`.
+    """
     if logits.is_cuda:
-        from cs336_systems.model.fast import cross_entropy_kernel  # Triton, which only comes with PyTorch for GPUs
+        # Triton, which only comes with PyTorch for GPUs
+        from cs336_systems.model.fast import cross_entropy_kernel
 
-        found = cross_entropy_kernel.losses(logits, targets, vocab_size, count, write_gradients=write_gradients)
+        found = cross_entropy_kernel.losses(
+            logits, targets, vocab_size, count, write_gradients=write_gradients
+        )
         if write_gradients:
-            torch.autograd.graph.increment_version(logits)  # so that backward raises if it needs the old values
+            # so that backward raises if it needs the old values
+            torch.autograd.graph.increment_version(logits)
         return found
     real = logits[:, :vocab_size]
     wide = real.float()

@@ -1,7 +1,9 @@
-"""Cross-entropy over rows of logits, written in Triton: a program handles one row at a time, read from memory once.
+"""Cross-entropy over rows of logits, written in Triton: a program handles one row at a time, read
+from memory once.
 
-A program reads its row again for the gradient. The row is still in the cache then, if the rows of all programs fit:
-40 MB for 50,304 logits in bf16 on 132 processors. With one program per row, every row was read from memory twice.
+A program reads its row again for the gradient. The row is still in the cache then, if the rows of
+all programs fit: 40 MB for 50,304 logits in bf16 on 132 processors. With one program per row, every
+row was read from memory twice.
 """
 
 import torch
@@ -21,51 +23,97 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 def losses(
-    logits: Tensor, targets: Tensor, vocab_size: int, count: int | None = None, *, write_gradients: bool
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    count: int | None = None,
+    *,
+    write_gradients: bool,
 ) -> Tensor:
     """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
-    With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count: (softmax - 1 at the
-    target) / count, and 0 in the padding. `count` defaults to the number of rows. Logits must lie within 1e38. For a
-    target outside of the vocabulary, the loss is NaN, and 1 is subtracted nowhere.
+    With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count:
+    (softmax - 1 at the target) / count, and 0 in the padding. `count` defaults to the number of
+    rows. Logits must lie within 1e38. For a target outside of the vocabulary, the loss is NaN, and
+    1 is subtracted nowhere.
     """
     found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
-    processors = torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
+    processors = (
+        torch.cuda.get_device_properties(logits.device).multi_processor_count
+        if logits.is_cuda
+        else 1
+    )
     _cross_entropy_losses[(min(len(logits), processors * programs),)](
-        logits, logits.stride(0), targets, found, len(logits), 1 / (count or len(logits)), vocab_size, logits.shape[1],
-        WRITE_GRADIENTS=write_gradients, BLOCK=BLOCK, num_warps=num_warps,
-    )  # fmt: skip
+        logits,
+        logits.stride(0),
+        targets,
+        found,
+        len(logits),
+        1 / (count or len(logits)),
+        vocab_size,
+        logits.shape[1],
+        WRITE_GRADIENTS=write_gradients,
+        BLOCK=BLOCK,
+        num_warps=num_warps,
+    )
     return found
 
 
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place; the kernel reads the factor on the device, and leaves the rows alone if it is 1."""
-    _cross_entropy_scale[(len(rows),)](rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8)
+    """Multiply in place; the kernel reads the factor on the device, and leaves the rows alone if
+    it is 1.
+    """
+    _cross_entropy_scale[(len(rows),)](
+        rows, rows.stride(0), factor, rows.shape[1], BLOCK=BLOCK, num_warps=8
+    )
 
 
 @triton.jit
 def _cross_entropy_losses(
-    logits, stride, targets, losses, rows, share, vocab_size, padded_size,
-    WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    targets,
+    losses,
+    rows,
+    share,
+    vocab_size,
+    padded_size,
+    WRITE_GRADIENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     at = logits + tl.program_id(0).to(tl.int64) * stride
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _cross_entropy_row(
-            at, tl.load(targets + row), losses + row, share, vocab_size, padded_size, WRITE_GRADIENTS, BLOCK
+            at,
+            tl.load(targets + row),
+            losses + row,
+            share,
+            vocab_size,
+            padded_size,
+            WRITE_GRADIENTS,
+            BLOCK,
         )
         at += tl.num_programs(0).to(tl.int64) * stride
 
 
 @triton.jit
 def _cross_entropy_row(
-    at, target, loss, share, vocab_size, padded_size,
-    WRITE_GRADIENTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    at,
+    target,
+    loss,
+    share,
+    vocab_size,
+    padded_size,
+    WRITE_GRADIENTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     is_known = (target >= 0) & (target < vocab_size)
-    own = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)  # before it is overwritten
+    # before it is overwritten
+    own = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
     columns = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    # every thread keeps its own running maximum and sum, so threads synchronise only after the last block
+    # every thread keeps its own running maximum and sum, so threads synchronise only after the last
+    # block
     largest = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK // WIDTH,), tl.float32)
     whole = vocab_size // BLOCK * BLOCK
@@ -75,7 +123,8 @@ def _cross_entropy_row(
         powers = tl.exp2(x * LOG2_E - (larger * LOG2_E)[:, None])
         total = total * tl.exp2((largest - larger) * LOG2_E) + tl.sum(powers, 1)
         largest = larger
-    if whole < vocab_size:  # only the last part is masked, because masked loads may read element by element
+    # only the last part is masked, because masked loads may read element by element
+    if whole < vocab_size:
         is_real = whole + columns < vocab_size
         x = tl.load(at + whole + columns, mask=is_real, other=LOWEST).to(tl.float32)
         larger = tl.maximum(largest, tl.max(x, 1))
@@ -97,7 +146,8 @@ def _cross_entropy_row(
             x = tl.load(at + start + columns, mask=inside, other=0.0).to(tl.float32)
             gradient = tl.where(start + columns < vocab_size, tl.exp2(x * LOG2_E - shift), 0.0)
             tl.store(at + start + columns, gradient.to(at.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # another thread has written the target's element, which is overwritten here
+        # another thread has written the target's element, which is overwritten here
+        tl.debug_barrier()
         wanted = (tl.exp2((own - log_sum) * LOG2_E) - 1) * share
         tl.store(at + target, wanted.to(at.dtype.element_ty), mask=is_known)
 

@@ -1,7 +1,9 @@
-"""Matmuls of QuACK (github.com/Dao-AILab/quack) whose epilogue is GELU or SwiGLU, or multiplies by its slopes.
+"""Matmuls of QuACK (github.com/Dao-AILab/quack) whose epilogue is GELU or SwiGLU, or multiplies by
+its slopes.
 
-QuACK writes the matmul, with the tensor cores and bulk copies of a Hopper GPU; this module writes what happens to the
-result before it leaves the registers. An epilogue is traced, so it may not call functions of this module.
+QuACK writes the matmul, with the tensor cores and bulk copies of a Hopper GPU; this module writes
+what happens to the result before it leaves the registers. An epilogue is traced, so it may not call
+functions of this module.
 """
 
 from typing import Any
@@ -23,11 +25,13 @@ FIXED_COLUMNS = 32
 
 
 def _tiles(rows: int, columns: int, device: torch.device) -> GemmConfig:
-    """Tiles of a result: those with which all processors are done first, if each computes one tile after the other.
+    """Tiles of a result: those with which all processors are done first, if each computes one tile
+    after the other.
 
-    Two neighbours, with the same columns or the same rows, share what they load. Two groups of warps take turns: while
-    one multiplies, the other computes its epilogue. On an H100, in the shapes of small, medium, xl, gpt2 and gpt2-xl,
-    each way, the choice lost at most 3 % to the best of the three.
+    Two neighbours, with the same columns or the same rows, share what they load. Two groups of
+    warps take turns: while one multiplies, the other computes its epilogue. On an H100, in the
+    shapes of small, medium, xl, gpt2 and gpt2-xl, each way, the choice lost at most 3 % to the best
+    of the three.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -38,27 +42,45 @@ def _tiles(rows: int, columns: int, device: torch.device) -> GemmConfig:
     width = min(TILE_COLUMNS, key=time)
     shares_rows = width == min(TILE_COLUMNS)
     return GemmConfig(
-        tile_m=TILE_ROWS, tile_n=width, pingpong=True, cluster_m=1 if shares_rows else 2,
-        cluster_n=2 if shares_rows else 1, is_dynamic_persistent=False,
-    )  # fmt: skip
+        tile_m=TILE_ROWS,
+        tile_n=width,
+        pingpong=True,
+        cluster_m=1 if shares_rows else 2,
+        cluster_n=2 if shares_rows else 1,
+        is_dynamic_persistent=False,
+    )
 
 
 def expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Slopes of GELU of x weight^T + bias, and GELU; without a bias those of SwiGLU's two factors, side by side."""
+    """Slopes of GELU of x weight^T + bias, and GELU; without a bias those of SwiGLU's two
+    factors, side by side.
+    """
     x = x.contiguous()
     tiles = _tiles(len(x), len(weight), x.device)
     slopes = x.new_empty(len(x), len(weight))
     if bias is not None:
         hidden = torch.empty_like(slopes)
-        _gelu(x, weight.t(), out={"D": slopes, "hidden": hidden}, bias=bias[None], config=tiles, tuned=False)
+        _gelu(
+            x,
+            weight.t(),
+            out={"D": slopes, "hidden": hidden},
+            bias=bias[None],
+            config=tiles,
+            tuned=False,
+        )
         return slopes, hidden
     width = len(weight) // 2
     hidden = x.new_empty(len(x), width)
     # rows of the two factors are taken in turn, so that a thread has both factors of an element
     _swiglu(
-        x, weight.t(), out={"of_gate": slopes[:, :width], "of_up": slopes[:, width:], "hidden": hidden}, store_d=False,
-        concat_layout=("B",), config=tiles, tuned=False,
-    )  # fmt: skip
+        x,
+        weight.t(),
+        out={"of_gate": slopes[:, :width], "of_up": slopes[:, width:], "hidden": hidden},
+        store_d=False,
+        concat_layout=("B",),
+        config=tiles,
+        tuned=False,
+    )
     return slopes, hidden
 
 
@@ -71,17 +93,31 @@ def contract_backward(
     tiles = _tiles(rows, width, gradient.device)
     if bias_type is not None:
         partial = gradient.new_empty(1, -(-rows // TILE_ROWS), width, dtype=torch.float32)
-        _gelu_backward(gradient, weight, slopes, out={"D": result}, of_bias=partial[0], config=tiles, tuned=False)
+        _gelu_backward(
+            gradient,
+            weight,
+            slopes,
+            out={"D": result},
+            of_bias=partial[0],
+            config=tiles,
+            tuned=False,
+        )
         return result, summed(partial, bias_type)[1]
     _swiglu_backward(
-        gradient, weight, out={"D": result[:, :width], "of_up": result[:, width:]}, gate_slope=slopes[:, :width],
-        up_slope=slopes[:, width:], config=tiles, tuned=False,
-    )  # fmt: skip
+        gradient,
+        weight,
+        out={"D": result[:, :width], "of_up": result[:, width:]},
+        gate_slope=slopes[:, :width],
+        up_slope=slopes[:, width:],
+        config=tiles,
+        tuned=False,
+    )
     return result, slopes.new_empty(0, dtype=torch.float32)
 
 
-# `acc` is the matmul's result in fp32, `c` the third tensor of the call, and "D" the result that is stored. QuACK's
-# derivatives return that of the input, times a gradient (here 1), and last the activation itself.
+# `acc` is the matmul's result in fp32, `c` the third tensor of the call, and "D" the result that is
+# stored. QuACK's derivatives return that of the input, times a gradient (here 1), and last the
+# activation itself.
 
 
 @gemm_epilogue(outputs=("hidden",))

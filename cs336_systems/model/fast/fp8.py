@@ -1,11 +1,14 @@
-"""Linear layers in fp8, in which tensor cores from Ada and Hopper on compute twice as fast as in bf16.
+"""Linear layers in fp8, in which tensor cores from Ada and Hopper on compute twice as fast as in
+bf16.
 
-Each tensor is divided by one scale, so that it fills the range of the type. The scale is computed in every step, on the
-device, from the largest magnitude, so no state is kept between steps and the host never waits.
+Each tensor is divided by one scale, so that it fills the range of the type. The scale is computed
+in every step, on the device, from the largest magnitude, so no state is kept between steps and the
+host never waits.
 
-Finding the largest magnitude costs one more read of the tensor, unless the kernel that writes the tensor finds it too.
-In forward such a kernel returns it beside the tensor. In backward autograd passes on gradients only, so a layer returns
-a tag beside its result: an element whose gradient is, by agreement, the scale of the result's gradient.
+Finding the largest magnitude costs one more read of the tensor, unless the kernel that writes the
+tensor finds it too. In forward such a kernel returns it beside the tensor. In backward autograd
+passes on gradients only, so a layer returns a tag beside its result: an element whose gradient is,
+by agreement, the scale of the result's gradient.
 """
 
 from collections.abc import Sequence
@@ -20,9 +23,10 @@ from cs336_systems.model.fast.operators import operator
 DTYPE = torch.float8_e4m3fn
 """Type of all factors: 3 bits of mantissa, and a range of 2^18.
 
-Others use e5m2 (2 bits, range 2^32) for gradients. Measured on a CPU, e5m2 makes the error of all weights' gradients
-against fp32 larger by 4 to 57 %, also where the parts of a packed matmul have gradients fifty times apart (q_proj and
-v_proj), where elements are lognormal with sigma 3, and where one token has 10^4 times the gradient of the others.
+Others use e5m2 (2 bits, range 2^32) for gradients. Measured on a CPU, e5m2 makes the error of all
+weights' gradients against fp32 larger by 4 to 57 %, also where the parts of a packed matmul have
+gradients fifty times apart (q_proj and v_proj), where elements are lognormal with sigma 3, and
+where one token has 10^4 times the gradient of the others.
 """
 TINY = 1e-30
 """Lower bound on the largest element, so that a tensor of zeros has a scale too."""
@@ -30,7 +34,9 @@ MAX = torch.finfo(DTYPE).max
 """The largest number of the type."""
 
 Largest = Float[Tensor, " parts"]
-"""fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element is not."""
+"""fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element
+is not.
+"""
 Scale = Float[Tensor, ""]
 """The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
@@ -46,14 +52,16 @@ def fp8_linear(
     *,
     tags: bool = False,
 ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-    """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; backward's two matmuls likewise.
+    """x W^T, plus a bias, with factors in fp8 and the result in the weight's type; backward's two
+    matmuls likewise.
 
-    `largest` has magnitudes of x, and `weight_scale` is the weight's; None if not known. d_in, d_out and the number of
-    rows of x must be multiples of 16 on a GPU, as the configuration sees to. x and the weight are saved for backward in
-    fp8: half the bytes of bf16, and cast only once.
+    `largest` has magnitudes of x, and `weight_scale` is the weight's; None if not known. d_in,
+    d_out and the number of rows of x must be multiples of 16 on a GPU, as the configuration sees
+    to. x and the weight are saved for backward in fp8: half the bytes of bf16, and cast only once.
 
-    With `tags` the second result is a tag, which must be given to the only operation that reads the first. As the tag's
-    gradient, that operation's backward returns the scale of the result's gradient, which this layer computes otherwise.
+    With `tags` the second result is a tag, which must be given to the only operation that reads the
+    first. As the tag's gradient, that operation's backward returns the scale of the result's
+    gradient, which this layer computes otherwise.
     """
     x = x.to(weight.dtype)
     rows = x.flatten(0, -2)
@@ -83,7 +91,9 @@ def magnitudes(x: Float[Tensor, "... columns"], parts: int) -> Largest:
 
 
 class KeptScale(NamedTuple):
-    """The scale of a tensor that is kept from step to step, and the magnitudes that it is computed from."""
+    """The scale of a tensor that is kept from step to step, and the magnitudes that it is
+    computed from.
+    """
 
     largest: Largest
     scale: Scale
@@ -99,18 +109,26 @@ def update_scales(kept: Sequence[KeptScale]) -> None:
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, largest: Tensor | None, weight_scale: Tensor | None,
-        reads_tag: bool, is_grad_enabled: bool,  # at the call; inside this method it never is
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        largest: Tensor | None,
+        weight_scale: Tensor | None,
+        reads_tag: bool,
+        is_grad_enabled: bool,  # at the call; inside this method it never is
+    ) -> tuple[Tensor, Tensor]:
         x_scale = scale_of(_largest_of_rows(x) if largest is None else largest)
         weight_scale = scale_of(_largest_of_rows(weight)) if weight_scale is None else weight_scale
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
         (x8, x8_transpose), (weight8, weight8_transpose) = (
-            _fp8_casts(each, scale, has_backward) for each, scale in ((x, x_scale), (weight, weight_scale))
+            _fp8_casts(each, scale, has_backward)
+            for each, scale in ((x, x_scale), (weight, weight_scale))
         )
         ctx.save_for_backward(x8_transpose, x_scale, weight8_transpose, weight_scale)
         ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
-        # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use full accumulation
+        # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use
+        # full accumulation
         result = _matmul(x8, weight8.t(), x_scale, weight_scale, x.dtype, bias, use_fast_accum=True)
         return result, x.new_empty(1, dtype=torch.float32)
 
@@ -121,26 +139,43 @@ class _Fp8Linear(torch.autograd.Function):
         gradient8, gradient8_transpose = _fp8_casts(gradient, scale, True)
         of_x = _matmul(gradient8, weight8_transpose.t(), scale, weight_scale, gradient.dtype)
         of_weight = _matmul(gradient8_transpose, x8_transpose.t(), scale, x_scale, gradient.dtype)
-        return of_x, of_weight, gradient.sum(dim=0) if ctx.has_bias else None, None, None, None, None
+        return (
+            of_x,
+            of_weight,
+            gradient.sum(dim=0) if ctx.has_bias else None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _matmul(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, bias: Tensor | None = None,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
     use_fast_accum: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """a b, of factors in fp8, times both scales, plus a bias, in `dtype`.
 
-    On a CPU the same factors are multiplied in fp32, because PyTorch's own fp8 matmul overflows to NaN on some
-    processors, and takes a thousand times as long on others.
+    On a CPU the same factors are multiplied in fp32, because PyTorch's own fp8 matmul overflows to
+    NaN on some processors, and takes a thousand times as long on others.
     """
     if a.is_cuda:
-        return torch._scaled_mm(a, b, a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum)
+        return torch._scaled_mm(
+            a, b, a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
+        )
     result = (a.float() @ b.float()) * (a_scale * b_scale)
     return (result if bias is None else result + bias).to(dtype)
 
 
 def _largest_of_rows(x: Tensor) -> Tensor:
-    """Largest magnitude of each row; the compiler fuses this with the kernel that writes the row, such as a norm."""
+    """Largest magnitude of each row; the compiler fuses this with the kernel that writes the
+    row, such as a norm.
+    """
     return x.abs().amax(dim=1)
 
 
@@ -148,9 +183,10 @@ def _largest_of_rows(x: Tensor) -> Tensor:
 def _fp8_casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     """A matrix in fp8, and its transpose, which is empty unless `transposes`; both row-major.
 
-    Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not finite, the scale is not,
-    and all products with x become NaN.
+    Hopper's fp8 matmul needs the inner axis contiguous in both factors. If any element is not
+    finite, the scale is not, and all products with x become NaN.
     """
-    # rounding may put the largest element slightly above MAX, but the cast gives NaN only from 3 % above MAX on
+    # rounding may put the largest element slightly above MAX, but the cast gives NaN only from 3 %
+    # above MAX on
     found = (x.float() * scale.reciprocal()).to(DTYPE).contiguous()
     return found, found.t().contiguous() if transposes else found.new_empty(0, 0)

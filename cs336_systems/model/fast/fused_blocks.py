@@ -1,12 +1,14 @@
-"""The operations between matmuls, one kernel each way: residual addition with norm, bias with GELU, the embedding.
+"""The operations between matmuls, one kernel each way: residual addition with norm, bias with GELU,
+the embedding.
 
-A branch is added to the residual stream by the next norm's kernel. torch.compile, used block by block, cannot fuse the
-two if that norm is in the next block, and sums the gradients of gains and biases in separate kernels. The sum keeps the
-stream's type, fp32 under autocast.
+A branch is added to the residual stream by the next norm's kernel. torch.compile, used block by
+block, cannot fuse the two if that norm is in the next block, and sums the gradients of gains and
+biases in separate kernels. The sum keeps the stream's type, fp32 under autocast.
 
-PyTorch's backward of an embedding sorts the tokens, or gives each row to one thread block, and takes 3 to 6 times the
-time that its memory traffic needs. Here each token's gradient is added to its row in one pass, those of equal tokens in
-no fixed order, as cuDNN's attention adds the gradients of queries.
+PyTorch's backward of an embedding sorts the tokens, or gives each row to one thread block, and
+takes 3 to 6 times the time that its memory traffic needs. Here each token's gradient is added to
+its row in one pass, those of equal tokens in no fixed order, as cuDNN's attention adds the
+gradients of queries.
 """
 
 from typing import Any, cast
@@ -34,13 +36,16 @@ def add_norm(
     *,
     measures: bool = False,
 ) -> tuple[Float[Tensor, "... d_model"], Float[Tensor, "... d_model"], Largest | None]:
-    """stream + branch + branch_bias in the type of `stream`, and the norm of this sum in the type of `branch`.
+    """stream + branch + branch_bias in the type of `stream`, and the norm of this sum in the type
+    of `branch`.
 
-    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. With `measures`, the last result has the
-    norm's largest magnitudes. `tag` is the branch's (fp8.py).
+    The norm is LayerNorm with a `bias` and RMSNorm without, computed in fp32. With `measures`, the
+    last result has the norm's largest magnitudes. `tag` is the branch's (fp8.py).
     """
     assert stream.shape == branch.shape
-    total, normed, _, largest = _add_norm(stream, branch, branch_bias, gain, bias, eps, tag, measures)
+    total, normed, _, largest = _add_norm(
+        stream, branch, branch_bias, gain, bias, eps, tag, measures
+    )
     return total, normed, largest if measures else None
 
 
@@ -58,7 +63,8 @@ def norm(
 def bias_gelu(
     x: Float[Tensor, "... d_ff"], bias: Float[Tensor, " d_ff"], tag: Tag | None = None
 ) -> tuple[Float[Tensor, "... d_ff"], Largest | None]:
-    """GELU of x + bias in its tanh approximation (Hendrycks and Gimpel 2016), computed in fp32 and rounded once.
+    """GELU of x + bias in its tanh approximation (Hendrycks and Gimpel 2016), computed in fp32 and
+    rounded once.
 
     With a `tag`, that of x (fp8.py), the last result has the first one's largest magnitudes.
     """
@@ -67,23 +73,38 @@ def bias_gelu(
     return result, None if tag is None else largest
 
 
-def lookup(weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]) -> Float[Tensor, "... d_model"]:
-    """The rows of `weight` that `tokens` index; like PyTorch's embedding it needs indices within the table."""
+def lookup(
+    weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]
+) -> Float[Tensor, "... d_model"]:
+    """The rows of `weight` that `tokens` index; like PyTorch's embedding it needs indices within
+    the table.
+    """
     return cast(Tensor, _lookup(weight, tokens))
 
 
 @operator("fused_blocks_kernel.add_norm")
 def _add_norm(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
-    tag: Tensor | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`add_norm`, which also returns, for backward, 1 / deviation of each row and, for LayerNorm, its mean.
+    stream: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    gain: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    tag: Tensor | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_norm`, which also returns, for backward, 1 / deviation of each row and, for LayerNorm,
+    its mean.
 
     The last result has a magnitude for each row of the norm; it is empty unless `measures`.
     """
     del tag
     total = stream.float() + branch.float()
-    total = (total if branch_bias is None else total + branch_bias.float()).to(stream.dtype).contiguous()
+    total = (
+        (total if branch_bias is None else total + branch_bias.float())
+        .to(stream.dtype)
+        .contiguous()
+    )
     normed, statistics = _normed(total, gain, bias, eps, branch.dtype)
     return total, normed, statistics, magnitudes(normed, statistics.shape[1] if measures else 0)
 
@@ -96,7 +117,9 @@ def _rms_or_layer_norm(
     return _normed(x, gain, bias, eps, dtype)
 
 
-def _normed(total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _normed(
+    total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
     wide = wide - means[0].unsqueeze(-1) if means else wide
@@ -108,13 +131,20 @@ def _normed(total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype:
 
 @operator("fused_blocks_kernel.add_norm_backward")
 def _add_norm_backward(
-    stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
-    is_centred: bool, branch_bias_type: torch.dtype | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the branch's bias.
+    stream_gradient: Tensor | None,
+    gradient: Tensor,
+    total: Tensor,
+    statistics: Tensor,
+    gain: Tensor,
+    is_centred: bool,
+    branch_bias_type: torch.dtype | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of stream and branch, of gain and (if centred) bias as rows in fp32, and of the
+    branch's bias.
 
-    The last is in `branch_bias_type`, and empty if this is None. Then comes the fp8 scale of the branch's gradient,
-    which is empty unless `measures`.
+    The last is in `branch_bias_type`, and empty if this is None. Then comes the fp8 scale of the
+    branch's gradient, which is empty unless `measures`.
     """
     scale, *means = statistics.unsqueeze(-1)
     own = gradient.float().flatten(0, -2)
@@ -125,7 +155,9 @@ def _add_norm_backward(
     result = own - normed * (own * normed).mean(dim=-1, keepdim=True)
     result = (result - own.mean(dim=-1, keepdim=True) if is_centred else result) * scale
     result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
-    of_branch_bias = result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
+    of_branch_bias = (
+        result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
+    )
     result = result.view(total.shape)
     of_branch = result.to(gradient.dtype, copy=True)
     of_stream = result.to(total.dtype, copy=True)
@@ -134,22 +166,32 @@ def _add_norm_backward(
 
 @operator("fused_blocks_kernel.bias_gelu")
 def _bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`bias_gelu`; its last result has a magnitude for each tile of the first, and is empty without a tag."""
+    """`bias_gelu`; its last result has a magnitude for each tile of the first, and is empty
+    without a tag.
+    """
     result = F.gelu(x.float() + bias.float(), approximate="tanh").to(x.dtype).contiguous()
     return result, magnitudes(result, gelu_parts(x, tag is not None))
 
 
 def gelu_parts(x: Tensor, measures: bool) -> int:
-    """How many magnitudes of GELU's result there are: one for each tile of GELU_PART; 0 unless `measures`."""
+    """How many magnitudes of GELU's result there are: one for each tile of GELU_PART; 0 unless
+    `measures`.
+    """
     rows, columns = GELU_PART
     width = x.shape[-1]
     return -(-(x.numel() // width) // rows) * -(-width // columns) if measures else 0
 
 
 @operator("fused_blocks_kernel.bias_gelu_backward")
-def _bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless `measures`."""
-    wide = torch.ops.aten.gelu_backward(gradient.float(), x.float() + bias.float(), approximate="tanh")
+def _bias_gelu_backward(
+    x: Tensor, bias: Tensor, gradient: Tensor, measures: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless
+    `measures`.
+    """
+    wide = torch.ops.aten.gelu_backward(
+        gradient.float(), x.float() + bias.float(), approximate="tanh"
+    )
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
     return of_x, of_bias, own_scale(of_x, measures)
@@ -170,28 +212,49 @@ def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, branch, branch_bias, gain, bias, _, tag, _ = inputs
     total, _, statistics, largest = output
     ctx.save_for_backward(total, statistics, gain)
-    ctx.types = (branch.dtype, None if branch_bias is None else branch_bias.dtype, None if bias is None else bias.dtype)
+    ctx.types = (
+        branch.dtype,
+        None if branch_bias is None else branch_bias.dtype,
+        None if bias is None else bias.dtype,
+    )
     ctx.is_tagged = tag is not None
     ctx.mark_non_differentiable(statistics, largest)
     ctx.set_materialize_grads(False)  # the sum has no gradient after the last norm
 
 
 def _differentiate_add_norm(
-    ctx: Any, stream_gradient: Tensor | None, gradient: Tensor | None, _statistics: None, _largest: None
+    ctx: Any,
+    stream_gradient: Tensor | None,
+    gradient: Tensor | None,
+    _statistics: None,
+    _largest: None,
 ) -> tuple[Tensor | None, ...]:
     total, statistics, gain = ctx.saved_tensors
     branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
         gradient = torch.zeros_like(total, dtype=branch_type)
     of_stream, of_branch, rows, of_branch_bias, scale = _add_norm_backward(
-        stream_gradient, gradient, total, statistics, gain, bias_type is not None, branch_bias_type, ctx.is_tagged
+        stream_gradient,
+        gradient,
+        total,
+        statistics,
+        gain,
+        bias_type is not None,
+        branch_bias_type,
+        ctx.is_tagged,
     )
     of_bias = None if bias_type is None else rows[1].to(bias_type)
     of_tag = scale if ctx.is_tagged else None
     return (
-        of_stream, of_branch, of_branch_bias if branch_bias_type else None, rows[0].to(gain.dtype), of_bias, None,
-        of_tag, None,
-    )  # fmt: skip
+        of_stream,
+        of_branch,
+        of_branch_bias if branch_bias_type else None,
+        rows[0].to(gain.dtype),
+        of_bias,
+        None,
+        of_tag,
+        None,
+    )
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -205,18 +268,30 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:
     x, statistics, gain = ctx.saved_tensors
     is_centred = ctx.bias_type is not None
-    of_x, _, rows, _, _ = _add_norm_backward(None, gradient, x, statistics, gain, is_centred, None, False)
-    return of_x, rows[0].to(gain.dtype), rows[1].to(ctx.bias_type) if is_centred else None, None, None
+    of_x, _, rows, _, _ = _add_norm_backward(
+        None, gradient, x, statistics, gain, is_centred, None, False
+    )
+    return (
+        of_x,
+        rows[0].to(gain.dtype),
+        rows[1].to(ctx.bias_type) if is_centred else None,
+        None,
+        None,
+    )
 
 
-def _keep_bias_gelu(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
+def _keep_bias_gelu(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]
+) -> None:
     x, bias, tag = inputs
     ctx.save_for_backward(x, bias)
     ctx.is_tagged = tag is not None
     ctx.mark_non_differentiable(output[1])
 
 
-def _differentiate_bias_gelu(ctx: Any, gradient: Tensor, _largest: None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _differentiate_bias_gelu(
+    ctx: Any, gradient: Tensor, _largest: None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     of_x, of_bias, scale = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
     return of_x, of_bias, scale if ctx.is_tagged else None
 

@@ -1,9 +1,10 @@
-"""The operations between matmuls, written in Triton: residual addition with norm, bias with GELU, embedding, fp8 casts.
+"""The operations between matmuls, written in Triton: residual addition with norm, bias with GELU,
+embedding, fp8 casts.
 
-Everything is read once and written once. Gradients of gains and biases are sums over all rows, in two stages: each
-program of a kernel that reads the rows anyway keeps the sum of its rows, and a last kernel adds up the programs' sums.
-The largest magnitude of what a kernel writes is found in the same way. The embedding's backward adds each token's
-gradient to its row, in no fixed order.
+Everything is read once and written once. Gradients of gains and biases are sums over all rows, in
+two stages: each program of a kernel that reads the rows anyway keeps the sum of its rows, and a
+last kernel adds up the programs' sums. The largest magnitude of what a kernel writes is found in
+the same way. The embedding's backward adds each token's gradient to its row, in no fixed order.
 """
 
 import torch
@@ -16,7 +17,9 @@ from cs336_systems.model.fast.fused_blocks import GELU_PART
 
 NUM_WARPS = 4
 MAX_STAGED = 4096
-"""Widest row of which STAGES rows fit into a program's shared memory; wider rows are not prefetched."""
+"""Widest row of which STAGES rows fit into a program's shared memory; wider rows are not
+prefetched.
+"""
 TWICE_ROOT: tl.constexpr = tl.constexpr(1.5957691216057308)
 """Factor 2 sqrt(2 / pi) in GELU's tanh approximation."""
 CUBIC: tl.constexpr = tl.constexpr(0.044715)
@@ -27,79 +30,145 @@ GELU_COLUMNS = 1024
 GELU_COLUMNS_PER_WARP = 512
 """Columns that one warp of GELU computes, 16 in each thread."""
 LOOKUP_COLUMNS = 512
-"""Columns of one program of the embedding's backward; each thread has 4, which are 16 bytes of fp32."""
+"""Columns of one program of the embedding's backward; each thread has 4, which are 16 bytes of
+fp32.
+"""
 STAGES = 3
-"""Pipeline stages of the loop over rows: prefetching rows takes a fourth less time than not prefetching."""
+"""Pipeline stages of the loop over rows: prefetching rows takes a fourth less time than not
+prefetching.
+"""
 SUM_ROWS, SUM_COLUMNS = 256, 16
 """Rows and columns of partial sums in one program of the last kernel."""
 SUM_WARPS = 8
 CAST_ROWS, CAST_COLUMNS, CAST_WARPS = 64, 128, 8
 """Rows and columns of the tile that one program casts to fp8, and its warps."""
 TRANSPOSED_TYPES = torch.bfloat16, torch.float16
-"""Types that the cast can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to wrong places."""
+"""Types that the cast can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to
+wrong places.
+"""
 LEAST: tl.constexpr = tl.constexpr(TINY)
 MOST: tl.constexpr = tl.constexpr(MAX)
 
 
 def add_norm(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
-    tag: Tensor | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each row, and magnitudes."""
+    stream: Tensor,
+    branch: Tensor,
+    branch_bias: Tensor | None,
+    gain: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    tag: Tensor | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each
+    row, and magnitudes.
+    """
     del tag
     stream, branch = stream.contiguous(), branch.contiguous()
     total = torch.empty_like(stream)
-    return total, *_launch_norm(stream, branch, branch_bias, gain, bias, eps, total, branch.dtype, measures)
+    return total, *_launch_norm(
+        stream, branch, branch_bias, gain, bias, eps, total, branch.dtype, measures
+    )
 
 
-def norm(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def norm(
+    x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The norm of x in `dtype`, and the statistics as `add_norm` returns them."""
     return _launch_norm(x.contiguous(), None, None, gain, bias, eps, None, dtype, False)[:2]
 
 
 def _launch_norm(
-    stream: Tensor, branch: Tensor | None, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None, eps: float,
-    total: Tensor | None, dtype: torch.dtype, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    stream: Tensor,
+    branch: Tensor | None,
+    branch_bias: Tensor | None,
+    gain: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    total: Tensor | None,
+    dtype: torch.dtype,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     vectors = [None if each is None else each.contiguous() for each in (branch_bias, gain, bias)]
     width = stream.shape[-1]
     rows = stream.numel() // width
     normed = torch.empty_like(stream, dtype=dtype)
-    statistics = torch.empty(1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device)
+    statistics = torch.empty(
+        1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device
+    )
     largest = torch.empty(rows if measures else 0, dtype=torch.float32, device=stream.device)
     _add_norm_values[(rows,)](
-        stream, branch, *vectors, total, normed, statistics, largest, rows, width, eps,
-        HAS_BRANCH=branch is not None, HAS_BRANCH_BIAS=branch_bias is not None, IS_CENTRED=bias is not None,
-        MEASURES=measures, BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
-    )  # fmt: skip
+        stream,
+        branch,
+        *vectors,
+        total,
+        normed,
+        statistics,
+        largest,
+        rows,
+        width,
+        eps,
+        HAS_BRANCH=branch is not None,
+        HAS_BRANCH_BIAS=branch_bias is not None,
+        IS_CENTRED=bias is not None,
+        MEASURES=measures,
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
+    )
     return normed, statistics, largest
 
 
 def add_norm_backward(
-    stream_gradient: Tensor | None, gradient: Tensor, total: Tensor, statistics: Tensor, gain: Tensor,
-    is_centred: bool, branch_bias_type: torch.dtype | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    stream_gradient: Tensor | None,
+    gradient: Tensor,
+    total: Tensor,
+    statistics: Tensor,
+    gain: Tensor,
+    is_centred: bool,
+    branch_bias_type: torch.dtype | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What fused_blocks.py says of the operator."""
-    gradient, total, statistics, gain = (each.contiguous() for each in (gradient, total, statistics, gain))
+    gradient, total, statistics, gain = (
+        each.contiguous() for each in (gradient, total, statistics, gain)
+    )
     width = total.shape[-1]
     rows = total.numel() // width
     block = triton.next_power_of_2(width)
     programs = num_programs(rows, block, total.device)
     has_branch_bias = branch_bias_type is not None
     of_stream, of_branch = torch.empty_like(total), torch.empty_like(gradient)
-    partial = torch.empty(1 + is_centred + has_branch_bias, programs, width, dtype=torch.float32, device=total.device)
+    partial = torch.empty(
+        1 + is_centred + has_branch_bias, programs, width, dtype=torch.float32, device=total.device
+    )
     maxima = partial.new_empty(programs) if measures else None
     _add_norm_grads[(programs,)](
-        None if stream_gradient is None else stream_gradient.contiguous(), gradient, total, statistics, gain,
-        of_stream, of_branch, partial, maxima, rows, width, HAS_STREAM=stream_gradient is not None,
-        IS_CENTRED=is_centred, HAS_BRANCH_BIAS=has_branch_bias, MEASURES=measures, BLOCK=block,
-        STAGES=STAGES if block <= MAX_STAGED else 1, num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
-    )  # fmt: skip
+        None if stream_gradient is None else stream_gradient.contiguous(),
+        gradient,
+        total,
+        statistics,
+        gain,
+        of_stream,
+        of_branch,
+        partial,
+        maxima,
+        rows,
+        width,
+        HAS_STREAM=stream_gradient is not None,
+        IS_CENTRED=is_centred,
+        HAS_BRANCH_BIAS=has_branch_bias,
+        MEASURES=measures,
+        BLOCK=block,
+        STAGES=STAGES if block <= MAX_STAGED else 1,
+        num_warps=NUM_WARPS if block <= MAX_STAGED else 4 * NUM_WARPS,
+    )
     return of_stream, of_branch, *summed(partial, branch_bias_type, maxima)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, and with a tag the largest magnitude of each tile of GELU_PART, which one program computes."""
+    """GELU of x + bias, and with a tag the largest magnitude of each tile of GELU_PART, which
+    one program computes.
+    """
     measures = tag is not None
     x, bias = x.contiguous(), bias.contiguous()
     width = x.shape[-1]
@@ -107,16 +176,30 @@ def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tens
     result = torch.empty_like(x)
     rows_of_part, block = GELU_PART if measures else (1, GELU_COLUMNS)
     grid = (triton.cdiv(rows, rows_of_part), triton.cdiv(width, block))
-    largest = torch.empty(grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device)
+    largest = torch.empty(
+        grid[0] * grid[1] if measures else 0, dtype=torch.float32, device=x.device
+    )
     _bias_gelu_values[grid](
-        x, bias, result, largest, rows, width, MEASURES=measures, ROWS=rows_of_part, BLOCK=block,
+        x,
+        bias,
+        result,
+        largest,
+        rows,
+        width,
+        MEASURES=measures,
+        ROWS=rows_of_part,
+        BLOCK=block,
         num_warps=block // GELU_COLUMNS_PER_WARP,
-    )  # fmt: skip
+    )
     return result, largest
 
 
-def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless `measures`."""
+def bias_gelu_backward(
+    x: Tensor, bias: Tensor, gradient: Tensor, measures: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless
+    `measures`.
+    """
     x, bias, gradient = x.contiguous(), bias.contiguous(), gradient.contiguous()
     width = x.shape[-1]
     rows = x.numel() // width
@@ -126,9 +209,19 @@ def bias_gelu_backward(x: Tensor, bias: Tensor, gradient: Tensor, measures: bool
     grid = (programs, triton.cdiv(width, GELU_COLUMNS))
     maxima = partial.new_empty(grid[0] * grid[1]) if measures else None
     _bias_gelu_grads[grid](
-        x, bias, gradient, result, partial, maxima, rows, width, MEASURES=measures, BLOCK=GELU_COLUMNS, STAGES=STAGES,
+        x,
+        bias,
+        gradient,
+        result,
+        partial,
+        maxima,
+        rows,
+        width,
+        MEASURES=measures,
+        BLOCK=GELU_COLUMNS,
+        STAGES=STAGES,
         num_warps=NUM_WARPS,
-    )  # fmt: skip
+    )
     return result, *summed(partial, bias.dtype, maxima)[1:]
 
 
@@ -144,10 +237,12 @@ def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
 
 
 def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
-    """A matrix over its scale in fp8, and its transpose, which is empty unless `transposes`; both row-major.
+    """A matrix over its scale in fp8, and its transpose, which is empty unless `transposes`; both
+    row-major.
 
-    Hopper's fp8 matmul needs the inner axis contiguous in both factors: forward multiplies by rows, and backward by
-    columns. If the transpose were made on its own, the matrix would be read from memory once more.
+    Hopper's fp8 matmul needs the inner axis contiguous in both factors: forward multiplies by rows,
+    and backward by columns. If the transpose were made on its own, the matrix would be read from
+    memory once more.
     """
     x = x.contiguous()
     num_rows, num_columns = x.shape
@@ -155,15 +250,27 @@ def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
     in_kernel = transposes and x.dtype in TRANSPOSED_TYPES
     transpose = result.new_empty((num_columns, num_rows) if in_kernel else (0, 0))
     _cast_part[(triton.cdiv(num_rows, CAST_ROWS), triton.cdiv(num_columns, CAST_COLUMNS))](
-        x, scale, result, transpose, num_rows, num_columns, TRANSPOSES=in_kernel, ROWS=CAST_ROWS, COLUMNS=CAST_COLUMNS,
+        x,
+        scale,
+        result,
+        transpose,
+        num_rows,
+        num_columns,
+        TRANSPOSES=in_kernel,
+        ROWS=CAST_ROWS,
+        COLUMNS=CAST_COLUMNS,
         num_warps=CAST_WARPS,
-    )  # fmt: skip
+    )
     return result, result.t().contiguous() if transposes and not in_kernel else transpose
 
 
 def num_programs(rows: int, block: int, device: torch.device) -> int:
     """Number of programs: enough to keep the memory busy, few enough that each has several rows."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )
     per_processor = min(4096 // block, rows // (8 * processors))
     return min(rows, processors * max(2, per_processor))
 
@@ -171,10 +278,11 @@ def num_programs(rows: int, block: int, device: torch.device) -> int:
 def summed(
     partial: Tensor, last_type: torch.dtype | None, maxima: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the last in `last_type`.
+    """Add up `partial`, of shape (sums, programs, width), over the programs: rows in fp32, and the
+    last in `last_type`.
 
-    If `last_type` is None, the last sum is a row too, and the second result is empty. The third result is the fp8 scale
-    of a tensor with these `maxima`; empty if None.
+    If `last_type` is None, the last sum is a row too, and the second result is empty. The third
+    result is the fp8 scale of a tensor with these `maxima`; empty if None.
     """
     num_sums, programs, width = partial.shape
     num_rows = num_sums if last_type is None else num_sums - 1
@@ -182,19 +290,44 @@ def summed(
     last = partial.new_empty(0 if last_type is None else width, dtype=last_type)
     scale = partial.new_empty(0 if maxima is None else 1)
     _reduce_sums[(triton.cdiv(width, SUM_COLUMNS), num_sums)](
-        partial, rows, last, maxima, scale, programs, width, rows.stride(0), num_rows,
-        0 if maxima is None else maxima.numel(), HAS_MAXIMA=maxima is not None, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS,
+        partial,
+        rows,
+        last,
+        maxima,
+        scale,
+        programs,
+        width,
+        rows.stride(0),
+        num_rows,
+        0 if maxima is None else maxima.numel(),
+        HAS_MAXIMA=maxima is not None,
+        ROWS=SUM_ROWS,
+        COLUMNS=SUM_COLUMNS,
         num_warps=SUM_WARPS,
-    )  # fmt: skip
+    )
     return rows, last, scale
 
 
 @triton.jit
 def _add_norm_values(
-    stream, branch, branch_bias, gain, bias, total, normed, statistics, largest, rows, width, eps,
-    HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, IS_CENTRED: tl.constexpr, MEASURES: tl.constexpr,
+    stream,
+    branch,
+    branch_bias,
+    gain,
+    bias,
+    total,
+    normed,
+    statistics,
+    largest,
+    rows,
+    width,
+    eps,
+    HAS_BRANCH: tl.constexpr,
+    HAS_BRANCH_BIAS: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
+    MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -223,10 +356,24 @@ def _add_norm_values(
 
 @triton.jit
 def _add_norm_grads(
-    stream_gradient, gradient, total, statistics, gain, of_stream, of_branch, partial, maxima, rows, width,
-    HAS_STREAM: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, MEASURES: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    stream_gradient,
+    gradient,
+    total,
+    statistics,
+    gain,
+    of_stream,
+    of_branch,
+    partial,
+    maxima,
+    rows,
+    width,
+    HAS_STREAM: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
+    HAS_BRANCH_BIAS: tl.constexpr,
+    MEASURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -272,7 +419,15 @@ def _add_norm_grads(
 
 @triton.jit
 def _bias_gelu_values(
-    x, bias, result, largest, rows, width, MEASURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    bias,
+    result,
+    largest,
+    rows,
+    width,
+    MEASURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
@@ -286,7 +441,9 @@ def _bias_gelu_values(
         value *= _gelu_share(value)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
         if MEASURES:
-            found = tl.maximum(found, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN)
+            found = tl.maximum(
+                found, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN
+            )
     if MEASURES:
         part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(largest + part, tl.max(magnitude(found, result), 0))
@@ -294,9 +451,18 @@ def _bias_gelu_values(
 
 @triton.jit
 def _bias_gelu_grads(
-    x, bias, gradient, result, partial, maxima, rows, width,
-    MEASURES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    bias,
+    gradient,
+    result,
+    partial,
+    maxima,
+    rows,
+    width,
+    MEASURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -324,7 +490,9 @@ def _bias_gelu_grads(
 
 @triton.jit
 def _gelu_share(x):
-    """GELU(x) / x: (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is the sigmoid of 2 u."""
+    """GELU(x) / x: (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), which is the
+    sigmoid of 2 u.
+    """
     return tl.sigmoid((x + x * x * x * CUBIC) * TWICE_ROOT)
 
 
@@ -340,25 +508,49 @@ def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cast_part(
-    x, scale, result, transpose, num_rows, num_columns,
-    TRANSPOSES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    scale,
+    result,
+    transpose,
+    num_rows,
+    num_columns,
+    TRANSPOSES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     at = row[:, None] * num_columns + column[None, :]
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale))
-    found = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(result.dtype.element_ty)
+    found = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(
+        result.dtype.element_ty
+    )
     tl.store(result + at, found, mask=inside)
     if TRANSPOSES:
-        tl.store(transpose + column[:, None] * num_rows + row[None, :], tl.trans(found), mask=tl.trans(inside))
+        tl.store(
+            transpose + column[:, None] * num_rows + row[None, :],
+            tl.trans(found),
+            mask=tl.trans(inside),
+        )
 
 
 @triton.jit
 def _reduce_sums(
-    partial, rows, last, maxima, scale, programs, width, stride, num_rows, num_maxima,
-    HAS_MAXIMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    partial,
+    rows,
+    last,
+    maxima,
+    scale,
+    programs,
+    width,
+    stride,
+    num_rows,
+    num_maxima,
+    HAS_MAXIMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     which = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -377,7 +569,9 @@ def _reduce_sums(
             item = tl.arange(0, ROWS * COLUMNS)
             seen = tl.zeros((ROWS * COLUMNS,), tl.float32)
             for start in range(0, num_maxima, ROWS * COLUMNS):
-                seen = tl.maximum(seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0))
+                seen = tl.maximum(
+                    seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0)
+                )
             tl.store(scale, tl.maximum(tl.max(seen, 0), LEAST) / MOST)
 
 

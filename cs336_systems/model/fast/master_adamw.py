@@ -1,4 +1,6 @@
-"""AdamW for fp32 masters and their low-precision copies: one launch per kind of weight, which a CUDA graph can hold."""
+"""AdamW for fp32 masters and their low-precision copies: one launch per kind of weight, which a
+CUDA graph can hold.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -44,19 +46,24 @@ def storage_of(config: RunConfig) -> Storage:
 
 
 class MasterAdamW(EagerOptimizer):
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their copies.
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) that updates fp32 masters and writes their
+    copies.
 
-    The update is that of torch.optim.AdamW on the masters, up to rounding. Steps are counted on the device, so that a
-    graph's replays count too. Weights can be frozen only before the first step. On a CPU PyTorch's operators compute
-    the same, tensor by tensor.
+    The update is that of torch.optim.AdamW on the masters, up to rounding. Steps are counted on the
+    device, so that a graph's replays count too. Weights can be frozen only before the first step.
+    On a CPU PyTorch's operators compute the same, tensor by tensor.
 
-    Moments in bf16 are rounded up or down at random, so that they are right on average. Rounded to nearest, the second
-    moment would not change at all where a step changes it by less than a 512th: mostly so with a beta2 of 0.999, and
-    with 0.95 where it is near the mean squared gradient. The update is computed before the moments are rounded.
+    Moments in bf16 are rounded up or down at random, so that they are right on average. Rounded to
+    nearest, the second moment would not change at all where a step changes it by less than a 512th:
+    mostly so with a beta2 of 0.999, and with 0.95 where it is near the mean squared gradient. The
+    update is computed before the moments are rounded.
     """
 
     def __init__(
-        self, weights: Sequence[Weight], storage: Storage = IN_FP32, **hyperparameters: Unpack[Hyperparameters]
+        self,
+        weights: Sequence[Weight],
+        storage: Storage = IN_FP32,
+        **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
         for weight in weights if storage.splits else ():
             if weight.read is None:
@@ -69,7 +76,9 @@ class MasterAdamW(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all trained weights that have a gradient, which must be the same ones in every step."""
+        """Update all trained weights that have a gradient, which must be the same ones in every
+        step.
+        """
         del closure
         self._steps += 1
         self._update(self._weights)
@@ -106,19 +115,25 @@ class MasterAdamW(EagerOptimizer):
                     self._update_one(weight)
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
-        from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW  # Triton, which only comes with PyTorch for GPUs
+        # Triton, which only comes with PyTorch for GPUs
+        from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW
 
         if kind not in self._kernels:
             states = [self.state[weight.master] for weight in weights]
             self._kernels[kind] = ChunkedAdamW(
-                [weight.master if weight.remainder is None else weight.remainder for weight in weights],
+                [
+                    weight.master if weight.remainder is None else weight.remainder
+                    for weight in weights
+                ],
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [weight.copy.values for weight in weights if weight.copy is not None],
                 [weight.largest for weight in weights if weight.largest is not None],
                 kind.gradient_types,
             )
-        self._kernels[kind]([weight.gradients() for weight in weights], self._steps, **self._settings)
+        self._kernels[kind](
+            [weight.gradients() for weight in weights], self._steps, **self._settings
+        )
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -129,9 +144,13 @@ class MasterAdamW(EagerOptimizer):
         settings, state = self._settings, self.state[weight.master]
         lr, (beta1, beta2) = settings["lr"], settings["betas"]
         values = weight.values()
-        gradient = sum((gradient.float() for gradient in weight.gradients()), start=torch.zeros_like(values))
+        gradient = sum(
+            (gradient.float() for gradient in weight.gradients()), start=torch.zeros_like(values)
+        )
         first: Tensor = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
-        second: Tensor = state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        second: Tensor = (
+            state["exp_avg_sq"].float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        )
         denominator = (second / (1 - beta2**self._steps)).sqrt_().add_(settings["eps"])
         values.mul_(1 - lr * settings["weight_decay"])
         values.sub_(lr / (1 - beta1**self._steps) * first / denominator)
@@ -142,10 +161,14 @@ class MasterAdamW(EagerOptimizer):
 
 
 def rounded_at_random(values: Tensor, noise: torch.Generator) -> Tensor:
-    """fp32 values in bf16, each rounded to one of its two neighbours, so that it is right on average.
+    """fp32 values in bf16, each rounded to one of its two neighbours, so that it is right on
+    average.
 
-    Random bits are added to the 16 bits that bf16 lacks, and these are cut off; NaN, which this could make 0, is kept.
+    Random bits are added to the 16 bits that bf16 lacks, and these are cut off; NaN, which this
+    could make 0, is kept.
     """
-    bits = values.view(torch.int32) + torch.randint(2**16, values.shape, generator=noise, dtype=torch.int32)
+    bits = values.view(torch.int32) + torch.randint(
+        2**16, values.shape, generator=noise, dtype=torch.int32
+    )
     cut_off = bits.bitwise_and_(-(2**16)).view(torch.float32)
     return torch.where(values.isnan(), values, cut_off).bfloat16()

@@ -1,4 +1,6 @@
-"""The reference model computed faster, from the same parameters, and its loss and optimizer in a training step."""
+"""The reference model computed faster, from the same parameters, and its loss and optimizer in a
+training step.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -37,11 +39,12 @@ COPY_DTYPE = torch.bfloat16
 
 
 class FastLM(nn.Module):
-    """The model `reference`, with the same parameters under the same names, computed as the settings say.
+    """The model `reference`, with the same parameters under the same names, computed as the
+    settings say.
 
-    These settings change how it computes: copies of weights, fused blocks, fp8, a padded vocabulary, checkpoints. Parts
-    that no setting changes are taken from the reference. It cannot be saved or loaded: copies and split masters are no
-    part of its state dict.
+    These settings change how it computes: copies of weights, fused blocks, fp8, a padded
+    vocabulary, checkpoints. Parts that no setting changes are taken from the reference. It cannot
+    be saved or loaded: copies and split masters are no part of its state dict.
     """
 
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
@@ -50,37 +53,57 @@ class FastLM(nn.Module):
         check_device(settings, reference.lm_head.weight.device)
         # with several ranks, a block's copies may be gathered only just before the block runs
         keeps_scales = not settings.is_shared
-        maker = CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_scales=keeps_scales) if settings.cast_once else None
+        maker = (
+            CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_scales=keeps_scales)
+            if settings.cast_once
+            else None
+        )
         fused = settings.fused_blocks
-        self.token_embeddings = FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
+        self.token_embeddings = (
+            FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
+        )
         blocks = [cast("Block", block) for block in reference.layers]
-        self.layers = nn.ModuleList(_fast_block(block, maker, settings, n) for n, block in enumerate(blocks))
+        self.layers = nn.ModuleList(
+            _fast_block(block, maker, settings, n) for n, block in enumerate(blocks)
+        )
         self.ln_final = AddNorm(reference.ln_final) if fused else reference.ln_final
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
         self.register_buffer("mask", reference.mask, persistent=False)
-        self.weights = maker.weights(self.parameters(), self.token_embeddings.weight) if maker else ()
+        self.weights = (
+            maker.weights(self.parameters(), self.token_embeddings.weight) if maker else ()
+        )
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         self._scales = tuple(maker.scales) if maker else ()
         if settings.checkpoint_blocks:
-            importlib.import_module("torch._dynamo")  # else the first checkpoint imports it, within a step
+            # else the first checkpoint imports it, within a step
+            importlib.import_module("torch._dynamo")
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the token after each of `tokens`; raise ValueError for more tokens than the context holds."""
+        """Logits of the token after each of `tokens`; raise ValueError for more tokens than the
+        context holds.
+        """
         logits = self.padded_logits(tokens)
         vocab_size = self.config.vocab_size
         return logits if logits.shape[-1] == vocab_size else logits[..., :vocab_size]
 
     def padded_logits(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq padded"]:
-        """Logits as `forward` returns them, followed by a 0 for each entry that pads the vocabulary."""
+        """Logits as `forward` returns them, followed by a 0 for each entry that pads the
+        vocabulary.
+        """
         logits: Tensor = self.lm_head(self._hidden(tokens))
         return logits
 
-    def chunked_loss(self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy, with the logits of only one part of the tokens in memory at a time."""
+    def chunked_loss(
+        self, tokens: Int[Tensor, "batch seq"], targets: Int[Tensor, "batch seq"]
+    ) -> Float[Tensor, ""]:
+        """Mean cross-entropy, with the logits of only one part of the tokens in memory at a
+        time.
+        """
         vocab_size, chunks = self.config.vocab_size, self._settings.loss_chunks
         loss: Tensor = self.lm_head(
-            self._hidden(tokens), lambda x, weight: chunked_cross_entropy(x, weight, targets, vocab_size, chunks)
+            self._hidden(tokens),
+            lambda x, weight: chunked_cross_entropy(x, weight, targets, vocab_size, chunks),
         )
         return loss
 
@@ -91,12 +114,15 @@ class FastLM(nn.Module):
 
     def _hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         """The input of the head: the residual stream after all blocks, normed."""
-        # the unbound function: a bound method would keep the reference, and so the whole parameters that FSDP shards
+        # the unbound function: a bound method would keep the reference, and so the whole parameters
+        # that FSDP shards
         rotations, mask = TransformerLM.tables(cast("TransformerLM", self), tokens.shape[1])
         if self._scales:
             update_scales(self._scales)
         embedded = self.token_embeddings(tokens)
-        x: Tensor | Deferred = self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
+        x: Tensor | Deferred = (
+            self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
+        )
         del embedded  # else it stays allocated through all blocks
         backend = self.config.sdpa_backend
         is_whole = self._settings.checkpoint_blocks and not self._settings.selective_checkpoints
@@ -105,7 +131,14 @@ class FastLM(nn.Module):
                 for group in self._groups():
                     # nothing in a block is random
                     x = checkpoint(
-                        _run_again, group, x, rotations, mask, backend, use_reentrant=False, preserve_rng_state=False
+                        _run_again,
+                        group,
+                        x,
+                        rotations,
+                        mask,
+                        backend,
+                        use_reentrant=False,
+                        preserve_rng_state=False,
                     )
             else:
                 for index, block in enumerate(self.layers):
@@ -123,18 +156,25 @@ class FastLM(nn.Module):
         """x and a zero branch, so that all blocks have one input type and compile once."""
         last = cast("DeferredBlock", self.layers[-1]).ffn.w2
         make = partial(torch.zeros, dtype=last.copies.weight.dtype, device=x.device)
-        # These tensors require gradients as later blocks' do, or the first block would be compiled on its own. When the
-        # whole model is traced there is no such need, and the compiler cannot create such tensors.
+        # These tensors require gradients as later blocks' do, or the first block would be compiled
+        # on its own. When the whole model is traced there is no such need, and the compiler cannot
+        # create such tensors.
         is_traced = torch.compiler.is_compiling()
         needs_grad = torch.is_grad_enabled() and not is_traced
-        bias = None if last.deferred_bias is None else make(len(last.deferred_bias), requires_grad=not is_traced)
+        bias = (
+            None
+            if last.deferred_bias is None
+            else make(len(last.deferred_bias), requires_grad=not is_traced)
+        )
         has_tag = last.copies.in_fp8 and not self._settings.selective_checkpoints
         tag = torch.zeros(1, device=x.device, requires_grad=needs_grad) if has_tag else None
         return Deferred(x, make(x.shape, requires_grad=needs_grad), bias, tag)
 
 
 def check_device(settings: RunConfig, device: torch.device) -> None:
-    """Raise ValueError if a setting needs another GPU, or a package that cannot be imported; a CPU needs no package."""
+    """Raise ValueError if a setting needs another GPU, or a package that cannot be imported; a
+    CPU needs no package.
+    """
     if device.type != "cuda":
         return
     for name, package in OF_PACKAGE.items():
@@ -144,7 +184,9 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
         if capability != HOPPER:
             gpu, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})")
+            raise ValueError(
+                f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})"
+            )
         module = f"{__package__}.{IMPORTED_BY[package]}"
         try:
             importlib.import_module(module)
@@ -154,7 +196,9 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             raise ValueError(package_needed(name, why)) from error
 
 
-def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, number: int) -> nn.Module:
+def _fast_block(
+    block: Block, maker: CopyMaker | None, settings: RunConfig, number: int
+) -> nn.Module:
     if maker is None:
         return block
     packs = settings.packed_attention
@@ -168,13 +212,16 @@ def _fast_block(block: Block, maker: CopyMaker | None, settings: RunConfig, numb
 
 
 def _run_again(
-    blocks: Sequence[nn.Module], x: Tensor | Deferred, rotations: Rotations | None, mask: Mask | None,
+    blocks: Sequence[nn.Module],
+    x: Tensor | Deferred,
+    rotations: Rotations | None,
+    mask: Mask | None,
     backend: SdpaBackend,
-) -> Tensor | Deferred:  # fmt: skip
+) -> Tensor | Deferred:
     """Run the blocks of a checkpoint, in forward and again in backward.
 
-    In backward, the range named forward marks recomputation, and attention's backend has to be chosen again, because
-    the model has left the context that chose it.
+    In backward, the range named forward marks recomputation, and attention's backend has to be
+    chosen again, because the model has left the context that chose it.
     """
     with annotate(Range.FORWARD), attention_backend(backend):
         for block in blocks:
@@ -209,7 +256,11 @@ class FastTrainable(Trainable):
         return loss
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The configuration's optimizer, or one that updates the parameters and writes their copies."""
+        """The configuration's optimizer, or one that updates the parameters and writes their
+        copies.
+        """
         if not self._fast.weights:
             return super().make_optimizer()
-        return MasterAdamW(self._fast.weights, storage_of(self.config), lr=self.config.learning_rate)
+        return MasterAdamW(
+            self._fast.weights, storage_of(self.config), lr=self.config.learning_rate
+        )

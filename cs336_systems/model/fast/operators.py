@@ -9,24 +9,31 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 
-def operator(kernel: str = "", mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], CustomOpDef]:
+def operator(
+    kernel: str = "", mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Make a custom operator of a function that computes it by PyTorch's operators.
 
-    This function computes it on a CPU, and gives the shapes of its results where tensors have no data. On a GPU
-    `kernel`, a "module.function" beside this module, takes the same arguments, if there is one. Its module is imported
-    on first use: Triton only comes with PyTorch for GPUs, and other packages take seconds to import. An operator that
-    `mutates` arguments returns nothing. Functions declare no shapes, because PyTorch reads a schema from their types.
+    This function computes it on a CPU, and gives the shapes of its results where tensors have no
+    data. On a GPU `kernel`, a "module.function" beside this module, takes the same arguments, if
+    there is one. Its module is imported on first use: Triton only comes with PyTorch for GPUs, and
+    other packages take seconds to import. An operator that `mutates` arguments returns nothing.
+    Functions declare no shapes, because PyTorch reads a schema from their types.
     """
     module, _, name = kernel.partition(".")
 
     @functools.cache
     def imported() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        found: Callable[..., Any] = getattr(
+            importlib.import_module(f"{__package__}.{module}"), name
+        )
         return found
 
     def make(plain: Callable[..., Any]) -> CustomOpDef:
         label = f"cs336_systems::{plain.__name__.lstrip('_')}"
-        made = torch.library.custom_op(label, plain, mutates_args=mutates, device_types="cpu" if kernel else None)
+        made = torch.library.custom_op(
+            label, plain, mutates_args=mutates, device_types="cpu" if kernel else None
+        )
         if kernel:
             made.register_kernel("cuda", lambda *given: imported()(*given))
         made.register_fake((lambda *_: None) if mutates else plain)

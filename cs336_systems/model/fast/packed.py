@@ -1,17 +1,21 @@
-"""The operations after a block's packed matmuls, one kernel each way: attention, splitting and rotating heads, SwiGLU.
+"""The operations after a block's packed matmuls, one kernel each way: attention, splitting and
+rotating heads, SwiGLU.
 
-The gradient of a packed matmul's result is assembled from parts. torch.compile does that with a mask for each part, and
-reads all parts for each, which takes 4 to 7 times the time that the memory traffic needs. Here each part is read once
-and written once, and the same kernel sums the gradient of a bias.
+The gradient of a packed matmul's result is assembled from parts. torch.compile does that with a
+mask for each part, and reads all parts for each, which takes 4 to 7 times the time that the memory
+traffic needs. Here each part is read once and written once, and the same kernel sums the gradient
+of a bias.
 
-In packed attention, queries, keys and values stay where one matmul has written them, side by side. FlashAttention 4
-(attention_kernel.py) reads them there, and in forward cuDNN where it is faster. RoPE rotates them there, and backward
-writes their gradients side by side too, so that nothing is copied between matmul and attention.
+In packed attention, queries, keys and values stay where one matmul has written them, side by side.
+FlashAttention 4 (attention_kernel.py) reads them there, and in forward cuDNN where it is faster.
+RoPE rotates them there, and backward writes their gradients side by side too, so that nothing is
+copied between matmul and attention.
 
-The feed-forward network can have its activation inside of the matmuls. Forward computes GELU or SwiGLU and its slopes
-while the first matmul's result is still in registers, and backward multiplies by the slopes within the matmul that
-computes the gradient of the activation. So the activation has no kernels of its own, its gradient is never written, and
-instead of its input, which is as large, its slopes are kept. On a GPU QuACK's matmuls do this (feed_forward_kernel.py).
+The feed-forward network can have its activation inside of the matmuls. Forward computes GELU or
+SwiGLU and its slopes while the first matmul's result is still in registers, and backward multiplies
+by the slopes within the matmul that computes the gradient of the activation. So the activation has
+no kernels of its own, its gradient is never written, and instead of its input, which is as large,
+its slopes are kept. On a GPU QuACK's matmuls do this (feed_forward_kernel.py).
 """
 
 from typing import Any, cast
@@ -29,7 +33,9 @@ Heads = Float[Tensor, "batch seq heads d_head"]
 
 
 def swiglu(packed: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]:
-    """silu(gate) x up, whose factors are packed side by side; on a GPU computed in fp32 and rounded once."""
+    """silu(gate) x up, whose factors are packed side by side; on a GPU computed in fp32 and
+    rounded once.
+    """
     return cast(Tensor, _swiglu(packed))
 
 
@@ -47,9 +53,11 @@ def cut_heads(
     num_heads: int,
     tag: Tag | None = None,
 ) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, as views of `packed`, to which `bias` has been added already, without a gradient.
+    """The heads of q, k and v, as views of `packed`, to which `bias` has been added already,
+    without a gradient.
 
-    Backward of this function computes the gradient of `bias`, and the scale that is the tag's gradient (fp8.py).
+    Backward of this function computes the gradient of `bias`, and the scale that is the tag's
+    gradient (fp8.py).
     """
     assert bias.shape == packed.shape[-1:]
     heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(packed, bias, num_heads, tag)  # type: ignore[no-untyped-call]
@@ -68,7 +76,9 @@ class _CutHeads(torch.autograd.Function):
         return q, k, v
 
     @staticmethod
-    def backward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None]:
+    def backward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, None, Tensor | None]:
         of_packed, of_bias, scale = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
         return of_packed, of_bias, None, scale if ctx.is_tagged else None
 
@@ -82,13 +92,19 @@ def _swiglu(packed: Tensor) -> Tensor:
 @operator("packed_kernel.swiglu_backward")
 def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
     gate, up = packed.contiguous().chunk(2, dim=-1)
-    return torch.cat((torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1)
+    return torch.cat(
+        (torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1
+    )
 
 
 @operator("packed_kernel.rope_heads")
 def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
-    return rotate_pairs(q, rotations), rotate_pairs(k, rotations), v.clone(memory_format=torch.contiguous_format)
+    return (
+        rotate_pairs(q, rotations),
+        rotate_pairs(k, rotations),
+        v.clone(memory_format=torch.contiguous_format),
+    )
 
 
 @operator("packed_kernel.rope_heads_backward")
@@ -102,7 +118,9 @@ def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> 
 def _cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` and `bias`, and the scale of `packed`'s gradient, which is empty unless `measures`."""
+    """Gradients of `packed` and `bias`, and the scale of `packed`'s gradient, which is empty
+    unless `measures`.
+    """
     packed = torch.stack((q, k, v), dim=2).flatten(2)
     return packed, packed.float().sum(dim=(0, 1)).to(bias_type), own_scale(packed, measures)
 
@@ -133,12 +151,14 @@ def packed_attention(
     bias: Float[Tensor, " thrice_d_model"] | None = None,
     tag: Tag | None = None,
 ) -> Float[Tensor, "batch seq d_model"]:
-    """Outputs of all heads, side by side, of the q, k and v in `packed`; with `rotations` its q and k are overwritten.
+    """Outputs of all heads, side by side, of the q, k and v in `packed`; with `rotations` its q and
+    k are overwritten.
 
-    A `bias` has been added to `packed` already, without a gradient; backward of this function computes its gradient,
-    and the scale that is the gradient of the tag (fp8.py), which only comes with a bias. The bias's gradient is
-    computed from two facts: a query's weights sum to 1, and a bias of k changes no weight, which is not so after a
-    rotation: with `rotations` there may be no bias.
+    A `bias` has been added to `packed` already, without a gradient; backward of this function
+    computes its gradient, and the scale that is the gradient of the tag (fp8.py), which only comes
+    with a bias. The bias's gradient is computed from two facts: a query's weights sum to 1, and a
+    bias of k changes no weight, which is not so after a rotation: with `rotations` there may be no
+    bias.
     """
     assert rotations is None or (bias is None and packed.shape[1] == len(rotations))
     assert bias is None or bias.shape == packed.shape[-1:]
@@ -146,27 +166,46 @@ def packed_attention(
 
 
 class _PackedAttention(torch.autograd.Function):
-    """An autograd function, because a custom operator with a gradient may not write to its arguments."""
+    """An autograd function, because a custom operator with a gradient may not write to its
+    arguments.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, num_heads: int, rotations: Tensor | None, bias: Tensor | None, tag: Tensor | None
+        ctx: Any,
+        packed: Tensor,
+        num_heads: int,
+        rotations: Tensor | None,
+        bias: Tensor | None,
+        tag: Tensor | None,
     ) -> Tensor:
         if rotations is not None:
             _rotate(packed, rotations)
         values: Tensor
         values, lse = _attend(packed, num_heads)
         ctx.save_for_backward(packed, values, lse, rotations)
-        ctx.num_heads, ctx.bias_type, ctx.is_tagged = num_heads, None if bias is None else bias.dtype, tag is not None
+        ctx.num_heads, ctx.bias_type, ctx.is_tagged = (
+            num_heads,
+            None if bias is None else bias.dtype,
+            tag is not None,
+        )
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, Tensor | None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor, None, None, Tensor | None, Tensor | None]:
         packed, values, lse, rotations = ctx.saved_tensors
         of_packed, of_bias, scale = _attend_backward(
             gradient, packed, values, lse, rotations, ctx.num_heads, ctx.bias_type, ctx.is_tagged
         )
-        return of_packed, None, None, None if ctx.bias_type is None else of_bias, scale if ctx.is_tagged else None
+        return (
+            of_packed,
+            None,
+            None,
+            None if ctx.bias_type is None else of_bias,
+            scale if ctx.is_tagged else None,
+        )
 
 
 def _heads(packed: Tensor, num_heads: int) -> list[Tensor]:
@@ -183,21 +222,33 @@ def _rotate(packed: Tensor, rotations: Tensor) -> None:
 
 @operator("attention_kernel.attend")
 def _attend(packed: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Outputs of all heads, side by side, and the logarithm of each query's sum of exponentials, in fp32."""
-    values, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*_heads(packed, num_heads), 0.0, True)
+    """Outputs of all heads, side by side, and the logarithm of each query's sum of exponentials,
+    in fp32.
+    """
+    values, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_heads(packed, num_heads), 0.0, True
+    )
     return values.transpose(1, 2).flatten(2).contiguous(), lse.contiguous()
 
 
 @operator("attention_kernel.attend_backward")
 def _attend_backward(
-    gradient: Tensor, packed: Tensor, values: Tensor, lse: Tensor, rotations: Tensor | None, num_heads: int,
-    bias_type: torch.dtype | None, measures: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor,
+    packed: Tensor,
+    values: Tensor,
+    lse: Tensor,
+    rotations: Tensor | None,
+    num_heads: int,
+    bias_type: torch.dtype | None,
+    measures: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `packed` before its rotation, and of its bias; and the scale of the first.
 
     The second is empty if `bias_type` is None, the last unless `measures`.
     """
-    of_values, by_head = (each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in (gradient, values))
+    of_values, by_head = (
+        each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in (gradient, values)
+    )
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         of_values, *_heads(packed, num_heads), by_head, lse, 0.0, True
     )
@@ -206,7 +257,9 @@ def _attend_backward(
         _rotate(of_packed, rotations * rotations.new_tensor((1, -1)))
     if bias_type is None:
         return of_packed, lse.new_empty(0), own_scale(of_packed, measures)
-    of_q, of_v = (each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient))
+    of_q, of_v = (
+        each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient)
+    )
     of_bias = torch.cat((of_q, torch.zeros_like(of_q), of_v)).to(bias_type)
     return of_packed, of_bias, own_scale(of_packed, measures)
 
@@ -217,9 +270,11 @@ def feed_forward(
     bias: Float[Tensor, " d_ff"] | None,
     second: Float[Tensor, "d_model d_ff"],
 ) -> Float[Tensor, "batch seq d_model"]:
-    """act(x first^T + bias) second^T: GELU in its tanh approximation with a bias, SwiGLU without one.
+    """act(x first^T + bias) second^T: GELU in its tanh approximation with a bias, SwiGLU without
+    one.
 
-    For SwiGLU `first` has the rows of the gate and then as many of its other factor; for GELU it has `d_ff` rows.
+    For SwiGLU `first` has the rows of the gate and then as many of its other factor; for GELU it
+    has `d_ff` rows.
     """
     assert len(first) == (2 if bias is None else 1) * second.shape[1]
     return cast(Tensor, _FeedForward.apply(x, first, bias, second))  # type: ignore[no-untyped-call]
@@ -255,7 +310,9 @@ def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
     expanded = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if bias is not None:
         hidden = F.gelu(expanded, approximate="tanh")
-        slopes = torch.ops.aten.gelu_backward(torch.ones_like(expanded), expanded, approximate="tanh")
+        slopes = torch.ops.aten.gelu_backward(
+            torch.ones_like(expanded), expanded, approximate="tanh"
+        )
     else:
         gate, up = expanded.chunk(2, dim=-1)
         hidden = F.silu(gate) * up
@@ -267,7 +324,8 @@ def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
 def _contract_backward(
     gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of what `_expand` activates, from that of the activation times weight^T; and of its bias, or empty.
+    """The gradient of what `_expand` activates, from that of the activation times weight^T; and of
+    its bias, or empty.
 
     `bias_type` is the type of the bias, or None without a bias.
     """

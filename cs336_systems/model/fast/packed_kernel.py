@@ -1,9 +1,10 @@
-"""The operations after a block's packed matmuls, written in Triton: a program handles a part of one token's row.
+"""The operations after a block's packed matmuls, written in Triton: a program handles a part of one
+token's row.
 
-Everything is read once and written once: SwiGLU moves 3 times the bytes of its result in forward and 5 times in
-backward, and the heads take twice the bytes of q, k and v, or only of q and k where these are rotated in place. If q, k
-and v have biases, a program of the backward kernel handles the same columns of many rows, and sums the gradients of the
-biases (fused_blocks_kernel.py).
+Everything is read once and written once: SwiGLU moves 3 times the bytes of its result in forward
+and 5 times in backward, and the heads take twice the bytes of q, k and v, or only of q and k where
+these are rotated in place. If q, k and v have biases, a program of the backward kernel handles the
+same columns of many rows, and sums the gradients of the biases (fused_blocks_kernel.py).
 """
 
 import torch
@@ -19,7 +20,9 @@ NUM_WARPS = 4
 BIASED_BLOCK = 256
 """Elements of a part in one program that also sums the gradients of biases."""
 SUM_TILE, SUM_WARPS = (8, 512), 2
-"""Rows and columns that a program reads at once where it sums gradients of biases alone, and its warps."""
+"""Rows and columns that a program reads at once where it sums gradients of biases alone, and its
+warps.
+"""
 
 
 def swiglu(packed: Tensor) -> Tensor:
@@ -36,7 +39,9 @@ def swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
     packed, gradient = packed.contiguous(), gradient.contiguous()
     width = gradient.shape[-1]
     result = torch.empty_like(packed)
-    _swiglu_grads[_grid(gradient, width)](packed, gradient, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    _swiglu_grads[_grid(gradient, width)](
+        packed, gradient, result, width, BLOCK=BLOCK, num_warps=NUM_WARPS
+    )
     return result
 
 
@@ -51,7 +56,9 @@ def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
-    """Gradient of `packed`, a row of q, k and v for each token; the gradients of q and k are rotated back."""
+    """Gradient of `packed`, a row of q, k and v for each token; the gradients of q and k are
+    rotated back.
+    """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     packed = q.new_empty(*q.shape[:2], 3 * q.shape[2] * q.shape[3])
     _launch_rope(packed, q, k, v, rotations, back=True)
@@ -63,15 +70,23 @@ def rotate(packed: Tensor, rotations: Tensor, *, back: bool = False) -> None:
     assert packed.is_contiguous()
     width = packed.shape[-1] // 3
     _rope_packed[packed.numel() // (3 * width), triton.cdiv(2 * width, BLOCK)](
-        packed, rotations.contiguous(), packed.shape[1], width,
-        D_HEAD=2 * rotations.shape[1], BACK=back, BLOCK=BLOCK, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        packed,
+        rotations.contiguous(),
+        packed.shape[1],
+        width,
+        D_HEAD=2 * rotations.shape[1],
+        BACK=back,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
 
 
 def cut_heads_backward(
     q: Tensor, k: Tensor, v: Tensor, bias_type: torch.dtype, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with `measures` the first's scale."""
+    """Gradients of `packed` (a row of q, k and v for each token) and of its bias; with
+    `measures` the first's scale.
+    """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     width = q.shape[2] * q.shape[3]
     rows = q.shape[0] * q.shape[1]
@@ -81,41 +96,77 @@ def cut_heads_backward(
     partial = q.new_empty(1, programs, 3 * width, dtype=torch.float32)
     maxima = partial.new_empty(programs * blocks) if measures else None
     _cut_heads_grads[(programs, blocks)](
-        q, k, v, packed, partial, maxima, rows, width, MEASURES=measures, BLOCK=BIASED_BLOCK, STAGES=STAGES,
+        q,
+        k,
+        v,
+        packed,
+        partial,
+        maxima,
+        rows,
+        width,
+        MEASURES=measures,
+        BLOCK=BIASED_BLOCK,
+        STAGES=STAGES,
         num_warps=NUM_WARPS // 4,
-    )  # fmt: skip
+    )
     return packed, *summed(partial, bias_type, maxima)[1:]
 
 
 def packed_bias_backward(
     of_packed: Tensor, gradient: Tensor, bias_type: torch.dtype, *, measures: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the fp8 scale of the latter.
+    """Gradient of the bias of q, k and v from that of `packed`; with `measures` also the fp8 scale
+    of the latter.
 
-    `gradient` is that of the outputs of all heads. A query's weights sum to 1, so its sum is that of v's gradient; a
-    bias of k adds the same to all scores of a query, which changes no weight, so that its gradient is 0.
+    `gradient` is that of the outputs of all heads. A query's weights sum to 1, so its sum is that
+    of v's gradient; a bias of k adds the same to all scores of a query, which changes no weight, so
+    that its gradient is 0.
     """
     assert of_packed.is_contiguous()
     gradient = gradient.contiguous()
     width = gradient.shape[-1]
     rows = gradient.numel() // width
     tile_rows, block = SUM_TILE
-    grid = num_programs(triton.cdiv(rows, tile_rows), tile_rows * block, gradient.device), triton.cdiv(width, block), 3
+    grid = (
+        num_programs(triton.cdiv(rows, tile_rows), tile_rows * block, gradient.device),
+        triton.cdiv(width, block),
+        3,
+    )
     partial = gradient.new_empty(1, grid[0], 3 * width, dtype=torch.float32)
     maxima = partial.new_empty(grid[0] * grid[1] * grid[2]) if measures else None
     _reduce_packed[grid](
-        of_packed, gradient, partial, maxima, rows, width, MEASURES=measures, ROWS=tile_rows, BLOCK=block,
-        STAGES=STAGES, num_warps=SUM_WARPS,
-    )  # fmt: skip
+        of_packed,
+        gradient,
+        partial,
+        maxima,
+        rows,
+        width,
+        MEASURES=measures,
+        ROWS=tile_rows,
+        BLOCK=block,
+        STAGES=STAGES,
+        num_warps=SUM_WARPS,
+    )
     return summed(partial, bias_type, maxima)[1:]
 
 
-def _launch_rope(packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool) -> None:
+def _launch_rope(
+    packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool
+) -> None:
     width = packed.shape[-1] // 3
     _rope_heads[_grid(q, width)](
-        packed, q, k, v, rotations.contiguous(), packed.shape[1], width,
-        D_HEAD=2 * rotations.shape[1], BACK=back, BLOCK=BLOCK, num_warps=NUM_WARPS,
-    )  # fmt: skip
+        packed,
+        q,
+        k,
+        v,
+        rotations.contiguous(),
+        packed.shape[1],
+        width,
+        D_HEAD=2 * rotations.shape[1],
+        BACK=back,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )
 
 
 def _grid(part: Tensor, width: int) -> tuple[int, int]:
@@ -151,13 +202,23 @@ def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rope_heads(
-    packed, q, k, v, rotations, length, width,
-    D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    packed,
+    q,
+    k,
+    v,
+    rotations,
+    length,
+    width,
+    D_HEAD: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    cos, sin = _pairs(tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK)
+    cos, sin = _pairs(
+        tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK
+    )
     if BACK:
         sin = -sin
     whole, part = packed + row * 3 * width + column, row * width + column
@@ -170,11 +231,15 @@ def _rope_heads(
 
 
 @triton.jit
-def _rope_packed(packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr):
+def _rope_packed(
+    packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < 2 * width
-    cos, sin = _pairs(tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK)
+    cos, sin = _pairs(
+        tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK
+    )
     if BACK:
         sin = -sin
     at = packed + row * 3 * width + column
@@ -183,9 +248,18 @@ def _rope_packed(packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: t
 
 @triton.jit
 def _cut_heads_grads(
-    q, k, v, packed, partial, maxima, rows, width,
-    MEASURES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    packed,
+    partial,
+    maxima,
+    rows,
+    width,
+    MEASURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -208,7 +282,9 @@ def _cut_heads_grads(
         of_v += own_v.to(tl.float32)
         if MEASURES:
             largest = tl.maximum(largest, magnitude(own_q, packed))
-            largest = tl.maximum(largest, tl.maximum(magnitude(own_k, packed), magnitude(own_v, packed)))
+            largest = tl.maximum(
+                largest, tl.maximum(magnitude(own_k, packed), magnitude(own_v, packed))
+            )
         part += programs.to(tl.int64) * width
         whole += programs.to(tl.int64) * 3 * width
     at = partial + program * 3 * width + column
@@ -222,9 +298,17 @@ def _cut_heads_grads(
 
 @triton.jit
 def _reduce_packed(
-    packed, gradient, partial, maxima, rows, width,
-    MEASURES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    packed,
+    gradient,
+    partial,
+    maxima,
+    rows,
+    width,
+    MEASURES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     part = tl.program_id(2)
@@ -264,5 +348,7 @@ def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _pairs(x, BLOCK: tl.constexpr):
-    """First and second elements of pairs, split after loading, so that a thread reads several pairs at once."""
+    """First and second elements of pairs, split after loading, so that a thread reads several
+    pairs at once.
+    """
     return tl.split(tl.reshape(x, (BLOCK // 2, 2)))

@@ -15,18 +15,25 @@ Lap = Callable[[Phase, torch.cuda.Event | None], None]
 
 
 class StepGraph:
-    """Runs the phases of a step: the first steps eagerly; the next step captures graphs, and later ones replay these.
+    """Runs the phases of a step: the first steps eagerly; the next step captures graphs, and later
+    ones replay these.
 
-    Every call is one training step, including the one that captures. The batch is copied to where the graphs read it.
-    Each phase has a graph of its own, because clocks and profilers see no boundary inside a graph; the device goes from
-    one graph to the next without waiting for the host. A phase whose kernels begin in the phase before, such as
-    collectives that start in backward, shares its graph; an event that the graph records tells where the first ends.
+    Every call is one training step, including the one that captures. The batch is copied to where
+    the graphs read it. Each phase has a graph of its own, because clocks and profilers see no
+    boundary inside a graph; the device goes from one graph to the next without waiting for the
+    host. A phase whose kernels begin in the phase before, such as collectives that start in
+    backward, shares its graph; an event that the graph records tells where the first ends.
     """
 
     def __init__(
-        self, phases: Phases, order: tuple[Phase, ...], captured: Callable[[], None], joined: Collection[Phase]
+        self,
+        phases: Phases,
+        order: tuple[Phase, ...],
+        captured: Callable[[], None],
+        joined: Collection[Phase],
     ) -> None:
-        """`order` lists the phases that `phases` yields; `captured` is called between capture and first replay.
+        """`order` lists the phases that `phases` yields; `captured` is called between capture and
+        first replay.
 
         Phases of `joined` share the graph of the phase before.
         """
@@ -46,7 +53,9 @@ class StepGraph:
         self._graphs: list[tuple[torch.cuda.CUDAGraph, list[Phase], list[torch.cuda.Event]]] = []
         """Each with its phases, and an event at the end of each of them but the last."""
         self.peak_bytes: int | None = None
-        """Peak of allocated memory during the capture, which replays need but do not report; None before it."""
+        """Peak of allocated memory during the capture, which replays need but do not report;
+        None before it.
+        """
 
     def __call__(self, batch: Batch, lap: Lap) -> None:
         """One step; `lap` is called after each phase. The next step overwrites its results."""
@@ -67,13 +76,17 @@ class StepGraph:
                 lap(phase, end)
 
     def release(self) -> None:
-        """Free the graphs: NCCL does not destroy its communicator until no graph holds a collective any more."""
+        """Free the graphs: NCCL does not destroy its communicator until no graph holds a
+        collective any more.
+        """
         for graph, _, _ in self._graphs:
             graph.reset()
         self._graphs.clear()
 
     def _eagerly(self, batch: Batch, lap: Lap) -> None:
-        """Run on the capture's stream, so that autograd and the libraries initialise there before the capture."""
+        """Run on the capture's stream, so that autograd and the libraries initialise there
+        before the capture.
+        """
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -84,7 +97,8 @@ class StepGraph:
     def _capture(self, batch: Batch) -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        pool = torch.cuda.graph_pool_handle()  # shared, so a phase can reuse memory that an earlier phase has freed
+        # shared, so a phase can reuse memory that an earlier phase has freed
+        pool = torch.cuda.graph_pool_handle()
         running = self._phases(batch)
         for phases in self._groups:
             graph, ends = torch.cuda.CUDAGraph(), []

@@ -1,12 +1,14 @@
-"""Weights kept twice: fp32 masters that the optimizer updates, and low-precision copies that matmuls read.
+"""Weights kept twice: fp32 masters that the optimizer updates, and low-precision copies that
+matmuls read.
 
-Under autocast every step casts each weight, and each gradient back. Matmuls read the same rounded weights either way,
-and their gradients are in low precision either way, so this is the same training with fewer bytes moved. The masters
-are the model's parameters; the copies are no part of its state dict.
+Under autocast every step casts each weight, and each gradient back. Matmuls read the same rounded
+weights either way, and their gradients are in low precision either way, so this is the same
+training with fewer bytes moved. The masters are the model's parameters; the copies are no part of
+its state dict.
 
-A master can be split: then only its copy and a remainder are stored, 4 bytes instead of 6. As bf16 has the sign, the
-exponent and the first bits of fp32, the 16 bits of the remainder are all that the copy lacks, and the master is known
-to the last bit.
+A master can be split: then only its copy and a remainder are stored, 4 bytes instead of 6. As bf16
+has the sign, the exponent and the first bits of fp32, the 16 bits of the remainder are all that the
+copy lacks, and the master is known to the last bit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +24,9 @@ from cs336_systems.model.fast.fp8 import KeptScale, Largest, Scale, Tag, fp8_lin
 from cs336_systems.model.transformer import Linear
 
 ALIGNMENT = 16
-"""Each part of a packed weight starts at a multiple of this many bytes, which one thread of a kernel reads at once."""
+"""Each part of a packed weight starts at a multiple of this many bytes, which one thread of a
+kernel reads at once.
+"""
 NAN_BITS = 0x7FC00000
 """The bits of a NaN in fp32 whose lower half is 0."""
 MOST_PARTS = 3
@@ -30,7 +34,9 @@ MOST_PARTS = 3
 
 
 class Received(NamedTuple):
-    """Gradients of the same elements that other ranks have sent, each as one axis, in the order of the ranks."""
+    """Gradients of the same elements that other ranks have sent, each as one axis, in the order
+    of the ranks.
+    """
 
     gradients: tuple[Tensor, ...]
     before: int
@@ -52,7 +58,8 @@ class LeafSlice:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """Gradients to add up, each as one axis: this rank's alone, or of all ranks in their order if others sent any.
+        """Gradients to add up, each as one axis: this rank's alone, or of all ranks in their order
+        if others sent any.
 
         Empty if the leaf has no gradient.
         """
@@ -70,15 +77,20 @@ class Weight:
     """A parameter of the model, or one rank's part of one or several; trained unless frozen."""
 
     master: Tensor
-    """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some parameters."""
+    """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some
+    parameters.
+    """
     read: LeafSlice | None
     """Where the model reads the master itself; None if it reads the copy only."""
     copy: LeafSlice | None = None
     """Where the model reads the copy in low precision, if there is one."""
     largest: Tensor | None = None
-    """The largest magnitude of the copy in fp32, updated whenever the copy is written; None if not kept."""
+    """The largest magnitude of the copy in fp32, updated whenever the copy is written; None if
+    not kept.
+    """
     remainder: Tensor | None = None
-    """What `split_values` returns beside the copy, in the master's shape; the master itself is then empty.
+    """What `split_values` returns beside the copy, in the master's shape; the master itself is then
+    empty.
 
     None if the master is whole.
     """
@@ -90,7 +102,9 @@ class Weight:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the master requires a gradient; the copy's leaf always does, as it may hold trained weights too."""
+        """Whether the master requires a gradient; the copy's leaf always does, as it may hold
+        trained weights too.
+        """
         return self.master.requires_grad
 
     @property
@@ -99,7 +113,9 @@ class Weight:
         return [place for place in (self.read, self.copy) if place is not None]
 
     def gradients(self) -> list[Tensor]:
-        """Gradients to add up to the weight's: those of the master and of the copy, if there are any."""
+        """Gradients to add up to the weight's: those of the master and of the copy, if there are
+        any.
+        """
         return [gradient.view(self.shape) for place in self.places for gradient in place.gradients]
 
     def values(self) -> Tensor:
@@ -138,10 +154,12 @@ class Weight:
 def split_values(values: Float[Tensor, "..."]) -> tuple[Tensor, Tensor]:
     """fp32 values rounded to bf16, halves away from zero, and what each lost by that, as int16.
 
-    The second is the difference of the bits of the value and of its copy, as integers. NaN stays NaN, one of several.
+    The second is the difference of the bits of the value and of its copy, as integers. NaN stays
+    NaN, one of several.
     """
     bits = values.contiguous().view(torch.int32)
-    bits = torch.where(values.isnan(), NAN_BITS, bits)  # else the sum could carry NaN's bits over to 0
+    # else the sum could carry NaN's bits over to 0
+    bits = torch.where(values.isnan(), NAN_BITS, bits)
     return ((bits + 2**15) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
 
 
@@ -163,7 +181,9 @@ def drop_gradients(weights: Iterable[Weight]) -> None:
 
 
 class Copies(NamedTuple):
-    """Low-precision copies of the weight of a linear layer, or of several packed into one, and of the bias if any."""
+    """Low-precision copies of the weight of a linear layer, or of several packed into one, and
+    of the bias if any.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -175,7 +195,8 @@ class Copies(NamedTuple):
     def matmul(
         self, x: Float[Tensor, "... d_in"], largest: Largest | None = None, *, tags: bool = False
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """x W^T, plus the bias if there is one; with `tags` in fp8 the tag for the operation that reads the result.
+        """x W^T, plus the bias if there is one; with `tags` in fp8 the tag for the operation that
+        reads the result.
 
         `largest` has the largest magnitudes of x, if they are known.
         """
@@ -187,10 +208,13 @@ class Copies(NamedTuple):
 class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has.
 
-    With `keeps_scales`, the optimizer keeps the largest magnitude of each fp8 copy, from which its scale is computed.
+    With `keeps_scales`, the optimizer keeps the largest magnitude of each fp8 copy, from which its
+    scale is computed.
     """
 
-    def __init__(self, dtype: torch.dtype, *, fp8: bool = False, keeps_scales: bool = False) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, fp8: bool = False, keeps_scales: bool = False
+    ) -> None:
         self._dtype, self.fp8, self._keeps_scales = dtype, fp8, keeps_scales
         self._found: dict[nn.Parameter, Weight] = {}
         self.scales: list[KeptScale] = []
@@ -200,9 +224,15 @@ class CopyMaker:
         """
 
     def copies(self, *layers: Linear) -> Copies:
-        """Copies for one layer of a block, or packed into one weight and bias for layers that read the same tensor."""
+        """Copies for one layer of a block, or packed into one weight and bias for layers that
+        read the same tensor.
+        """
         weights = [layer.weight for layer in layers]
-        bias = self._copy(biases) if (biases := [layer.bias for layer in layers if layer.bias is not None]) else None
+        bias = (
+            self._copy(biases)
+            if (biases := [layer.bias for layer in layers if layer.bias is not None])
+            else None
+        )
         if not (self.fp8 and self._keeps_scales):
             return Copies(self._copy(weights), bias, self.fp8)
         largest = torch.zeros(MOST_PARTS, device=weights[0].device)
@@ -211,28 +241,45 @@ class CopyMaker:
         return Copies(self._copy(weights, largest=largest), bias, self.fp8, scale)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
-        """A copy with rows of 0 appended until their number is a multiple of `multiple`; never in fp8."""
+        """A copy with rows of 0 appended until their number is a multiple of `multiple`; never
+        in fp8.
+        """
         return Copies(self._copy([layer.weight], surplus=-len(layer.weight) % multiple), None)
 
-    def weights(self, parameters: Iterable[nn.Parameter], table: nn.Parameter) -> tuple[Weight, ...]:
-        """The parameters, with their copies if they have any; of those only the embedding's `table` is read itself."""
+    def weights(
+        self, parameters: Iterable[nn.Parameter], table: nn.Parameter
+    ) -> tuple[Weight, ...]:
+        """The parameters, with their copies if they have any; of those only the embedding's
+        `table` is read itself.
+        """
         if table in self._found:
             self._found[table].read = LeafSlice(table, slice(0, table.numel()))
         return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
 
-    def _copy(self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None) -> Tensor:
+    def _copy(
+        self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None
+    ) -> Tensor:
         """A leaf with copies of the masters, stacked by rows, and `surplus` rows of 0.
 
         If `largest` is given, its elements keep the largest magnitudes of the copies.
         """
         first, num_rows = masters[0], sum(len(master) for master in masters)
         source = torch.zeros(
-            num_rows + surplus, *first.shape[1:], dtype=self._dtype, device=first.device, requires_grad=True
+            num_rows + surplus,
+            *first.shape[1:],
+            dtype=self._dtype,
+            device=first.device,
+            requires_grad=True,
         )
         start = 0
         for number, master in enumerate(masters):
             place = LeafSlice(source, slice(start, start + master.numel()))
-            weight = Weight(master=master, read=None, copy=place, largest=None if largest is None else largest[number])
+            weight = Weight(
+                master=master,
+                read=None,
+                copy=place,
+                largest=None if largest is None else largest[number],
+            )
             weight.refresh()
             self._found[master] = weight
             start += master.numel()

@@ -1,1 +1,3 @@
-"""One page in a browser that holds a report: `write_page` writes it, template, style and script lie beside."""
+"""One page in a browser that holds a report: `write_page` writes it, template, style and script
+lie beside.
+"""

@@ -1,8 +1,10 @@
-"""The page of one results directory, and of all below a directory by subject: findings, tables, pictures and runs.
+"""The page of one results directory, and of all below a directory by subject: findings, tables,
+pictures and runs.
 
-A page is one HTML file that makes no network requests. All but sorting and filtering works without a script. With the
-extra `report` it embeds DataTables (from itables), compressed. Every text is escaped, and the Content-Security-Policy
-allows only the script whose hash it names. Equal pages are written as equal bytes.
+A page is one HTML file that makes no network requests. All but sorting and filtering works without
+a script. With the extra `report` it embeds DataTables (from itables), compressed. Every text is
+escaped, and the Content-Security-Policy allows only the script whose hash it names. Equal pages are
+written as equal bytes.
 """
 
 import base64
@@ -51,7 +53,9 @@ from cs336_systems.text import counted, inert_line, shortened
 TABLES = ("itables", "html/dt_bundle.js")
 """The package that sorts tables, and its file, which the page embeds."""
 MOST_COLUMNS, LEAST_WORTH = 8, 5
-"""A table with more columns than that is shown without those whose `drop_order` is higher, until somebody asks."""
+"""A table with more columns than that is shown without those whose `drop_order` is higher, until
+somebody asks.
+"""
 LONGEST_LINE = 100_000
 """Most characters of a line of text."""
 
@@ -82,16 +86,24 @@ class TableBlock:
         """Index and heading of each column, and whether it is folded; those that are stand last."""
         headings = self.table.headings
         is_wide = len(headings) > MOST_COLUMNS
-        found = [(index, own, is_wide and own.drop_order > LEAST_WORTH) for index, own in enumerate(headings)]
+        found = [
+            (index, own, is_wide and own.drop_order > LEAST_WORTH)
+            for index, own in enumerate(headings)
+        ]
         return sorted(found, key=lambda column: column[2])
 
     @property
     def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None, bool]]]]:
-        """Whether each row failed, and its cells: text, the value to sort a number by, and whether it is folded."""
+        """Whether each row failed, and its cells: text, the value to sort a number by, and
+        whether it is folded.
+        """
         table, columns = self.table, self.columns
         for number, row in enumerate(table.rows):
             values = table.values[number] if number < len(table.values) else {}
-            yield number in table.failed, [(row[i], _order(own, values), folded) for i, own, folded in columns]
+            yield (
+                number in table.failed,
+                [(row[i], _order(own, values), folded) for i, own, folded in columns],
+            )
 
 
 def _order(heading: Column, values: Mapping[str, Any]) -> str | None:
@@ -123,10 +135,18 @@ class Bars:
 
     @property
     def legend(self) -> list[tuple[str, Style, str]]:
-        """Name and style of each part that can be seen in some bar; of a bar alone in its order, with the values."""
-        styles, only = visible(self.bars, self.styles), self.bars[0] if len(self.bars) == 1 else None
-        return [(name, styles[name], self.words(only, name) if only else "")
-                for name in (only.parts if only else styles) if name in styles]  # fmt: skip
+        """Name and style of each part that can be seen in some bar; of a bar alone in its order,
+        with the values.
+        """
+        styles, only = (
+            visible(self.bars, self.styles),
+            self.bars[0] if len(self.bars) == 1 else None,
+        )
+        return [
+            (name, styles[name], self.words(only, name) if only else "")
+            for name in (only.parts if only else styles)
+            if name in styles
+        ]
 
     def words(self, bar: Bar, name: str) -> str:
         """How large the part is, and which share of the bar."""
@@ -223,7 +243,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What a reader sees first, then chapters; in the list of all pages, their entries by subject."""
+    """What a reader sees first, then chapters; in the list of all pages, their entries by
+    subject.
+    """
 
     title: str
     chapters: Sequence[Chapter] = ()
@@ -232,14 +254,20 @@ class Page:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write the page to the file at once, so that an interrupted writer leaves the earlier one whole."""
+    """Write the page to the file at once, so that an interrupted writer leaves the earlier one
+    whole.
+    """
     write_atomically(path, to_html(page).encode())
 
 
 def to_html(page: Page) -> str:
     """The page as text; raise ValueError where two parts have one identifier."""
     blocks = [block for chapter in page.chapters for block in chapter.blocks]
-    named = [part.id for part in (*page.chapters, *blocks) if isinstance(part, Chapter | TableBlock | PictureBlock)]
+    named = [
+        part.id
+        for part in (*page.chapters, *blocks)
+        if isinstance(part, Chapter | TableBlock | PictureBlock)
+    ]
     if len(set(named)) < len(named):
         twice = next(name for place, name in enumerate(named) if name in named[:place])
         raise ValueError(f"each part of a page needs an identifier of its own, got {twice!r} twice")
@@ -267,18 +295,30 @@ def _read(name: str) -> str:
 
 @cache
 def _library() -> Mapping[str, Markup]:
-    """What the extra `report` brings, which is not imported for it; nothing where it is not installed."""
+    """What the extra `report` brings, which is not imported for it; nothing where it is not
+    installed.
+    """
     package, file = TABLES
     spec = importlib.util.find_spec(package)
     places = (spec.submodule_search_locations if spec else None) or ()
-    library = next((path.read_bytes() for place in places if (path := Path(place) / file).is_file()), None)
-    return {} if library is None else {"tables": Markup(base64.b64encode(gzip.compress(library, mtime=0)).decode())}
+    library = next(
+        (path.read_bytes() for place in places if (path := Path(place) / file).is_file()), None
+    )
+    return (
+        {}
+        if library is None
+        else {"tables": Markup(base64.b64encode(gzip.compress(library, mtime=0)).decode())}
+    )
 
 
 _TEMPLATES = jinja2.Environment(
-    autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, finalize=_visible,
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=_visible,
     loader=jinja2.FunctionLoader(_read),
-)  # fmt: skip
+)
 PAGE_FILE = "index.html"
 """The page for a browser, beside the tables."""
 MOST_TIMES = 40
@@ -286,10 +326,16 @@ MOST_TIMES = 40
 LONGEST_TEXT = 20_000
 """Characters of a traceback or of the end of a log."""
 SUBJECTS = {
-    "steps": "Time and memory of a training step", "ladders": "From the slow step to the fast one", "kernels": KERNELS,
-    "memory": MEMORY, "attention": "Attention alone", "fusion": "Fused operations",
-    "ceilings": "What the machine reaches", "precision": "Precision", "comparisons": "A against B",
-}  # fmt: skip
+    "steps": "Time and memory of a training step",
+    "ladders": "From the slow step to the fast one",
+    "kernels": KERNELS,
+    "memory": MEMORY,
+    "attention": "Attention alone",
+    "fusion": "Fused operations",
+    "ceilings": "What the machine reaches",
+    "precision": "Precision",
+    "comparisons": "A against B",
+}
 """All subjects in the order of the page; sweeps are by what was profiled in them."""
 
 
@@ -299,19 +345,25 @@ def _each(times_ms: Sequence[float]) -> str:
 
 
 RUN = (
-    Column("run", key="run", numeric=False, write=str), column("status"), column("step_mean_ms"),
-    Column("each step", "ms", "The raw times, in order.", key="times_ms", numeric=False, write=_each),
+    Column("run", key="run", numeric=False, write=str),
+    column("status"),
+    column("step_mean_ms"),
+    Column(
+        "each step", "ms", "The raw times, in order.", key="times_ms", numeric=False, write=_each
+    ),
     Column("warnings", key="warnings", numeric=False, write=str),
     Column("record", key="record", numeric=False, write=str),
     Column("raw profile", about="If it was kept.", key="profile", numeric=False, write=str),
     Column("opens in", key="viewer", numeric=False, write=str),
-)  # fmt: skip
+)
 """Columns of the table of runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climbed:
-    """A ladder that was run: the records and profiles of its rungs, and a row of values for each rung."""
+    """A ladder that was run: the records and profiles of its rungs, and a row of values for each
+    rung.
+    """
 
     results: Results
     rows: tuple[Row, ...]
@@ -340,12 +392,24 @@ class Directory:
             return self.study.subject
         if self.climbed is not None or self.compared is not None:
             return "ladders" if self.climbed is not None else "comparisons"
-        profilers = {record.config.profiler for record in self.sweep.records} if self.sweep is not None else set()
-        return "memory" if Profiler.MEMORY in profilers else "kernels" if profilers - {Profiler.NONE} else "steps"
+        profilers = (
+            {record.config.profiler for record in self.sweep.records}
+            if self.sweep is not None
+            else set()
+        )
+        return (
+            "memory"
+            if Profiler.MEMORY in profilers
+            else "kernels"
+            if profilers - {Profiler.NONE}
+            else "steps"
+        )
 
 
 def page_of(directory: Directory) -> Page:
-    """The page of one directory: its answer, where time and memory go, tables, runs, and how it was measured."""
+    """The page of one directory: its answer, where time and memory go, tables, runs, and how it
+    was measured.
+    """
     sections = _sections(directory)
     tables = [table for own in sections.values() for section in own for table in section.tables]
     glance = glance_at(directory)
@@ -362,8 +426,12 @@ def write_page_of(directory: Directory, say: Callable[[str], None]) -> tuple[Pat
     return directory.path / PAGE_FILE, page
 
 
-def list_of(root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapping[Path, str]) -> Page:
-    """The list of all pages below `root`, by their directories relative to it and with their subjects."""
+def list_of(
+    root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapping[Path, str]
+) -> Page:
+    """The list of all pages below `root`, by their directories relative to it and with their
+    subjects.
+    """
     shelves: dict[str, list[Entry]] = {}
     for subject, title in SUBJECTS.items():
         for path, (own, page) in pages.items():
@@ -371,38 +439,62 @@ def list_of(root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapp
                 link = f"{quote(os.fsencode(path.as_posix()))}/{PAGE_FILE}"
                 shelves.setdefault(title, []).append(Entry(link=link, name=str(path), page=page))
     lost = [f"{path}: {why}" for path, why in unreadable.items()]
-    chapters = [Chapter(id="unreadable", title="What cannot be read", blocks=[Prose(paragraphs=lost)])] if lost else []
+    chapters = (
+        [Chapter(id="unreadable", title="What cannot be read", blocks=[Prose(paragraphs=lost)])]
+        if lost
+        else []
+    )
     title = f"All results in {root.resolve().name}"
     return Page(title=title, chapters=chapters, shelves=shelves)
 
 
 def _chapters(
-    directory: Directory, sections: Mapping[str, Sequence[Section]], glance: Glance, tables: Sequence[Table]
+    directory: Directory,
+    sections: Mapping[str, Sequence[Section]],
+    glance: Glance,
+    tables: Sequence[Table],
 ) -> Iterator[Chapter]:
-    """Findings, then pictures and tables of each subject, then all runs, and how they were measured."""
+    """Findings, then pictures and tables of each subject, then all runs, and how they were
+    measured.
+    """
     results = directory.results
     # findings of profiles stand in tables of their own
-    told = [text for own in tables for text in own.findings if text not in (glance.answer, glance.more)]
+    told = [
+        text for own in tables for text in own.findings if text not in (glance.answer, glance.more)
+    ]
     told += directory.compared.left_out if directory.compared is not None else []
-    told += [f"{lost[0].upper()}{lost[1:]}."] if results is not None and (lost := results.lost) else []
+    told += (
+        [f"{lost[0].upper()}{lost[1:]}."] if results is not None and (lost := results.lost) else []
+    )
     if told:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=told)])
     shown = [bar.parts for bars in glance.bars for bar in bars.bars]
     notes = Counter(note for own in tables for note in own.notes)
     repeated = {note for note, count in notes.items() if count > 1}
     for number, (title, own) in enumerate(sections.items()):
-        blocks = [block for block in _blocks(title, own, repeated)
-                  if not isinstance(block, Bars) or any(bar.parts not in shown for bar in block.bars)]  # fmt: skip
+        blocks = [
+            block
+            for block in _blocks(title, own, repeated)
+            if not isinstance(block, Bars) or any(bar.parts not in shown for bar in block.bars)
+        ]
         yield Chapter(id=f"part-{number}", title=title, blocks=blocks)
     if results is not None and results.records:
         yield Chapter(id="runs", title="Runs", blocks=list(_runs(results.records)))
-    yield Chapter(id="measured", title="How it was measured", blocks=[
-        Facts(rows=[*_source(directory), *(("note", note) for note in notes if note in repeated)])
-    ])  # fmt: skip
+    yield Chapter(
+        id="measured",
+        title="How it was measured",
+        blocks=[
+            Facts(
+                rows=[*_source(directory), *(("note", note) for note in notes if note in repeated)]
+            )
+        ],
+    )
 
 
 def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
-    """All sections of a directory, by the title of their chapter; where time and memory go comes before the times."""
+    """All sections of a directory, by the title of their chapter; where time and memory go comes
+    before the times.
+    """
     found: dict[str, Sequence[Section]] = {}
     if directory.compared is not None:
         found["B against A"] = [directory.compared.section]
@@ -418,7 +510,8 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
 
 
 def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) -> Iterator[Block]:
-    """The pictures, then the tables without `repeated` notes; the second table of a section is called `NAME1`.
+    """The pictures, then the tables without `repeated` notes; the second table of a section is
+    called `NAME1`.
 
     The page itself draws the lying bars of charts.
     """
@@ -430,20 +523,31 @@ def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) 
             yield PictureBlock(id=f"picture-{picture.name}", svg=svg_of(picture, picture.name))
     for section in sections:
         for number, table in enumerate(section.tables):
-            shown = replace(table, notes=tuple(note for note in table.notes if note not in repeated))
+            shown = replace(
+                table, notes=tuple(note for note in table.notes if note not in repeated)
+            )
             yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown)
 
 
 def _runs(records: Sequence[RunRecord]) -> Iterator[Block]:
     """A row for each run, failed ones too, then how they failed."""
-    found = sorted(records, key=lambda record: (*order(record.config), record.config.profiler, record.config.repeat))
+    found = sorted(
+        records,
+        key=lambda record: (*order(record.config), record.config.profiler, record.config.repeat),
+    )
     rows = [_run(record) for record in found]
-    table = make_table("Runs", known(RUN, rows), rows, failed=lambda row: bool(row["status"] != Status.OK))
+    table = make_table(
+        "Runs", known(RUN, rows), rows, failed=lambda row: bool(row["status"] != Status.OK)
+    )
     yield TableBlock(id="runs-table", table=table)
     for record in found:
         if (failure := record.failure) is not None:
             where = f" (in {failure.where})" if failure.where else ""
-            texts = [failure.message, shortened(failure.traceback or "", LONGEST_TEXT), failure.log_tail or ""]
+            texts = [
+                failure.message,
+                shortened(failure.traceback or "", LONGEST_TEXT),
+                failure.log_tail or "",
+            ]
             title = f"{record.config.label}: {words.status_text(record.status)}{where}"
             yield Closed(title=title, text="\n\n".join(filter(None, texts)))
 
@@ -466,10 +570,18 @@ def _run(record: RunRecord) -> Row:
 
 
 def _source(directory: Directory) -> Iterator[tuple[str, str]]:
-    """Where the results come from: device, software, commit and time, and the command that made them."""
-    results, study = directory.results, directory.study.study if directory.study is not None else None
+    """Where the results come from: device, software, commit and time, and the command that made
+    them.
+    """
+    results, study = (
+        directory.results,
+        directory.study.study if directory.study is not None else None,
+    )
     records: Sequence[RunRecord] = results.records if results is not None else ()
-    environments = [*(record.environment for record in records), getattr(study, "environment", None)]
+    environments = [
+        *(record.environment for record in records),
+        getattr(study, "environment", None),
+    ]
     yield from _conditions([own for own in environments if own is not None])
     if isinstance(study, PrecisionStudy):
         yield from (("device", study.gpu or "CPU"), ("PyTorch", study.torch))
@@ -483,7 +595,9 @@ def _conditions(environments: Sequence[Environment]) -> Iterator[tuple[str, str]
     """Device, software and commit of these environments, each value once."""
     identities = [environment.identity for environment in environments]
     commits = [
-        f"{own.git_commit[:9]}{' with changes' if own.git_dirty else ''}" for own in environments if own.git_commit
+        f"{own.git_commit[:9]}{' with changes' if own.git_dirty else ''}"
+        for own in environments
+        if own.git_commit
     ]
     parts: dict[str, Iterable[str | None]] = {
         "device": [own.device_name for own in identities],
@@ -498,7 +612,9 @@ def _conditions(environments: Sequence[Environment]) -> Iterator[tuple[str, str]
 
 
 MAX_SLOWDOWN = 0.10
-"""A profiler that makes a step longer by more than this share puts what it says of the step in doubt."""
+"""A profiler that makes a step longer by more than this share puts what it says of the step in
+doubt.
+"""
 
 
 def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
@@ -517,7 +633,9 @@ def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
 
 
 def glance_at(directory: Directory) -> Glance:
-    """The first screen: the headline, and of runs what their memory, their profiles or their times show."""
+    """The first screen: the headline, and of runs what their memory, their profiles or their
+    times show.
+    """
     results = directory.sweep
     rows = times_of(results) if results is not None else []
     answer, more = headline_of(directory, rows)
@@ -528,7 +646,9 @@ def glance_at(directory: Directory) -> Glance:
     title = f"{BY_PHASE}, {note}" if note else BY_PHASE
     bars = Bars(title=title, bars=phase_bars(rows), styles=PARTS, unit="ms")
     doubts = [*_failed_profiles(results), *_doubts(rows)]
-    glance = replace(glance, bars=[bars], tiles=_tiles(rows, note), doubts=doubts, trust=_steady(rows))
+    glance = replace(
+        glance, bars=[bars], tiles=_tiles(rows, note), doubts=doubts, trust=_steady(rows)
+    )
     if results.memory and directory.compared is None:
         return _with_memory(glance, results.memory)
     if results.kernels and directory.compared is None:
@@ -545,29 +665,49 @@ def _failed_profiles(results: Results) -> list[str]:
 
 
 def times_of(results: Results) -> list[Row]:
-    """The configurations without a profiler; if all runs were under one, those of kernels, else those of memory."""
-    profiled = [own for own in results.records if own.config.profiler is not Profiler.MEMORY] or results.records
+    """The configurations without a profiler; if all runs were under one, those of kernels, else
+    those of memory.
+    """
+    profiled = [
+        own for own in results.records if own.config.profiler is not Profiler.MEMORY
+    ] or results.records
     return rows_of(results.frame if results.published else to_frame(profiled, results.ceilings))
 
 
 def _with_profiles(glance: Glance, entries: Sequence[Explained]) -> Glance:
-    """Instead of several bars by phase those by kind of work; to those of a single profile come its kinds of work."""
+    """Instead of several bars by phase those by kind of work; to those of a single profile come
+    its kinds of work.
+    """
     slowed = [row for entry in entries for row in list(phase_rows(entry))[-1:] if row["slowdown"]]
     worst = max((row["slowdown"] for row in slowed), default=1.0)
     doubts = [*glance.doubts]
     if worst > 1 + MAX_SLOWDOWN:
-        doubts.append(f"The profiler made a step up to {words.significant(worst, 3)} times as long as it is without.")
+        doubts.append(
+            f"The profiler made a step up to {words.significant(worst, 3)} times as long as it is "
+            "without."
+        )
     names = labels(entries)
-    chart = configuration_chart([(name, own.profile) for name, own in zip(names, entries, strict=True)])
+    chart = configuration_chart(
+        [(name, own.profile) for name, own in zip(names, entries, strict=True)]
+    )
     if chart is not None:
         return replace(glance, bars=[Bars.of(chart)], doubts=doubts)
     work = Bar(name="work", parts=parts_ms(entries[0].profile))
     title = f"Kinds of work, and how long the device is idle, in the profiled step of {names[0]}"
-    return replace(glance, bars=[*glance.bars, Bars(title=title, bars=[work], styles=STYLES, unit="ms")], doubts=doubts)
+    return replace(
+        glance,
+        bars=[*glance.bars, Bars(title=title, bars=[work], styles=STYLES, unit="ms")],
+        doubts=doubts,
+    )
 
 
 def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
-    of_one = Bars(title="What the peak consists of", bars=[peak_bar("peak", entries[0])], styles=CATEGORIES, unit="GiB")
+    of_one = Bars(
+        title="What the peak consists of",
+        bars=[peak_bar("peak", entries[0])],
+        styles=CATEGORIES,
+        unit="GiB",
+    )
     moments = [moment for entry in entries for moment in entry.profile.boundaries]
     checked = check_words(moments) if moments else ""
     doubts = [checked] if any(map(difference_bytes, moments)) else []
@@ -576,7 +716,9 @@ def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
 
 
 def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
-    """Step, throughput, utilisation and memory, as ranges; of one configuration the step with its deviation."""
+    """Step, throughput, utilisation and memory, as ranges; of one configuration the step with
+    its deviation.
+    """
     step = _range(rows, "step_mean_ms", words.milliseconds)
     peak = _range(rows, "peak_allocated_gib", lambda gib: f"{words.significant(gib, 3)} GiB")
     spread = f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
@@ -607,7 +749,9 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
     rows = _timed(rows)
     number = sum(in_doubt(codes_of(row)) for row in rows)
     counts = Counter(code for row in rows for code in codes_of(row) if code in DOUBTFUL)
-    told = ", ".join(f"{code} in {count}" if len(rows) > 1 else code for code, count in counts.most_common())
+    told = ", ".join(
+        f"{code} in {count}" if len(rows) > 1 else code for code, count in counts.most_common()
+    )
     if not number:
         return []
     several = ", some in several ways" if counts.total() > number else ""
@@ -622,5 +766,9 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
 def _steady(rows: Sequence[Row]) -> str:
     """That the times are steady; empty without times."""
     spread = max((row["step_cv"] for row in rows if row["step_cv"] is not None), default=None)
-    told = "" if spread is None else f"; the standard deviation is at most {words.percent_of(spread)} of the step"
+    told = (
+        ""
+        if spread is None
+        else f"; the standard deviation is at most {words.percent_of(spread)} of the step"
+    )
     return f"No warning puts a time in doubt{told}." if _timed(rows) else ""

@@ -9,7 +9,14 @@ from cs336_systems.costs.communication import sent_share
 from cs336_systems.costs.hardware import DeviceSpec, find_device
 from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.section import Section, Table, known, make_table
-from cs336_systems.report.sections.study import derived, doubt_notes, doubts_of, end_of, has_failed, promised_bandwidth
+from cs336_systems.report.sections.study import (
+    derived,
+    doubt_notes,
+    doubts_of,
+    end_of,
+    has_failed,
+    promised_bandwidth,
+)
 from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
 from cs336_systems.studies.ceilings_records import (
     QUEUED_BYTES,
@@ -27,17 +34,68 @@ from cs336_systems.studies.ceilings_records import (
 SUMMARY = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 _ENDS = ("device_name", "status", "error", "median_ms", "loop_spread")
 CSV_COLUMNS = {
-    "results": ("ceiling", "device_name", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at",
-                "measured_std", "warnings"),
-    "products": ("precision", "name", "rows", "inner", "columns", *_ENDS, "flops", "moved_mib", "flops_per_byte",
-                 "tflops_per_s", "data_sheet_share", "best_share", "std_ms", "warnings"),
-    "bandwidth": ("stream", "moved_mib", *_ENDS, "gb_per_s", "data_sheet_share", "std_ms", "warnings"),
-    "launches": ("launch", "device_name", "status", "error", "median_us", "loop_spread", "std_us", "warnings"),
-    "collectives": ("collective", "tensor_mib", "world_size", *_ENDS, "algorithm_gb_per_s", "bus_gb_per_s", "std_ms",
-                    "warnings"),
-}  # fmt: skip
+    "results": (
+        "ceiling",
+        "device_name",
+        "measured",
+        "unit",
+        "data_sheet",
+        "data_sheet_share",
+        "reached_at",
+        "measured_std",
+        "warnings",
+    ),
+    "products": (
+        "precision",
+        "name",
+        "rows",
+        "inner",
+        "columns",
+        *_ENDS,
+        "flops",
+        "moved_mib",
+        "flops_per_byte",
+        "tflops_per_s",
+        "data_sheet_share",
+        "best_share",
+        "std_ms",
+        "warnings",
+    ),
+    "bandwidth": (
+        "stream",
+        "moved_mib",
+        *_ENDS,
+        "gb_per_s",
+        "data_sheet_share",
+        "std_ms",
+        "warnings",
+    ),
+    "launches": (
+        "launch",
+        "device_name",
+        "status",
+        "error",
+        "median_us",
+        "loop_spread",
+        "std_us",
+        "warnings",
+    ),
+    "collectives": (
+        "collective",
+        "tensor_mib",
+        "world_size",
+        *_ENDS,
+        "algorithm_gb_per_s",
+        "bus_gb_per_s",
+        "std_ms",
+        "warnings",
+    ),
+}
 """Columns of the CSV file of each section."""
-LAUNCHES, CLOCK = (column("launched"), column("median_us")), "By the host's clock, over many in a row."
+LAUNCHES, CLOCK = (
+    (column("launched"), column("median_us")),
+    "By the host's clock, over many in a row.",
+)
 
 
 def ceilings_sections(study: CeilingsStudy) -> list[Section]:
@@ -45,7 +103,12 @@ def ceilings_sections(study: CeilingsStudy) -> list[Section]:
     products, streams = product_rows(study), [_stream(study, cell) for cell in study.streams]
     launches = [_launch(study, cell) for cell in study.launches]
     collectives = [_collective(study, cell) for cell in study.reductions]
-    ceilings = [*_best(products), *_best(streams, "moved_mib"), *_best(launches), *_best(collectives)]
+    ceilings = [
+        *_best(products),
+        *_best(streams, "moved_mib"),
+        *_best(launches),
+        *_best(collectives),
+    ]
     found = {
         "results": ([_summary_table(study, ceilings)], ceilings),
         "products": (_product_tables(study, products), products),
@@ -53,11 +116,15 @@ def ceilings_sections(study: CeilingsStudy) -> list[Section]:
         "launches": ([_table(study, "Launches", LAUNCHES, launches, CLOCK)], launches),
         "collectives": (_collective_tables(study, collectives), collectives),
     }
-    return [Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name])
-            for name, (tables, rows) in found.items()]  # fmt: skip
+    return [
+        Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name])
+        for name, (tables, rows) in found.items()
+    ]
 
 
-def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3) -> Row:
+def _row(
+    study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3
+) -> Row:
     """What all cells have: how the cell ended, its time in that unit, and what puts it in doubt."""
     timing = cell.timing
     loops = timing.loops
@@ -74,13 +141,24 @@ def _row(study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per
 
 
 def _as_ceiling(row: Row, ceiling: str, key: str, unit: str, reached_at: str = "") -> Row:
-    """The row with the columns of the summary, which shows it if it is the best of its ceiling; `key` is its rate's."""
+    """The row with the columns of the summary, which shows it if it is the best of its ceiling;
+    `key` is its rate's.
+    """
     measured, cv = row[key], row["cv"]
-    unknown = dict.fromkeys(("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted"))
-    return unknown | row | {
-        "ceiling": ceiling, "measured": measured, "unit": unit, "reached_at": reached_at,
-        "measured_std": None if measured is None or cv is None else measured * cv,
-    }  # fmt: skip
+    unknown = dict.fromkeys(
+        ("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted")
+    )
+    return (
+        unknown
+        | row
+        | {
+            "ceiling": ceiling,
+            "measured": measured,
+            "unit": unit,
+            "reached_at": reached_at,
+            "measured_std": None if measured is None or cv is None else measured * cv,
+        }
+    )
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
@@ -97,7 +175,9 @@ def _best(rows: Sequence[Row], key: str = "measured") -> list[Row]:
 
 
 def product_rows(study: CeilingsStudy) -> list[Row]:
-    """A row for each matmul. Its share of the best is in doubt if either time is, but not for the best itself."""
+    """A row for each matmul. Its share of the best is in doubt if either time is, but not for
+    the best itself.
+    """
     rows = [_product(study, cell) for cell in study.products]
     best = {row["ceiling"]: row for row in _best(rows)}
     for row in rows:
@@ -112,12 +192,21 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
     promised = promised_flops(find_device(study.device_name), cell.precision)
     moved_bytes = shape.moved_bytes(cell.precision)
     row = {
-        "precision": cell.precision, "name": shape.name, "shape": shape.label, "flops_per_s": rate,
-        "rows": shape.rows, "inner": shape.inner, "columns": shape.columns, **own,
-        "flops": shape.flops, "moved_mib": moved_bytes / MIB, "flops_per_byte": shape.flops / moved_bytes,
+        "precision": cell.precision,
+        "name": shape.name,
+        "shape": shape.label,
+        "flops_per_s": rate,
+        "rows": shape.rows,
+        "inner": shape.inner,
+        "columns": shape.columns,
+        **own,
+        "flops": shape.flops,
+        "moved_mib": moved_bytes / MIB,
+        "flops_per_byte": shape.flops / moved_bytes,
         **derived("tflops_per_s", ratio(rate, TERA), own),
-        "data_sheet": ratio(promised, TERA), **derived("data_sheet_share", ratio(rate, promised), own),
-    }  # fmt: skip
+        "data_sheet": ratio(promised, TERA),
+        **derived("data_sheet_share", ratio(rate, promised), own),
+    }
     return _as_ceiling(row, f"{cell.precision} product", "tflops_per_s", "TFLOP/s", shape.label)
 
 
@@ -134,16 +223,21 @@ def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
     promised, rate = promised_bandwidth(study.device_name), cell.timing.rate(cell.moved_bytes)
     own = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
     row = {
-        "stream": cell.stream, "moved_mib": cell.moved_bytes / MIB, **own,
+        "stream": cell.stream,
+        "moved_mib": cell.moved_bytes / MIB,
+        **own,
         **derived("gb_per_s", ratio(rate, GIGA), own),
-        "data_sheet": ratio(promised, GIGA), **derived("data_sheet_share", ratio(rate, promised), own),
-    }  # fmt: skip
+        "data_sheet": ratio(promised, GIGA),
+        **derived("data_sheet_share", ratio(rate, promised), own),
+    }
     return _as_ceiling(row, f"{cell.stream} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"]))
 
 
 def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
     launched, own = launch_words(study, cell.launch), _row(study, cell, str(cell.launch), "us", 1e6)
-    return _as_ceiling({"launch": cell.launch, "launched": launched, **own}, launched, "median_us", "µs")
+    return _as_ceiling(
+        {"launch": cell.launch, "launched": launched, **own}, launched, "median_us", "µs"
+    )
 
 
 def launch_words(study: CeilingsStudy, launch: Launch) -> str:
@@ -163,10 +257,13 @@ def _collective(study: CeilingsStudy, cell: CollectiveCell) -> Row:
     # what each process of a ring sends, as in nccl-tests, except for the broadcast
     sent_bytes = cell.num_bytes * sent_share(cell.collective, cell.world_size)
     row = {
-        "collective": cell.collective, "tensor_mib": cell.num_bytes / MIB, "world_size": cell.world_size, **own,
+        "collective": cell.collective,
+        "tensor_mib": cell.num_bytes / MIB,
+        "world_size": cell.world_size,
+        **own,
         **derived("algorithm_gb_per_s", ratio(cell.timing.rate(cell.num_bytes), GIGA), own),
         **derived("bus_gb_per_s", ratio(cell.timing.rate(sent_bytes), GIGA), own),
-    }  # fmt: skip
+    }
     ceiling = f"{cell.collective} among {cell.world_size} (bus)"
     return _as_ceiling(row, ceiling, "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"]))
 
@@ -175,14 +272,20 @@ def _mib(size_mib: float) -> str:
     return f"{significant(size_mib)} MiB"
 
 
-def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Sequence[Row], *notes: str) -> Table:
-    """The columns that have values; what puts times in doubt, and why there are none, each reason once."""
+def _table(
+    study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Sequence[Row], *notes: str
+) -> Table:
+    """The columns that have values; what puts times in doubt, and why there are none, each
+    reason once.
+    """
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row["error"] is not None:
             reasons.setdefault(row["error"].rstrip("."), []).append(row["label"])
-    failures = [f"{labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''}: {reason}."
-                for reason, labels in reasons.items()]  # fmt: skip
+    failures = [
+        f"{labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''}: {reason}."
+        for reason, labels in reasons.items()
+    ]
     doubts = doubt_notes([row["warnings"] for row in _timed(rows)], "rows", LOOPS)
     title = f"{title}, {study.device_name}"
     return make_table(title, known(columns, rows), rows, [*notes, *doubts, *failures], has_failed)
@@ -190,42 +293,64 @@ def _table(study: CeilingsStudy, title: str, columns: Sequence[Column], rows: Se
 
 def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
     """One table for each precision."""
-    columns = (column("name", name="product", about="The layer whose product it is."), column("shape"),
-               column("flops_per_byte"), column("median_ms"), column("tflops_per_s"),
-               column("data_sheet_share", drop_order=2), column("best_share"))  # fmt: skip
-    note = (
-        "Random matrices, the second transposed as a linear layer's weight; median ± standard deviation of "
-        f"{study.grid.loops} loops of {study.grid.loop_s:g} s or more. The matrices are the same each time, so that "
-        "small ones stay in caches."
+    columns = (
+        column("name", name="product", about="The layer whose product it is."),
+        column("shape"),
+        column("flops_per_byte"),
+        column("median_ms"),
+        column("tflops_per_s"),
+        column("data_sheet_share", drop_order=2),
+        column("best_share"),
     )
-    by_precision = {name: [row for row in rows if row["precision"] is name] for name in study.grid.precisions}
-    return [_table(study, f"Matrix products, {name}", columns, own, note) for name, own in by_precision.items()]
+    note = (
+        "Random matrices, the second transposed as a linear layer's weight; median ± standard "
+        f"deviation of {study.grid.loops} loops of {study.grid.loop_s:g} s or more. The matrices "
+        "are the same each time, so that small ones stay in caches."
+    )
+    by_precision = {
+        name: [row for row in rows if row["precision"] is name] for name in study.grid.precisions
+    }
+    return [
+        _table(study, f"Matrix products, {name}", columns, own, note)
+        for name, own in by_precision.items()
+    ]
 
 
 def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
     """Copies, sums and AdamW."""
     columns = columns_of("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")
     note = (
-        "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: PyTorch's fused AdamW on "
-        "one flat tensor, 28 bytes for each parameter."
+        "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: "
+        "PyTorch's fused AdamW on one flat tensor, 28 bytes for each parameter."
     )
-    cache = [f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."] if study.cache_bytes else []
+    cache = (
+        [f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."]
+        if study.cache_bytes
+        else []
+    )
     return _table(study, "Passes over memory", columns, rows, note, *cache)
 
 
 def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
     """A table for each number of processes; none where there was one process."""
-    columns = columns_of("collective", "tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s")
+    columns = columns_of(
+        "collective", "tensor_mib", "median_ms", "algorithm_gb_per_s", "bus_gb_per_s"
+    )
     backend = "NCCL" if study.grid.device is Device.CUDA else "gloo"
     note = (
-        f"In fp32, by {backend}; push by copy engines. tensor: the whole, of which each process has a part in an "
-        "all-gather and a reduce-scatter. algorithm: its bytes over the time; bus: what each process of a ring has to "
-        "send, (n - 1) / n of it, and twice that for an all-reduce."
+        f"In fp32, by {backend}; push by copy engines. tensor: the whole, of which each process "
+        "has a part in an all-gather and a reduce-scatter. algorithm: its bytes over the time; "
+        "bus: what each process of a ring has to send, (n - 1) / n of it, and twice that for an "
+        "all-reduce."
     )
-    by_ranks = {ranks: [row for row in rows if row["world_size"] == ranks]
-                for ranks in dict.fromkeys(row["world_size"] for row in rows)}  # fmt: skip
-    return [_table(study, f"Collectives among {ranks} processes", columns, own, note)
-            for ranks, own in by_ranks.items()]  # fmt: skip
+    by_ranks = {
+        ranks: [row for row in rows if row["world_size"] == ranks]
+        for ranks in dict.fromkeys(row["world_size"] for row in rows)
+    }
+    return [
+        _table(study, f"Collectives among {ranks} processes", columns, own, note)
+        for ranks, own in by_ranks.items()
+    ]
 
 
 def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
@@ -233,19 +358,28 @@ def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
     findings = list(_findings(study, {row["ceiling"]: row for row in ceilings}))
     columns = known(columns_of(*SUMMARY), ceilings)
     notes = [*findings, *doubt_notes([row["warnings"] for row in ceilings], "ceilings", LOOPS)]
-    return make_table(f"Ceilings of {study.device_name}", columns, ceilings, notes, findings=findings)
+    return make_table(
+        f"Ceilings of {study.device_name}", columns, ceilings, notes, findings=findings
+    )
 
 
 def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str]:
     """What the ceilings mean for a step."""
-    rates = {row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row}
+    rates = {
+        row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row
+    }
     copy, launch_s = ceilings.get(f"{Stream.COPY} (memory)"), study.launch_s(Launch.EAGER)
     if rates and copy is not None:
-        texts = [f"{name} {significant(rate / (copy['gb_per_s'] * GIGA), 3)}" for name, rate in rates.items()]
-        yield f"FLOPs per byte below which memory, not arithmetic, is the limit: {', '.join(texts)}."
+        texts = [
+            f"{name} {significant(rate / (copy['gb_per_s'] * GIGA), 3)}"
+            for name, rate in rates.items()
+        ]
+        yield (
+            f"FLOPs per byte below which memory, not arithmetic, is the limit: {', '.join(texts)}."
+        )
     if rates and launch_s is not None and study.grid.device is Device.CUDA:
         texts = [f"{name} {(launch_s * rate / 2) ** (1 / 3):,.0f}" for name, rate in rates.items()]
         yield (
-            "Launched one by one, smaller square products than these take less time than their launch, at the ceiling: "
-            f"{', '.join(texts)}."
+            "Launched one by one, smaller square products than these take less time than their "
+            f"launch, at the ceiling: {', '.join(texts)}."
         )

@@ -1,4 +1,6 @@
-"""A sweep's step times: the tables that people read, results.csv with every column, and their pictures."""
+"""A sweep's step times: the tables that people read, results.csv with every column, and their
+pictures.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -13,8 +15,24 @@ from cs336_systems.config import UNSIZED, Phase, Profiler, RunConfig
 from cs336_systems.record import RunRecord, Status, WarningCode
 from cs336_systems.report.charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
 from cs336_systems.report.columns import VALUES, Row, column, columns_of, three_digits
-from cs336_systems.report.frame import RESULTS, SHARED, SPEED_UPS, codes_of, describe, over_warmup, rows_of, steady
-from cs336_systems.report.identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
+from cs336_systems.report.frame import (
+    RESULTS,
+    SHARED,
+    SPEED_UPS,
+    codes_of,
+    describe,
+    over_warmup,
+    rows_of,
+    steady,
+)
+from cs336_systems.report.identity import (
+    UNLISTED,
+    by_name,
+    identity_columns,
+    names_of,
+    settings_of,
+    trailing,
+)
 from cs336_systems.report.section import Section, Table, known, make_table
 from cs336_systems.report.words import (
     CHANCE,
@@ -30,28 +48,55 @@ from cs336_systems.text import counted, text_of
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
-PHASES = ("data_mean_ms", "forward_mean_ms", "backward_mean_ms", "communication_mean_ms", "optimizer_mean_ms")
+PHASES = (
+    "data_mean_ms",
+    "forward_mean_ms",
+    "backward_mean_ms",
+    "communication_mean_ms",
+    "optimizer_mean_ms",
+)
 """Columns of the phases, in the order of a step."""
-DERIVED = tuple(dict.fromkeys((
-    "predicted_step_ms", "predicted_step_error", "step_cv", "sent_mib", "predicted_collectives_ms", "tokens_per_s",
-    "mfu", "ceiling_share", "peak_allocated_gib", "predicted_peak_gib", *VALUES, *SPEED_UPS,
-)))  # fmt: skip
+DERIVED = tuple(
+    dict.fromkeys(
+        (
+            "predicted_step_ms",
+            "predicted_step_error",
+            "step_cv",
+            "sent_mib",
+            "predicted_collectives_ms",
+            "tokens_per_s",
+            "mfu",
+            "ceiling_share",
+            "peak_allocated_gib",
+            "predicted_peak_gib",
+            *VALUES,
+            *SPEED_UPS,
+        )
+    )
+)
 """Columns that are computed from the times, and those of memory."""
 ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
 """First columns of results.csv; all other settings come after them."""
-OFFERED = "Offered: what the factory of a model of one's own was given to choose from; the model's shape is not known."
+OFFERED = (
+    "Offered: what the factory of a model of one's own was given to choose from; the model's "
+    "shape is not known."
+)
 MOST_NAMED = 8
 """Most configurations that a finding names one by one."""
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
 
 
 def step_answer(frame: pd.DataFrame, record: RunRecord) -> list[str]:
-    """Three sentences on one run: its times, its speed and peak of memory, and what puts the times in doubt."""
+    """Three sentences on one run: its times, its speed and peak of memory, and what puts the
+    times in doubt.
+    """
     (row,), measured = rows_of(frame), record.measurement(Phase.STEP)
     if measured is None:
         return []
-    low, median, high = (significant(1e3 * time_s) for time_s in
-                         (measured.min_s, measured.median_s, max(measured.times_s)))  # fmt: skip
+    low, median, high = (
+        significant(1e3 * time_s)
+        for time_s in (measured.min_s, measured.median_s, max(measured.times_s))
+    )
     phases = ", ".join(f"{column(key).name} {column(key).cell(row)}" for key in PHASES if row[key])
     found = known(columns_of("tokens_per_s", "mfu", "peak_allocated_gib"), [row])
     speed = ", ".join(f"{each.label} {each.cell(row)}" for each in found)
@@ -59,18 +104,24 @@ def step_answer(frame: pd.DataFrame, record: RunRecord) -> list[str]:
     under = "" if record.config.profiler is Profiler.NONE else " with the profiler running"
     return [
         f"A step takes {column('step_mean_ms').cell(row)} ms{under}: {phases}.",
-        f"Minimum {low}, median {median}, maximum {high} ms in {counted(len(measured.times_s), 'step')}; {speed}.",
+        f"Minimum {low}, median {median}, maximum {high} ms in "
+        f"{counted(len(measured.times_s), 'step')}; {speed}.",
         f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
     ]
 
 
 def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
-    """The table of step times: a row for each configuration, failed ones too; the notes have the findings.
+    """The table of step times: a row for each configuration, failed ones too; the notes have the
+    findings.
 
     With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
     """
     notes = [
-        *([OFFERED] if any(config.model_factory and config.size != UNSIZED for config in frame.index) else []),
+        *(
+            [OFFERED]
+            if any(config.model_factory and config.size != UNSIZED for config in frame.index)
+            else []
+        ),
         "Times are mean ± standard deviation over the measured steps of a process.",
         *too_few_note(frame["processes"]),
         *([CHANCE] if frame[[*SPEED_UPS]][frame["processes"] < FEWEST].any(axis=None) else []),
@@ -79,7 +130,13 @@ def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
         *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
         *([DOUBTED] if frame[[f"{key}_is_doubted" for key in SPEED_UPS]].any(axis=None) else []),
     ]
-    return _table("Time of a step", frame, ("step_ci95_low_ms", *PHASES, *DERIVED), notes, step_findings(frame))
+    return _table(
+        "Time of a step",
+        frame,
+        ("step_ci95_low_ms", *PHASES, *DERIVED),
+        notes,
+        step_findings(frame),
+    )
 
 
 def warmup_table(frame: pd.DataFrame) -> Table | None:
@@ -90,9 +147,15 @@ def warmup_table(frame: pd.DataFrame) -> Table | None:
 
 
 def _table(
-    title: str, frame: pd.DataFrame, keys: Sequence[str], notes: Sequence[str], findings: Sequence[str] = ()
+    title: str,
+    frame: pd.DataFrame,
+    keys: Sequence[str],
+    notes: Sequence[str],
+    findings: Sequence[str] = (),
 ) -> Table:
-    """A table of distinguishing settings, the step, the columns of `keys` that are not empty, and any failures."""
+    """A table of distinguishing settings, the step, the columns of `keys` that are not empty,
+    and any failures.
+    """
     rows, shared = rows_of(frame), describe(frame)
     columns = [column("step_mean_ms"), *known(columns_of(*keys), rows)]
     status = [] if (frame["status"] == Status.OK).all() else [column("status")]
@@ -109,7 +172,8 @@ def _table(
 def step_findings(frame: pd.DataFrame) -> list[str]:
     """Sentences on what limits steps or ended them, and on speed-ups.
 
-    Of rows that differ only in warm-up, the one with the most counts. Each number has the name of its row.
+    Of rows that differ only in warm-up, the one with the most counts. Each number has the name of
+    its row.
     """
     rows = rows_of(steady(frame))
     timed = [row for row in rows if row["step_mean_ms"]]
@@ -126,7 +190,10 @@ def _limits(rows: Sequence[Row]) -> Iterator[str]:
             groups.setdefault("Limited by the host's launches", []).append(name)
     for what, named in groups.items() if len(rows) > 1 else ():
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-        yield f"{what}: {len(named)} of {len(rows)} configurations ({', '.join(named[:MOST_NAMED])}{more})."
+        yield (
+            f"{what}: {len(named)} of {len(rows)} configurations "
+            f"({', '.join(named[:MOST_NAMED])}{more})."
+        )
 
 
 def _speed_ups(rows: Sequence[Row]) -> Iterator[str]:
@@ -147,27 +214,45 @@ def _names(rows: Sequence[Row]) -> list[str]:
     return names_of([row["identity"] for row in rows])
 
 
-def results_section(frame: pd.DataFrame, of_profiles: Mapping[RunConfig, Row] = MappingProxyType({})) -> Section:
-    """The tables and pictures of step times, and for results.csv a row with every value of each configuration.
+def results_section(
+    frame: pd.DataFrame, of_profiles: Mapping[RunConfig, Row] = MappingProxyType({})
+) -> Section:
+    """The tables and pictures of step times, and for results.csv a row with every value of each
+    configuration.
 
     `of_profiles` has, by configuration, what profiles of the same runs add to these rows.
     """
     added_keys = tuple(dict.fromkeys(key for row in of_profiles.values() for key in row))
     unknown: Row = dict.fromkeys(added_keys)
     rows = [
-        {**unknown, **row, **{name: text_of(row[name]) for name in UNLISTED}, **of_profiles.get(row["config"], {})}
+        {
+            **unknown,
+            **row,
+            **{name: text_of(row[name]) for name in UNLISTED},
+            **of_profiles.get(row["config"], {}),
+        }
         for row in rows_of(frame)
     ]
-    added = [name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS]
-    tables = tuple(table for table in (results_table(frame), warmup_table(frame)) if table is not None)
+    added = [
+        name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS
+    ]
+    tables = tuple(
+        table for table in (results_table(frame), warmup_table(frame)) if table is not None
+    )
     shared = SHARED if any(config.is_shared for config in frame.index) else ()
     keys = (*ALL_COLUMNS, *shared, *added_keys, *added)
-    return Section(name="results", tables=tables, rows=rows, keys=keys, pictures=list(step_charts(frame)))
+    return Section(
+        name="results", tables=tables, rows=rows, keys=keys, pictures=list(step_charts(frame))
+    )
 
 
 def too_few_note(counts: Iterable[int]) -> list[str]:
     """A note for rows of two processes, which have no interval, on how to get one."""
-    return [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."] if 2 in set(counts) else []
+    return (
+        [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."]
+        if 2 in set(counts)
+        else []
+    )
 
 
 def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:
@@ -189,17 +274,22 @@ PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.ite
 
 def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:
     """Lying bars of several configurations, as many in one picture as can be read."""
-    bars = phase_bars(rows_of(frame)) if len(frame) > 1 and frame["step_mean_ms"].notna().any() else []
+    bars = (
+        phase_bars(rows_of(frame)) if len(frame) > 1 and frame["step_mean_ms"].notna().any() else []
+    )
     for number, first in enumerate(range(0, len(bars), MAX_BARS), 1):
         panel = Panel(label="time (ms)", bars=bars[first : first + MAX_BARS])
         name, shared = f"step_time{f'_no{number}' if number > 1 else ''}", describe(frame)
-        yield Chart(name=name, title=BY_PHASE, settings=shared, panels=[panel], legend=5, styles=PARTS)
+        yield Chart(
+            name=name, title=BY_PHASE, settings=shared, panels=[panel], legend=5, styles=PARTS
+        )
 
 
 def phase_bars(rows: Sequence[Row]) -> list[Bar]:
     """A bar for each row of results: its phases, and the rest of the step if noticeable.
 
-    Its words are the time of the step with the deviation and, on a line of its own, the peak of memory.
+    Its words are the time of the step with the deviation and, on a line of its own, the peak of
+    memory.
     """
     bars, told = [], [column("step_mean_ms", doubt="is_doubted"), column("peak_allocated_gib")]
     for name, row in zip(names_of([row["identity"] for row in rows]), rows, strict=True):

@@ -1,4 +1,6 @@
-"""What the sections of all studies share: values of rows, doubtful times, pivoted tables; and that of precision."""
+"""What the sections of all studies share: values of rows, doubtful times, pivoted tables; and
+that of precision.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -11,11 +13,18 @@ from cs336_systems.record import Failure, Measurement, RunWarning, Status
 from cs336_systems.report.columns import Column, Row, column, columns_of
 from cs336_systems.report.section import Section, make_table
 from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
-from cs336_systems.studies.records import Accumulation, NormalisedActivations, ObservedDtype, PrecisionStudy
+from cs336_systems.studies.records import (
+    Accumulation,
+    NormalisedActivations,
+    ObservedDtype,
+    PrecisionStudy,
+)
 
 
 def end_of(status: Status, failure: Failure | None) -> Row:
-    """How a cell ended: its status, its error, and under `ended` the words that a table shows in place of a time."""
+    """How a cell ended: its status, its error, and under `ended` the words that a table shows in
+    place of a time.
+    """
     ended = "" if status is Status.OK else STATUS_WORDS[status]
     return {"status": status, "error": failure.message if failure else None, "ended": ended}
 
@@ -26,20 +35,28 @@ def has_failed(row: Row) -> bool:
 
 
 def doubts_of(warnings: Sequence[RunWarning], prefix: str = "") -> Row:
-    """The codes of the warnings about a time, and whether they put it in doubt; the keys begin with `prefix`."""
+    """The codes of the warnings about a time, and whether they put it in doubt; the keys begin
+    with `prefix`.
+    """
     codes = [warning.code for warning in warnings]
     return {f"{prefix}warnings": ";".join(codes) or None, f"{prefix}is_doubted": in_doubt(codes)}
 
 
 def times_ms(measured: Measurement | None, prefix: str = "") -> Row:
-    """Median, mean and deviation of times of passes in milliseconds, their cv and doubts; None if there are no times.
+    """Median, mean and deviation of times of passes in milliseconds, their cv and doubts; None if
+    there are no times.
 
     The keys begin with `prefix`.
     """
-    times_s = (None,) * 3 if measured is None else (measured.median_s, measured.mean_s, measured.stdev_s)
+    times_s = (
+        (None,) * 3 if measured is None else (measured.median_s, measured.mean_s, measured.stdev_s)
+    )
     values = zip(("median", "mean", "std"), times_s, strict=True)
     return {
-        **{f"{prefix}{name}_ms": None if time_s is None else time_s * 1e3 for name, time_s in values},
+        **{
+            f"{prefix}{name}_ms": None if time_s is None else time_s * 1e3
+            for name, time_s in values
+        },
         f"{prefix}cv": None if measured is None else measured.cv,
         **doubts_of(measurement_warnings(measured, PASSES), prefix),
     }
@@ -48,10 +65,15 @@ def times_ms(measured: Measurement | None, prefix: str = "") -> Row:
 def derived(key: str, value: float | None, *times: Row, prefix: str = "") -> Row:
     """A value that was computed from the times of these rows, for a column that is `derived`.
 
-    Returns the value, its deviation and whether it is in doubt; the keys of the times begin with `prefix`.
+    Returns the value, its deviation and whether it is in doubt; the keys of the times begin with
+    `prefix`.
     """
     std = None if value is None else quotient_stdev(value, *(row[f"{prefix}cv"] for row in times))
-    return {key: value, f"{key}_std": std, f"{key}_is_doubted": any(row[f"{prefix}is_doubted"] for row in times)}
+    return {
+        key: value,
+        f"{key}_std": std,
+        f"{key}_is_doubted": any(row[f"{prefix}is_doubted"] for row in times),
+    }
 
 
 def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> Iterator[str]:
@@ -61,22 +83,26 @@ def doubt_notes(codes: Sequence[str | None], rows: str, repeated: Repeated) -> I
     """
     if said := warning_counts(codes, rows):
         yield (
-            f"{DOUBT} marks a time in doubt, and what is computed from it, with its deviation: {said}. "
-            f"Close other programs, or use {repeated.more}."
+            f"{DOUBT} marks a time in doubt, and what is computed from it, with its deviation: "
+            f"{said}. Close other programs, or use {repeated.more}."
         )
 
 
 def promised_bandwidth(device_name: str) -> float | None:
-    """Bandwidth of the device's memory in bytes per second by its data sheet; None for an unknown device."""
+    """Bandwidth of the device's memory in bytes per second by its data sheet; None for an
+    unknown device.
+    """
     spec = find_device(device_name)
     return None if spec is None else spec.memory_bandwidth_bytes_per_s
 
 
 def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
-    """Pivot the rows, as pandas does: one row for each combination of the values under the keys `index`.
+    """Pivot the rows, as pandas does: one row for each combination of the values under the keys
+    `index`.
 
-    `name` is the key whose values become columns. A pivoted row holds the original row under its value of `name`, for
-    `across`, and each value of it under `NAME KEY`, for the table's frame; None if there is no such row.
+    `name` is the key whose values become columns. A pivoted row holds the original row under its
+    value of `name`, for `across`, and each value of it under `NAME KEY`, for the table's frame;
+    None if there is no such row.
     """
     kept = list(rows)
     unknown = {f"{row[name]} {key}": None for row in kept for key in row}
@@ -88,14 +114,38 @@ def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
 
 
 def across(name: str, cell: Column) -> Column:
-    """The column of a pivoted table for this name: `cell` writes the original row; the text is empty without one."""
+    """The column of a pivoted table for this name: `cell` writes the original row; the text is
+    empty without one.
+    """
     key = f"{name} {cell.key}"
-    return replace(cell, name=name, text=lambda row: cell.cell(row[name]) if name in row else "", key=key, std="")
+    return replace(
+        cell,
+        name=name,
+        text=lambda row: cell.cell(row[name]) if name in row else "",
+        key=key,
+        std="",
+    )
 
 
-ACCUMULATION = ("sum_dtype", "addend_dtype", "cast", "total", "error", "storage_error", "rounding_error",
-                "growing_additions")  # fmt: skip
-LAYER_NORM = ("activations", "dtype", "variance", "exact_variance", "output", "exact_output", "library_output")
+ACCUMULATION = (
+    "sum_dtype",
+    "addend_dtype",
+    "cast",
+    "total",
+    "error",
+    "storage_error",
+    "rounding_error",
+    "growing_additions",
+)
+LAYER_NORM = (
+    "activations",
+    "dtype",
+    "variance",
+    "exact_variance",
+    "output",
+    "exact_output",
+    "library_output",
+)
 
 
 def precision_sections(study: PrecisionStudy) -> list[Section]:
@@ -115,22 +165,26 @@ def accumulation_section(rows: Sequence[Accumulation]) -> Section:
 def layer_norm_section(rows: Sequence[NormalisedActivations]) -> Section:
     """Variance and output of each kind of activations in each data type, beside the exact ones."""
     values = [
-        asdict(row) | {
+        asdict(row)
+        | {
             "activations": f"{row.centre:g} ± {row.scale:g}" if row.centre else f"± {row.scale:g}",
             "variance_failure": f"beyond {row.dtype}",
             "output_failure": f"beyond {row.dtype}",
         }
         for row in rows
-    ]  # fmt: skip
+    ]
     title = "Layer norm with every operation in one data type"
-    note = "PyTorch's layer norm has its statistics in fp32, whatever the data type of the activations."
+    note = (
+        "PyTorch's layer norm has its statistics in fp32, whatever the data type of the "
+        "activations."
+    )
     table = make_table(title, columns_of(*LAYER_NORM), values, [note])
     return Section(name="layer_norm", tables=(table,), rows=[asdict(row) for row in rows])
 
 
 OF_GPU = (
-    "Observed on a CPU alone, whose autocast is not a GPU's: on an H200, layer norm's output (ln) and attention's "
-    "softmax were in fp32 (data/published/precision of this project)."
+    "Observed on a CPU alone, whose autocast is not a GPU's: on an H200, layer norm's output (ln) "
+    "and attention's softmax were in fp32 (data/published/precision of this project)."
 )
 
 
@@ -138,20 +192,34 @@ def dtype_section(rows: Sequence[ObservedDtype]) -> Section:
     """One row for each quantity of each model, one column for each device and autocast type."""
     values = [asdict(row) | {"setting": f"{row.precision} on {row.device}"} for row in rows]
     settings = dict.fromkeys(row["setting"] for row in values)
-    columns = [column("model"), column("quantity"), *(across(setting, column("dtype")) for setting in settings)]
+    columns = [
+        column("model"),
+        column("quantity"),
+        *(across(setting, column("dtype")) for setting in settings),
+    ]
     devices = " and ".join(dict.fromkeys(row.device for row in rows))
     findings = [
-        f"In fp32 in every case on {devices}: {', '.join(_always(rows, in_fp32=True)) or 'nothing'}.",
-        f"In the autocast type in every case on {devices}: {', '.join(_always(rows, in_fp32=False)) or 'nothing'}.",
+        (
+            f"In fp32 in every case on {devices}: "
+            f"{', '.join(_always(rows, in_fp32=True)) or 'nothing'}."
+        ),
+        f"In the autocast type in every case on {devices}: "
+        f"{', '.join(_always(rows, in_fp32=False)) or 'nothing'}.",
     ]
     if all(row.device is Device.CPU for row in rows):
         findings.insert(0, OF_GPU)
     pivot = pivoted(values, ("model", "quantity"), "setting")
-    table = make_table("Data types under autocast, as observed", columns, pivot, findings, findings=findings)
+    table = make_table(
+        "Data types under autocast, as observed", columns, pivot, findings, findings=findings
+    )
     return Section(name="dtypes", tables=(table,), rows=[asdict(row) for row in rows])
 
 
 def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     """Quantities that are in fp32, or in the autocast type, in every row that has them."""
     others = {row.quantity for row in rows if row.dtype != ("fp32" if in_fp32 else row.precision)}
-    return [quantity for quantity in dict.fromkeys(row.quantity for row in rows) if quantity not in others]
+    return [
+        quantity
+        for quantity in dict.fromkeys(row.quantity for row in rows)
+        if quantity not in others
+    ]

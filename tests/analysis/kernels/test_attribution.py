@@ -21,7 +21,10 @@ from tests.analysis.kernels.tracing import (
     training,
 )
 
-WITHOUT_LOSS = {"forward": STEP["forward"] + STEP["loss"], **{name: STEP[name] for name in ("backward", "optimizer")}}
+WITHOUT_LOSS = {
+    "forward": STEP["forward"] + STEP["loss"],
+    **{name: STEP[name] for name in ("backward", "optimizer")},
+}
 """A step whose ranges do not tell the loss from forward."""
 
 
@@ -57,7 +60,8 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
         if s.end_ns > s.start_ns
     ]
     recording.kernels = [
-        k if k.launch_ns is None else replace(k, launch_ns=k.launch_ns * 1_000 + 500) for k in recording.kernels
+        k if k.launch_ns is None else replace(k, launch_ns=k.launch_ns * 1_000 + 500)
+        for k in recording.kernels
     ]
     found = attribute(make_trace(recording))
     structure = {"forward", "backward", "optimizer", "step"}
@@ -75,7 +79,9 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
             index = innermost(outer, k.launch_ns)
             expected = "unattributed" if index is None else outer[index].name
             steps = [s for s in on_main if s.name == "step"]
-            step = innermost([s for s in steps if not any(is_inside(s, o) for o in steps)], k.launch_ns)
+            step = innermost(
+                [s for s in steps if not any(is_inside(s, o) for o in steps)], k.launch_ns
+            )
             if index is None and step is not None:
                 begin = [s for s in steps if not any(is_inside(s, o) for o in steps)][step]
                 if not any(begin.start_ns <= o.start_ns < k.launch_ns for o in outer) and any(
@@ -83,14 +89,21 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
                 ):
                     expected = "data"
             assert phase == expected
-            spanning = [s for s in on_main if any(s.start_ns < o.start_ns < s.end_ns for o in outer)]
+            spanning = [
+                s for s in on_main if any(s.start_ns < o.start_ns < s.end_ns for o in outer)
+            ]
             inside = [(s, innermost(outer, s.start_ns)) for s in mine if s.name == "forward"]
-            again = [s for s, around in inside if around is not None and outer[around].name == "backward"]
+            again = [
+                s for s, around in inside if around is not None and outer[around].name == "backward"
+            ]
             modules = [
-                s for s in mine
-                if s.thread == k.thread and s.is_nested and (s.name not in structure or s in again)
+                s
+                for s in mine
+                if s.thread == k.thread
+                and s.is_nested
+                and (s.name not in structure or s in again)
                 and s not in spanning
-            ]  # fmt: skip
+            ]
             best = innermost(modules, k.launch_ns)
             assert (-1 if best is None else recording.spans.index(modules[best])) == module
 
@@ -98,8 +111,12 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
 def test_forward_inside_backward_is_recomputed() -> None:
     """Where backward's own range of the module that needs it is open, on either thread."""
     for thread in (MAIN, AUTOGRAD):
-        made = Recording(spans=[Span("forward", 0, 5), Span("norm", 1, 4), Span("backward", 10, 90)])
-        made.spans += [Span(*each, thread) for each in (("ffn", 12, 40), ("forward", 20, 30), ("norm", 24, 26))]
+        made = Recording(
+            spans=[Span("forward", 0, 5), Span("norm", 1, 4), Span("backward", 10, 90)]
+        )
+        made.spans += [
+            Span(*each, thread) for each in (("ffn", 12, 40), ("forward", 20, 30), ("norm", 24, 26))
+        ]
         for launch in (2, 15, 22, 25, 35):
             made.launch("k", launch, thread if launch > 10 else MAIN)
         found = attribute(make_trace(made))
@@ -159,7 +176,9 @@ def test_steps_from_step_ranges_and_warmup() -> None:
 
 
 def test_gradient_accumulation_is_one_step_and_no_optimizer_is_a_step_each() -> None:
-    made = Recording(spans=[Span(n, 10 * i, 10 * i + 9) for i, n in enumerate(["forward", "backward"] * 2)])
+    made = Recording(
+        spans=[Span(n, 10 * i, 10 * i + 9) for i, n in enumerate(["forward", "backward"] * 2)]
+    )
     assert len(attribute(make_trace(with_kernel(made))).steps) == 2
     made.spans += [Span("optimizer", 50, 60), Span("forward", 70, 75)]
     assert attribute(make_trace(with_kernel(made))).steps.start_ns.tolist() == [0, 70]

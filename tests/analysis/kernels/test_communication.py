@@ -1,7 +1,8 @@
-"""Collectives: exposed time counted by nanosecond, phases around them, ranks, and a real trace of two GPUs.
+"""Collectives: exposed time counted by nanosecond, phases around them, ranks, and a real trace of
+two GPUs.
 
-two_gpus/ has two steps of `--parallel ddp-overlap --ranks 2` on two H200, of each rank, as torch.profiler wrote them,
-without the operators of the host.
+two_gpus/ has two steps of `--parallel ddp-overlap --ranks 2` on two H200, of each rank, as
+torch.profiler wrote them, without the operators of the host.
 """
 
 import gzip
@@ -17,9 +18,19 @@ import pytest
 from cs336_systems.analysis.columns import ProfileError
 from cs336_systems.analysis.kernels.attribution import attribute
 from cs336_systems.analysis.kernels.classes import collective_of
-from cs336_systems.analysis.kernels.communication import by_rank, collectives_of, rank_times, without_rank
+from cs336_systems.analysis.kernels.communication import (
+    by_rank,
+    collectives_of,
+    rank_times,
+    without_rank,
+)
 from cs336_systems.analysis.kernels.explain import explain, summarise
-from cs336_systems.analysis.kernels.step_profile import PhaseTimes, StepProfile, decode_profile, encode_profile
+from cs336_systems.analysis.kernels.step_profile import (
+    PhaseTimes,
+    StepProfile,
+    decode_profile,
+    encode_profile,
+)
 from cs336_systems.config import SIZES, Parallel, RunConfig
 from cs336_systems.costs.communication import Collective
 from cs336_systems.ranges import rank_range
@@ -47,7 +58,9 @@ COMPUTE, COLLECTIVES = 7, 16
 """Streams."""
 
 
-def exposed(found: StepProfile, kind: Collective | None = None) -> dict[str, tuple[list[int], list[int]]]:
+def exposed(
+    found: StepProfile, kind: Collective | None = None
+) -> dict[str, tuple[list[int], list[int]]]:
     """By phase, the nanoseconds of collectives in each step, and those of them that are exposed."""
     rows = [row for row in found.communication if row.collective is kind]
     return {row.phase.value: (each_ns(row.total_s), each_ns(row.exposed_s)) for row in rows}
@@ -83,7 +96,9 @@ def test_kinds_of_collectives(name: str, kind: Collective | None) -> None:
 
 
 def random_step_on_ranks(generator: random.Random) -> tuple[Recording, bool]:
-    """Steps with kernels of both streams that begin whenever, and whether `communication` waits for collectives."""
+    """Steps with kernels of both streams that begin whenever, and whether `communication` waits
+    for collectives.
+    """
     made, now, waits = Recording(), 10, generator.random() < 0.5
     for _ in range(generator.randint(1, 3)):
         for name in ("forward", "backward", "communication", "optimizer"):
@@ -91,17 +106,35 @@ def random_step_on_ranks(generator: random.Random) -> tuple[Recording, bool]:
             now += generator.randint(5, 120)
             made.spans.append(Span(name, start, now))
             if name == "communication" and waits:
-                made.calls.append(Call("cudaStreamWaitEvent_v3020", generator.randint(start, now - 1), now))
+                made.calls.append(
+                    Call("cudaStreamWaitEvent_v3020", generator.randint(start, now - 1), now)
+                )
             for _ in range(generator.randint(0, 6)):
                 launch, duration = generator.randint(start, now - 1), generator.randint(0, 40)
                 work, stream = generator.choice(
-                    [(ALL_REDUCE, COLLECTIVES), (ALL_GATHER, COLLECTIVES), ("gemm", COMPUTE), ("gemm", COMPUTE)]
+                    [
+                        (ALL_REDUCE, COLLECTIVES),
+                        (ALL_GATHER, COLLECTIVES),
+                        ("gemm", COMPUTE),
+                        ("gemm", COMPUTE),
+                    ]
                 )
                 began = launch + generator.randint(1, 60)
-                made.kernels.append(Kernel(work, launch, generator.choice([MAIN, AUTOGRAD]), began, duration, stream))
+                made.kernels.append(
+                    Kernel(
+                        work, launch, generator.choice([MAIN, AUTOGRAD]), began, duration, stream
+                    )
+                )
             if generator.random() < 0.5:
                 made.copies.append(
-                    Kernel("memcpy", start, MAIN, start + 5, 9, generator.choice([COMPUTE, COLLECTIVES]))
+                    Kernel(
+                        "memcpy",
+                        start,
+                        MAIN,
+                        start + 5,
+                        9,
+                        generator.choice([COMPUTE, COLLECTIVES]),
+                    )
                 )
             now += generator.randint(0, 9)
     return made, waits
@@ -109,7 +142,9 @@ def random_step_on_ranks(generator: random.Random) -> tuple[Recording, bool]:
 
 def through(kernels: list[Kernel], now: int) -> int:
     """When the last of the kernels launched before `now` has ended."""
-    return max([0, *(kernel.start_ns + kernel.duration_ns for kernel in kernels if kernel.launch_ns < now)])
+    return max(
+        [0, *(kernel.start_ns + kernel.duration_ns for kernel in kernels if kernel.launch_ns < now)]
+    )
 
 
 def open_at(kernels: list[Kernel]) -> set[int]:
@@ -128,10 +163,14 @@ def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> No
     expected: dict[str, list[tuple[int, ...]]] = {}
     spans = sorted(made.spans, key=lambda span: span.start_ns)
     for first in range(0, len(spans), 4):
-        last = max(spans[first].start_ns, through(made.kernels + made.copies, spans[first].start_ns))
+        last = max(
+            spans[first].start_ns, through(made.kernels + made.copies, spans[first].start_ns)
+        )
         for span in spans[first : first + 4]:
             leaves = waits and span.name in ("forward", "backward")
-            finished = through(of_main_stream if leaves else made.kernels + made.copies, span.end_ns)
+            finished = through(
+                of_main_stream if leaves else made.kernels + made.copies, span.end_ns
+            )
             end = max(last, span.end_ns, finished)
             row = [end - last]
             for chosen in (sends, [own for own in sends if own.name is ALL_GATHER]):
@@ -143,23 +182,38 @@ def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> No
         name: [row[0] for row in rows] for name, rows in expected.items()
     }
     for kind, at in ((None, 1), (Collective.ALL_GATHER, 3)):
-        kept = {name: ([row[at] for row in rows], [row[at + 1] for row in rows]) for name, rows in expected.items()}
+        kept = {
+            name: ([row[at] for row in rows], [row[at + 1] for row in rows])
+            for name, rows in expected.items()
+        }
         # a phase in which nothing of the kind ran has no row, but for kernels of no duration
         given = exposed(found, kind)
-        assert given == {name: times for name, times in kept.items() if any(times[0]) or name in given}
-    assert sum(sum(row.launches) for row in found.communication if row.collective is None) <= len(sends)
+        assert given == {
+            name: times for name, times in kept.items() if any(times[0]) or name in given
+        }
+    assert sum(sum(row.launches) for row in found.communication if row.collective is None) <= len(
+        sends
+    )
     assert decode_profile(encode_profile(found)) == found
 
 
 def test_copies_to_peers_are_communication_and_not_computing() -> None:
-    """They run from 30 to 60 beside a kernel until 40, on a stream of their own that has another copy, too."""
+    """They run from 30 to 60 beside a kernel until 40, on a stream of their own that has another
+    copy, too.
+    """
     made = Recording(
         spans=[Span("backward", 0, 100)],
         kernels=[Kernel("gemm", 5, start_ns=10, duration_ns=30, stream=COMPUTE)],
         copies=[
-            Kernel("Memcpy PtoP (Device -> Device)", 6, start_ns=30, duration_ns=20, stream=COLLECTIVES),
-            Kernel("Memcpy PtoP (Device -> Device)", 7, start_ns=50, duration_ns=10, stream=COLLECTIVES),
-            Kernel("Memcpy DtoD (Device -> Device)", 8, start_ns=60, duration_ns=5, stream=COLLECTIVES),
+            Kernel(
+                "Memcpy PtoP (Device -> Device)", 6, start_ns=30, duration_ns=20, stream=COLLECTIVES
+            ),
+            Kernel(
+                "Memcpy PtoP (Device -> Device)", 7, start_ns=50, duration_ns=10, stream=COLLECTIVES
+            ),
+            Kernel(
+                "Memcpy DtoD (Device -> Device)", 8, start_ns=60, duration_ns=5, stream=COLLECTIVES
+            ),
         ],
     )
     found = profile(made)
@@ -168,12 +222,20 @@ def test_copies_to_peers_are_communication_and_not_computing() -> None:
 
 
 def test_collectives_belong_to_no_module_but_to_a_gather() -> None:
-    """Hooks launch them while a module's range is open; PyTorch and NCCL put ranges of their own around them."""
+    """Hooks launch them while a module's range is open; PyTorch and NCCL put ranges of their own
+    around them.
+    """
     spans = [Span("forward", 0, 100), Span("block.0", 10, 90), Span("ffn", 20, 80)]
     spans += [Span("gather layers.1", 30, 40), Span("nccl:_all_gather_base", 32, 38)]
-    spans += [Span("nccl:all_reduce", 50, 60), Span("ncclAllReduce", 52, 58), Span("gloo:all_gather", 56, 57)]
+    spans += [
+        Span("nccl:all_reduce", 50, 60),
+        Span("ncclAllReduce", 52, 58),
+        Span("gloo:all_gather", 56, 57),
+    ]
     launches = {"gemm": 25, "cast": 31, ALL_GATHER: 35, ALL_REDUCE: 55, "norm": 56}
-    found = profile(Recording([Kernel(name, at, start_ns=at + 100) for name, at in launches.items()], spans))
+    found = profile(
+        Recording([Kernel(name, at, start_ns=at + 100) for name, at in launches.items()], spans)
+    )
     in_ffn, gather = ("block.0", "ffn"), ("gather layers.1",)
     assert {row.path: row.count for row in found.modules} == {in_ffn: 2, gather: 2, (): 1}
 
@@ -197,12 +259,15 @@ def rank_recording(rank: int, durations: tuple[int, ...]) -> Recording:
 
 def together(*recordings: Recording) -> Recording:
     return Recording(
-        [kernel for own in recordings for kernel in own.kernels], [span for own in recordings for span in own.spans]
+        [kernel for own in recordings for kernel in own.kernels],
+        [span for own in recordings for span in own.spans],
     )
 
 
 @pytest.mark.parametrize("through_file", [False, True])
-def test_one_report_is_split_into_its_ranks_and_waits_are_found(tmp_path: Path, through_file: bool) -> None:
+def test_one_report_is_split_into_its_ranks_and_waits_are_found(
+    tmp_path: Path, through_file: bool
+) -> None:
     """Rank 1 comes first to the first collective of a step, and last to the others."""
     made = together(rank_recording(1, (50, 10, 10, 30)), rank_recording(0, (20, 15, 40, 30)))
     if through_file:
@@ -211,14 +276,16 @@ def test_one_report_is_split_into_its_ranks_and_waits_are_found(tmp_path: Path, 
     else:
         parts = [(rank, attribute(trace)) for rank, trace in by_rank(make_trace(made)).items()]
         profiles = [(rank, summarise(own, source="test")) for rank, own in parts]
-        ranks, found = rank_times(profiles, [collectives_of(own) for _, own in parts]), profiles[0][1]
+        ranks, found = (
+            rank_times(profiles, [collectives_of(own) for _, own in parts]),
+            profiles[0][1],
+        )
     assert [own.rank for own in ranks] == [0, 1]
     # the shortest kernels are 20, 10 and 10, 30
     assert [each_ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
-    assert [exposed(replace(found, communication=own.communication))["forward"][0] for own in ranks] == [
-        [35, 70],
-        [60, 40],
-    ]
+    assert [
+        exposed(replace(found, communication=own.communication))["forward"][0] for own in ranks
+    ] == [[35, 70], [60, 40]]
     assert each_ns(found.phases[0].kernel_s) == [35, 70]
 
 
@@ -227,13 +294,19 @@ def test_waits_are_unknown_where_ranks_differ_and_a_single_rank_is_not_split() -
     other.kernels[1] = replace(other.kernels[1], name=ALL_GATHER)
     parts = [attribute(trace) for trace in by_rank(make_trace(together(one, other))).values()]
     profiles = [(rank, summarise(own, source="test")) for rank, own in enumerate(parts)]
-    assert [own.waited_s for own in rank_times(profiles, list(map(collectives_of, parts)))] == [None, None]
+    assert [own.waited_s for own in rank_times(profiles, list(map(collectives_of, parts)))] == [
+        None,
+        None,
+    ]
     assert list(by_rank(make_trace(one))) == [0]
 
 
 def test_a_process_with_hardly_any_work_is_left_out() -> None:
     """Its ranges too, which would be phases of the other one."""
-    made, helper = training(2), Recording([Kernel("k", 5, 9 << 24)], [Span("forward", 0, 10**9, 9 << 24)])
+    made, helper = (
+        training(2),
+        Recording([Kernel("k", 5, 9 << 24)], [Span("forward", 0, 10**9, 9 << 24)]),
+    )
     (alone,) = by_rank(make_trace(together(made, helper))).values()
     assert totals(attribute(alone)) == totals(attribute(make_trace(made)))
     assert alone.notes == ("1 kernels of 1 processes with less work are left out.",)
@@ -263,33 +336,45 @@ def test_exposed_time_of_two_h200_read_in_another_way() -> None:
         for step in steps:
             low, length = round(step["ts"] * 1e3), round(step["dur"] * 1e3)
             sends, computes = (
-                raster([e for e in on_device if e["name"].startswith("nccl") == is_nccl], low, length)
+                raster(
+                    [e for e in on_device if e["name"].startswith("nccl") == is_nccl], low, length
+                )
                 for is_nccl in (True, False)
             )
             total_ns.append(int(sends.sum()))
             exposed_ns.append(int((sends & ~computes).sum()))
         rows = [row for row in own.communication if row.collective is Collective.ALL_REDUCE]
-        assert [sum(each_ns(each)) for each in zip(*(row.total_s for row in rows), strict=True)] == pytest.approx(
-            total_ns, abs=3
-        )
-        assert [sum(each_ns(each)) for each in zip(*(row.exposed_s for row in rows), strict=True)] == pytest.approx(
-            exposed_ns, abs=3
-        )
+        assert [
+            sum(each_ns(each)) for each in zip(*(row.total_s for row in rows), strict=True)
+        ] == pytest.approx(total_ns, abs=3)
+        assert [
+            sum(each_ns(each)) for each in zip(*(row.exposed_s for row in rows), strict=True)
+        ] == pytest.approx(exposed_ns, abs=3)
         assert sum(exposed_ns) > 1_000_000
 
 
 def test_phases_of_two_h200_are_those_of_their_clock() -> None:
     """In ms, by CUDA events that each rank recorded in the same steps; one event takes some µs."""
     clocks = {
-        0: {"forward": (23.507, 18.806), "backward": (35.365, 34.640), "communication": (1.742, 6.806),
-            "optimizer": (1.594, 1.053)},
-        1: {"forward": (18.166, 21.474), "backward": (34.396, 42.402), "communication": (9.056, 2.013),
-            "optimizer": (1.062, 1.915)},
-    }  # fmt: skip
+        0: {
+            "forward": (23.507, 18.806),
+            "backward": (35.365, 34.640),
+            "communication": (1.742, 6.806),
+            "optimizer": (1.594, 1.053),
+        },
+        1: {
+            "forward": (18.166, 21.474),
+            "backward": (34.396, 42.402),
+            "communication": (9.056, 2.013),
+            "optimizer": (1.062, 1.915),
+        },
+    }
     for own in explain(REAL).ranks:
         by_phase: dict[str, PhaseTimes] = {times.phase.value: times for times in own.phases}
         for name, clock_ms in clocks[own.rank].items():
-            assert [1e3 * wall_s for wall_s in by_phase[name].wall_s] == pytest.approx(clock_ms, rel=0.01, abs=0.15)
+            assert [1e3 * wall_s for wall_s in by_phase[name].wall_s] == pytest.approx(
+                clock_ms, rel=0.01, abs=0.15
+            )
 
 
 def test_the_other_ranks_of_a_file_are_found_beside_it(tmp_path: Path) -> None:
@@ -302,7 +387,10 @@ def test_the_other_ranks_of_a_file_are_found_beside_it(tmp_path: Path) -> None:
     assert both.notes == explain(other, config).notes == ()
     assert [own.rank for own in both.ranks] == [0, 1]
     assert both.ranks[1].step_s == explain(other).step_s != both.step_s == both.ranks[0].step_s
-    assert (without_rank("rank1_t.json.gz"), without_rank("t.json.gz")) == ("t.json.gz", "t.json.gz")
+    assert (without_rank("rank1_t.json.gz"), without_rank("t.json.gz")) == (
+        "t.json.gz",
+        "t.json.gz",
+    )
     assert decode_profile(encode_profile(both)) == both
     other.write_bytes(b"{")
     with pytest.raises(ProfileError, match="rank1_t"):
@@ -332,7 +420,9 @@ def test_operators_of_a_cpu_start_collectives_and_do_not_tell_how_long_these_tak
 
 
 def test_a_report_of_nsys_and_a_trace_of_each_rank_tell_the_same(tmp_path: Path) -> None:
-    """Names of ranges differ as they do in real files: PyTorch's around a collective, and NCCL's."""
+    """Names of ranges differ as they do in real files: PyTorch's around a collective, and
+    NCCL's.
+    """
 
     def on_rank(rank: int, around: str) -> Recording:
         made, process = gathering(), (rank + 7) << 24
@@ -344,7 +434,9 @@ def test_a_report_of_nsys_and_a_trace_of_each_rank_tell_the_same(tmp_path: Path)
         )
 
     of_nsys = explain(
-        write_export(tmp_path / "t.sqlite", together(*(on_rank(rank, "ncclAllGather") for rank in (0, 1))))
+        write_export(
+            tmp_path / "t.sqlite", together(*(on_rank(rank, "ncclAllGather") for rank in (0, 1)))
+        )
     )
     for rank, name in ((0, "t.json"), (1, "rank1_t.json")):
         write_trace(tmp_path / name, events_of(on_rank(rank, "nccl:_all_gather_base")))

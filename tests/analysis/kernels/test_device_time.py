@@ -1,4 +1,6 @@
-"""Times of phases on the device and causes of idle time: counted by nanosecond, and with causes made on purpose."""
+"""Times of phases on the device and causes of idle time: counted by nanosecond, and with causes
+made on purpose.
+"""
 
 import random
 from collections import Counter
@@ -12,7 +14,17 @@ from cs336_systems.analysis.kernels.classes import call_name
 from cs336_systems.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
 from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
 from cs336_systems.analysis.kernels.trace import Union
-from tests.analysis.kernels.tracing import AUTOGRAD, MAIN, Call, Kernel, Recording, Span, each_ns, ints, profile
+from tests.analysis.kernels.tracing import (
+    AUTOGRAD,
+    MAIN,
+    Call,
+    Kernel,
+    Recording,
+    Span,
+    each_ns,
+    ints,
+    profile,
+)
 
 US = 1_000
 LAUNCH_NS = 4 * US
@@ -24,7 +36,9 @@ def phase(found: StepProfile, name: str) -> PhaseTimes:
 
 
 def open_times(start: list[int], end: list[int], low: int, high: int) -> set[int]:
-    return {time for a, b in zip(start, end, strict=True) for time in range(max(a, low), min(b, high))}
+    return {
+        time for a, b in zip(start, end, strict=True) for time in range(max(a, low), min(b, high))
+    }
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -35,13 +49,20 @@ def test_union_is_that_of_sets_of_nanoseconds(seed: int) -> None:
     union = Union(ints(start), ints(end))
     times = list(range(-5, 260))
     is_open = open_times(start, end, -5, 260)
-    assert union.until(ints(times)).tolist() == [sum(other < time for other in is_open) for time in times]
+    assert union.until(ints(times)).tolist() == [
+        sum(other < time for other in is_open) for time in times
+    ]
 
     low = [generator.randint(-5, 240) for _ in range(6)]
     high = [a + generator.randint(0, 20) for a in low]
     holes = union.holes(ints(low), ints(high))
     found = [
-        {t for w, a, b in zip(holes.window, holes.start, holes.end, strict=True) if w == i for t in range(a, b)}
+        {
+            t
+            for w, a, b in zip(holes.window, holes.start, holes.end, strict=True)
+            if w == i
+            for t in range(a, b)
+        }
         for i in range(len(low))
     ]
     assert found == [set(range(a, b)) - is_open for a, b in zip(low, high, strict=True)]
@@ -56,7 +77,9 @@ def test_union_is_that_of_sets_of_nanoseconds(seed: int) -> None:
 
 
 def random_training(generator: random.Random) -> Recording:
-    """Steps of phases of any length; kernels and copies of several streams that run whenever, after their launch."""
+    """Steps of phases of any length; kernels and copies of several streams that run whenever,
+    after their launch.
+    """
     made, now = Recording(), 10
     has_steps = generator.random() < 0.5
     for _ in range(generator.randint(1, 4)):
@@ -74,7 +97,9 @@ def random_training(generator: random.Random) -> Recording:
         if has_steps:
             made.spans.append(Span("step", begun, now))
         now += generator.randint(0, 30)
-    made.kernels.append(Kernel("unlaunched", None, start_ns=generator.randint(0, now), duration_ns=9))
+    made.kernels.append(
+        Kernel("unlaunched", None, start_ns=generator.randint(0, now), duration_ns=9)
+    )
     return made
 
 
@@ -92,13 +117,17 @@ def _add(made: Recording, generator: random.Random, launch: int) -> None:
 
 @pytest.mark.parametrize("seed", range(50))
 def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
-    """Wall times follow the documented rule, busy times are counted nanosecond by nanosecond, idle time is the rest."""
+    """Wall times follow the documented rule, busy times are counted nanosecond by nanosecond,
+    idle time is the rest.
+    """
     made = random_training(random.Random(seed))
     steps, windows = host_times(made)
     found = profile(made)
     jobs = made.kernels + made.copies
     launched = [job for job in jobs if job.launch_ns is not None]
-    is_busy = open_times([k.start_ns for k in jobs], [k.start_ns + k.duration_ns for k in jobs], 0, 5_000)
+    is_busy = open_times(
+        [k.start_ns for k in jobs], [k.start_ns + k.duration_ns for k in jobs], 0, 5_000
+    )
 
     def through(now: int) -> int:
         return max([0, *(k.start_ns + k.duration_ns for k in launched if k.launch_ns < now)])
@@ -116,13 +145,17 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
         tail = max(last, through(ended))
         if tail > last:
             assert each_ns(phase(found, "unattributed").wall_s)[step] == tail - last
-            assert each_ns(phase(found, "unattributed").busy_s)[step] == len(is_busy & set(range(last, tail)))
+            assert each_ns(phase(found, "unattributed").busy_s)[step] == len(
+                is_busy & set(range(last, tail))
+            )
         idle = set(range(first, max(tail, ended))) - is_busy
         # a step in which nothing at all ran has no device that was idle
         idle_total += len(idle) if is_busy & set(range(first, max(tail, ended))) else 0
         for name in ("forward", "backward", "optimizer"):
             own = [window for window in windows[step] if window[0] == name]
-            inside = [k for k in made.kernels if k.launch_ns is not None and is_in(own, k.launch_ns)]
+            inside = [
+                k for k in made.kernels if k.launch_ns is not None and is_in(own, k.launch_ns)
+            ]
             copied = [k for k in made.copies if is_in(own, k.launch_ns)]
             times = phase(found, name)
             assert times.launches[step] == len(inside)
@@ -138,7 +171,9 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
 def host_times(made: Recording) -> tuple[list[tuple[int, int]], list[list[tuple[str, int, int]]]]:
     """Each step's start and end, and its phases: as random_training makes them."""
     spans = sorted((s for s in made.spans if s.name != "step"), key=lambda s: s.start_ns)
-    windows = [[(s.name, s.start_ns, s.end_ns) for s in spans[i : i + 3]] for i in range(0, len(spans), 3)]
+    windows = [
+        [(s.name, s.start_ns, s.end_ns) for s in spans[i : i + 3]] for i in range(0, len(spans), 3)
+    ]
     steps = sorted((s.start_ns, s.end_ns) for s in made.spans if s.name == "step")
     if not steps:
         return [(three[0][1], three[-1][2]) for three in windows], windows
@@ -152,15 +187,21 @@ def is_in(windows: list[tuple[str, int, int]], now: int) -> bool:
 
 def test_several_devices_count_as_their_mean() -> None:
     made = Recording(spans=[Span("step", 0, 100), Span("forward", 0, 100)])
-    made.kernels = [Kernel("a", 0, start_ns=0, duration_ns=100), Kernel("a", 1, start_ns=0, duration_ns=40, device=1)]
-    made.kernels.append(Kernel("a", 200, start_ns=200, duration_ns=5, device=2))  # not used by the step
+    made.kernels = [
+        Kernel("a", 0, start_ns=0, duration_ns=100),
+        Kernel("a", 1, start_ns=0, duration_ns=40, device=1),
+    ]
+    # not used by the step
+    made.kernels.append(Kernel("a", 200, start_ns=200, duration_ns=5, device=2))
     found = profile(made)
     assert each_ns(phase(found, "forward").busy_s) == [70]
     assert [each_ns([row.total_s]) for row in found.idle] == [[30]]
     assert each_ns(g.duration_s for g in found.gaps) == [60]
 
 
-def launching(launch: int, start: int, duration: int, name: str = "k", call: str = "cudaLaunchKernel") -> Recording:
+def launching(
+    launch: int, start: int, duration: int, name: str = "k", call: str = "cudaLaunchKernel"
+) -> Recording:
     kernel = Kernel(name, launch, start_ns=start, duration_ns=duration)
     return Recording(kernels=[kernel], calls=[Call(f"{call}_v7000", launch, launch + LAUNCH_NS)])
 
@@ -200,11 +241,19 @@ def test_launched_after_the_device_ran_dry_is_late() -> None:
 
 def test_a_device_that_takes_longer_than_the_host_was_late_is_the_cause() -> None:
     late = LAUNCH_NS + round(LAUNCH_LATENCY_S * 1e9)
-    assert cause_after(with_causes(launching(50 * US, 50 * US + 2 * late, 10)))[0] is IdleCause.LATE_LAUNCH
-    assert cause_after(with_causes(launching(50 * US, 51 * US + 2 * late, 10)))[0] is IdleCause.BETWEEN_KERNELS
+    assert (
+        cause_after(with_causes(launching(50 * US, 50 * US + 2 * late, 10)))[0]
+        is IdleCause.LATE_LAUNCH
+    )
+    assert (
+        cause_after(with_causes(launching(50 * US, 51 * US + 2 * late, 10)))[0]
+        is IdleCause.BETWEEN_KERNELS
+    )
 
 
-@pytest.mark.parametrize("name", ["cudaStreamSynchronize_v3020", "cudaDeviceSynchronize", "cuEventSynchronize"])
+@pytest.mark.parametrize(
+    "name", ["cudaStreamSynchronize_v3020", "cudaDeviceSynchronize", "cuEventSynchronize"]
+)
 def test_a_host_that_waited_is_named(name: str) -> None:
     waited = Call(name, 8 * US, 55 * US)
     found = with_causes(launching(80 * US, 90 * US, 10), calls=(waited,))
@@ -216,9 +265,14 @@ def test_a_host_that_waited_is_named(name: str) -> None:
 
 
 def test_item_waits_in_the_copy_to_the_host() -> None:
-    """As PyTorch does it: the copy is launched while the device is at work, returns when it is done, and is awaited."""
+    """As PyTorch does it: the copy is launched while the device is at work, returns when it is
+    done, and is awaited.
+    """
     copied = Kernel("memcpy Device-to-Host", 8 * US, start_ns=52 * US, duration_ns=2 * US)
-    calls = (Call("cudaMemcpyAsync_v3020", 8 * US, 57 * US), Call("cudaStreamSynchronize_v3020", 58 * US, 59 * US))
+    calls = (
+        Call("cudaMemcpyAsync_v3020", 8 * US, 57 * US),
+        Call("cudaStreamSynchronize_v3020", 58 * US, 59 * US),
+    )
     found = with_causes(Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls)
     assert cause_after(found) == (IdleCause.BETWEEN_KERNELS, 2 * US, "cudaMemcpyAsync")
     assert cause_after(found, "memcpy Device-to-Host")[:2] == (IdleCause.HOST_WAITED, 36 * US)
@@ -230,7 +284,10 @@ def test_item_waits_in_the_copy_to_the_host() -> None:
 
 def test_a_copy_to_the_host_that_nobody_awaits_is_no_wait() -> None:
     copied = Kernel("memcpy Device-to-Host", 8 * US, start_ns=52 * US, duration_ns=2 * US)
-    calls = (Call("cudaMemcpyAsync", 8 * US, 10 * US), Call("cudaStreamSynchronize", 200 * US, 201 * US))
+    calls = (
+        Call("cudaMemcpyAsync", 8 * US, 10 * US),
+        Call("cudaStreamSynchronize", 200 * US, 201 * US),
+    )
     found = with_causes(Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls)
     assert [row.name for row in found.host_calls if row.is_wait] == ["cudaStreamSynchronize"]
     assert cause_after(found, "memcpy Device-to-Host")[0] is IdleCause.LATE_LAUNCH
@@ -239,7 +296,10 @@ def test_a_copy_to_the_host_that_nobody_awaits_is_no_wait() -> None:
 def test_a_host_that_slept_is_named() -> None:
     pause = round(HOST_PAUSE_S * 1e9)
     start = 1 * US + LAUNCH_NS
-    assert cause_after(with_causes(launching(start + pause, start + pause + 5 * US, 10)))[0] is IdleCause.LATE_LAUNCH
+    assert (
+        cause_after(with_causes(launching(start + pause, start + pause + 5 * US, 10)))[0]
+        is IdleCause.LATE_LAUNCH
+    )
     slept = launching(start + pause + 1, start + pause + 5 * US, 10)
     assert cause_after(with_causes(slept))[0] is IdleCause.HOST_PAUSE
     # a call in between, of any thread, and the host did something
@@ -253,7 +313,10 @@ def test_a_host_that_slept_is_named() -> None:
 
 def test_nodes_of_a_graph_follow_each_other_however_long_its_launch_takes() -> None:
     graph = Recording(
-        kernels=[Kernel(f"node{i}", 60 * US, start_ns=(70 + 20 * i) * US, duration_ns=10 * US) for i in range(3)],
+        kernels=[
+            Kernel(f"node{i}", 60 * US, start_ns=(70 + 20 * i) * US, duration_ns=10 * US)
+            for i in range(3)
+        ],
         calls=[Call("cudaGraphLaunch_v10000", 60 * US, 500 * US)],
     )
     found = with_causes(graph)
@@ -265,52 +328,97 @@ def test_nodes_of_a_graph_follow_each_other_however_long_its_launch_takes() -> N
 
 def test_an_idle_time_before_something_without_a_launch_has_no_cause() -> None:
     made = Recording(spans=[Span("step", 0, 100), Span("forward", 0, 100)])
-    made.kernels = [Kernel("a", 0, start_ns=0, duration_ns=10), Kernel("b", None, start_ns=30, duration_ns=70)]
+    made.kernels = [
+        Kernel("a", 0, start_ns=0, duration_ns=10),
+        Kernel("b", None, start_ns=30, duration_ns=70),
+    ]
     found = profile(made)
     assert (found.idle, found.gaps) == ((), ())
     assert "1 idle times of the device, 2e-08 s together" in found.notes[-1]
 
 
 def test_the_longest_gaps_are_kept_with_their_modules() -> None:
-    made = Recording(spans=[Span("step", 0, 100_000), Span("forward", 0, 100_000), Span("attention", 3_000, 100_000)])
+    made = Recording(
+        spans=[
+            Span("step", 0, 100_000),
+            Span("forward", 0, 100_000),
+            Span("attention", 3_000, 100_000),
+        ]
+    )
     starts = np.cumsum([0, *range(10, 1_010, 10)]).tolist()
     made.kernels = [Kernel("k", start, start_ns=start, duration_ns=1) for start in starts]
     found = profile(made)
     assert len(found.gaps) == NUM_GAPS
     durations = each_ns(gap.duration_s for gap in found.gaps)
-    assert durations == [100_000 - starts[-1] - 1, *(10 * n - 1 for n in range(100, 100 - NUM_GAPS + 1, -1))]
+    assert durations == [
+        100_000 - starts[-1] - 1,
+        *(10 * n - 1 for n in range(100, 100 - NUM_GAPS + 1, -1)),
+    ]
     assert {gap.module for gap in found.gaps} == {(), ("attention",)}
 
 
 @pytest.mark.parametrize(
     ("names", "launches", "waits"),
     [
-        ("cudaLaunchKernel_v7000 cudaLaunchKernel_ptsz_v7000 cudaLaunchKernelExC_v11060 cuLaunchKernelEx cudaMemset2D "
-         "cudaLaunchCooperativeKernel cudaGraphLaunch_v10000 cudaMemcpyAsync_v3020 cuMemcpyDtoHAsync_v2 "
-         "hipLaunchKernel hipExtModuleLaunchKernel hipModuleLaunchKernel hipGraphLaunch cuGraphLaunch "
-         "urEnqueueKernelLaunch", True, False),
+        (
+            "cudaLaunchKernel_v7000 cudaLaunchKernel_ptsz_v7000 cudaLaunchKernelExC_v11060 "
+            "cuLaunchKernelEx cudaMemset2D cudaLaunchCooperativeKernel cudaGraphLaunch_v10000 "
+            "cudaMemcpyAsync_v3020 cuMemcpyDtoHAsync_v2 hipLaunchKernel hipExtModuleLaunchKernel "
+            "hipModuleLaunchKernel hipGraphLaunch cuGraphLaunch urEnqueueKernelLaunch",
+            True,
+            False,
+        ),
         ("cudaMemcpy_v3020 cudaMemcpy2D cudaMemcpyToSymbol_v3020 hipMemcpyWithStream", True, True),
-        ("cuCtxSynchronize cudaEventSynchronize_v3020 hipDeviceSynchronize hipStreamSynchronize", False, True),
-        ("cudaEventQuery_v3020 cudaStreamIsCapturing_v10000 cuKernelGetFunction cudaMalloc", False, False),
+        (
+            "cuCtxSynchronize cudaEventSynchronize_v3020 hipDeviceSynchronize hipStreamSynchronize",
+            False,
+            True,
+        ),
+        (
+            "cudaEventQuery_v3020 cudaStreamIsCapturing_v10000 cuKernelGetFunction cudaMalloc",
+            False,
+            False,
+        ),
     ],
-)  # fmt: skip
+)
 def test_calls_by_name(names: str, launches: bool, waits: bool) -> None:
     for name in names.split():
-        assert (RuntimeCall.LAUNCH.is_done_by(name), RuntimeCall.WAIT.is_done_by(name)) == (launches, waits), name
+        assert (RuntimeCall.LAUNCH.is_done_by(name), RuntimeCall.WAIT.is_done_by(name)) == (
+            launches,
+            waits,
+        ), name
 
 
 def waits_by_phase(num_optimizer: int, *ends: tuple[str, int]) -> Counter[tuple[str, str]]:
-    """In two steps of somebody's training without ranges of phases, each with these calls at its end."""
+    """In two steps of somebody's training without ranges of phases, each with these calls at its
+    end.
+    """
     made = Recording()
     for begin in (0, 1_000):
         made.spans.append(Span("linear", begin + 10, begin + 50))
-        launches = [(20, MAIN), (100, AUTOGRAD), (110, AUTOGRAD), *((200 + i, MAIN) for i in range(num_optimizer))]
-        made.kernels += [Kernel("k", begin + launch, thread, begin + launch + 5) for launch, thread in launches]
-        made.calls += [Call("cudaLaunchKernel_v7000", begin + at, begin + at + 2, thread) for at, thread in launches]
+        launches = [
+            (20, MAIN),
+            (100, AUTOGRAD),
+            (110, AUTOGRAD),
+            *((200 + i, MAIN) for i in range(num_optimizer)),
+        ]
+        made.kernels += [
+            Kernel("k", begin + launch, thread, begin + launch + 5) for launch, thread in launches
+        ]
+        made.calls += [
+            Call("cudaLaunchKernel_v7000", begin + at, begin + at + 2, thread)
+            for at, thread in launches
+        ]
         made.calls.append(Call("cudaStreamSynchronize", begin + 105, begin + 106, AUTOGRAD))
         made.calls += [Call(name, begin + at, begin + at + 3) for name, at in ends]
-        made.copies += [Kernel("memcpy Device-to-Host", begin + at) for name, at in ends if name == "cudaMemcpyAsync"]
-    return Counter({(row.name, row.phase.value): row.count for row in profile(made).host_calls if row.is_wait})
+        made.copies += [
+            Kernel("memcpy Device-to-Host", begin + at)
+            for name, at in ends
+            if name == "cudaMemcpyAsync"
+        ]
+    return Counter(
+        {(row.name, row.phase.value): row.count for row in profile(made).host_calls if row.is_wait}
+    )
 
 
 @pytest.mark.parametrize("num_optimizer", [0, 3])
@@ -339,7 +447,9 @@ def test_host_calls_by_function_and_phase_of_any_thread() -> None:
         ],
     )
     rows = profile(made).host_calls
-    assert [(r.name, r.phase, r.count, *each_ns([r.total_s]), r.is_launch, r.is_wait) for r in rows] == [
+    assert [
+        (r.name, r.phase, r.count, *each_ns([r.total_s]), r.is_launch, r.is_wait) for r in rows
+    ] == [
         ("cudaDeviceSynchronize", "unattributed", 1, 40, False, True),
         ("cudaLaunchKernel", "forward", 2, 16, True, False),
         ("cudaLaunchKernel", "backward", 1, 7, True, False),

@@ -31,7 +31,9 @@ LAUNCH_NS, GAP_NS = 4_000, 10_000
 
 @dataclass
 class Program:
-    """A host that launches kernels on one stream; each starts when it is launched and the stream is free."""
+    """A host that launches kernels on one stream; each starts when it is launched and the stream
+    is free.
+    """
 
     events: list[Event] = field(default_factory=list)
     now: int = 0
@@ -41,10 +43,21 @@ class Program:
     call: str = "cudaLaunchKernel"
 
     def launch(
-        self, name: str, duration_ns: int = 40_000, /, *, tid: int = MAIN, delay_ns: int = 6_000, **args: object
+        self,
+        name: str,
+        duration_ns: int = 40_000,
+        /,
+        *,
+        tid: int = MAIN,
+        delay_ns: int = 6_000,
+        **args: object,
     ) -> None:
         self.count += 1
-        self.events.append(complete("cuda_runtime", self.call, 100, tid, self.now, LAUNCH_NS, correlation=self.count))
+        self.events.append(
+            complete(
+                "cuda_runtime", self.call, 100, tid, self.now, LAUNCH_NS, correlation=self.count
+            )
+        )
         start = max(self.free, self.now + delay_ns)
         own = {"device": self.device, "stream": 7, "correlation": self.count, **args}
         self.events.append(complete("kernel", name, 0, 7, start, duration_ns) | {"args": own})
@@ -53,10 +66,22 @@ class Program:
 
     def copy(self, name: str, duration_ns: int, call: str = "cudaMemcpyAsync") -> None:
         self.count += 1
-        self.events.append(complete("cuda_runtime", call, 100, MAIN, self.now, LAUNCH_NS, correlation=self.count))
+        self.events.append(
+            complete("cuda_runtime", call, 100, MAIN, self.now, LAUNCH_NS, correlation=self.count)
+        )
         start = max(self.free, self.now + 6_000)
         self.events.append(
-            complete("gpu_memcpy", name, 0, 7, start, duration_ns, device=0, stream=7, correlation=self.count)
+            complete(
+                "gpu_memcpy",
+                name,
+                0,
+                7,
+                start,
+                duration_ns,
+                device=0,
+                stream=7,
+                correlation=self.count,
+            )
         )
         self.free = start + duration_ns
         self.now += GAP_NS
@@ -66,12 +91,18 @@ class Program:
 
     def wait(self, call: str = "cudaDeviceSynchronize") -> None:
         until = max(self.now, self.free)
-        self.events.append(complete("cuda_runtime", call, 100, MAIN, self.now, until - self.now + 1_000))
+        self.events.append(
+            complete("cuda_runtime", call, 100, MAIN, self.now, until - self.now + 1_000)
+        )
         self.now = until + 1_000
 
 
 FORWARD, BACKWARD, OPTIMIZER = 6, 12, 3
-STEP = {"forward": (FORWARD, 240_000), "backward": (BACKWARD, 480_000), "optimizer": (OPTIMIZER, 30_000)}
+STEP = {
+    "forward": (FORWARD, 240_000),
+    "backward": (BACKWARD, 480_000),
+    "optimizer": (OPTIMIZER, 30_000),
+}
 """Kernels of a step of `plain_loop` and their nanoseconds, by phase."""
 
 
@@ -85,7 +116,9 @@ def plain_loop(
     init: int = 0,
     accumulate: int = 1,
 ) -> Program:
-    """A loop without ranges of its own. Backward runs on autograd's thread, or shows its `nodes` on the main one."""
+    """A loop without ranges of its own. Backward runs on autograd's thread, or shows its `nodes`
+    on the main one.
+    """
     made = Program()
     begun = made.now
     for _ in range(init):
@@ -133,12 +166,22 @@ def by_phase(profile: StepProfile) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"zero_grad": True}, {"nodes": True}, {"profiler_steps": False}, {"profiler_steps": False, "zero_grad": True},
-     {"profiler_steps": False, "init": 40}, {"init": 5}, {"optimizer": False}],
+    [
+        {},
+        {"zero_grad": True},
+        {"nodes": True},
+        {"profiler_steps": False},
+        {"profiler_steps": False, "zero_grad": True},
+        {"profiler_steps": False, "init": 40},
+        {"init": 5},
+        {"optimizer": False},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_plain_loop_has_its_steps_and_phases(changes: dict[str, object], tmp_path: Path) -> None:
-    """With torch.profiler's steps or without, with the nodes of autograd in the file or only its thread."""
+    """With torch.profiler's steps or without, with the nodes of autograd in the file or only its
+    thread.
+    """
     profile = explained(plain_loop(**changes), tmp_path)
     assert profile.num_steps == 4
     assert by_phase(profile) == STEP
@@ -157,7 +200,11 @@ def test_gradients_of_several_batches_are_of_one_step(tmp_path: Path) -> None:
 def test_phases_of_the_program_beside_pytorchs_optimizer(tmp_path: Path) -> None:
     made = Program()
     for _ in range(3):
-        for name, count in (("Forward", FORWARD), ("BACKWARD", BACKWARD), ("Optimizer.step#SGD.step", OPTIMIZER)):
+        for name, count in (
+            ("Forward", FORWARD),
+            ("BACKWARD", BACKWARD),
+            ("Optimizer.step#SGD.step", OPTIMIZER),
+        ):
             begun = made.now
             for _ in range(count):
                 made.launch("k", 10_000 if count == OPTIMIZER else 40_000)
@@ -207,29 +254,42 @@ def test_ranges_of_unknown_names_are_proposed_as_flags(tmp_path: Path) -> None:
         made.ranged(f"train_step {step}", whole)
     note = " ".join(explained(made, tmp_path).notes)
     assert "--forward 'fwd pass' --backward 'bwd pass' --step 'train_step *'" in note
-    found = attribute(read_trace(tmp_path / "t.json"), PhaseNames(forward="fwd pass", backward="bwd*", step="train*"))
+    found = attribute(
+        read_trace(tmp_path / "t.json"),
+        PhaseNames(forward="fwd pass", backward="bwd*", step="train*"),
+    )
     assert len(found.steps) == 2
 
 
 def test_what_is_measured_needs_no_phases(tmp_path: Path) -> None:
     made = inference()
-    made.events = [event for event in made.events if not str(event["name"]).startswith("ProfilerStep")]
+    made.events = [
+        event for event in made.events if not str(event["name"]).startswith("ProfilerStep")
+    ]
     made.launch("after")
     made.events.append(complete("user_annotation", "look here", 100, MAIN, 0, 60_000))
     path = write_trace(tmp_path / "t.json", made.events)
     profile = explain(path, phases=PhaseNames(measure="look here"))
     launched = sum(
-        event["name"] == "cudaLaunchKernel" and event["ts"] < made.events[0]["ts"] + 60 for event in made.events
+        event["name"] == "cudaLaunchKernel" and event["ts"] < made.events[0]["ts"] + 60
+        for event in made.events
     )
     assert (profile.num_steps, sum(map(sum, (p.launches for p in profile.phases)))) == (1, launched)
 
 
 def renamed(made: Program, categories: dict[str, str]) -> list[Event]:
-    return [{**event, "cat": categories.get(str(event["cat"]), event["cat"])} for event in made.events]
+    return [
+        {**event, "cat": categories.get(str(event["cat"]), event["cat"])} for event in made.events
+    ]
 
 
 OF_DEVICES = {
-    "torch 1.8": {"kernel": "Kernel", "cuda_runtime": "Runtime", "user_annotation": "Operator", "cpu_op": "Operator"},
+    "torch 1.8": {
+        "kernel": "Kernel",
+        "cuda_runtime": "Runtime",
+        "user_annotation": "Operator",
+        "cpu_op": "Operator",
+    },
     "XPU": {"cuda_runtime": "xpu_runtime"},
     "MTIA": {"kernel": "mtia_ccp_events", "cuda_runtime": "mtia_runtime"},
     "other": {"cuda_runtime": "privateuse1_runtime"},
@@ -237,7 +297,9 @@ OF_DEVICES = {
 
 
 @pytest.mark.parametrize("categories", OF_DEVICES.values(), ids=OF_DEVICES)
-def test_categories_of_other_devices_and_versions_are_read(categories: dict[str, str], tmp_path: Path) -> None:
+def test_categories_of_other_devices_and_versions_are_read(
+    categories: dict[str, str], tmp_path: Path
+) -> None:
     made = plain_loop(nodes=True)
     made.events.append(complete("cpu_op", "aten::mm", 100, MAIN, 0, 10))
     profile = explain(write_trace(tmp_path / "t.json", renamed(made, categories)))
@@ -247,8 +309,18 @@ def test_categories_of_other_devices_and_versions_are_read(categories: dict[str,
 
 def test_tasks_of_an_npu_are_kernels(tmp_path: Path) -> None:
     """Without categories, and with times as text."""
-    tasks = [{"ph": "X", "name": f"MatMul{i}", "pid": 3, "tid": 8, "ts": f"{5 + i}.125", "dur": 0.5,
-              "args": {"Task Type": kind}} for i, kind in enumerate(("AI_CORE", "MIX_AIC", "EVENT_WAIT"))]  # fmt: skip
+    tasks = [
+        {
+            "ph": "X",
+            "name": f"MatMul{i}",
+            "pid": 3,
+            "tid": 8,
+            "ts": f"{5 + i}.125",
+            "dur": 0.5,
+            "args": {"Task Type": kind},
+        }
+        for i, kind in enumerate(("AI_CORE", "MIX_AIC", "EVENT_WAIT"))
+    ]
     trace = read_trace(write_trace(tmp_path / "t.json", tasks))
     assert trace.kernels.duration_ns.tolist() == [500, 500]
     assert trace.kernels.start_ns.tolist() == [5_125, 6_125]
@@ -259,7 +331,9 @@ def test_numbers_as_text_are_numbers(tmp_path: Path) -> None:
     for event in made.events:
         args = event["args"]
         assert isinstance(args, dict)
-        event["args"] = {name: hex(value) if name == "stream" else str(value) for name, value in args.items()}
+        event["args"] = {
+            name: hex(value) if name == "stream" else str(value) for name, value in args.items()
+        }
     assert by_phase(explained(made, tmp_path)) == STEP
 
 
@@ -267,7 +341,10 @@ def test_an_archive_with_one_trace_is_that_trace(tmp_path: Path) -> None:
     plain = write_trace(tmp_path / "t.json", plain_loop().events)
     wanted = by_phase(explain(plain))
     path = tmp_path / "t.zip"
-    for name, data in (("t.json", plain.read_bytes()), ("t.json.gz", gzip.compress(plain.read_bytes()))):
+    for name, data in (
+        ("t.json", plain.read_bytes()),
+        ("t.json.gz", gzip.compress(plain.read_bytes())),
+    ):
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.mkdir("rank0")
             archive.writestr(f"rank0/{name}", data)
@@ -285,41 +362,73 @@ def test_paths_of_windows_are_read(tmp_path: Path) -> None:
     """Their backslashes make the JSON invalid where what follows is no escape."""
     made = plain_loop()
     made.ranged("PLACE", 0)
-    text = json.dumps({"traceEvents": made.events}).replace("PLACE", r"D:\Users\jo\code.py \"x\" \u00e9")
+    text = json.dumps({"traceEvents": made.events}).replace(
+        "PLACE", r"D:\Users\jo\code.py \"x\" \u00e9"
+    )
     path = tmp_path / "t.json"
     path.write_text(text)
     assert by_phase(explain(path)) == STEP
-    assert any(r"D:\Users\jo\code.py" in name and 'x" \u00e9' in name for name in read_trace(path).strings)
+    assert any(
+        r"D:\Users\jo\code.py" in name and 'x" \u00e9' in name for name in read_trace(path).strings
+    )
 
 
 def emit_nvtx() -> Iterator[Span]:
-    """What `nsys --pytorch=autograd-nvtx` and emit_nvtx add to the ranges: the number of each call."""
+    """What `nsys --pytorch=autograd-nvtx` and emit_nvtx add to the ranges: the number of each
+    call.
+    """
     for number, span in enumerate(training(4, phases=False, around="x").spans):
-        name = f"aten::{span.name}, op_id = {number}, seq = {number + 3}" if span.name != "x" else "x"
+        name = (
+            f"aten::{span.name}, op_id = {number}, seq = {number + 3}" if span.name != "x" else "x"
+        )
         yield Span(name, span.start_ns, span.end_ns, span.thread)
 
 
 def test_calls_of_an_operator_are_one_module(tmp_path: Path) -> None:
     made = training(4, phases=False, around="x")
-    profile = explain(write_export(tmp_path / "t.sqlite", Recording(made.kernels, list(emit_nvtx()))))
+    profile = explain(
+        write_export(tmp_path / "t.sqlite", Recording(made.kernels, list(emit_nvtx())))
+    )
     assert {module.path for module in profile.modules} == {
-        (), ("aten::block",), ("aten::block", "aten::linear"), ("aten::block", "aten::scores"), ("aten::head",),
-    }  # fmt: skip
+        (),
+        ("aten::block",),
+        ("aten::block", "aten::linear"),
+        ("aten::block", "aten::scores"),
+        ("aten::head",),
+    }
 
 
 @pytest.mark.parametrize(
     ("traced", "per_layer"),
     [
-        ("autograd-nvtx", {"aten::native_layer_norm": 2, "aten::clamp_min": 1,
-                           "aten::_efficient_attention_forward": 1}),
-        ("functions-trace", {"torch.nn.functional.layer_norm": 2, "torch.nn.functional.relu": 1,
-                             "torch.nn.functional.scaled_dot_product_attention": 1}),
+        (
+            "autograd-nvtx",
+            {
+                "aten::native_layer_norm": 2,
+                "aten::clamp_min": 1,
+                "aten::_efficient_attention_forward": 1,
+            },
+        ),
+        (
+            "functions-trace",
+            {
+                "torch.nn.functional.layer_norm": 2,
+                "torch.nn.functional.relu": 1,
+                "torch.nn.functional.scaled_dot_product_attention": 1,
+            },
+        ),
     ],
-)  # fmt: skip
-def test_a_program_without_ranges_under_nsys_pytorch(traced: str, per_layer: dict[str, int], tmp_path: Path) -> None:
-    """Six steps of an encoder of three layers and a head, recorded on an H100 by `nsys profile --pytorch=...`."""
+)
+def test_a_program_without_ranges_under_nsys_pytorch(
+    traced: str, per_layer: dict[str, int], tmp_path: Path
+) -> None:
+    """Six steps of an encoder of three layers and a head, recorded on an H100 by `nsys profile
+    --pytorch=...`.
+    """
     path = tmp_path / "t.sqlite"
-    path.write_bytes(lzma.decompress((Path(__file__).parent / "reports" / f"{traced}.sqlite.xz").read_bytes()))
+    path.write_bytes(
+        lzma.decompress((Path(__file__).parent / "reports" / f"{traced}.sqlite.xz").read_bytes())
+    )
     profile = explain(path)
     with sqlite3.connect(path) as report:
         (kernels,) = report.execute("SELECT count(*) FROM CUPTI_ACTIVITY_KIND_KERNEL").fetchone()
@@ -329,24 +438,34 @@ def test_a_program_without_ranges_under_nsys_pytorch(traced: str, per_layer: dic
     for module in profile.modules:
         if module.path and module.phase == "forward":
             counts[module.path[-1]] += module.count
-    assert {name: counts[name] for name in per_layer} == {name: 6 * 3 * count for name, count in per_layer.items()}
-    products = [each.count for each in profile.kernels if each.phase == "forward" and "gemm" in each.name]
+    assert {name: counts[name] for name in per_layer} == {
+        name: 6 * 3 * count for name, count in per_layer.items()
+    }
+    products = [
+        each.count for each in profile.kernels if each.phase == "forward" and "gemm" in each.name
+    ]
     assert sum(products) == 6 * (3 * 4 + 1)
 
 
 def test_modules_of_a_cuda_graph_are_those_that_pytorch_marked(tmp_path: Path) -> None:
     made = Program(call="cudaGraphLaunch")
     for name, phase in (("attention", None), ("attention", "backward"), ("", None)):
-        made.launch("k", **{"graph node id": 5, "name": name} | ({"autograd_phase": phase} if phase else {}))
+        made.launch(
+            "k", **{"graph node id": 5, "name": name} | ({"autograd_phase": phase} if phase else {})
+        )
     made.ranged("forward", 0)
     profile = explained(made, tmp_path)
     assert {module.path: module.count for module in profile.modules} == {
-        ("attention",): 1, ("attention (backward)",): 1, (): 1,
-    }  # fmt: skip
+        ("attention",): 1,
+        ("attention (backward)",): 1,
+        (): 1,
+    }
     assert any("2 of them" in note for note in profile.notes)
 
 
-def stepped(parts: Sequence[Callable[[Program], object]], steps: int = 3, **changes: str) -> Program:
+def stepped(
+    parts: Sequence[Callable[[Program], object]], steps: int = 3, **changes: str
+) -> Program:
     """Steps in which each part is called in forward; the host waits at the end."""
     made = Program(**changes)
     for _ in range(steps):
@@ -371,11 +490,21 @@ def stepped(parts: Sequence[Callable[[Program], object]], steps: int = 3, **chan
     ],
 )
 def test_copies_are_time(name: str, kind: str, advice: str, tmp_path: Path) -> None:
-    """40 ms of copies and 1 ms of kernels a step: what limits is the copies, and fp32 does not matter."""
-    parts = [lambda made: made.copy(name, 40_000_000), *[lambda made: made.launch("ampere_sgemm", 200_000)] * 5]
+    """40 ms of copies and 1 ms of kernels a step: what limits is the copies, and fp32 does not
+    matter.
+    """
+    parts = [
+        lambda made: made.copy(name, 40_000_000),
+        *[lambda made: made.launch("ampere_sgemm", 200_000)] * 5,
+    ]
     profile = explained(stepped(parts), tmp_path)
     (own, every) = profile.copies
-    assert (own.kind, own.count, ns(own.total_s), ns(own.alone_s)) == (kind, 3, 120_000_000, 120_000_000)
+    assert (own.kind, own.count, ns(own.total_s), ns(own.alone_s)) == (
+        kind,
+        3,
+        120_000_000,
+        120_000_000,
+    )
     assert replace(own, kind=None) == every
     first, *others = findings(Explained(profile=profile))
     assert first.startswith("Copies limit the step: for 40.0 ms")
@@ -386,7 +515,10 @@ def test_copies_are_time(name: str, kind: str, advice: str, tmp_path: Path) -> N
 def test_copies_beside_kernels_cost_nothing(tmp_path: Path) -> None:
     """A copy of 100 us on a stream of its own, of which a kernel covers 60."""
     made = stepped(
-        [lambda made: made.launch("k", 60_000), lambda made: made.copy("Memcpy HtoD (Pinned -> Device)", 100_000)]
+        [
+            lambda made: made.launch("k", 60_000),
+            lambda made: made.copy("Memcpy HtoD (Pinned -> Device)", 100_000),
+        ]
     )
     for event in made.events:
         if event["cat"] == "gpu_memcpy":
@@ -396,7 +528,9 @@ def test_copies_beside_kernels_cost_nothing(tmp_path: Path) -> None:
 
 
 def test_a_host_that_runs_ahead_waits_for_nothing(tmp_path: Path) -> None:
-    """8 steps of 21 kernels of 40 us, launched every 10: a step is what the device takes from one to the next."""
+    """8 steps of 21 kernels of 40 us, launched every 10: a step is what the device takes from
+    one to the next.
+    """
     made = Program()
     for _ in range(8):
         begun = made.now
@@ -446,13 +580,21 @@ def lengthened(event: Event) -> None:
 
 @pytest.mark.parametrize(
     ("change", "rows", "count", "words"),
-    [(shifted, range(84), 84, "begin before the call"), (emptied, range(7), 7, "last no time"),
-     (lengthened, [40], 43, "begin and end while another"), (lengthened, [83], 1, "return before its work ends"),
-     (None, range(5), 5, "not in the file")],
+    [
+        (shifted, range(84), 84, "begin before the call"),
+        (emptied, range(7), 7, "last no time"),
+        (lengthened, [40], 43, "begin and end while another"),
+        (lengthened, [83], 1, "return before its work ends"),
+        (None, range(5), 5, "not in the file"),
+    ],
     ids=["early", "empty", "covering", "over the end", "lost"],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_said(
-    change: Callable[[Event], None] | None, rows: Sequence[int], count: int, words: str, tmp_path: Path
+    change: Callable[[Event], None] | None,
+    rows: Sequence[int],
+    count: int,
+    words: str,
+    tmp_path: Path,
 ) -> None:
     """Of 84 kernels: some changed or left out, and the verdict is doubted."""
     made = plain_loop()
@@ -469,18 +611,29 @@ def test_what_cannot_be_is_said(
 
 def test_launches_into_a_graph_are_not_lost(tmp_path: Path) -> None:
     made = plain_loop()
-    for name in ("cudaStreamBeginCapture", "cudaLaunchKernel", "cudaLaunchKernel", "cudaStreamEndCapture"):
-        made.events.append(complete("cuda_runtime", name, 100, MAIN, made.now, 1_000, correlation=9_000 + made.now))
+    for name in (
+        "cudaStreamBeginCapture",
+        "cudaLaunchKernel",
+        "cudaLaunchKernel",
+        "cudaStreamEndCapture",
+    ):
+        made.events.append(
+            complete("cuda_runtime", name, 100, MAIN, made.now, 1_000, correlation=9_000 + made.now)
+        )
         made.now += 2_000
     assert not explained(made, tmp_path).doubts
     made.events.append(
-        complete("cuda_runtime", "hipModuleLaunchKernel", 100, MAIN, made.now, 1_000, correlation=99_999)
+        complete(
+            "cuda_runtime", "hipModuleLaunchKernel", 100, MAIN, made.now, 1_000, correlation=99_999
+        )
     )
     assert explained(made, tmp_path).doubts
 
 
 def test_steps_that_were_not_recorded_are_no_steps(tmp_path: Path) -> None:
-    """Of six steps one launched nothing, one lost its kernels, and one ended before anything was recorded."""
+    """Of six steps one launched nothing, one lost its kernels, and one ended before anything was
+    recorded.
+    """
     made = inference()
     begun, made.now = made.now, made.now + 1_000
     made.ranged("ProfilerStep#5", begun)
@@ -498,7 +651,12 @@ def test_steps_that_were_not_recorded_are_no_steps(tmp_path: Path) -> None:
 def test_the_rank_is_that_of_the_file(tmp_path: Path) -> None:
     made = plain_loop()
     assert explained(made, tmp_path).rank is None
-    assert explained(made, tmp_path, distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8}).rank == 3
+    assert (
+        explained(
+            made, tmp_path, distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8}
+        ).rank
+        == 3
+    )
     assert explained(made, tmp_path, distributedInfo={"rank": "none"}).rank is None
 
 
@@ -506,16 +664,18 @@ def test_two_gpus_of_one_process_are_two_ranks(tmp_path: Path) -> None:
     """Each with its own count and time; a second GPU that hardly works is none."""
     one, other = plain_loop(), plain_loop()
     for event in other.events:
-        event["args"] = cast("dict[str, object]", event["args"]) | {"device": 1, "correlation": 10_000 + (
-            cast("dict[str, int]", event["args"]).get("correlation", 0))}  # fmt: skip
+        event["args"] = cast("dict[str, object]", event["args"]) | {
+            "device": 1,
+            "correlation": 10_000 + (cast("dict[str, int]", event["args"]).get("correlation", 0)),
+        }
     second = [event for event in other.events if event["cat"] != "user_annotation"]
     both = explain(write_trace(tmp_path / "t.json", [*one.events, *second]))
     assert [rank.rank for rank in both.ranks] == [0, 1]
     assert both.num_kernels == 84
     assert by_phase(both) == STEP
-    assert [[sum(phase.launches) for phase in rank.phases if any(phase.launches)] for rank in both.ranks] == [
-        [24, 48, 12], [24, 48, 12],
-    ]  # fmt: skip
+    assert [
+        [sum(phase.launches) for phase in rank.phases if any(phase.launches)] for rank in both.ranks
+    ] == [[24, 48, 12], [24, 48, 12]]
     few = [event for event in second if event["cat"] == "kernel"][:2]
     alone = explain(write_trace(tmp_path / "t.json", [*one.events, *few]))
     assert (alone.ranks, alone.num_kernels) == ((), 86)

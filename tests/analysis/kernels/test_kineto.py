@@ -61,23 +61,32 @@ def of_one_process(recording: Recording) -> Recording:
 def test_what_was_written_is_read(tmp_path: Path, seed: int, zipped: bool) -> None:
     made = of_one_process(random_recording(random.Random(seed)))
     first = process_of(made.kernels[0].thread)
-    made.kernels.append(Kernel("last", 990, first + 1))  # whose launch is seen, so that the process is known
+    # whose launch is seen, so that the process is known
+    made.kernels.append(Kernel("last", 990, first + 1))
     expected = make_trace(made)
     path = write_trace(tmp_path / "t.anything", events_of(made))
     if zipped:
         path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
     read = read_kineto(path)
     for column in ("duration_ns", "stream", "is_launched"):
-        assert np.array_equal(getattr(read.kernels, column), getattr(expected.kernels, column)), column
+        assert np.array_equal(getattr(read.kernels, column), getattr(expected.kernels, column)), (
+            column
+        )
     launched = expected.kernels.is_launched
     assert np.array_equal(read.kernels.start_ns - BASE_NS, expected.kernels.start_ns)
-    assert np.array_equal(read.kernels.launch_ns[launched] - BASE_NS, expected.kernels.launch_ns[launched])
+    assert np.array_equal(
+        read.kernels.launch_ns[launched] - BASE_NS, expected.kernels.launch_ns[launched]
+    )
     assert set(read.kernels.process.tolist()) == {first >> 24}
     for column in ("start_ns", "end_ns"):
-        assert np.array_equal(getattr(read.ranges, column) - BASE_NS, getattr(expected.ranges, column)), column
+        assert np.array_equal(
+            getattr(read.ranges, column) - BASE_NS, getattr(expected.ranges, column)
+        ), column
     assert read.ranges.is_nested.all()
     for kind in ("kernels", "ranges"):
-        assert names(read, getattr(read, kind).name) == names(expected, getattr(expected, kind).name)
+        assert names(read, getattr(read, kind).name) == names(
+            expected, getattr(expected, kind).name
+        )
     # threads are numbered anew, one to one
     theirs = [*expected.ranges.thread.tolist(), *expected.kernels.thread[launched].tolist()]
     ours = [*read.ranges.thread.tolist(), *read.kernels.thread[launched].tolist()]
@@ -89,9 +98,40 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, zipped: bool) -> No
 
 def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:
     events = [
-        complete("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 0, 7, 10, 4, stream=7, correlation=1, bytes=4096),
-        complete("gpu_memset", "Memset (Device)", 1, 9, 20, 3, device=1, stream=9, correlation=99, bytes=8),
-        complete("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 1, 9, 30, 3, inDevice=1, toDevice=0, stream=9),
+        complete(
+            "gpu_memcpy",
+            "Memcpy HtoD (Pageable -> Device)",
+            0,
+            7,
+            10,
+            4,
+            stream=7,
+            correlation=1,
+            bytes=4096,
+        ),
+        complete(
+            "gpu_memset",
+            "Memset (Device)",
+            1,
+            9,
+            20,
+            3,
+            device=1,
+            stream=9,
+            correlation=99,
+            bytes=8,
+        ),
+        complete(
+            "gpu_memcpy",
+            "Memcpy PtoP (Device -> Device)",
+            1,
+            9,
+            30,
+            3,
+            inDevice=1,
+            toDevice=0,
+            stream=9,
+        ),
         *(complete("kernel", name, 0, 7, 30, 5, correlation=2) for name in "ab"),
         complete("kernel", "alone", 0, 7, 40, 5, correlation=3),
         complete("cuda_runtime", "cudaMemcpyAsync", 7, 100, 1, 1, correlation=1),
@@ -101,25 +141,41 @@ def test_copies_fills_calls_and_graphs(tmp_path: Path) -> None:
     ]
     read = read_kineto(write_trace(tmp_path / "t.json", events))
     assert names(read, read.copies.name) == [
-        "Memcpy HtoD (Pageable -> Device)", "Memcpy PtoP (Device -> Device)", "Memset (Device)"
-    ]  # fmt: skip
+        "Memcpy HtoD (Pageable -> Device)",
+        "Memcpy PtoP (Device -> Device)",
+        "Memset (Device)",
+    ]
     assert read.copies.is_launched.tolist() == [True, False, False]
     assert (read.copies.device.tolist(), read.copies.stream.tolist()) == ([0, 1, 1], [7, 9, 9])
     assert names(read, read.kernels.name) == ["a", "b", "alone"]
     assert read.kernels.is_in_graph.tolist() == [True, True, False]
     assert (read.kernels.launch_ns - BASE_NS).tolist() == [2, 2, 3]
     assert len(set(read.kernels.thread.tolist())) == 2
-    assert names(read, read.api_calls.name[read.api_calls.duration_ns == 90]) == ["cudaDeviceSynchronize"]
+    assert names(read, read.api_calls.name[read.api_calls.duration_ns == 90]) == [
+        "cudaDeviceSynchronize"
+    ]
     assert sorted(read.api_calls.duration_ns.tolist()) == [1, 1, 1, 90]
     assert "2 kernels came from CUDA graphs" in attribute(read).notes[-1]
 
 
 def test_a_fill_or_a_copy_in_a_graph_is_no_kernel(tmp_path: Path) -> None:
-    """torch.profiler shows the driver's own kernel for it; one of somebody's own that begins with zeros is a kernel."""
-    made = ["sgemm", "memset32", "memset8_aligned1D", "memcpy32_post", "sgemm", "void memset_kernel<float>(float*)"]
+    """torch.profiler shows the driver's own kernel for it; one of somebody's own that begins
+    with zeros is a kernel.
+    """
+    made = [
+        "sgemm",
+        "memset32",
+        "memset8_aligned1D",
+        "memcpy32_post",
+        "sgemm",
+        "void memset_kernel<float>(float*)",
+    ]
     events = [
         complete("cuda_runtime", "cudaGraphLaunch", 7, 100, 2, 1, correlation=2),
-        *(complete("kernel", name, 0, 7, 10 * i, 5 + i, stream=7, correlation=2) for i, name in enumerate(made)),
+        *(
+            complete("kernel", name, 0, 7, 10 * i, 5 + i, stream=7, correlation=2)
+            for i, name in enumerate(made)
+        ),
         complete("gpu_memset", "Memset (Device)", 0, 7, 90, 3, stream=7, correlation=2, bytes=8),
     ]
     read = read_kineto(write_trace(tmp_path / "t.json", events))
@@ -128,18 +184,27 @@ def test_a_fill_or_a_copy_in_a_graph_is_no_kernel(tmp_path: Path) -> None:
     assert read.kernels.duration_ns.tolist() == [5, 9, 10]
     assert read.copies.duration_ns.tolist() == [3, 6, 7, 8]
     assert read.copies.is_in_graph.all()
-    assert {classify_kernel(name) for name in names(read, read.copies.name)} == {KernelClass.COPY_AND_FILL}
+    assert {classify_kernel(name) for name in names(read, read.copies.name)} == {
+        KernelClass.COPY_AND_FILL
+    }
 
 
 def test_what_a_trace_lacks_is_said(tmp_path: Path) -> None:
     read = read_kineto(write_trace(tmp_path / "t.json", [KERNEL]))
     assert not read.kernels.is_launched.any()
-    assert [note[:28] for note in read.notes] == ["No calls of the device's run", "There are no ranges: record "]
+    assert [note[:28] for note in read.notes] == [
+        "No calls of the device's run",
+        "There are no ranges: record ",
+    ]
     assert "1 of 1 kernels have no launch" in attribute(read).notes[-1]
-    called = read_kineto(write_trace(tmp_path / "t.json", [CALL, complete("cpu_op", "aten::mm", 7, 100, 0, 5)]))
+    called = read_kineto(
+        write_trace(tmp_path / "t.json", [CALL, complete("cpu_op", "aten::mm", 7, 100, 0, 5)])
+    )
     assert called.is_of_host
     assert "CUDA was called, but no device ran anything" in called.notes[0]
-    assert "no kernels of a device and no operators" in problem(write_trace(tmp_path / "t.json", [CALL]))
+    assert "no kernels of a device and no operators" in problem(
+        write_trace(tmp_path / "t.json", [CALL])
+    )
     assert "ProfilerActivity.CUDA" in problem(write_trace(tmp_path / "t.json", []))
 
 
@@ -151,7 +216,9 @@ def test_ranks_in_one_file_are_not_mixed_up(tmp_path: Path) -> None:
     assert len(set(read_kineto(write_trace(tmp_path / "t.json", ops)).kernels.thread.tolist())) == 2
 
 
-@pytest.mark.parametrize("text", ["4405712485997.963", "-12.5", "12", "1.25E+2", "1700000000000000.123", "1e-400"])
+@pytest.mark.parametrize(
+    "text", ["4405712485997.963", "-12.5", "12", "1.25E+2", "1700000000000000.123", "1e-400"]
+)
 def test_times_are_exact(tmp_path: Path, text: str) -> None:
     """Against fractions of whole numbers, which round nothing."""
     path = write_trace(tmp_path / "t.json", [KERNEL])
@@ -161,7 +228,9 @@ def test_times_are_exact(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("exponent", [30, 52, 53, 54, 61])
 def test_times_of_any_size_are_exact(tmp_path: Path, exponent: int) -> None:
-    """Below 2**43 microseconds, nearly 2**53 ns, floats of 64 bits suffice, from there on they do not."""
+    """Below 2**43 microseconds, nearly 2**53 ns, floats of 64 bits suffice, from there on they
+    do not.
+    """
     generator = random.Random(exponent)
     expected = [2**exponent - 1 - generator.randrange(2 ** (exponent - 1)) for _ in range(2_000)]
     events = [{**KERNEL, "ts": 0.0} for _ in expected]
@@ -208,7 +277,9 @@ def test_self_times_of_spans_that_cross_are_no_less_than_zero() -> None:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, profile]:
     """Two training steps on a CPU as PyTorch records them, and what PyTorch itself says of them."""
-    model = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2)
+    model = ModelConfig(
+        vocab_size=11, context_length=8, d_model=8, d_ff=12, num_layers=2, num_heads=2
+    )
     config = RunConfig(size="custom", model=model, batch_size=3, device=Device.CPU)
     set_annotator(Annotator.RECORD_FUNCTION)
     step = TrainingStep(config)
@@ -219,7 +290,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, profile]:
                 step(HostClock())
     set_annotator(Annotator.NONE)
     path = tmp_path_factory.mktemp("kineto") / "cpu.json"
-    with contextlib.chdir(path.parent):  # PyTorch writes the path into the trace, whatever character is in it
+    # PyTorch writes the path into the trace, whatever character is in it
+    with contextlib.chdir(path.parent):
         seen.export_chrome_trace(path.name)
     return path, seen
 
@@ -235,7 +307,9 @@ def test_operators_of_a_cpu_take_the_place_of_kernels(recorded: tuple[Path, prof
         if not event.is_user_annotation and not event.name.startswith(BOOKKEEPING):
             said[event.name] += round(event.self_cpu_time_total * 1000)
     mine: Counter[str] = Counter()
-    for name, time_ns in zip(names(read, read.kernels.name), read.kernels.duration_ns.tolist(), strict=True):
+    for name, time_ns in zip(
+        names(read, read.kernels.name), read.kernels.duration_ns.tolist(), strict=True
+    ):
         mine[name] += time_ns
     assert set(mine) == set(said)
     for name, time_ns in said.items():
@@ -291,7 +365,9 @@ def test_a_truncated_trace_is_never_half_read(tmp_path: Path) -> None:
     assert "not a whole compressed file" in problem(path)
 
 
-def test_a_file_beyond_any_trace_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_beyond_any_trace_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "t.json"
     with path.open("wb") as file:
         file.write(b"{")
@@ -318,14 +394,16 @@ def test_a_file_beyond_any_trace_is_not_read(tmp_path: Path, monkeypatch: pytest
         ({"args": {"stream": 7.5}}, "got `float`"),
         ({"args": {"correlation": 2**63}}, "whole numbers of 64 bits"),
     ],
-)  # fmt: skip
+)
 def test_events_that_cannot_be_are_refused(tmp_path: Path, change: Event, said: str) -> None:
     assert said in problem(write_trace(tmp_path / "t.json", [CALL, *[{**KERNEL, **change}] * 2]))
 
 
 @pytest.mark.parametrize("pid", ["rank 0", 10**30])
 def test_a_process_must_have_a_number(tmp_path: Path, pid: object) -> None:
-    assert "whole numbers of 64 bits" in problem(write_trace(tmp_path / "t.json", [{**CALL, "pid": pid}, KERNEL]))
+    assert "whole numbers of 64 bits" in problem(
+        write_trace(tmp_path / "t.json", [{**CALL, "pid": pid}, KERNEL])
+    )
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,4 +1,6 @@
-"""Modules and attention: of a model whose kernels are known, and of traces that only resemble it."""
+"""Modules and attention: of a model whose kernels are known, and of traces that only resemble
+it.
+"""
 
 from dataclasses import replace
 
@@ -11,17 +13,26 @@ from cs336_systems.costs.accounting import attention_forward_flops
 from tests.analysis.kernels.tracing import AUTOGRAD, Kernel, Recording, Span, ns, profile
 
 OURS = ("attention", "attention.scores", "attention.softmax", "attention.values")
-HANDOUT = ("scaled dot product attention", "computing attention scores", "computing softmax", "final matmul")
+HANDOUT = (
+    "scaled dot product attention",
+    "computing attention scores",
+    "computing softmax",
+    "final matmul",
+)
 PUBLISHED = ("Scaled Dot Product Attention", "Attention Scores", "softmax", "matmul")
 LAYERS, STEPS = 3, 2
-MODEL = ModelConfig(vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=LAYERS, num_heads=4)
+MODEL = ModelConfig(
+    vocab_size=11, context_length=8, d_model=16, d_ff=24, num_layers=LAYERS, num_heads=4
+)
 GEMM, SPLIT_K = "ampere_sgemm_128x64_tn", "void cublasLt::splitKreduce_kernel<32, 16>(int)"
 SOFTMAX = "softmax_warp_forward"
 LINEAR_NS, SCORES_NS, VALUES_NS, SOFTMAX_NS = 1_000, 10, 20, 3
 
 
 class Model:
-    """Writes down what an eager step launches: per layer 7 linear matmuls, attention in ranges, a norm."""
+    """Writes down what an eager step launches: per layer 7 linear matmuls, attention in ranges,
+    a norm.
+    """
 
     def __init__(self, names: tuple[str, ...] = OURS) -> None:
         self.made, self.now, self.names = Recording(), 0, names
@@ -34,7 +45,9 @@ class Model:
 
     def launch(self, name: str, duration: int) -> None:
         launch = self.tick()
-        self.made.kernels.append(Kernel(name, launch, start_ns=launch + 100_000, duration_ns=duration))
+        self.made.kernels.append(
+            Kernel(name, launch, start_ns=launch + 100_000, duration_ns=duration)
+        )
 
     def inside(self, name: str, *launches: tuple[str, int]) -> None:
         start = self.tick()
@@ -73,7 +86,12 @@ class Model:
 def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]]:
     """Count, nanoseconds, matmuls and their nanoseconds of each part."""
     return {
-        (row.phase.value, row.part.value): (row.count, ns(row.total_s), row.product_count, ns(row.product_s))
+        (row.phase.value, row.part.value): (
+            row.count,
+            ns(row.total_s),
+            row.product_count,
+            ns(row.product_s),
+        )
         for row in found.attention
     }
 
@@ -110,7 +128,12 @@ def test_flops_are_those_of_the_model_for_each_pass() -> None:
         ("forward", "softmax", STEPS * forward.softmax),
         ("forward", "values", STEPS * forward.values),
     ]
-    for known in ({}, {"model": MODEL}, {"batch_size": 3}, {"model": replace(MODEL, num_layers=4), "batch_size": 3}):
+    for known in (
+        {},
+        {"model": MODEL},
+        {"batch_size": 3},
+        {"model": replace(MODEL, num_layers=4), "batch_size": 3},
+    ):
         assert {row.flops for row in profile(Model().made, **known).attention} == {None}
 
 
@@ -137,8 +160,16 @@ def test_kernels_of_ranges_inside_a_part_are_the_parts() -> None:
         ("ampere_sgemm_128x64_tn", True),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT", True),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nt_align1>(T1::Params)", True),
-        ("sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_aligna4_execute_kernel__5x_cublas", True),
-        ("sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_execute_split_k_kernel__5x_cublas", False),
+        (
+            "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_ffma_aligna4_execute_ker"
+            "nel__5x_cublas",
+            True,
+        ),
+        (
+            "sm80_xmma_gemm_f32f32_f32f32_f32_nt_n_tilesize64x64x8_stage3_execute_split_k_kernel__"
+            "5x_cublas",
+            False,
+        ),
         ("void cublasLt::splitKreduce_kernel<(int)32, (int)16, int, float>(T1 *)", False),
         ("void splitKreduce_kernel<32, 16, int, float>(float*)", False),
         ("void gemv2T_kernel_val<int, int, float, float>(float)", True),

@@ -48,15 +48,29 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int, registered: bool) -
     made = random_recording(random.Random(seed))
     made.spans.append(Span("a", 900, None))
     expected = make_trace(made)
-    read = read_nsys(write_export(tmp_path / "t.sqlite", made, registered=registered, kinds=59 + seed))
-    for work in ("start_ns", "duration_ns", "stream", "process", "is_launched", "launch_ns", "thread"):
+    read = read_nsys(
+        write_export(tmp_path / "t.sqlite", made, registered=registered, kinds=59 + seed)
+    )
+    for work in (
+        "start_ns",
+        "duration_ns",
+        "stream",
+        "process",
+        "is_launched",
+        "launch_ns",
+        "thread",
+    ):
         assert np.array_equal(getattr(read.kernels, work), getattr(expected.kernels, work)), work
     for column in ("start_ns", "process", "thread", "is_nested"):
-        assert np.array_equal(getattr(read.ranges, column), getattr(expected.ranges, column)), column
+        assert np.array_equal(getattr(read.ranges, column), getattr(expected.ranges, column)), (
+            column
+        )
     closed = np.array([span.end_ns is not None for span in made.spans])
     assert np.array_equal(read.ranges.end_ns[closed], expected.ranges.end_ns[closed])
     for kind in ("kernels", "ranges"):
-        names = [[trace.strings[i] for i in getattr(trace, kind).name] for trace in (read, expected)]
+        names = [
+            [trace.strings[i] for i in getattr(trace, kind).name] for trace in (read, expected)
+        ]
         assert names[0] == names[1]
 
 
@@ -70,11 +84,21 @@ def test_two_processes_with_equal_correlation_ids_do_not_multiply(tmp_path: Path
 
 
 def test_a_launch_counts_once_and_none_without_a_correlation_id(tmp_path: Path) -> None:
-    path = write_export(tmp_path / "t.sqlite", Recording([Kernel("a", 5), Kernel("b", 6), Kernel("c", 7)]))
-    change(path, f"INSERT INTO {CALL} SELECT start + 1, end, eventClass, globalTid, correlationId, nameId FROM {CALL}")
+    path = write_export(
+        tmp_path / "t.sqlite", Recording([Kernel("a", 5), Kernel("b", 6), Kernel("c", 7)])
+    )
+    change(
+        path,
+        f"INSERT INTO {CALL} SELECT start + 1, end, eventClass, globalTid, correlationId, nameId "
+        f"FROM {CALL}",
+    )
     assert read_nsys(path).kernels.launch_ns.tolist() == [5, 6, 7]
     for table in (KERNEL, CALL):
-        change(path, f"UPDATE {table} SET correlationId = CASE correlationId WHEN 1 THEN NULL WHEN 2 THEN 0 ELSE 3 END")
+        change(
+            path,
+            f"UPDATE {table} SET correlationId = CASE correlationId WHEN 1 THEN NULL WHEN 2 THEN "
+            "0 ELSE 3 END",
+        )
     assert read_nsys(path).kernels.is_launched.tolist() == [False, False, True]
 
 
@@ -111,7 +135,11 @@ def test_copies_fills_and_whole_graphs(tmp_path: Path) -> None:
 
 
 def test_a_fill_that_the_driver_makes_a_kernel_is_none(tmp_path: Path) -> None:
-    read = read_nsys(write_export(tmp_path / "t.sqlite", Recording([Kernel("memset32", 5, graph=3), Kernel("k", 6)])))
+    read = read_nsys(
+        write_export(
+            tmp_path / "t.sqlite", Recording([Kernel("memset32", 5, graph=3), Kernel("k", 6)])
+        )
+    )
     assert [read.strings[i] for i in read.kernels.name] == ["k"]
     assert [read.strings[i] for i in read.copies.name] == ["memset32"]
 
@@ -119,14 +147,19 @@ def test_a_fill_that_the_driver_makes_a_kernel_is_none(tmp_path: Path) -> None:
 def test_tables_and_columns_that_a_version_lacks(tmp_path: Path) -> None:
     made = training(2)
     path = write_export(tmp_path / "t.sqlite", made)
-    change(path, "DROP TABLE ENUM_NSYS_EVENT_TYPE", f"ALTER TABLE {KERNEL} DROP COLUMN graphNodeId",
-           "ALTER TABLE NVTX_EVENTS DROP COLUMN textId")  # fmt: skip
+    change(
+        path,
+        "DROP TABLE ENUM_NSYS_EVENT_TYPE",
+        f"ALTER TABLE {KERNEL} DROP COLUMN graphNodeId",
+        "ALTER TABLE NVTX_EVENTS DROP COLUMN textId",
+    )
     assert totals(attribute(read_nsys(path))) == totals(attribute(make_trace(made)))
     change(path, "DROP TABLE NVTX_EVENTS", f"DROP TABLE {CALL}")
     notes = attribute(read_nsys(path)).notes
-    assert [f"No table {table}" in note for table, note in zip((CALL, "NVTX_EVENTS"), notes, strict=False)] == [
-        True
-    ] * 2
+    assert [
+        f"No table {table}" in note
+        for table, note in zip((CALL, "NVTX_EVENTS"), notes, strict=False)
+    ] == [True] * 2
     assert "have no launch in the file" in notes[-1]
     change(path, f"ALTER TABLE {KERNEL} DROP COLUMN globalPid")
     assert "has no globalPid" in problem(path)
@@ -144,7 +177,9 @@ def test_names_may_be_anything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a?mode=rwc.sqlite", "100%41 b&c=d#e.sqlite", "é'\".sqlite"])
-def test_any_path_is_read_and_left_alone(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_path_is_read_and_left_alone(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_export(tmp_path / "plain", training(1)).rename(tmp_path / name)
     before = path.read_bytes()
     monkeypatch.chdir(tmp_path)
@@ -196,34 +231,48 @@ def test_a_damaged_export_is_read_or_refused(tmp_path: Path, seed: int) -> None:
         ([f"UPDATE {CALL} SET end = start - 1"], "must end after they start"),
         (["UPDATE NVTX_EVENTS SET end = start - 1"], "must end after they start"),
         ([f"UPDATE {KERNEL} SET end = 9223372036854775807"], "need times within"),
-        ([f"UPDATE {KERNEL} SET start = -9223372036854775808, end = 9223372036854775807"], "need times within"),
+        (
+            [f"UPDATE {KERNEL} SET start = -9223372036854775808, end = 9223372036854775807"],
+            "need times within",
+        ),
         ([f"UPDATE {KERNEL} SET end = start + 1000000000000000000"], "together"),
         ([f"DROP TABLE {KERNEL}", f"CREATE VIEW {KERNEL} AS SELECT 1 AS start"], "no table"),
     ],
-)  # fmt: skip
+)
 def test_rows_that_cannot_be_are_refused(tmp_path: Path, statements: list[str], said: str) -> None:
     path = write_export(tmp_path / "t.sqlite", training(2))
     # as the file came from elsewhere, its columns need not have kept their types
-    change(path, f"CREATE TABLE copy AS SELECT * FROM {KERNEL}", f"DROP TABLE {KERNEL}",
-           f"ALTER TABLE copy RENAME TO {KERNEL}")  # fmt: skip
+    change(
+        path,
+        f"CREATE TABLE copy AS SELECT * FROM {KERNEL}",
+        f"DROP TABLE {KERNEL}",
+        f"ALTER TABLE copy RENAME TO {KERNEL}",
+    )
     assert said in problem(change(path, *statements))
 
 
 def test_an_export_that_was_interrupted_is_refused(tmp_path: Path) -> None:
     path = write_export(tmp_path / "t.sqlite", training(1))
     db = sqlite3.connect(path, isolation_level=None)
-    db.execute("PRAGMA synchronous = OFF")  # or the journal counts only once SQLite has seen it on disk
+    # or the journal counts only once SQLite has seen it on disk
+    db.execute("PRAGMA synchronous = OFF")
     db.execute("BEGIN")
     db.execute(f"DELETE FROM {KERNEL}")
     copy = tmp_path / "copy.sqlite"
     copy.write_bytes(path.read_bytes())
-    copy.with_name("copy.sqlite-journal").write_bytes(path.with_name("t.sqlite-journal").read_bytes())
+    copy.with_name("copy.sqlite-journal").write_bytes(
+        path.with_name("t.sqlite-journal").read_bytes()
+    )
     db.close()
     assert "not a whole SQLite database" in problem(copy)
 
 
 def test_main_thread_needs_no_number_of_its_own(tmp_path: Path) -> None:
-    """The thread with the phases is the main one, even where another has the process's own number."""
+    """The thread with the phases is the main one, even where another has the process's own
+    number.
+    """
     made = Recording(spans=[Span("forward", 0, 10, MAIN + 5)])
     made.launch("k", 5, PROCESS)
-    assert attribute(read_nsys(write_export(tmp_path / "t.sqlite", made))).jobs.phase.tolist() == [1]
+    assert attribute(read_nsys(write_export(tmp_path / "t.sqlite", made))).jobs.phase.tolist() == [
+        1
+    ]

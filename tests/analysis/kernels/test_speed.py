@@ -1,7 +1,7 @@
 """Speed of reading and explaining large files.
 
-The bounds are those that the project promises, for the best of a few runs, in processor time: nothing here waits or
-runs on several cores.
+The bounds are those that the project promises, for the best of a few runs, in processor time:
+nothing here waits or runs on several cores.
 """
 
 import time
@@ -21,12 +21,16 @@ RUNS = 5
 def write_million(path: Path, made: Recording) -> Path:
     """A trace of torch.profiler that has a million events with those of operators."""
     events = events_of(made)
-    operator = complete("cpu_op", "aten::mm", 7, 100, 0, 5, **{"External id": 1, "Sequence number": 2, "Ev Idx": 3})
+    operator = complete(
+        "cpu_op", "aten::mm", 7, 100, 0, 5, **{"External id": 1, "Sequence number": 2, "Ev Idx": 3}
+    )
     return write_trace(path, [*events, *[operator] * (1_000_000 - len(events))])
 
 
 @pytest.mark.parametrize(
-    ("write", "limit_s"), [(write_million, 1.5), (write_export, 0.3)], ids=["a million events of Kineto", "nsys"]
+    ("write", "limit_s"),
+    [(write_million, 1.5), (write_export, 0.3)],
+    ids=["a million events of Kineto", "nsys"],
 )
 def test_sixty_thousand_kernels_are_explained_in_a_moment(
     write, limit_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -43,6 +47,9 @@ def test_sixty_thousand_kernels_are_explained_in_a_moment(
         summing_s.append(time.process_time() - begun)
     assert profile.num_kernels == len(made.kernels) > 60_000
     with capsys.disabled():
-        print(f"\n{path.stat().st_size / 1e6:.0f} MB: read in {min(reading_s):.2f} s, summed in {min(summing_s):.2f} s")
+        print(
+            f"\n{path.stat().st_size / 1e6:.0f} MB: read in {min(reading_s):.2f} s, summed in "
+            f"{min(summing_s):.2f} s"
+        )
     assert min(reading_s) <= limit_s
     assert min(summing_s) <= 0.5

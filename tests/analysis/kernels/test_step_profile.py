@@ -1,4 +1,6 @@
-"""A profile that was kept is read again as it was, or refused in one line: it may have been changed by hand."""
+"""A profile that was kept is read again as it was, or refused in one line: it may have been
+changed by hand.
+"""
 
 import json
 from pathlib import Path
@@ -30,15 +32,25 @@ def changed(path: Path, place: tuple[str | int, ...], value: object) -> Path:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("pictured", "step"), -1), (("pictured", "wall_s"), -1.0), (("format_version",), 99),
-        (("num_steps",), 0), (("num_steps",), 1), (("num_steps",), 3),
-        (("step_s",), []), (("phases", 1, "wall_s"), [0.012]),
-        (("phases", 2, "launches", 0), -10), (("kernel_s",), 1e300), (("phases",), []), (("work",), "nothing"),
+        (("pictured", "step"), -1),
+        (("pictured", "wall_s"), -1.0),
+        (("format_version",), 99),
+        (("num_steps",), 0),
+        (("num_steps",), 1),
+        (("num_steps",), 3),
+        (("step_s",), []),
+        (("phases", 1, "wall_s"), [0.012]),
+        (("phases", 2, "launches", 0), -10),
+        (("kernel_s",), 1e300),
+        (("phases",), []),
+        (("work",), "nothing"),
         # phases and what is left hold 77 kernels and 61.5 ms
-        (("num_kernels",), 76), (("kernel_s",), 0.0616), (("left", "outside"), 2),
+        (("num_kernels",), 76),
+        (("kernel_s",), 0.0616),
+        (("left", "outside"), 2),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_profile_that_contradicts_itself_is_refused(
     place: tuple[str | int, ...], value: object, tmp_path: Path
 ) -> None:
@@ -47,5 +59,7 @@ def test_a_profile_that_contradicts_itself_is_refused(
 
 
 def test_the_sums_that_miss_the_whole_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"hold 77 kernels and 0\.061500000 s, needed all 78 and 0\.061500000 s"):
+    with pytest.raises(
+        ProfileError, match=r"hold 77 kernels and 0\.061500000 s, needed all 78 and 0\.061500000 s"
+    ):
         read_profile(changed(tmp_path / "p.json", ("num_kernels",), 78))

@@ -1,4 +1,6 @@
-"""Columns and times that make sense, or an error; the innermost interval against a search through all of them."""
+"""Columns and times that make sense, or an error; the innermost interval against a search
+through all of them.
+"""
 
 import random
 
@@ -25,7 +27,9 @@ def test_times_that_are_none_are_refused(start: list[int], end: list[int], probl
 
 def test_columns_have_one_length() -> None:
     trace = make_trace(training(1))
-    columns = {name: getattr(trace.ranges, name) for name in type(trace.ranges).__dataclass_fields__}
+    columns = {
+        name: getattr(trace.ranges, name) for name in type(trace.ranges).__dataclass_fields__
+    }
     with pytest.raises(ValueError, match="Ranges needs columns of one length"):
         type(trace.ranges)(**{**columns, "thread": np.zeros(1, dtype=np.int64)})
 

@@ -38,7 +38,9 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Span:
-    """A range; `end_ns` None where it is still open, `is_nested` False where it is started and ended, not pushed."""
+    """A range; `end_ns` None where it is still open, `is_nested` False where it is started and
+    ended, not pushed.
+    """
 
     name: str
     start_ns: int
@@ -69,7 +71,9 @@ class Recording:
     def launch(self, name: str, launch_ns: int, thread: int = MAIN, duration_ns: int = 10) -> None:
         # long after its range, as on a device that lags behind
         free = self.kernels[-1].start_ns + self.kernels[-1].duration_ns if self.kernels else 0
-        self.kernels.append(Kernel(name, launch_ns, thread, max(launch_ns + 100_000, free), duration_ns))
+        self.kernels.append(
+            Kernel(name, launch_ns, thread, max(launch_ns + 100_000, free), duration_ns)
+        )
 
 
 def process_of(thread: int) -> int:
@@ -84,7 +88,9 @@ def make_trace(recording: Recording) -> Trace:
     """The recording as a reader would give it."""
     kernels, spans, calls = recording.kernels, recording.spans, recording.calls
     strings = tuple(
-        dict.fromkeys(event.name for events in (kernels, spans, recording.copies, calls) for event in events)
+        dict.fromkeys(
+            event.name for events in (kernels, spans, recording.copies, calls) for event in events
+        )
     )
     last = max([k.start_ns + k.duration_ns for k in kernels] + [0])
     return Trace(
@@ -112,11 +118,17 @@ def make_trace(recording: Recording) -> Trace:
 
 def profile(made: Recording | Trace, **changes) -> StepProfile:
     """The explained recording."""
-    return summarise(attribute(make_trace(made) if isinstance(made, Recording) else made), source="test", **changes)
+    return summarise(
+        attribute(make_trace(made) if isinstance(made, Recording) else made),
+        source="test",
+        **changes,
+    )
 
 
 def module_path(attribution: Attribution, index: int) -> tuple[str, ...]:
-    """Names of the ranges around and including a range, the outermost first; of equal neighbours one."""
+    """Names of the ranges around and including a range, the outermost first; of equal neighbours
+    one.
+    """
     if index < 0:
         return ()
     around = module_path(attribution, int(attribution.parent[index]))
@@ -145,10 +157,14 @@ def each_ns(seconds: Iterable[float]) -> list[int]:
     return [ns(value) for value in seconds]
 
 
-def make_work(kernels: Sequence[Kernel], strings: Sequence[str], calls: Sequence[Call]) -> DeviceWork:
+def make_work(
+    kernels: Sequence[Kernel], strings: Sequence[str], calls: Sequence[Call]
+) -> DeviceWork:
     # of calls with one start the longest
-    call_of = {(calls[row].thread, calls[row].start_ns): row for row in sorted(range(len(calls)),
-               key=lambda row: calls[row].end_ns)}  # fmt: skip
+    call_of = {
+        (calls[row].thread, calls[row].start_ns): row
+        for row in sorted(range(len(calls)), key=lambda row: calls[row].end_ns)
+    }
     return DeviceWork(
         name=ints([strings.index(k.name) for k in kernels]),
         process=ints([process_of(k.thread) for k in kernels]),
@@ -159,16 +175,21 @@ def make_work(kernels: Sequence[Kernel], strings: Sequence[str], calls: Sequence
         is_launched=np.array([k.launch_ns is not None for k in kernels], dtype=np.bool_),
         launch_ns=ints([k.launch_ns or 0 for k in kernels]),
         thread=ints([0 if k.launch_ns is None else k.thread for k in kernels]),
-        call=ints([-1 if k.launch_ns is None else call_of.get((k.thread, k.launch_ns), -1) for k in kernels]),
+        call=ints(
+            [
+                -1 if k.launch_ns is None else call_of.get((k.thread, k.launch_ns), -1)
+                for k in kernels
+            ]
+        ),
         is_in_graph=np.array([k.graph != 0 for k in kernels], dtype=np.bool_),
         mark=ints([-1] * len(kernels)),
     )
 
 
 KERNEL_COLUMNS = (
-    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, "
-    "streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL, "
-    "shortName INTEGER NOT NULL, graphNodeId INTEGER, "
+    "start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL, contextId INTEGER "
+    "NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER, demangledName "
+    "INTEGER NOT NULL, shortName INTEGER NOT NULL, graphNodeId INTEGER, "
     # what nobody reads, as wide as in a real file
     + ", ".join(f"unread{i} INTEGER NOT NULL DEFAULT 1000" for i in range(17))
 )
@@ -177,14 +198,16 @@ CALL_COLUMNS = (
     "correlationId INTEGER, nameId INTEGER NOT NULL"
 )
 RANGE_COLUMNS = (
-    "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, globalTid INTEGER, "
-    "endGlobalTid INTEGER, textId INTEGER, domainId INTEGER"
+    "start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER, text TEXT, "
+    "globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, domainId INTEGER"
 )
 
 
 def num_matmuls(found: StepProfile, phase: LaunchPhase) -> int:
     """Matmuls of a phase over the steps, without their helpers."""
-    return sum(row.count for row in found.kernels if row.phase is phase and is_matmul_itself(row.name))
+    return sum(
+        row.count for row in found.kernels if row.phase is phase and is_matmul_itself(row.name)
+    )
 
 
 def totals(attribution: Attribution, step: int | None = None) -> dict[str, tuple[int, int]]:
@@ -204,21 +227,33 @@ def counts(attribution: Attribution, step: int | None = None) -> dict[str, int]:
 
 
 def write_export(
-    path: Path, recording: Recording, *, same_correlation: bool = False, registered: bool = False, kinds: int = 59
+    path: Path,
+    recording: Recording,
+    *,
+    same_correlation: bool = False,
+    registered: bool = False,
+    kinds: int = 59,
 ) -> Path:
-    """Write the recording as nsys would, names of ranges in place or (`registered`) in the table of strings.
+    """Write the recording as nsys would, names of ranges in place or (`registered`) in the table of
+    strings.
 
-    With `same_correlation`, each process counts its launches from 1, as CUPTI does. `kinds` is the number of push/pop
-    ranges in the file's table of kinds, that of start/end ranges follows.
+    With `same_correlation`, each process counts its launches from 1, as CUPTI does. `kinds` is the
+    number of push/pop ranges in the file's table of kinds, that of start/end ranges follows.
     """
     strings = dict.fromkeys([k.name for k in recording.kernels] + [s.name for s in recording.spans])
-    number = {string: 1000 + index for index, string in enumerate([*strings, "cudaLaunchKernel_v7000"])}
+    number = {
+        string: 1000 + index for index, string in enumerate([*strings, "cudaLaunchKernel_v7000"])
+    }
     counts: dict[int, int] = {}
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL)")
         db.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, s) for s, i in number.items()])
-        db.execute("CREATE TABLE ENUM_NSYS_EVENT_TYPE (id INTEGER PRIMARY KEY, name TEXT, label TEXT)")
-        for i, name in enumerate(("NvtxPushPopRange", "NvtxStartEndRange", "NvtxMark", "NvtxDomainCreate")):
+        db.execute(
+            "CREATE TABLE ENUM_NSYS_EVENT_TYPE (id INTEGER PRIMARY KEY, name TEXT, label TEXT)"
+        )
+        for i, name in enumerate(
+            ("NvtxPushPopRange", "NvtxStartEndRange", "NvtxMark", "NvtxDomainCreate")
+        ):
             db.execute("INSERT INTO ENUM_NSYS_EVENT_TYPE VALUES (?, ?, ?)", (kinds + i, name, name))
         db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({KERNEL_COLUMNS})")
         db.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME ({CALL_COLUMNS})")
@@ -227,15 +262,30 @@ def write_export(
             key = process_of(k.thread) if same_correlation else 0
             correlation = counts[key] = counts.get(key, 0) + 1
             db.execute(
-                "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL (start, end, deviceId, contextId, streamId, correlationId, "
-                "globalPid, demangledName, shortName, graphNodeId) VALUES (?, ?, 0, 1, ?, ?, ?, ?, ?, ?)",
-                (k.start_ns, k.start_ns + k.duration_ns, k.stream, correlation, process_of(k.thread),
-                 number[k.name], number[k.name], k.graph or None),
-            )  # fmt: skip
+                "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL (start, end, deviceId, contextId, "
+                "streamId, correlationId, globalPid, demangledName, shortName, graphNodeId) "
+                "VALUES (?, ?, 0, 1, ?, ?, ?, ?, ?, ?)",
+                (
+                    k.start_ns,
+                    k.start_ns + k.duration_ns,
+                    k.stream,
+                    correlation,
+                    process_of(k.thread),
+                    number[k.name],
+                    number[k.name],
+                    k.graph or None,
+                ),
+            )
             if k.launch_ns is not None:
                 db.execute(
                     "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 0, ?, ?, ?)",
-                    (k.launch_ns, k.launch_ns + 3, k.thread, correlation, number["cudaLaunchKernel_v7000"]),
+                    (
+                        k.launch_ns,
+                        k.launch_ns + 3,
+                        k.thread,
+                        correlation,
+                        number["cudaLaunchKernel_v7000"],
+                    ),
                 )
         for s in recording.spans:
             text, key = (None, number[s.name]) if registered else (s.name, None)
@@ -244,8 +294,14 @@ def write_export(
                 (s.start_ns, s.end_ns, kinds + (not s.is_nested), text, s.thread, key),
             )
         # a mark and a domain, which are no ranges
-        db.execute("INSERT INTO NVTX_EVENTS VALUES (1, NULL, ?, NULL, 'forward', ?, NULL, NULL, 0)", (kinds + 2, MAIN))
-        db.execute("INSERT INTO NVTX_EVENTS VALUES (0, NULL, ?, NULL, 'NCCL', ?, NULL, NULL, 1)", (kinds + 3, MAIN))
+        db.execute(
+            "INSERT INTO NVTX_EVENTS VALUES (1, NULL, ?, NULL, 'forward', ?, NULL, NULL, 0)",
+            (kinds + 2, MAIN),
+        )
+        db.execute(
+            "INSERT INTO NVTX_EVENTS VALUES (0, NULL, ?, NULL, 'NCCL', ?, NULL, NULL, 1)",
+            (kinds + 3, MAIN),
+        )
     db.close()
     return path
 
@@ -256,9 +312,16 @@ STEP = {"forward": 4 * LAYERS + 1, "loss": 2, "backward": 8 * LAYERS + 2, "optim
 
 
 def training(
-    steps: int = 4, *, phases: bool = True, step_range: bool = False, process: int = PROCESS, around: str = "training"
+    steps: int = 4,
+    *,
+    phases: bool = True,
+    step_range: bool = False,
+    process: int = PROCESS,
+    around: str = "training",
 ) -> Recording:
-    """A training loop whose kernels are known: per layer two gemms of `linear` and one of `scores`, and a norm."""
+    """A training loop whose kernels are known: per layer two gemms of `linear` and one of
+    `scores`, and a norm.
+    """
     made, main, autograd = Recording(), process + 100, process + 101
     now = 1_000
 
@@ -327,12 +390,20 @@ def random_recording(generator: random.Random) -> Recording:
     for _ in range(100):
         launch = None if generator.random() < 0.1 else generator.randint(0, 1_010)
         duration = generator.randint(0, 50)
-        made.kernels.append(Kernel("k", launch, generator.choice(threads), generator.randint(0, 5_000), duration))
+        made.kernels.append(
+            Kernel("k", launch, generator.choice(threads), generator.randint(0, 5_000), duration)
+        )
     return made
 
 
 def _nest(
-    made: Recording, generator: random.Random, thread: int, low: int, high: int, names: list[str], depth: int
+    made: Recording,
+    generator: random.Random,
+    thread: int,
+    low: int,
+    high: int,
+    names: list[str],
+    depth: int,
 ) -> None:
     while high - low > 2 and generator.random() < 0.9 and depth < 6:
         start = generator.randint(low, high - 1)

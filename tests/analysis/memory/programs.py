@@ -1,27 +1,49 @@
-"""Simulated programs that keep their own books of what lies where, and write snapshots with notes beside them."""
+"""Simulated programs that keep their own books of what lies where, and write snapshots with
+notes beside them.
+"""
 
 import random
 from collections import Counter
 from pathlib import Path
 
-from cs336_systems.analysis.memory.profile import Kind, Mark, MemoryNotes, Position, Sighting, notes_path, write_notes
+from cs336_systems.analysis.memory.profile import (
+    Kind,
+    Mark,
+    MemoryNotes,
+    Position,
+    Sighting,
+    notes_path,
+    write_notes,
+)
 from cs336_systems.config import ModelConfig
 from tests.analysis.memory.snapshots import MIB, NOTHING, Allocator, snapshot_of, write
 
 BEFORE = -1
-MODEL = ModelConfig(vocab_size=1000, context_length=64, d_model=96, d_ff=320, num_layers=2, num_heads=6)
+MODEL = ModelConfig(
+    vocab_size=1000, context_length=64, d_model=96, d_ff=320, num_layers=2, num_heads=6
+)
 BATCH = 3
 STACK = [
-    {"name": "softmax", "filename": "/opt/env/lib/python3.12/site-packages/torch/nn/functional.py", "line": 2133},
+    {
+        "name": "softmax",
+        "filename": "/opt/env/lib/python3.12/site-packages/torch/nn/functional.py",
+        "line": 2133,
+    },
     {"name": "at::softmax", "filename": "??", "line": 0},
-    {"name": "wrapped", "filename": "/opt/env/lib/python3.12/site-packages/jaxtyping/_decorator.py", "line": 5},
+    {
+        "name": "wrapped",
+        "filename": "/opt/env/lib/python3.12/site-packages/jaxtyping/_decorator.py",
+        "line": 5,
+    },
     {"name": "attend", "filename": "/home/user/project/lm/model.py", "line": 17},
     {"name": "main", "filename": "/home/user/project/lm/train.py", "line": 3},
 ]
 
 
 class Program(Allocator):
-    """An allocator that counts as PyTorch's does, and remembers since which event each address is in use."""
+    """An allocator that counts as PyTorch's does, and remembers since which event each address
+    is in use.
+    """
 
     def __init__(self, **options: int) -> None:
         super().__init__(**options)
@@ -49,7 +71,9 @@ class Program(Allocator):
         self.start = self.position
         self.born = dict.fromkeys(self.born, BEFORE)
 
-    def malloc(self, requested: int, stream: int = 0, frames: list | None = NOTHING, label: str = "") -> int | None:
+    def malloc(
+        self, requested: int, stream: int = 0, frames: list | None = NOTHING, label: str = ""
+    ) -> int | None:
         address = super().malloc(requested, stream, frames)
         if address is not None:
             self.num_allocations += 1
@@ -57,7 +81,9 @@ class Program(Allocator):
             self.labels[address] = label
         return address
 
-    def free(self, address: int, frames: list | None = NOTHING, is_used_elsewhere: bool = False) -> None:
+    def free(
+        self, address: int, frames: list | None = NOTHING, is_used_elsewhere: bool = False
+    ) -> None:
         self.num_frees += 1
         super().free(address, frames, is_used_elsewhere)
 
@@ -83,12 +109,28 @@ class Program(Allocator):
             self.requested[-1][self.labels[block.address]] += block.requested
         self.num_blocks.append(Counter(self.labels[block.address] for block in in_use))
 
-    def see(self, kind: Kind, name: str, address: int, shape: tuple[int, ...] = (), dtype: str = "float32") -> None:
-        num_bytes = next(b.requested for b in self.blocks.values() if 0 <= address - b.address < b.size)
+    def see(
+        self,
+        kind: Kind,
+        name: str,
+        address: int,
+        shape: tuple[int, ...] = (),
+        dtype: str = "float32",
+    ) -> None:
+        num_bytes = next(
+            b.requested for b in self.blocks.values() if 0 <= address - b.address < b.size
+        )
         self.sightings.append(
-            Sighting(kind=kind, name=name, address=address, num_bytes=num_bytes, shape=shape, dtype=dtype,
-                     position=self.position)
-        )  # fmt: skip
+            Sighting(
+                kind=kind,
+                name=name,
+                address=address,
+                num_bytes=num_bytes,
+                shape=shape,
+                dtype=dtype,
+                position=self.position,
+            )
+        )
 
     def notes(self) -> MemoryNotes:
         return MemoryNotes(
@@ -108,7 +150,9 @@ class Program(Allocator):
 
 
 class Training:
-    """Steps of a model with two blocks; what each allocation holds is written down as it is made."""
+    """Steps of a model with two blocks; what each allocation holds is written down as it is
+    made.
+    """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.program = Program(limit_bytes=limit_bytes)
@@ -127,7 +171,9 @@ class Training:
 
     def temporaries(self) -> None:
         for _ in range(3):
-            self.program.free(self.program.malloc(self.rng.randrange(1, 3 * MIB), frames=STACK, label="temporary"))
+            self.program.free(
+                self.program.malloc(self.rng.randrange(1, 3 * MIB), frames=STACK, label="temporary")
+            )
 
     def forward(self, step: int) -> list[int]:
         program, saved = self.program, []
@@ -136,14 +182,23 @@ class Training:
             around = f"measure > step > forward > block.{block}"
             self.temporaries()
             program.see(Kind.SAVED, f"{around} > attention", self.mask, (64, 64), "bool")
-            scores = program.malloc(BATCH * 6 * 64 * 64 * 4, frames=STACK, label="saved activations")
+            scores = program.malloc(
+                BATCH * 6 * 64 * 64 * 4, frames=STACK, label="saved activations"
+            )
             for _ in range(2):  # two operators save it
-                program.see(Kind.SAVED, f"{around} > attention > attention.softmax", scores, (BATCH, 6, 64, 64))
+                program.see(
+                    Kind.SAVED,
+                    f"{around} > attention > attention.softmax",
+                    scores,
+                    (BATCH, 6, 64, 64),
+                )
             both = program.malloc(2 * BATCH * 64 * 96 * 4, frames=[], label="saved activations")
             half = (BATCH * 6, 64, 16)
             program.see(Kind.SAVED, f"{around} > attention > attention.scores", both, half)
             copy = program.malloc(96 * 320 * 2, label="autocast copies")
-            program.see(Kind.AUTOCAST_COPY, f"layers.{block}.ffn.w1.weight", copy, (96, 320), "bfloat16")
+            program.see(
+                Kind.AUTOCAST_COPY, f"layers.{block}.ffn.w1.weight", copy, (96, 320), "bfloat16"
+            )
             gathered = program.malloc(96 * 320 * 2, label="parameters")
             program.see(Kind.GATHERED, f"layers.{block}", gathered, (96 * 320,), "bfloat16")
             saved += [scores, both, copy, gathered]

@@ -1,9 +1,11 @@
-"""Makes memory snapshots as PyTorch writes them, by an allocator that works like its own and keeps the true counts.
+"""Makes memory snapshots as PyTorch writes them, by an allocator that works like its own and keeps
+the true counts.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp: requests are rounded up to 512 bytes; up to 1 MiB they are cut
-from segments of 2 MiB, larger ones from segments of 20 MiB or, from 10 MiB on, of their own size rounded to 2 MiB; the
-smallest free block that fits is taken, and split if 512 bytes, or more than 1 MiB of a large block, remain; neighbours
-that are free are merged. Everything is plain Python, one step after the other.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp: requests are rounded up to 512 bytes; up
+to 1 MiB they are cut from segments of 2 MiB, larger ones from segments of 20 MiB or, from 10 MiB
+on, of their own size rounded to 2 MiB; the smallest free block that fits is taken, and split if 512
+bytes, or more than 1 MiB of a large block, remain; neighbours that are free are merged. Everything
+is plain Python, one step after the other.
 """
 
 import pickle
@@ -58,10 +60,15 @@ class Truth:
 
 
 class Allocator:
-    """One device's allocator. Its events are recorded from `record` on, with the truth after each."""
+    """One device's allocator. Its events are recorded from `record` on, with the truth after
+    each.
+    """
 
     def __init__(
-        self, limit_bytes: int | None = None, is_expandable: bool = False, base: int = 0x7F00_0000_0000
+        self,
+        limit_bytes: int | None = None,
+        is_expandable: bool = False,
+        base: int = 0x7F00_0000_0000,
     ) -> None:
         self.limit_bytes, self.is_expandable = limit_bytes, is_expandable
         self.segments: list[Segment] = []
@@ -91,7 +98,13 @@ class Allocator:
         return Truth(**self._counts, in_use=frozenset(places))
 
     def _event(
-        self, action: str, address: int, size: int, stream: int, frames: list[Any] | None, **changes: int
+        self,
+        action: str,
+        address: int,
+        size: int,
+        stream: int,
+        frames: list[Any] | None,
+        **changes: int,
     ) -> None:
         self.time_us += 3
         for name, change in changes.items():
@@ -109,7 +122,9 @@ class Allocator:
 
     # the program's calls
 
-    def malloc(self, requested: int, stream: int = 0, frames: list[Any] | None = NOTHING) -> int | None:
+    def malloc(
+        self, requested: int, stream: int = 0, frames: list[Any] | None = NOTHING
+    ) -> int | None:
         """The address of the block; None when out of memory."""
         size = max(-(-requested // 512), 1) * 512
         block = self._free_block(size, stream) or self._new_block(size, stream, frames)
@@ -127,16 +142,28 @@ class Allocator:
             block.segment.blocks.insert(block.segment.blocks.index(block) + 1, rest)
         block.state, block.requested, block.frames = "active_allocated", requested, frames or []
         self.blocks[block.address] = block
-        self._event("alloc", block.address, requested, stream, frames,
-                    allocated=block.size, active=block.size, requested=requested)  # fmt: skip
+        self._event(
+            "alloc",
+            block.address,
+            requested,
+            stream,
+            frames,
+            allocated=block.size,
+            active=block.size,
+            requested=requested,
+        )
         return block.address
 
-    def free(self, address: int, frames: list[Any] | None = NOTHING, is_used_elsewhere: bool = False) -> None:
+    def free(
+        self, address: int, frames: list[Any] | None = NOTHING, is_used_elsewhere: bool = False
+    ) -> None:
         """Give the block back; where another stream uses it, `finish` must follow."""
         block = self.blocks[address]
         block.state = "active_pending_free"
         stream = block.segment.stream
-        self._event("free_requested", address, block.requested, stream, frames, allocated=-block.size)
+        self._event(
+            "free_requested", address, block.requested, stream, frames, allocated=-block.size
+        )
         if not is_used_elsewhere:
             self.finish(address, frames)
 
@@ -144,8 +171,15 @@ class Allocator:
         block = self.blocks.pop(address)
         size, segment = block.size, block.segment
         block.state, block.frames = "inactive", []
-        self._event("free_completed", address, block.requested, segment.stream, frames,
-                    active=-size, requested=-block.requested)  # fmt: skip
+        self._event(
+            "free_completed",
+            address,
+            block.requested,
+            segment.stream,
+            frames,
+            active=-size,
+            requested=-block.requested,
+        )
         at = segment.blocks.index(block)
         if at + 1 < len(segment.blocks) and segment.blocks[at + 1].state == "inactive":
             block.size += segment.blocks.pop(at + 1).size
@@ -163,7 +197,9 @@ class Allocator:
             if not segment.blocks:
                 self.segments.remove(segment)
             action = "segment_unmap" if self.is_expandable else "segment_free"
-            self._event(action, last.address, last.size, segment.stream, frames, reserved=-last.size)
+            self._event(
+                action, last.address, last.size, segment.stream, frames, reserved=-last.size
+            )
 
     # finding memory
 
@@ -182,7 +218,11 @@ class Allocator:
         if self.is_expandable:
             return self._mapped_block(size, stream, is_small, frames)
         segment_size = (
-            SMALL_SEGMENT if is_small else LARGE_SEGMENT if size < OWN_SEGMENT else -(-size // (2 * MIB)) * 2 * MIB
+            SMALL_SEGMENT
+            if is_small
+            else LARGE_SEGMENT
+            if size < OWN_SEGMENT
+            else -(-size // (2 * MIB)) * 2 * MIB
         )
         if not self._has_room(segment_size):
             return None
@@ -190,15 +230,23 @@ class Allocator:
         self._next_address += segment_size
         segment.blocks.append(Block(segment.address, segment_size, segment))
         self.segments.append(segment)
-        self._event("segment_alloc", segment.address, segment_size, stream, frames, reserved=segment_size)
+        self._event(
+            "segment_alloc", segment.address, segment_size, stream, frames, reserved=segment_size
+        )
         return segment.blocks[0]
 
-    def _mapped_block(self, size: int, stream: int, is_small: bool, frames: list[Any] | None) -> Block | None:
+    def _mapped_block(
+        self, size: int, stream: int, is_small: bool, frames: list[Any] | None
+    ) -> Block | None:
         """More memory behind the last block of the pool's only segment."""
         of_pool = [s for s in self.segments if s.stream == stream and s.is_small == is_small]
         page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         segment = of_pool[0] if of_pool else Segment(self._next_address, 0, stream, is_small)
-        spare = segment.blocks[-1].size if segment.blocks and segment.blocks[-1].state == "inactive" else 0
+        spare = (
+            segment.blocks[-1].size
+            if segment.blocks and segment.blocks[-1].state == "inactive"
+            else 0
+        )
         more = -(-(size - spare) // page) * page
         if not self._has_room(more):
             return None
@@ -225,7 +273,9 @@ class Allocator:
                 "device": device,
                 "address": segment.address,
                 "total_size": segment.size,
-                "allocated_size": sum(b.size for b in segment.blocks if b.state == "active_allocated"),
+                "allocated_size": sum(
+                    b.size for b in segment.blocks if b.state == "active_allocated"
+                ),
                 "active_size": sum(b.size for b in segment.blocks if b.state != "inactive"),
                 "requested_size": sum(b.requested for b in segment.blocks if b.state != "inactive"),
                 "stream": segment.stream,
@@ -260,9 +310,16 @@ SETTINGS = {
 def snapshot_of(*allocators: Allocator, **top: Any) -> dict[str, Any]:
     """The dict that `torch.cuda.memory._snapshot()` returns, of one device for each allocator."""
     return {
-        "segments": [s for device, allocator in enumerate(allocators) for s in allocator.segment_dicts(device)],
+        "segments": [
+            s
+            for device, allocator in enumerate(allocators)
+            for s in allocator.segment_dicts(device)
+        ],
         "device_traces": [allocator.events or [] for allocator in allocators],
-        "allocator_settings": {**SETTINGS, "expandable_segments": allocators[0].is_expandable if allocators else False},
+        "allocator_settings": {
+            **SETTINGS,
+            "expandable_segments": allocators[0].is_expandable if allocators else False,
+        },
         "external_annotations": [],
         **top,
     }
@@ -274,17 +331,31 @@ def write(path: Path, content: object, protocol: int = 4) -> Path:
 
 
 def some_size(rng: random.Random) -> int:
-    return rng.choice([
-        rng.randrange(1, 2000), rng.randrange(2000, MIB), rng.randrange(MIB, 4 * MIB), MIB, MIB + 1,
-        rng.randrange(4 * MIB, 12 * MIB), rng.randrange(12 * MIB, 40 * MIB),
-    ])  # fmt: skip
+    return rng.choice(
+        [
+            rng.randrange(1, 2000),
+            rng.randrange(2000, MIB),
+            rng.randrange(MIB, 4 * MIB),
+            MIB,
+            MIB + 1,
+            rng.randrange(4 * MIB, 12 * MIB),
+            rng.randrange(12 * MIB, 40 * MIB),
+        ]
+    )
 
 
 def use_at_random(
-    allocator: Allocator, rng: random.Random, num_calls: int, stacks: Sequence[list[Any] | None] = (NOTHING,)
+    allocator: Allocator,
+    rng: random.Random,
+    num_calls: int,
+    stacks: Sequence[list[Any] | None] = (NOTHING,),
 ) -> None:
-    """Allocate and free, in two streams, with frees that complete late and now and then an empty cache."""
-    pending: list[int] = [b.address for b in allocator.blocks.values() if b.state == "active_pending_free"]
+    """Allocate and free, in two streams, with frees that complete late and now and then an empty
+    cache.
+    """
+    pending: list[int] = [
+        b.address for b in allocator.blocks.values() if b.state == "active_pending_free"
+    ]
     for _ in range(num_calls):
         dice, stack = rng.random(), rng.choice(stacks)
         in_use = [b.address for b in allocator.blocks.values() if b.state == "active_allocated"]
@@ -297,7 +368,9 @@ def use_at_random(
             allocator.free(address, list(stack) if stack else stack, is_late)
             pending += [address] * is_late
         else:
-            allocator.malloc(some_size(rng), stream=rng.choice([0, 0, 0, 0x5555_6666]), frames=stack)
+            allocator.malloc(
+                some_size(rng), stream=rng.choice([0, 0, 0, 0x5555_6666]), frames=stack
+            )
 
 
 def some_stacks(num_frames: int = 60, num_stacks: int = 20, seed: int = 0) -> list[list[Any]]:

@@ -1,4 +1,6 @@
-"""Oracle: an allocator that works like PyTorch's, keeps its own counts at every step, and writes a snapshot."""
+"""Oracle: an allocator that works like PyTorch's, keeps its own counts at every step, and writes
+a snapshot.
+"""
 
 import copy
 import random
@@ -11,7 +13,15 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.memory.groups import BEFORE, Replay, replay
 from cs336_systems.analysis.memory.snapshot import read_snapshot
-from tests.analysis.memory.snapshots import MIB, SETTINGS, Allocator, frame, snapshot_of, use_at_random, write
+from tests.analysis.memory.snapshots import (
+    MIB,
+    SETTINGS,
+    Allocator,
+    frame,
+    snapshot_of,
+    use_at_random,
+    write,
+)
 
 GUESSED = "of a size that the file does not say"
 
@@ -35,14 +45,23 @@ def in_use(found: Replay, moment: int) -> list[tuple[int, int, int]]:
 
 def check(found: Replay, truth: Allocator, are_blocks_known: bool = True) -> None:
     """Compare all counts at all moments, and the blocks in use at some moments."""
-    assert found.notes == () or (not are_blocks_known and len(found.notes) == 1 and GUESSED in found.notes[0])
+    assert found.notes == () or (
+        not are_blocks_known and len(found.notes) == 1 and GUESSED in found.notes[0]
+    )
     assert len(found.memory.events) == len(truth.truth) - 1
     curves = {"requested": found.requested_bytes, "reserved": found.reserved_bytes}
     if are_blocks_known:
         curves |= {"allocated": found.allocated_bytes, "active": active_bytes(found)}
     for name, curve in curves.items():
-        np.testing.assert_array_equal(curve, [getattr(moment, name) for moment in truth.truth], err_msg=name)
-    for moment in {0, int(found.allocated_bytes.argmax()), len(truth.truth) - 1, *range(0, len(truth.truth), 97)}:
+        np.testing.assert_array_equal(
+            curve, [getattr(moment, name) for moment in truth.truth], err_msg=name
+        )
+    for moment in {
+        0,
+        int(found.allocated_bytes.argmax()),
+        len(truth.truth) - 1,
+        *range(0, len(truth.truth), 97),
+    }:
         expected = sorted(truth.truth[moment].in_use)
         if are_blocks_known:
             assert sorted(in_use(found, moment)) == expected
@@ -60,7 +79,9 @@ def test_counts_are_those_of_the_allocator(tmp_path: Path, seed: int, is_expanda
 
 @pytest.mark.parametrize("is_expandable", [False, True])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_recording_that_begins_in_the_middle(tmp_path: Path, seed: int, is_expandable: bool) -> None:
+def test_a_recording_that_begins_in_the_middle(
+    tmp_path: Path, seed: int, is_expandable: bool
+) -> None:
     rng = random.Random(seed)
     made = Allocator(is_expandable=is_expandable)
     use_at_random(made, rng, 500)
@@ -71,7 +92,9 @@ def test_a_recording_that_begins_in_the_middle(tmp_path: Path, seed: int, is_exp
     assert found.requested_bytes[0] > 0
     throughout = frozenset.intersection(*(moment.in_use for moment in made.truth))
     rows = np.flatnonzero(found.is_held_throughout)
-    assert {int(found.allocations.address[row]) for row in rows} >= {address for address, *_ in throughout}
+    assert {int(found.allocations.address[row]) for row in rows} >= {
+        address for address, *_ in throughout
+    }
     shortfall = np.array([moment.active for moment in made.truth]) - active_bytes(found)
     num_guessed = ((found.allocations.start == BEFORE) & ~found.is_held_throughout).sum()
     assert shortfall.min() >= 0
@@ -87,7 +110,9 @@ def test_a_ring_that_dropped_its_oldest_events(tmp_path: Path, seed: int) -> Non
     use_at_random(made, random.Random(seed), 1200, stacks)
     made.keep_last(400)
     found = replay_of(tmp_path / "s", snapshot_of(made))
-    np.testing.assert_array_equal(found.requested_bytes, [moment.requested for moment in made.truth])
+    np.testing.assert_array_equal(
+        found.requested_bytes, [moment.requested for moment in made.truth]
+    )
     np.testing.assert_array_equal(found.reserved_bytes, [moment.reserved for moment in made.truth])
     are_held = bool(frozenset.intersection(*(moment.in_use for moment in made.truth)))
     assert (found.num_held_with_stack > 0) == are_held
@@ -100,12 +125,18 @@ def test_out_of_memory(tmp_path: Path) -> None:
     use_at_random(made, random.Random(3), 1500)
     found = replay_of(tmp_path / "s", snapshot_of(made))
     check(found, made)
-    assert found.failed_requests == [row for row, event in enumerate(made.events or []) if event["action"] == "oom"]
+    assert found.failed_requests == [
+        row for row, event in enumerate(made.events or []) if event["action"] == "oom"
+    ]
     assert len(found.failed_requests) > 5
 
 
-def hand_made(*events: tuple[str, int, int], blocks: tuple[tuple[int, int], ...] = ()) -> dict[str, Any]:
-    """A snapshot with these events (action, address, size) and these blocks (address, size) in use at the end."""
+def hand_made(
+    *events: tuple[str, int, int], blocks: tuple[tuple[int, int], ...] = ()
+) -> dict[str, Any]:
+    """A snapshot with these events (action, address, size) and these blocks (address, size) in
+    use at the end.
+    """
     trace = [
         {"action": action, "addr": address, "size": size, "stream": 0, "time_us": row}
         for row, (action, address, size) in enumerate(events)
@@ -137,10 +168,22 @@ CONTRADICT, ENDED = "contradict each other", "after recording had ended: "
         (hand_made(*FREED), [9, 9, 0], None),
         (hand_made(TWICE), [0, 9], f"{ENDED}9 bytes had gone"),
         (hand_made(TWICE, *FREED, blocks=((0, 7),)), [0, 9, 9, 0], "7 bytes had come"),
-        (hand_made(("alloc", 256, 9), ("free_completed", 256, 9), blocks=((0, 7),)), [0, 9, 0], "7 bytes had come"),
-        (hand_made(("alloc", 0, 600), ("free_completed", 0, 600), blocks=((512, 7),)), [0, 600, 0], "7 bytes had come"),
+        (
+            hand_made(("alloc", 256, 9), ("free_completed", 256, 9), blocks=((0, 7),)),
+            [0, 9, 0],
+            "7 bytes had come",
+        ),
+        (
+            hand_made(("alloc", 0, 600), ("free_completed", 0, 600), blocks=((512, 7),)),
+            [0, 600, 0],
+            "7 bytes had come",
+        ),
         (hand_made(("alloc", 512, 9), blocks=((0, 7), (512, 9))), [7, 16], None),
-        (hand_made(("segment_free", 0, 4 * MIB), ("segment_alloc", 0, 9 * MIB)), [0, 0, 0], "Segments are missing"),
+        (
+            hand_made(("segment_free", 0, 4 * MIB), ("segment_alloc", 0, 9 * MIB)),
+            [0, 0, 0],
+            "Segments are missing",
+        ),
     ],
 )
 def test_contradictions_are_noted(
@@ -165,8 +208,14 @@ def test_pairs_of_events_are_those_that_torch_finds(tmp_path: Path, seed: int) -
     (left,) = filter_alloc_free_pairs(copy.deepcopy(content))["device_traces"]
     rows, num_events = found.allocations, len(found.memory.events)
     alive = (rows.start != BEFORE) & (rows.free_requested == num_events)
-    assert sorted(rows.address[alive].tolist()) == sorted(event["addr"] for event in left if event["action"] == "alloc")
-    earlier = (rows.start == BEFORE) & (rows.free_requested < num_events) & (rows.free_requested != BEFORE)
+    assert sorted(rows.address[alive].tolist()) == sorted(
+        event["addr"] for event in left if event["action"] == "alloc"
+    )
+    earlier = (
+        (rows.start == BEFORE)
+        & (rows.free_requested < num_events)
+        & (rows.free_requested != BEFORE)
+    )
     assert sorted(rows.address[earlier].tolist()) == sorted(
         event["addr"] for event in left if event["action"] == "free_requested"
     )
@@ -179,7 +228,10 @@ def test_curves_of_any_events_against_brute_force(tmp_path: Path, seed: int) -> 
     rng = random.Random(seed)
     actions = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
     content = hand_made(
-        *((rng.choice(actions), 512 * rng.randrange(12), rng.choice([5, 600, 2 * MIB])) for _ in range(300)),
+        *(
+            (rng.choice(actions), 512 * rng.randrange(12), rng.choice([5, 600, 2 * MIB]))
+            for _ in range(300)
+        ),
         blocks=tuple((512 * place, 7) for place in range(0, 30, 2)),
     )
     found = replay_of(tmp_path / "s", content)
@@ -194,7 +246,9 @@ def test_curves_of_any_events_against_brute_force(tmp_path: Path, seed: int) -> 
 
 
 def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> None:
-    """Without max_split_size a rest of 2 MiB stays free; with it, larger requests get the whole block."""
+    """Without max_split_size a rest of 2 MiB stays free; with it, larger requests get the whole
+    block.
+    """
     made = Allocator()
     made.record()
     address = made.malloc(14 * MIB)

@@ -53,16 +53,30 @@ def by_category(moment: Moment) -> tuple[Counter[str], Counter[str], Counter[str
     )
 
 
-def test_categories_at_every_boundary_are_those_of_the_books(training: Training, explained: MemoryProfile) -> None:
+def test_categories_at_every_boundary_are_those_of_the_books(
+    training: Training, explained: MemoryProfile
+) -> None:
     assert [(moment.step, moment.phase) for moment in explained.boundaries] == [
-        (step, phase) for step in range(3) for phase in ("start", "forward", "backward", "optimizer")
+        (step, phase)
+        for step in range(3)
+        for phase in ("start", "forward", "backward", "optimizer")
     ]
     program = training.program
     for moment, mark, books, blocks, requested in zip(
-        explained.boundaries, program.marks, program.books, program.num_blocks, program.requested, strict=True
+        explained.boundaries,
+        program.marks,
+        program.books,
+        program.num_blocks,
+        program.requested,
+        strict=True,
     ):
         assert by_category(moment) == (books, blocks, requested)
-        assert moment.allocated_bytes == moment.counted_bytes == mark.allocated_bytes == sum(books.values())
+        assert (
+            moment.allocated_bytes
+            == moment.counted_bytes
+            == mark.allocated_bytes
+            == sum(books.values())
+        )
         assert moment.requested_bytes == moment.counted_requested_bytes == mark.requested_bytes
         assert moment.reserved_bytes == mark.reserved_bytes
     without_notes = (Category.LATER, *OPTIONAL)
@@ -84,7 +98,9 @@ def test_the_peak_is_the_largest_truth_and_its_groups_add_up_to_it(
     told = [event["size"] for event in training.program.events if event["action"] == "alloc"]
     assert max(group.requested_bytes for group in explained.largest) == max(told)
     at_peak = max(truth, key=lambda t: t.allocated)
-    assert explained.rounding_bytes_at_peak == sum(size - requested for _, size, requested in at_peak.in_use)
+    assert explained.rounding_bytes_at_peak == sum(
+        size - requested for _, size, requested in at_peak.in_use
+    )
     assert explained.rounding_bytes_at_peak > 0
     assert explained.peak_requested_bytes == max(t.requested for t in truth)
 
@@ -104,7 +120,9 @@ def test_the_timeline_follows_the_truth(training: Training, explained: MemoryPro
 
 
 def test_peaks_of_phases_are_those_of_all_events(tmp_path: Path) -> None:
-    """There are far more events than points of the timeline, so the peak of a phase may lie between points."""
+    """There are far more events than points of the timeline, so the peak of a phase may lie
+    between points.
+    """
     program, rng = Program(is_expandable=True), random.Random(4)
     use_at_random(program, rng, 60)
     program.record()
@@ -124,9 +142,19 @@ def test_peaks_of_phases_are_those_of_all_events(tmp_path: Path) -> None:
     lost = 0
     for phase, (begin, end, mark) in zip(profile.phases, of_steps, strict=True):
         peak = max(range(begin, end + 1), key=allocated.__getitem__)
-        assert (phase.step, phase.phase, phase.peak_bytes) == (mark.step, mark.name, allocated[peak])
-        points = zip(profile.timeline.time_s, np.array(profile.timeline.num_bytes).sum(axis=0).tolist(), strict=True)
-        lost += phase.peak_bytes not in {total for at, total in points if phase.begin_s <= at <= phase.end_s}
+        assert (phase.step, phase.phase, phase.peak_bytes) == (
+            mark.step,
+            mark.name,
+            allocated[peak],
+        )
+        points = zip(
+            profile.timeline.time_s,
+            np.array(profile.timeline.num_bytes).sum(axis=0).tolist(),
+            strict=True,
+        )
+        lost += phase.peak_bytes not in {
+            total for at, total in points if phase.begin_s <= at <= phase.end_s
+        }
     assert lost, "points of the timeline would do, and this test shows nothing"
     totals = np.array(profile.timeline.num_bytes).sum(axis=0)
     assert len(totals) <= MAX_POINTS + len(program.marks) + 1, "and where phases end"
@@ -147,7 +175,9 @@ def test_each_block_saves_each_storage_once_and_nothing_that_is_shared(
         assert names == {"attention > attention.softmax", "attention > attention.scores"}
 
 
-def test_notes_whose_counts_contradict_the_events_are_refused(training: Training, tmp_path: Path) -> None:
+def test_notes_whose_counts_contradict_the_events_are_refused(
+    training: Training, tmp_path: Path
+) -> None:
     path = training.end(tmp_path)
     notes = training.program.notes()
     marks = list(notes.marks)
@@ -170,13 +200,17 @@ def test_a_phase_that_runs_out_of_memory_goes_on_to_the_end(tmp_path: Path) -> N
     assert (failure.allocated_bytes, failure.reserved_bytes) == (before.allocated, before.reserved)
     assert (failure.step, failure.phase, failure.event) == (0, "backward", num_events)
     events = run.program.events
-    assert failure.time_s == pytest.approx((events[num_events]["time_us"] - events[0]["time_us"]) / 1e6)
+    assert failure.time_s == pytest.approx(
+        (events[num_events]["time_us"] - events[0]["time_us"]) / 1e6
+    )
     assert failure.places[0] == Place(file="lm/model.py", line=17, function="attend")
     assert [m.phase for m in profile.boundaries] == ["start", "forward"]
     assert [(p.phase, p.peak_bytes) for p in profile.phases][1:] == [("backward", before.allocated)]
 
 
-def test_a_ring_that_has_lost_its_beginning_is_placed_from_its_end(training: Training, tmp_path: Path) -> None:
+def test_a_ring_that_has_lost_its_beginning_is_placed_from_its_end(
+    training: Training, tmp_path: Path
+) -> None:
     program = training.program
     lost = 25
     program.keep_last(len(program.events) - lost)
@@ -193,7 +227,9 @@ def test_a_ring_that_has_lost_its_beginning_is_placed_from_its_end(training: Tra
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kept", [None, 700])
-def test_a_sighting_finds_the_block_in_use_at_its_moment(tmp_path: Path, seed: int, kept: int | None) -> None:
+def test_a_sighting_finds_the_block_in_use_at_its_moment(
+    tmp_path: Path, seed: int, kept: int | None
+) -> None:
     rng, program = random.Random(seed), Program()
     use_at_random(program, rng, 150)
     program.record()
@@ -218,7 +254,9 @@ def test_a_sighting_finds_the_block_in_use_at_its_moment(tmp_path: Path, seed: i
     moments = moments_of([s.position for s in program.sightings], memory.events, program.position)
     rows = resolve(replayed.allocations, program.sightings, moments).tolist()
     found = [
-        None if row == NOT_SIGHTED else (int(replayed.allocations.address[row]), int(replayed.allocations.start[row]))
+        None
+        if row == NOT_SIGHTED
+        else (int(replayed.allocations.address[row]), int(replayed.allocations.start[row]))
         for row in rows
     ]
     expected = [
@@ -297,13 +335,16 @@ def test_what_backward_computes_again_belongs_to_its_block(tmp_path: Path) -> No
     program.mark(0, "forward")
     program.see(Kind.SAVED, "forward > block.0 > norm", kept, (750,))
     for block, size in enumerate((5000, 7000)):
-        program.see(Kind.SAVED, f"forward > block.{block} > ffn", program.malloc(size), (size // 4,))
+        program.see(
+            Kind.SAVED, f"forward > block.{block} > ffn", program.malloc(size), (size // 4,)
+        )
     program.free(program.malloc(100))
     program.mark(0, "backward")
     first, second = explain_memory(program.write(tmp_path)).blocks
     assert [(t.name, t.num_bytes, t.is_recomputed) for t in first.saved] == [
-        ("ffn", 5000, True), ("checkpoint", 3000, False)
-    ]  # fmt: skip
+        ("ffn", 5000, True),
+        ("checkpoint", 3000, False),
+    ]
     assert (first.saved_bytes, first.recomputed_bytes) == (8000, 5000)
     assert [(t.name, t.num_bytes, t.is_recomputed) for t in second.saved] == [("ffn", 7000, True)]
 
@@ -319,7 +360,11 @@ def test_frames_outside_of_installed_packages_are_the_place(tmp_path: Path) -> N
 
 
 def row_of(profile: MemoryProfile, requested_bytes: int) -> LikeAllocations:
-    (row,) = {group for group in (*profile.largest, *profile.at_peak) if group.requested_bytes == requested_bytes}
+    (row,) = {
+        group
+        for group in (*profile.largest, *profile.at_peak)
+        if group.requested_bytes == requested_bytes
+    }
     return row
 
 
@@ -352,7 +397,8 @@ def test_equal_requests_in_blocks_of_different_sizes_are_one_row(tmp_path: Path)
     profile = explain_memory(program.write(tmp_path))
     assert len({*sizes[:2]}) > 1
     for row in (
-        next(row for row in rows if row.requested_bytes == 5 * MIB // 2) for rows in (profile.at_peak, profile.largest)
+        next(row for row in rows if row.requested_bytes == 5 * MIB // 2)
+        for rows in (profile.at_peak, profile.largest)
     ):
         assert (row.count, row.count_at_peak) == (3, 2)
         assert (row.num_bytes, row.bytes_at_peak) == (max(sizes), sum(sizes[:2]))
@@ -368,11 +414,17 @@ def test_a_row_has_only_what_all_its_allocations_share(tmp_path: Path) -> None:
         ((1024,), "float32", [inner, outer, frame("train", 2)]),
         ((2048,), "bfloat16", [inner, outer]),
     ):
-        program.see(Kind.SAVED, "forward > block.0 > ffn", program.malloc(4096, frames=stack), shape, dtype)
-    program.see(Kind.SAVED, "forward > block.0 > ffn", program.malloc(8192, frames=[inner, outer]), (2048,))
+        program.see(
+            Kind.SAVED, "forward > block.0 > ffn", program.malloc(4096, frames=stack), shape, dtype
+        )
+    program.see(
+        Kind.SAVED, "forward > block.0 > ffn", program.malloc(8192, frames=[inner, outer]), (2048,)
+    )
     program.malloc(512)
     profile = explain_memory(program.write(tmp_path))
     mixed, alike = row_of(profile, 4096), row_of(profile, 8192)
     assert (mixed.count, mixed.shape, mixed.dtype) == (3, (), "")
     assert (alike.count, alike.shape, alike.dtype) == (1, (2048,), "float32")
-    assert [place.line for place in mixed.places] == [place.line for place in alike.places] == [43, 7]
+    assert (
+        [place.line for place in mixed.places] == [place.line for place in alike.places] == [43, 7]
+    )

@@ -1,4 +1,6 @@
-"""What is told of snapshots without notes. Oracles: the books of simulated programs, and notes that are taken away."""
+"""What is told of snapshots without notes. Oracles: the books of simulated programs, and notes
+that are taken away.
+"""
 
 import random
 from pathlib import Path
@@ -14,15 +16,31 @@ from cs336_systems.report.sections.memory.findings import answer, findings
 from tests.analysis.memory.programs import BEFORE, STACK, Program
 from tests.analysis.memory.snapshots import MIB, snapshot_of, use_at_random, write
 
-EXAMPLES = Path(__file__).parents[3] / "data" / "published" / "memory_profiles" / "h200" / "examples"
+EXAMPLES = (
+    Path(__file__).parents[3] / "data" / "published" / "memory_profiles" / "h200" / "examples"
+)
 PACKAGES = "/opt/env/lib/python3.12/site-packages"
 MAIN = ("main", "/home/user/train.py")
 WRAPPER = ("wrapper", f"{PACKAGES}/torch/optim/optimizer.py")
-CLOSURE = [("closure", "/home/user/train.py"), ("step", f"{PACKAGES}/torch/optim/lbfgs.py"), WRAPPER, MAIN]
+CLOSURE = [
+    ("closure", "/home/user/train.py"),
+    ("step", f"{PACKAGES}/torch/optim/lbfgs.py"),
+    WRAPPER,
+    MAIN,
+]
 OPTIMIZERS = {
-    "own file": [("_update", "/home/user/lm/optimizer.py"), ("step", "/home/user/lm/optimizer.py"), MAIN],
+    "own file": [
+        ("_update", "/home/user/lm/optimizer.py"),
+        ("step", "/home/user/lm/optimizer.py"),
+        MAIN,
+    ],
     "torch": [("_init_group", f"{PACKAGES}/torch/optim/adamw.py"), WRAPPER, MAIN],
-    "class in the script": [("newton_schulz", "/home/user/gpt.py"), ("step", "/home/user/gpt.py"), WRAPPER, MAIN],
+    "class in the script": [
+        ("newton_schulz", "/home/user/gpt.py"),
+        ("step", "/home/user/gpt.py"),
+        WRAPPER,
+        MAIN,
+    ],
     "qualified name": [("Muon.step", "/home/user/train.py"), MAIN],
     "apex": [("step", f"{PACKAGES}/apex/optimizers/fused.py"), MAIN],
     "DeepSpeed": [("step", f"{PACKAGES}/deepspeed/runtime/zero/stage3.py"), MAIN],
@@ -53,9 +71,13 @@ def frames(calls: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 class Loop(Program):
-    """A training loop without notes; PyTorch records no frames in backward, and frees with frames or without."""
+    """A training loop without notes; PyTorch records no frames in backward, and frees with
+    frames or without.
+    """
 
-    def __init__(self, optimizer: list[tuple[str, str]], are_replaced: bool, have_frees_frames: bool) -> None:
+    def __init__(
+        self, optimizer: list[tuple[str, str]], are_replaced: bool, have_frees_frames: bool
+    ) -> None:
         super().__init__()
         self.step_frames, self.are_replaced = frames(optimizer), are_replaced
         self.free_frames = self.step_frames if have_frees_frames else []
@@ -106,17 +128,27 @@ def test_state_and_gradients_are_those_of_the_books(
     line = explain_memory(write(tmp_path / "alone.pickle", snapshot_of(loop))).timeline
     assert len(line.time_s) == len(loop.truth)
     for moment, books in zip(loop.moments, loop.books, strict=True):
-        found = {str(name): values[moment] for name, values in zip(line.categories, line.num_bytes, strict=True)}
+        found = {
+            str(name): values[moment]
+            for name, values in zip(line.categories, line.num_bytes, strict=True)
+        }
         for name in ("gradients", "optimizer state", "held throughout"):
             assert found.get(name, 0) == books[name], (moment, name)
 
 
 @pytest.mark.parametrize(
     ("name", "is_trained"),
-    [("2.7B_ctx512_b4_train_fp32_41fe812f1b_r0", True), ("xl_ctx512_b4_inference_fp32_55ff2dcde6_r0", False)],
+    [
+        ("2.7B_ctx512_b4_train_fp32_41fe812f1b_r0", True),
+        ("xl_ctx512_b4_inference_fp32_55ff2dcde6_r0", False),
+    ],
 )
-def test_what_is_told_without_notes_is_what_the_notes_tell(name: str, is_trained: bool, tmp_path: Path) -> None:
-    """On an H200: state and gradients to the byte, and what is held until later to 2 % of what autograd saves."""
+def test_what_is_told_without_notes_is_what_the_notes_tell(
+    name: str, is_trained: bool, tmp_path: Path
+) -> None:
+    """On an H200: state and gradients to the byte, and what is held until later to 2 % of what
+    autograd saves.
+    """
     known = EXAMPLES / f"{name}.pickle"
     (tmp_path / known.name).write_bytes(known.read_bytes())
     told, found = (
@@ -127,17 +159,24 @@ def test_what_is_told_without_notes_is_what_the_notes_tell(name: str, is_trained
         assert found.get(category) == told.get(category)
         assert (category in told) is is_trained
     saved = told.get("saved activations", 0)
-    assert found.get("held until later", 0) == pytest.approx(saved, rel=0.02, abs=1e-3 * sum(told.values()))
+    assert found.get("held until later", 0) == pytest.approx(
+        saved, rel=0.02, abs=1e-3 * sum(told.values())
+    )
 
 
 @pytest.mark.parametrize(
     ("others", "end", "category"),
     [
-        (MIN_LATER - 1, "freed", Category.TEMPORARY), (MIN_LATER, "freed", Category.LATER),
-        (MIN_LATER, "kept", Category.KEPT), (1, "kept", Category.KEPT), (1, "freed early", Category.EARLIER),
+        (MIN_LATER - 1, "freed", Category.TEMPORARY),
+        (MIN_LATER, "freed", Category.LATER),
+        (MIN_LATER, "kept", Category.KEPT),
+        (1, "kept", Category.KEPT),
+        (1, "freed early", Category.EARLIER),
     ],
-)  # fmt: skip
-def test_the_lifetime_tells_the_category(others: int, end: str, category: Category, tmp_path: Path) -> None:
+)
+def test_the_lifetime_tells_the_category(
+    others: int, end: str, category: Category, tmp_path: Path
+) -> None:
     """With notes, whatever has no sighting is temporary, however long it stays."""
     program = Program()
     kept = program.malloc(8 * MIB, frames=STACK) if end == "freed early" else None
@@ -149,24 +188,33 @@ def test_the_lifetime_tells_the_category(others: int, end: str, category: Catego
         program.free(kept)
     explained = explain_memory(write(tmp_path / "alone.pickle", snapshot_of(program)))
     assert {row.requested_bytes: row.category for row in explained.largest} == {
-        8 * MIB: category, MIB: Category.TEMPORARY,
-    }  # fmt: skip
+        8 * MIB: category,
+        MIB: Category.TEMPORARY,
+    }
     program.mark(0, "start")
-    assert {row.category for row in explain_memory(program.write(tmp_path)).largest} == {Category.TEMPORARY}
+    assert {row.category for row in explain_memory(program.write(tmp_path)).largest} == {
+        Category.TEMPORARY
+    }
 
 
-def explain_with_pools(program: Program, private: set[int], folder: Path, **settings: Any) -> MemoryProfile:
+def explain_with_pools(
+    program: Program, private: set[int], folder: Path, **settings: Any
+) -> MemoryProfile:
     """`private` are the addresses of the segments of private pools."""
     content = snapshot_of(program)
     content["allocator_settings"] |= settings
     for segment in content["segments"]:
-        segment["segment_pool_id"] = (0, 1 + segment["address"] % 3) if segment["address"] in private else (0, 0)
+        segment["segment_pool_id"] = (
+            (0, 1 + segment["address"] % 3) if segment["address"] in private else (0, 0)
+        )
     return explain_memory(write(folder / "pools.pickle", content))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_private_pools_against_brute_force(seed: int, tmp_path: Path) -> None:
-    """If the recording begins in the middle (odd seeds), sizes of blocks from before are known to 1 MiB only."""
+    """If the recording begins in the middle (odd seeds), sizes of blocks from before are known
+    to 1 MiB only.
+    """
     program, rng = Program(), random.Random(seed)
     use_at_random(program, rng, 100 * (seed % 2))
     program.record()
@@ -174,20 +222,32 @@ def test_private_pools_against_brute_force(seed: int, tmp_path: Path) -> None:
     private = {segment.address: segment.size for segment in program.segments if rng.random() < 0.5}
     profile = explain_with_pools(program, set(private), tmp_path)
     peak = round(profile.peak.time_s * 1e6 / 3) + 1  # there are 3 us from event to event
-    born = {e["addr"]: i for i, e in enumerate(program.events or []) if e["action"] == "segment_alloc"}
+    born = {
+        e["addr"]: i for i, e in enumerate(program.events or []) if e["action"] == "segment_alloc"
+    }
     there = {address: size for address, size in private.items() if born.get(address, BEFORE) < peak}
     used = sum(
-        size for address, size, _ in program.truth[peak].in_use
+        size
+        for address, size, _ in program.truth[peak].in_use
         if any(begin <= address < begin + whole for begin, whole in there.items())
-    )  # fmt: skip
+    )
     assert profile.private_bytes == sum(there.values())
-    assert profile.idle_private_bytes == pytest.approx(sum(there.values()) - used, abs=8 * MIB * (seed % 2))
-    assert (profile.fragmentation_bytes + profile.idle_private_bytes
-            == profile.peak.reserved_bytes - profile.peak.allocated_bytes >= 0)  # fmt: skip
+    assert profile.idle_private_bytes == pytest.approx(
+        sum(there.values()) - used, abs=8 * MIB * (seed % 2)
+    )
+    assert (
+        profile.fragmentation_bytes + profile.idle_private_bytes
+        == profile.peak.reserved_bytes - profile.peak.allocated_bytes
+        >= 0
+    )
 
 
-@pytest.mark.parametrize(("is_private", "is_expandable"), [(True, False), (False, False), (False, True)])
-def test_memory_of_graphs_is_no_fragmentation(is_private: bool, is_expandable: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_private", "is_expandable"), [(True, False), (False, False), (False, True)]
+)
+def test_memory_of_graphs_is_no_fragmentation(
+    is_private: bool, is_expandable: bool, tmp_path: Path
+) -> None:
     """A graph was captured: 600 MiB of its pool are in no block. Beside it 700 MiB are in use."""
     program = Program()
     program.record()
@@ -196,12 +256,21 @@ def test_memory_of_graphs_is_no_fragmentation(is_private: bool, is_expandable: b
     (segment,) = program.segments
     program.malloc(700 * MIB, frames=STACK)
     profile = explain_with_pools(
-        program, {segment.address} if is_private else set(), tmp_path, expandable_segments=is_expandable
+        program,
+        {segment.address} if is_private else set(),
+        tmp_path,
+        expandable_segments=is_expandable,
     )
     expected = (600 * MIB, 600 * MIB, 0) if is_private else (0, 0, 600 * MIB)
-    assert (profile.private_bytes, profile.idle_private_bytes, profile.fragmentation_bytes) == expected
+    assert (
+        profile.private_bytes,
+        profile.idle_private_bytes,
+        profile.fragmentation_bytes,
+    ) == expected
     assert any("private pools" in sentence for sentence in answer(profile)) is is_private
-    assert any("expandable_segments" in text for text in findings(profile)) is not (is_private or is_expandable)
+    assert any("expandable_segments" in text for text in findings(profile)) is not (
+        is_private or is_expandable
+    )
 
 
 def test_what_segments_do_not_explain_is_no_negative_fragmentation(tmp_path: Path) -> None:

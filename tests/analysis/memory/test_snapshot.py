@@ -17,12 +17,46 @@ import numpy as np
 import pytest
 
 from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.memory.snapshot import Action, BlockState, Frame, Snapshot, read_snapshot
-from tests.analysis.memory.snapshots import MIB, Allocator, frame, snapshot_of, some_stacks, use_at_random, write
+from cs336_systems.analysis.memory.snapshot import (
+    Action,
+    BlockState,
+    Frame,
+    Snapshot,
+    read_snapshot,
+)
+from tests.analysis.memory.snapshots import (
+    MIB,
+    Allocator,
+    frame,
+    snapshot_of,
+    some_stacks,
+    use_at_random,
+    write,
+)
 
-EVENT = {"action": "alloc", "addr": 4096, "size": 512, "stream": 0, "time_us": 7, "frames": [frame("f", 3)]}
-BLOCK = {"address": 4096, "size": 512, "requested_size": 500, "state": "active_allocated", "frames": [frame("g", 4)]}
-SEGMENT = {"device": 0, "address": 4096, "total_size": 2**21, "stream": 0, "is_expandable": False, "blocks": [BLOCK]}
+EVENT = {
+    "action": "alloc",
+    "addr": 4096,
+    "size": 512,
+    "stream": 0,
+    "time_us": 7,
+    "frames": [frame("f", 3)],
+}
+BLOCK = {
+    "address": 4096,
+    "size": 512,
+    "requested_size": 500,
+    "state": "active_allocated",
+    "frames": [frame("g", 4)],
+}
+SEGMENT = {
+    "device": 0,
+    "address": 4096,
+    "total_size": 2**21,
+    "stream": 0,
+    "is_expandable": False,
+    "blocks": [BLOCK],
+}
 GOOD = {"segments": [SEGMENT], "device_traces": [[EVENT]]}
 
 
@@ -41,14 +75,22 @@ def check(found: Snapshot, content: Any) -> None:
     """Compare every number and every stack of the events."""
     for memory in found.devices:
         events = [
-            event for event in content["device_traces"][memory.device] if event["action"].upper() in Action.__members__
+            event
+            for event in content["device_traces"][memory.device]
+            if event["action"].upper() in Action.__members__
         ]
         columns = memory.events
-        assert [Action(code).name.lower() for code in columns.action.tolist()] == [event["action"] for event in events]
-        assert columns.address.tolist() == [event.get("addr", event.get("device_free")) for event in events]
+        assert [Action(code).name.lower() for code in columns.action.tolist()] == [
+            event["action"] for event in events
+        ]
+        assert columns.address.tolist() == [
+            event.get("addr", event.get("device_free")) for event in events
+        ]
         for name, key in (("num_bytes", "size"), ("stream", "stream"), ("time_us", "time_us")):
             assert getattr(columns, name).tolist() == [event[key] for event in events], name
-        assert [found.stacks[number] for number in columns.stack.tolist()] == [frames_of(event) for event in events]
+        assert [found.stacks[number] for number in columns.stack.tolist()] == [
+            frames_of(event) for event in events
+        ]
     assert len(found.stacks) == len(set(found.stacks))
 
 
@@ -69,40 +111,60 @@ def test_segments_and_blocks(tmp_path: Path) -> None:
     assert [memory.device for memory in found.devices] == [0, 1, 3]
     check(found, content)
     for memory in found.devices:
-        segments = [segment for segment in content["segments"] if segment["device"] == memory.device]
+        segments = [
+            segment for segment in content["segments"] if segment["device"] == memory.device
+        ]
         blocks = [block for segment in segments for block in segment["blocks"]]
         assert memory.segments.address.tolist() == [segment["address"] for segment in segments]
         assert memory.segments.num_bytes.tolist() == [segment["total_size"] for segment in segments]
         assert memory.blocks.num_bytes.tolist() == [block["size"] for block in blocks]
-        assert memory.blocks.requested_bytes.tolist() == [block["requested_size"] for block in blocks]
-        assert [BlockState(code).name.lower() for code in memory.blocks.state] == [block["state"] for block in blocks]
+        assert memory.blocks.requested_bytes.tolist() == [
+            block["requested_size"] for block in blocks
+        ]
+        assert [BlockState(code).name.lower() for code in memory.blocks.state] == [
+            block["state"] for block in blocks
+        ]
         assert [found.stacks[number] for number in memory.blocks.stack.tolist()] == [
             frames_of(block) for block in blocks
         ]
         ends = memory.segments.address + memory.segments.num_bytes
         assert (memory.blocks.address < ends[memory.blocks.segment]).all()
         np.testing.assert_array_equal(
-            np.bincount(memory.blocks.segment, weights=memory.blocks.num_bytes), memory.segments.num_bytes
+            np.bincount(memory.blocks.segment, weights=memory.blocks.num_bytes),
+            memory.segments.num_bytes,
         )
 
 
 def test_snapshots_of_older_versions_are_read(tmp_path: Path) -> None:
-    """Until 2.0 blocks had no address and a `history`, whose first entry is the last request; events had no time."""
+    """Until 2.0 blocks had no address and a `history`, whose first entry is the last request;
+    events had no time.
+    """
     content: Any = snapshot_of(used(4), used(5))
     whole = read_snapshot(write(tmp_path / "new", content))
     for block in (block for segment in content["segments"] for block in segment["blocks"]):
-        latest = {"addr": block.pop("address"), "real_size": block.pop("requested_size"), "frames": block.pop("frames")}
+        latest = {
+            "addr": block.pop("address"),
+            "real_size": block.pop("requested_size"),
+            "frames": block.pop("frames"),
+        }
         older = {"addr": 7, "real_size": 9, "frames": []}
         block |= {"history": [latest, older]} if block["state"] != "inactive" else {}
     for event in itertools.chain.from_iterable(content["device_traces"]):
         del event["time_us"]
-    for old, new in zip(read_snapshot(write(tmp_path / "old", content)).devices, whole.devices, strict=True):
+    for old, new in zip(
+        read_snapshot(write(tmp_path / "old", content)).devices, whole.devices, strict=True
+    ):
         for name in ("segment", "address", "num_bytes", "state"):
             assert getattr(old.blocks, name).tolist() == getattr(new.blocks, name).tolist()
         is_used = new.blocks.state != BlockState.INACTIVE
-        assert old.blocks.requested_bytes[is_used].tolist() == new.blocks.requested_bytes[is_used].tolist()
+        assert (
+            old.blocks.requested_bytes[is_used].tolist()
+            == new.blocks.requested_bytes[is_used].tolist()
+        )
         assert old.events.address.tolist() == new.events.address.tolist()
-    assert [frames for frames in whole.stacks if frames not in read_snapshot(tmp_path / "old").stacks] == []
+    assert [
+        frames for frames in whole.stacks if frames not in read_snapshot(tmp_path / "old").stacks
+    ] == []
 
 
 def refusal(path: Path) -> str:
@@ -116,18 +178,28 @@ def refusal(path: Path) -> str:
 
 
 WRONG = {
-    "event": [*((key, None) for key in EVENT if key not in ("frames", "time_us")), ("addr", 2**63), ("frames", 5)],
+    "event": [
+        *((key, None) for key in EVENT if key not in ("frames", "time_us")),
+        ("addr", 2**63),
+        ("frames", 5),
+    ],
     "segment": [(key, None) for key in SEGMENT if key != "is_expandable"],
     "block": [("size", None), ("state", None), ("state", "odd"), ("size", "text")],
 }
 """Keys with another value, or None for a key that is missing."""
 
 
-@pytest.mark.parametrize(("where", "key", "value"), [(where, *case) for where in WRONG for case in WRONG[where]])
+@pytest.mark.parametrize(
+    ("where", "key", "value"), [(where, *case) for where in WRONG for case in WRONG[where]]
+)
 def test_wrong_content_is_one_clear_line(tmp_path: Path, where: str, key: str, value: Any) -> None:
     content: Any = copy.deepcopy(GOOD)
     segment = content["segments"][0]
-    changed = {"event": content["device_traces"][0][0], "segment": segment, "block": segment["blocks"][0]}[where]
+    changed = {
+        "event": content["device_traces"][0][0],
+        "segment": segment,
+        "block": segment["blocks"][0],
+    }[where]
     del changed[key]
     if value is not None:
         changed[key] = value
@@ -138,7 +210,9 @@ def test_wrong_content_is_one_clear_line(tmp_path: Path, where: str, key: str, v
 def test_names_may_be_odd(tmp_path: Path, text: str) -> None:
     event = {**EVENT, "frames": [{**frame("f"), "filename": text}]}
     found = read_snapshot(write(tmp_path / "s", {**GOOD, "device_traces": [[event]]}))
-    assert found.stacks[found.devices[0].events.stack[0]] == (Frame(text.replace("\udc9b", "?"), 1, "f"),)
+    assert found.stacks[found.devices[0].events.stack[0]] == (
+        Frame(text.replace("\udc9b", "?"), 1, "f"),
+    )
 
 
 def test_what_is_no_snapshot(tmp_path: Path) -> None:
@@ -178,7 +252,7 @@ HOSTILE = {
     "extension": (put(b"\x82\x01."), "extension code 1"),
     "a terabyte of bytes": (put(b"\x8e" + (2**40).to_bytes(8, "little") + b"x."), "MiB of memory"),
     "deep": (put(b"]" * 1_000_000 + b"a" * 999_999 + b"."), "not that of a snapshot"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -208,7 +282,10 @@ def test_a_million_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     frames = [frame(f"function_{i}", i) for i in range(400)]
     stacks = [random.Random(i).sample(frames, 25) for i in range(300)]
     content["device_traces"] = [
-        [{**events[i % len(events)], "frames": list(stacks[i % 300]), "time_us": i} for i in range(1_000_000)]
+        [
+            {**events[i % len(events)], "frames": list(stacks[i % 300]), "time_us": i}
+            for i in range(1_000_000)
+        ]
     ]
     path = write(tmp_path / "s", content)
     del content
@@ -218,7 +295,10 @@ def test_a_million_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     ratio = num_bytes / path.stat().st_size
     with capsys.disabled():
-        print(f"\nsnapshot, a million events: {read_s:.2f} s to read, {load_s:.2f} s to load, memory {ratio:.2f} files")
+        print(
+            f"\nsnapshot, a million events: {read_s:.2f} s to read, {load_s:.2f} s to load, "
+            f"memory {ratio:.2f} files"
+        )
     assert read_s <= MAX_SLOWDOWN * load_s
     assert 1 < ratio <= MAX_MEMORY
 
@@ -231,8 +311,14 @@ from pathlib import Path
 from cs336_systems.analysis.memory.groups import replay
 from cs336_systems.analysis.memory.snapshot import read_snapshot
 
+
 def peak_bytes():
-    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return next(
+        1024 * int(line.split()[1])
+        for line in open("/proc/self/status")
+        if line.startswith("VmHWM")
+    )
+
 
 path, before = Path(sys.argv[1]), peak_bytes()
 begun = time.process_time()

@@ -11,32 +11,49 @@ from cs336_systems.model.transformer import TransformerLM
 from tests.rounding import of_walk
 
 MODEL = ModelConfig(
-    vocab_size=37, context_length=16, d_model=128, d_ff=64, num_layers=3, num_heads=2, attention=Attention.SDPA
+    vocab_size=37,
+    context_length=16,
+    d_model=128,
+    d_ff=64,
+    num_layers=3,
+    num_heads=2,
+    attention=Attention.SDPA,
 )
 COPIED = RunConfig(
-    size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
+    size="custom",
+    model=MODEL,
+    batch_size=3,
+    precision=Precision.BF16,
+    optimizer=OptimizerKind.FUSED,
+    cast_once=True,
     learning_rate=2e-4,
-)  # fmt: skip
+)
 DRAWN = 0.08
 """Standard deviation of the parameters."""
 EPS = 1e-2
-"""AdamW's, as large as gradients: beside a smaller one rounding decides the sign of updates by gradients near zero."""
+"""AdamW's, as large as gradients: beside a smaller one rounding decides the sign of updates by
+gradients near zero.
+"""
 
 OF_AN_UPDATE = 16
-"""Roundings in fp32 from gradients to a master: of their mean, both moments, the quotient, the decay and the sum."""
+"""Roundings in fp32 from gradients to a master: of their mean, both moments, the quotient, the
+decay and the sum.
+"""
 
 
 def roundings(model: ModelConfig) -> int:
     """Roundings to low precision on the longest way forward and backward through the model.
 
-    Those of a block are of two norms, of three projections and two matmuls around softmax in attention, and of two
-    projections and an activation in its feed-forward network; outside of blocks are those of a norm and of the logits.
+    Those of a block are of two norms, of three projections and two matmuls around softmax in
+    attention, and of two projections and an activation in its feed-forward network; outside of
+    blocks are those of a norm and of the logits.
     """
     return 2 * (9 * model.num_layers + 2)
 
 
 def of_losses(config: RunConfig, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Largest difference of the losses of two trainings that round differently; logits are of magnitude 1.
+    """Largest difference of the losses of two trainings that round differently; logits are of
+    magnitude 1.
 
     The mean of the tokens' losses is one in fp32.
     """
@@ -76,4 +93,7 @@ def gradients(step: TrainingStep) -> dict[str, Tensor]:
     """The gradient of each weight, whether the model reads it itself or its copy."""
     names = (name for name, _ in step.model.named_parameters())
     weights = zip(names, step.model.weights, strict=True)  # type: ignore[call-overload]
-    return {name: torch.stack([each.float() for each in weight.gradients()]).sum(0) for name, weight in weights}
+    return {
+        name: torch.stack([each.float() for each in weight.gradients()]).sum(0)
+        for name, weight in weights
+    }

@@ -1,4 +1,6 @@
-"""`fastest` makes a valid step of every other one, changes nothing that was asked for, and follows its rule."""
+"""`fastest` makes a valid step of every other one, changes nothing that was asked for, and
+follows its rule.
+"""
 
 import importlib.metadata
 import random
@@ -39,13 +41,28 @@ from cs336_systems.model.fast.choose import (
     why_unusable,
 )
 
-H200, A100, V100, NEW = "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA Q1000"
+H200, A100, V100, NEW = (
+    "NVIDIA H200",
+    "NVIDIA A100-SXM4-80GB",
+    "Tesla V100-SXM2-32GB",
+    "NVIDIA Q1000",
+)
 CHOSEN = (
-    "precision", "optimizer", "compile", "compile_blocks", "pad_vocabulary", "cast_once", "split_masters",
-    "fused_loss", "fused_blocks", "cuda_graph",
-)  # fmt: skip
+    "precision",
+    "optimizer",
+    "compile",
+    "compile_blocks",
+    "pad_vocabulary",
+    "cast_once",
+    "split_masters",
+    "fused_loss",
+    "fused_blocks",
+    "cuda_graph",
+)
 FIXED = tuple(field.name for field in fields(RunConfig) if field.name not in (*CHOSEN, "model"))
-SHAPE = tuple(field.name for field in fields(ModelConfig) if field.name not in ("attention", "sdpa_backend"))
+SHAPE = tuple(
+    field.name for field in fields(ModelConfig) if field.name not in ("attention", "sdpa_backend")
+)
 
 
 def make(size="small", device=Device.CUDA, **changes):
@@ -59,19 +76,36 @@ def model_with(**changes):
 @pytest.mark.parametrize("device_name", [None, H200, A100, V100, NEW, "AMD EPYC"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_step_has_a_valid_fast_one_with_all_that_was_asked_for(size, device_name):
-    asked = {"seed": 3, "batch_size": 2, "warmup_steps": 1, "measured_steps": 7, "tokens": "x.npy", "repeat": 2,
-             "learning_rate": 1e-5, "ranges": False, "checkpoint_blocks": 2}  # fmt: skip
+    asked = {
+        "seed": 3,
+        "batch_size": 2,
+        "warmup_steps": 1,
+        "measured_steps": 7,
+        "tokens": "x.npy",
+        "repeat": 2,
+        "learning_rate": 1e-5,
+        "ranges": False,
+        "checkpoint_blocks": 2,
+    }
     for device in Device:
         for mode in Mode:
             for changes in (
-                {}, asked, {"sync_phases": True}, {"profiler": Profiler.KINETO}, {"model_factory": "a:b"},
-                {"precision": Precision.FP16}, {"compile": CompileMode.REDUCE_OVERHEAD},
-                {"pad_vocabulary": 64}, {"optimizer": OptimizerKind.FOREACH},
+                {},
+                asked,
+                {"sync_phases": True},
+                {"profiler": Profiler.KINETO},
+                {"model_factory": "a:b"},
+                {"precision": Precision.FP16},
+                {"compile": CompileMode.REDUCE_OVERHEAD},
+                {"pad_vocabulary": 64},
+                {"optimizer": OptimizerKind.FOREACH},
                 *([{"profiler": Profiler.MEMORY}] if device is Device.CUDA else []),
-            ):  # fmt: skip
+            ):
                 config = make(size, device, mode=mode, **changes)
                 fast = fastest(config, device_name)  # a RunConfig checks itself
-                assert {name: getattr(fast, name) for name in FIXED} == {n: getattr(config, n) for n in FIXED}
+                assert {name: getattr(fast, name) for name in FIXED} == {
+                    n: getattr(config, n) for n in FIXED
+                }
                 assert {name: getattr(fast.model, name) for name in SHAPE} == {
                     name: getattr(config.model, name) for name in SHAPE
                 }
@@ -81,15 +115,28 @@ def test_every_step_has_a_valid_fast_one_with_all_that_was_asked_for(size, devic
 def test_the_rule_on_an_h200():
     fast = fastest(make("gpt2"), H200)
     assert {name: getattr(fast, name) for name in CHOSEN} == {
-        "precision": "bf16", "optimizer": "fused", "compile": "default", "compile_blocks": True, "pad_vocabulary": 128,
-        "cast_once": True, "split_masters": True, "fused_loss": True, "fused_blocks": True, "cuda_graph": True,
-    }  # fmt: skip
+        "precision": "bf16",
+        "optimizer": "fused",
+        "compile": "default",
+        "compile_blocks": True,
+        "pad_vocabulary": 128,
+        "cast_once": True,
+        "split_masters": True,
+        "fused_loss": True,
+        "fused_blocks": True,
+        "cuda_graph": True,
+    }
     assert (fast.model.attention, fast.model.sdpa_backend) == (Attention.SDPA, SdpaBackend.CUDNN)
     asked = model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.EFFICIENT)
     assert fastest(replace(make(), model=asked), H200).model == asked
 
 
-IN_FP8 = {"precision": Precision.BF16, "cast_once": True, "optimizer": OptimizerKind.FUSED, "fp8": True}
+IN_FP8 = {
+    "precision": Precision.BF16,
+    "cast_once": True,
+    "optimizer": OptimizerKind.FUSED,
+    "fp8": True,
+}
 ASKED_FOR_FLASH = {"model": model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH)}
 WITH_PACKAGES = {
     "H200": (H200, {}, True, True),
@@ -108,7 +155,9 @@ WITH_PACKAGES = {
     "PyTorch's FSDP": (H200, {"parallel": Parallel.FSDP2, "ranks": 2}, False, False),
     "fp16": (H200, {"precision": Precision.FP16}, True, True),
 }
-"""Devices, what is asked for, and whether activations are fused and attention is packed where both packages are."""
+"""Devices, what is asked for, and whether activations are fused and attention is packed where
+both packages are.
+"""
 
 
 @pytest.mark.parametrize("name", WITH_PACKAGES)
@@ -128,13 +177,27 @@ def test_packages_are_used_on_hopper_where_their_kernels_fit(monkeypatch, name):
 
 
 def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
-    """The project asks for no other: its requirements allow the tested versions, and none of those beside them."""
+    """The project asks for no other: its requirements allow the tested versions, and none of
+    those beside them.
+    """
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-    asked = {each.name: each.specifier for each in map(Requirement, project["optional-dependencies"]["fused"])}
-    near = {QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"), FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0")}
+    asked = {
+        each.name: each.specifier
+        for each in map(Requirement, project["optional-dependencies"]["fused"])
+    }
+    near = {
+        QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"),
+        FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0"),
+    }
     monkeypatch.setattr(choose, "import_failure", lambda _: None)
-    for package, version in ((package, version) for package, versions in near.items() for version in versions):
-        monkeypatch.setattr(importlib.metadata, "version", lambda name, known=(package, version): dict([known])[name])
+    for package, version in (
+        (package, version) for package, versions in near.items() for version in versions
+    ):
+        monkeypatch.setattr(
+            importlib.metadata,
+            "version",
+            lambda name, known=(package, version): dict([known])[name],
+        )
         assert is_installed(package) is asked[package].contains(version, prereleases=True), version
 
 
@@ -158,7 +221,9 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
     ],
 )
 def test_attention_by_device_and_shape(device_name, changes, backend):
-    """Head widths: 768 / 6 = 128, 768 / 4 = 192, 768 / 64 = 12 (no multiple of 8), 774 / 3 = 258."""
+    """Head widths: 768 / 6 = 128, 768 / 4 = 192, 768 / 64 = 12 (no multiple of 8), 774 / 3 =
+    258.
+    """
     assert best_sdpa_backend(model_with(**changes), Device.CUDA, device_name) is backend
 
 
@@ -167,9 +232,12 @@ def test_a_cpu_keeps_precision_and_compilation_as_asked():
     fast = fastest(plain, "AMD EPYC")
     assert fast == replace(
         plain, optimizer=OptimizerKind.FUSED, model=replace(plain.model, attention=Attention.SDPA)
-    )  # fmt: skip
+    )
     asked = replace(plain, precision=Precision.BF16, compile=CompileMode.DEFAULT)
-    assert (fastest(asked, None).precision, fastest(asked, None).compile) == (Precision.BF16, CompileMode.DEFAULT)
+    assert (fastest(asked, None).precision, fastest(asked, None).compile) == (
+        Precision.BF16,
+        CompileMode.DEFAULT,
+    )
 
 
 def test_a_gpu_without_bf16_keeps_its_precision():
@@ -203,7 +271,9 @@ def test_what_is_asked_for_and_still_useful_stays(asked, name, chosen):
 @pytest.mark.parametrize("way", Parallel)
 def test_on_several_ranks_only_what_works_there_is_chosen(way):
     own_ddp = "a:b" if way is Parallel.OWN else None
-    config = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA, parallel=way, own_ddp=own_ddp)
+    config = RunConfig(
+        size="small", model=SIZES["small"], device=Device.CUDA, parallel=way, own_ddp=own_ddp
+    )
     fast = fastest(config, "NVIDIA H200")
     assert (fast.precision, fast.model.attention) == (Precision.BF16, Attention.SDPA)
     assert (
@@ -222,20 +292,31 @@ def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
     assert (fast.fused_activations, fast.packed_attention) == (False, False)
     monkeypatch.setattr(choose, "version_of", {QUACK: None, FLASH_4: "4.0.0b35"}.get)
     assert [note.split(", as ")[1].split(" (")[0] for note in missing_packages(fast, H200)] == [
-        f"{QUACK} is not installed", f"{FLASH_4} is installed in version 4.0.0b35, and was tested in 4.0.0b36"
-    ]  # fmt: skip
+        f"{QUACK} is not installed",
+        f"{FLASH_4} is installed in version 4.0.0b35, and was tested in 4.0.0b36",
+    ]
     assert [*missing_packages(fast, A100)] == []
-    flash = replace(make(), model=model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH))
-    assert len([*missing_packages(fastest(flash, H200), H200)]) == 1, "who names a kernel does not miss another"
+    flash = replace(
+        make(), model=model_with(attention=Attention.SDPA, sdpa_backend=SdpaBackend.FLASH)
+    )
+    assert len([*missing_packages(fastest(flash, H200), H200)]) == 1, (
+        "who names a kernel does not miss another"
+    )
     for name, package in (("fused_activations", QUACK), ("packed_attention", FLASH_4)):
         config = replace(fast, **{name: True})
-        with pytest.raises(ValueError, match=rf"^--{name.replace('_', '-')} needs {package}.*pip install"):
+        with pytest.raises(
+            ValueError, match=rf"^--{name.replace('_', '-')} needs {package}.*pip install"
+        ):
             check_packages(config)
         check_packages(replace(config, device=Device.CPU, cuda_graph=False))
 
 
-def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(tmp_path, monkeypatch, capsys):
-    """Whether it can be imported or not. Another package, and an answer that is damaged, have it imported again."""
+def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(
+    tmp_path, monkeypatch, capsys
+):
+    """Whether it can be imported or not. Another package, and an answer that is damaged, have it
+    imported again.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(tmp_path)
     chance, imports = random.Random(0), tmp_path / "imports"
@@ -252,7 +333,9 @@ def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(
         answers = [answer_of_another_process() for _ in range(3)]
         assert imports.read_text().count("\n") == already + 1
         assert capsys.readouterr().err.count("\n") == 1, "the first look is said"
-        assert [answer is not None and "'libcute'" in answer for answer in answers] == [is_broken] * 3
+        assert [answer is not None and "'libcute'" in answer for answer in answers] == [
+            is_broken
+        ] * 3
         for kept in tmp_path.glob("cache/*/*/*"):
             kept.write_bytes(chance.choice([b"", chance.randbytes(20)]))
         assert (answer_of_another_process() is not None) == is_broken
@@ -263,14 +346,21 @@ def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(
 
 def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     """Its name and version are there, and only importing it tells that what it imports is not."""
-    package, path, source, said = FLASH_4, "flash_attn/cute/interface.py", "import libcute", "No module named 'libcute'"
+    package, path, source, said = (
+        FLASH_4,
+        "flash_attn/cute/interface.py",
+        "import libcute",
+        "No module named 'libcute'",
+    )
     for parent in [*(tmp_path / path).parents][: path.count("/")]:
         parent.mkdir(parents=True, exist_ok=True)
         (parent / "__init__.py").touch()
     (tmp_path / path).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(choose, "version_of", lambda name: VERSIONS[name] if name == package else None)
+    monkeypatch.setattr(
+        choose, "version_of", lambda name: VERSIONS[name] if name == package else None
+    )
     monkeypatch.setattr(choose, "is_installed", is_installed)
     choose.import_failure.cache_clear()
     assert said in why_unusable(package)

@@ -1,4 +1,6 @@
-"""The loss that turns logits into their own gradient, against PyTorch's on the real columns alone."""
+"""The loss that turns logits into their own gradient, against PyTorch's on the real columns
+alone.
+"""
 
 import math
 from typing import Any
@@ -14,11 +16,17 @@ from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_
 from tests.rounding import of_chain, of_walk
 
 SHAPES = [(37, 37), (37, 40), (4096, 4096), (5000, 5120), (50_257, 50_304)]
-"""Vocabularies, and with their padding: less than a block of the kernel, one, several, with and without a rest."""
+"""Vocabularies, and with their padding: less than a block of the kernel, one, several, with and
+without a rest.
+"""
 
 
-def both(device: str, dtype: torch.dtype, vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses and gradients with respect to the logits: of the fused one, then PyTorch's in fp32, as autocast has it."""
+def both(
+    device: str, dtype: torch.dtype, vocab: int, padded: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses and gradients with respect to the logits: of the fused one, then PyTorch's in fp32,
+    as autocast has it.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(2, 7, padded, generator=generator)).to(device, dtype)
     targets = torch.randint(vocab, (2, 7), generator=generator).to(device)
@@ -46,18 +54,28 @@ def test_loss_and_gradient_are_pytorch_s_and_padding_has_none(
     of_softmax = of_walk(torch.float32, vocab)
     torch.testing.assert_close(loss, expected, rtol=of_softmax, atol=0)
     assert gradient.dtype is dtype
-    # rounded before the factor of 3 and after it, and PyTorch's once; it is near 0 where a probability is near 1
-    tolerance, least = of_chain(dtype, 3) + of_softmax, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    torch.testing.assert_close(gradient[..., :vocab], expected_gradient, rtol=tolerance, atol=of_softmax + least)
+    # rounded before the factor of 3 and after it, and PyTorch's once; it is near 0 where a
+    # probability is near 1
+    tolerance, least = (
+        of_chain(dtype, 3) + of_softmax,
+        torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps,
+    )
+    torch.testing.assert_close(
+        gradient[..., :vocab], expected_gradient, rtol=tolerance, atol=of_softmax + least
+    )
     assert not gradient[..., vocab:].any()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 def test_loss_in_parts_has_the_gradients_of_the_whole(device: str, chunks: int) -> None:
-    """14 tokens, of which no 5 parts are alike; against PyTorch's in fp64, of the same rounded factors."""
+    """14 tokens, of which no 5 parts are alike; against PyTorch's in fp64, of the same rounded
+    factors.
+    """
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((2, 7, 32), (40, 32)))
+    x, weight = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((2, 7, 32), (40, 32))
+    )
     x = x / 32**0.5
     targets = torch.randint(37, (2, 7), generator=generator)
     ours = [tensor.to(device).requires_grad_() for tensor in (x, weight)]
@@ -70,7 +88,8 @@ def test_loss_in_parts_has_the_gradients_of_the_whole(device: str, chunks: int) 
     # the error of a logit is one of its size, and becomes a relative one of its probability
     of_logits = of_chain(torch.bfloat16, 1) * logits.abs().max().item()
     assert loss.item() == pytest.approx(expected.item(), abs=2 * of_logits)
-    allowed = 2 * of_logits + of_chain(torch.bfloat16, chunks + 3)  # of the logits' gradient, each sum, and the factor
+    # of the logits' gradient, each sum, and the factor
+    allowed = 2 * of_logits + of_chain(torch.bfloat16, chunks + 3)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is not None
         assert other.grad is not None
@@ -85,12 +104,19 @@ def test_the_logits_of_one_part_are_there_at_a_time() -> None:
     sizes: list[int] = []
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
-            sizes.extend(tensor.numel() for tensor in tree_leaves(result) if isinstance(tensor, Tensor))
+            sizes.extend(
+                tensor.numel() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)
+            )
             return result
 
-    x, weight = torch.randn(1, 64, 4).bfloat16().requires_grad_(), torch.randn(1000, 4).bfloat16().requires_grad_()
+    x, weight = (
+        torch.randn(1, 64, 4).bfloat16().requires_grad_(),
+        torch.randn(1000, 4).bfloat16().requires_grad_(),
+    )
     with Sizes():
         chunked_cross_entropy(x, weight, torch.zeros(1, 64, dtype=torch.int64), 1000, 4).backward()
     assert max(sizes) == 16 * 1000
@@ -98,7 +124,9 @@ def test_the_logits_of_one_part_are_there_at_a_time() -> None:
 
 @pytest.mark.gpu
 def test_more_logits_than_32_bits_count() -> None:
-    """32,768 tokens of the 8B model have 5e9 logits, and here are 2.3e9; a wrong offset would read zeros."""
+    """32,768 tokens of the 8B model have 5e9 logits, and here are 2.3e9; a wrong offset would
+    read zeros.
+    """
     rows, vocab = 15_500, 151_936
     logits = torch.zeros(1, rows, vocab, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     targets = torch.zeros(1, rows, dtype=torch.long, device="cuda")
@@ -110,7 +138,9 @@ def test_more_logits_than_32_bits_count() -> None:
     usual = math.log(vocab)
     assert loss.item() == pytest.approx((usual * (rows - 1) + expected.item()) / rows, rel=1e-5)
     assert logits.grad is not None
-    assert logits.grad[0, -1, 5].item() * rows == pytest.approx(1 - (vocab - 1) / (math.exp(20) + vocab - 1), rel=1e-2)
+    assert logits.grad[0, -1, 5].item() * rows == pytest.approx(
+        1 - (vocab - 1) / (math.exp(20) + vocab - 1), rel=1e-2
+    )
 
 
 def test_logits_that_overflow_exponentials_have_a_finite_loss() -> None:
@@ -122,7 +152,10 @@ def test_logits_that_overflow_exponentials_have_a_finite_loss() -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_who_reads_the_logits_or_goes_backward_again_is_refused(device: str) -> None:
     """Rather than given a gradient for logits, or a gradient that was scaled twice."""
-    targets, logits = torch.tensor([[1, 2]], device=device), torch.randn(1, 2, 5, device=device, requires_grad=True)
+    targets, logits = (
+        torch.tensor([[1, 2]], device=device),
+        torch.randn(1, 2, 5, device=device, requires_grad=True),
+    )
     loss = 3 * fused_cross_entropy(logits * 1, targets, 5)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

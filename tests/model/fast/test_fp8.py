@@ -13,20 +13,33 @@ from tests.operators import Calls
 from tests.rounding import of_chain, of_sum, of_walk
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4)
+MODEL = ModelConfig(
+    vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=3, num_heads=4
+)
 RUN = RunConfig(
-    size="custom", model=MODEL, batch_size=4, precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True,
-    learning_rate=2e-4, pad_vocabulary=8,
-)  # fmt: skip
+    size="custom",
+    model=MODEL,
+    batch_size=4,
+    precision=Precision.BF16,
+    optimizer=OptimizerKind.FUSED,
+    cast_once=True,
+    learning_rate=2e-4,
+    pad_vocabulary=8,
+)
 SELECTIVE = {"checkpoint_blocks": 1, "selective_checkpoints": True}
 
 
-def factors(device: str = "cpu", rows: int = 48, d_in: int = 80, d_out: int = 112) -> tuple[Tensor, ...]:
+def factors(
+    device: str = "cpu", rows: int = 48, d_in: int = 80, d_out: int = 112
+) -> tuple[Tensor, ...]:
     """x, the weight, the bias and the gradient of the result, of unlike sizes."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((rows, d_in), (d_out, d_in), (d_out,), (rows, d_out))
     sizes = (3.0, 0.02, 1.0, 1e-6)
-    made = (size * torch.randn(shape, generator=generator) for shape, size in zip(shapes, sizes, strict=True))
+    made = (
+        size * torch.randn(shape, generator=generator)
+        for shape, size in zip(shapes, sizes, strict=True)
+    )
     return tuple(tensor.to(device, torch.bfloat16) for tensor in made)
 
 
@@ -34,15 +47,21 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return fp8.fp8_linear(x, weight, bias)[0]
 
 
-def results(layer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor) -> tuple[Tensor, ...]:
-    """What the layer returns, and the gradients of x, the weight and, where there is one, the bias."""
+def results(
+    layer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """What the layer returns, and the gradients of x, the weight and, where there is one, the
+    bias.
+    """
     leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
     result = layer(*leaves)
     return (result.detach(), *torch.autograd.grad(result, leaves, gradient))
 
 
 def by_hand(x: Tensor) -> Tensor:
-    """x rounded to e4m3 in units of 1/448 of its largest element, in fp64: 3 bits of mantissa, exponents from -6 up."""
+    """x rounded to e4m3 in units of 1/448 of its largest element, in fp64: 3 bits of mantissa,
+    exponents from -6 up.
+    """
     unit = x.abs().max().float() / 448
     scaled = (x.float() * (1 / unit)).double()
     exponents = scaled.abs().log2().floor().clamp(min=-6)
@@ -57,16 +76,22 @@ def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: boo
     found = results(fp8_linear, x, weight, bias if has_bias else None, gradient)
     a, b, g = by_hand(x), by_hand(weight), by_hand(gradient)
     factor_pairs = ((a, b.t()), (g, b), (g.t(), a))
-    for result, (left, right), added in zip(found, factor_pairs, (bias if has_bias else 0, 0, 0), strict=False):
+    for result, (left, right), added in zip(
+        found, factor_pairs, (bias if has_bias else 0, 0, 0), strict=False
+    ):
         expected = left @ right + added
         # rounded to bf16 at the end; a GPU keeps at least 13 bits of partial sums
         of_sums = 2**-12 if device == "cuda" else of_walk(torch.float32, len(right))
-        allowed = of_chain(torch.bfloat16, 2) * expected.abs() + of_sums * (left.abs() @ right.abs())
+        allowed = of_chain(torch.bfloat16, 2) * expected.abs() + of_sums * (
+            left.abs() @ right.abs()
+        )
         assert result.dtype is torch.bfloat16
         assert ((result.double() - expected).abs() <= allowed).all()
     if has_bias:
         wide, of_sums = gradient.double(), of_sum(torch.float32, len(gradient))
-        allowed = of_chain(torch.bfloat16, 2) * wide.sum(dim=0).abs() + of_sums * wide.abs().sum(dim=0)
+        allowed = of_chain(torch.bfloat16, 2) * wide.sum(dim=0).abs() + of_sums * wide.abs().sum(
+            dim=0
+        )
         assert ((found[3].double() - wide.sum(dim=0)).abs() <= allowed).all()
 
 
@@ -89,11 +114,17 @@ def test_zeros_and_next_to_nothing_stay_so(device: str, index: int) -> None:
         made[index] = torch.full_like(made[index], size)
         x, weight, _, gradient = made
         found = results(fp8_linear, x, weight, None, gradient)
-        touched = [result for result, reads in zip(found, ((0, 1), (3, 1), (3, 0)), strict=True) if index in reads]
+        touched = [
+            result
+            for result, reads in zip(found, ((0, 1), (3, 1), (3, 0)), strict=True)
+            if index in reads
+        ]
         assert len(touched) == 2
         assert all(result.abs().max() < 1e-30 for result in touched)
         assert all(
-            result.isfinite().all() and result.any() for result in found if all(result is not t for t in touched)
+            result.isfinite().all() and result.any()
+            for result in found
+            if all(result is not t for t in touched)
         )
 
 
@@ -106,7 +137,9 @@ def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
     """Of elements from 2^-20 of the largest up to that; a matrix with gaps between its rows too."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape[0], 2 * shape[1], generator=generator)
-    whole = (whole * 2.0 ** torch.randint(-20, 1, whole.shape, generator=generator)).to(device, dtype)
+    whole = (whole * 2.0 ** torch.randint(-20, 1, whole.shape, generator=generator)).to(
+        device, dtype
+    )
     for x in (whole[:, : shape[1]], whole[:, : shape[1]].contiguous()):
         unit = fp8.scale_of(x.abs())
         expected = (x.float() * unit.reciprocal()).to(torch.float8_e4m3fn).float()
@@ -129,7 +162,9 @@ def test_any_strides_and_leading_axes() -> None:
     x, weight, bias, gradient = factors()
     expected = results(fp8_linear, x, weight, bias, gradient)
     batches = x.view(3, 16, -1).transpose(1, 2).contiguous().transpose(1, 2)
-    found = results(fp8_linear, batches, weight, bias, gradient.t().contiguous().t().view(3, 16, -1))
+    found = results(
+        fp8_linear, batches, weight, bias, gradient.t().contiguous().t().view(3, 16, -1)
+    )
     for mine, wanted in zip(found, expected, strict=True):
         assert torch.equal(mine.view(wanted.shape), wanted)
     same = torch.ones((), dtype=torch.bfloat16).expand(48, 112)
@@ -148,19 +183,30 @@ def of(arch: Arch, **changes: object) -> RunConfig:
 @pytest.mark.parametrize("checkpoints", ["none", "blocks", "selective"])
 @pytest.mark.parametrize(("arch", "forward", "backward"), [(Arch.CS336, 2, 2), (Arch.GPT2, 1, 0)])
 def test_units_that_kernels_hand_on_are_those_of_the_tensors(
-    arch: Arch, forward: int, backward: int, checkpoints: str, device: str, monkeypatch: pytest.MonkeyPatch
+    arch: Arch,
+    forward: int,
+    backward: int,
+    checkpoints: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other tensors are read once more for their unit: of four activations of a block what attention returns.
+    """Other tensors are read once more for their unit: of four activations of a block what
+    attention returns.
 
-    With RoPE and SwiGLU that is also what SwiGLU returns, and of four gradients those of what these two read.
+    With RoPE and SwiGLU that is also what SwiGLU returns, and of four gradients those of what these
+    two read.
     """
     settings = {"none": {}, "blocks": {"checkpoint_blocks": 2}, "selective": SELECTIVE}[checkpoints]
     model = replace(MODEL, arch=arch, attention=Attention.SDPA)
-    step = TrainingStep(replace(RUN, model=model, fp8=True, fused_blocks=True, device=device, **settings))  # type: ignore[arg-type]
+    step = TrainingStep(
+        replace(RUN, model=model, fp8=True, fused_blocks=True, device=device, **settings)
+    )  # type: ignore[arg-type]
     read: list[Tensor] = []
 
     def checked(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
-        torch.testing.assert_close(unit, x.abs().max().float() / 448, rtol=of_chain(torch.float32, 4), atol=0)
+        torch.testing.assert_close(
+            unit, x.abs().max().float() / 448, rtol=of_chain(torch.float32, 4), atol=0
+        )
         assert unit.shape == ()
         return casts(x, unit, transposes)
 
@@ -180,8 +226,12 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(arch: Arch, fp8_products_of_a_gpu: None) -> None:
-    """One for q, k and v, one for the output, two of the feed-forward network; the head's three stay in bf16."""
+def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(
+    arch: Arch, fp8_products_of_a_gpu: None
+) -> None:
+    """One for q, k and v, one for the output, two of the feed-forward network; the head's three
+    stay in bf16.
+    """
     step = TrainingStep(of(arch, fp8=True))
     with Calls() as calls:
         step.backward(step.forward(step.batches()))

@@ -1,4 +1,6 @@
-"""Residual addition with norm, bias with GELU, and the embedding, against PyTorch's operators and autograd."""
+"""Residual addition with norm, bias with GELU, and the embedding, against PyTorch's operators
+and autograd.
+"""
 
 import math
 
@@ -15,7 +17,11 @@ from tests.rounding import of_chain, of_walk
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WIDTHS = [37, 768, 8200]
 EPS = 1e-5
-TYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+TYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+]
 """Of the stream and of the branch."""
 
 
@@ -25,12 +31,16 @@ def made(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def is_close(found: Tensor | None, expected: Tensor | None) -> bool:
-    """To the rounding of the type of `found`, the oracle being in fp64; a norm's backward has three sums over a row."""
+    """To the rounding of the type of `found`, the oracle being in fp64; a norm's backward has
+    three sums over a row.
+    """
     assert found is not None
     assert expected is not None
     narrow = found.dtype is not torch.float32
     tolerance = of_chain(found.dtype, 2) if narrow else of_walk(torch.float32, 3 * max(WIDTHS))
-    return torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+    return torch.allclose(
+        found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()
+    )
 
 
 def add_norm_of_parts(
@@ -48,18 +58,27 @@ def add_norm_of_parts(
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("types", TYPES, ids=str)
 def test_add_norm(
-    types: tuple[torch.dtype, torch.dtype], width: int, has_biases: bool, reads_sum: bool, device: str
+    types: tuple[torch.dtype, torch.dtype],
+    width: int,
+    has_biases: bool,
+    reads_sum: bool,
+    device: str,
 ) -> None:
     stream_type, branch_type = types
     vectors = [(branch_type, True), (torch.float32, False), (torch.float32, True)]
     given = [made(2, 5, width, seed=n, dtype=dtype, device=device) for n, dtype in enumerate(types)]
-    given += [made(width, seed=2 + n, dtype=d, device=device) for n, (d, is_bias) in enumerate(vectors)
-              if has_biases or not is_bias]  # fmt: skip
+    given += [
+        made(width, seed=2 + n, dtype=d, device=device)
+        for n, (d, is_bias) in enumerate(vectors)
+        if has_biases or not is_bias
+    ]
     wide = [each.detach().double().requires_grad_() for each in given]
     of_stream = made(2, 5, width, seed=7, dtype=stream_type, device=device).detach()
     of_norm = made(2, 5, width, seed=8, dtype=branch_type, device=device).detach()
 
-    def with_gaps(each: list[Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    def with_gaps(
+        each: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
         return tuple(each) if has_biases else (each[0], each[1], None, each[2], None)  # type: ignore[return-value]
 
     total, normed, _ = fused_blocks.add_norm(*with_gaps(given), EPS)
@@ -68,12 +87,16 @@ def test_add_norm(
     assert is_close(total, expected_total)
     if stream_type is torch.float32:
         assert is_close(normed, expected_normed)
-    outputs, gradients = ([total, normed], [of_stream, of_norm]) if reads_sum else ([normed], [of_norm])
+    outputs, gradients = (
+        ([total, normed], [of_stream, of_norm]) if reads_sum else ([normed], [of_norm])
+    )
     torch.autograd.backward(outputs, gradients)
     # where the sum was rounded, what follows is of the rounded one
     rounded = total.detach().double().requires_grad_()
     again = add_norm_of_parts(rounded, torch.zeros_like(rounded), None, *with_gaps(wide)[3:])[1]
-    torch.autograd.backward([rounded * 1, again] if reads_sum else [again], [g.double() for g in gradients])
+    torch.autograd.backward(
+        [rounded * 1, again] if reads_sum else [again], [g.double() for g in gradients]
+    )
     assert is_close(normed, again)
     assert is_close(given[0].grad, rounded.grad)
     assert is_close(given[1].grad, rounded.grad)
@@ -103,7 +126,9 @@ def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("vocab", "width"), [(11, 5), (1000, 1600)])
 def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, device: str) -> None:
-    """Of tokens that come often, once and not at all. Gradients are whole numbers, so that their order is all one."""
+    """Of tokens that come often, once and not at all. Gradients are whole numbers, so that their
+    order is all one.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab - 2, (4, 64), generator=generator)
     gradient = torch.randint(-9, 9, (4, 64, width), generator=generator).float().to(device)
@@ -124,15 +149,27 @@ def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, devic
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 2047, 16_384])
 def test_sums_over_many_rows(rows: int, device: str) -> None:
-    """More rows than programs, and fewer: none is left out, none counted twice. Of ones, so that sums are exact."""
-    stream = torch.tensor([1.0, -1.0] * 12, device=device).repeat(rows, 1).requires_grad_()  # which is its own norm
+    """More rows than programs, and fewer: none is left out, none counted twice. Of ones, so that
+    sums are exact.
+    """
+    # which is its own norm
+    stream = torch.tensor([1.0, -1.0] * 12, device=device).repeat(rows, 1).requires_grad_()
     branch = torch.zeros(rows, 24, device=device, requires_grad=True)
     vectors = [torch.zeros(24, device=device, requires_grad=True) for _ in range(3)]
-    total, normed, _ = fused_blocks.add_norm(stream, branch, vectors[0], vectors[1], vectors[2], 0.0)
+    total, normed, _ = fused_blocks.add_norm(
+        stream, branch, vectors[0], vectors[1], vectors[2], 0.0
+    )
     (total.sum() + normed.sum()).backward()
-    hidden, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((rows, 24), (24,)))
+    hidden, bias = (
+        torch.zeros(shape, device=device, requires_grad=True) for shape in ((rows, 24), (24,))
+    )
     fused_blocks.bias_gelu(hidden, bias)[0].sum().backward()
-    expected = {"branch bias": [1.0, 1.0], "gain": [1.0, -1.0], "bias": [1.0, 1.0], "GELU's bias": [0.5, 0.5]}
+    expected = {
+        "branch bias": [1.0, 1.0],
+        "gain": [1.0, -1.0],
+        "bias": [1.0, 1.0],
+        "GELU's bias": [0.5, 0.5],
+    }
     for each, shares in zip((*vectors, bias), expected.values(), strict=True):
         assert each.grad is not None
         assert each.grad.tolist() == [share * rows for share in shares] * 12
@@ -141,18 +178,26 @@ def test_sums_over_many_rows(rows: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_spoilt", [False, True])
 def test_nan_in_the_first_row_reaches_the_units(is_spoilt: bool, device: str) -> None:
-    """Of so many rows that a program reads several: on a GPU, not in Triton's interpreter, a maximum may drop NaN."""
-    x, gradient, stream = (made(4096, 48, seed=n, dtype=torch.bfloat16, device=device).detach() for n in range(3))
-    gain, bias, tag = torch.ones(48, device=device), torch.zeros(48, device=device), torch.zeros(1, device=device)
+    """Of so many rows that a program reads several: on a GPU, not in Triton's interpreter, a
+    maximum may drop NaN.
+    """
+    x, gradient, stream = (
+        made(4096, 48, seed=n, dtype=torch.bfloat16, device=device).detach() for n in range(3)
+    )
+    gain, bias, tag = (
+        torch.ones(48, device=device),
+        torch.zeros(48, device=device),
+        torch.zeros(1, device=device),
+    )
     total, _, statistics, _ = fused_blocks._add_norm(stream, x, None, gain, bias, EPS, None, False)
     if is_spoilt:
         x[0, 0] = gradient[0, 0] = math.nan
     heads = gradient.view(1, -1, 3, 2, 8).unbind(2)
     units = {
         "norm": scale_of(fused_blocks._add_norm(stream, x, None, gain, bias, EPS, tag, True)[3]),
-        "norm's backward": fused_blocks._add_norm_backward(None, gradient, total, statistics, gain, True, None, True)[
-            4
-        ],
+        "norm's backward": fused_blocks._add_norm_backward(
+            None, gradient, total, statistics, gain, True, None, True
+        )[4],
         "GELU": scale_of(fused_blocks._bias_gelu(x, bias, tag)[1]),
         "GELU's backward": fused_blocks._bias_gelu_backward(stream, bias, gradient, True)[2],
         "heads' backward": packed._cut_heads_backward(*heads, torch.bfloat16, True)[2],
@@ -178,8 +223,13 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_lie_row_after_row(device: str) -> None:
     """A kernel would take it for what does."""
-    stream, branch = (made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2))
-    vectors = [made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_() for n in range(3)]
+    stream, branch = (
+        made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2)
+    )
+    vectors = [
+        made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_()
+        for n in range(3)
+    ]
     stream, branch = (each.detach().requires_grad_() for each in (stream, branch))
     check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, None, False)
     check_operator(fused_blocks._bias_gelu, stream, vectors[0], None)
@@ -187,6 +237,9 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
     gradient = torch.ones_like(total)
     given = (None, gradient, total, statistics, vectors[1].detach(), True, None, True)
     dense = tuple(each.contiguous() if isinstance(each, Tensor) else each for each in given)
-    for found, expected in zip(fused_blocks._add_norm_backward(*given), fused_blocks._add_norm_backward(*dense),
-                               strict=True):  # fmt: skip
+    for found, expected in zip(
+        fused_blocks._add_norm_backward(*given),
+        fused_blocks._add_norm_backward(*dense),
+        strict=True,
+    ):
         torch.testing.assert_close(found, expected)

@@ -1,4 +1,6 @@
-"""The fast model's checkpoints and its padded vocabulary, against the reference whose parameters it has."""
+"""The fast model's checkpoints and its padded vocabulary, against the reference whose parameters
+it has.
+"""
 
 import copy
 import functools
@@ -30,18 +32,25 @@ SHORTCUTS = {
     "packed attention": (FUSED, {"packed_attention": True}),
     "packed attention, checkpoints": (replace(FUSED, **CHECKPOINTS), {"packed_attention": True}),
     "packed attention, selective": (
-        replace(FUSED, **CHECKPOINTS, selective_checkpoints=True), {"packed_attention": True}
+        replace(FUSED, **CHECKPOINTS, selective_checkpoints=True),
+        {"packed_attention": True},
     ),
     "packed attention, fp8": (replace(FUSED, fp8=True), {"packed_attention": True}),
-}  # fmt: skip
+}
 """Steps, and the setting that computes them otherwise."""
-OPERATORS = {"fused_blocks": "add_norm", "fused_activations": "expand", "packed_attention": "attend"}
+OPERATORS = {
+    "fused_blocks": "add_norm",
+    "fused_activations": "expand",
+    "packed_attention": "attend",
+}
 
 
 @pytest.mark.parametrize("name", SHORTCUTS)
 @pytest.mark.parametrize("arch", Arch)
 def test_a_shortcut_is_the_same_function(arch: Arch, name: str) -> None:
-    """To the rounding of bf16, gradients and loss; the gradient of the keys' biases is nothing but rounding."""
+    """To the rounding of bf16, gradients and loss; the gradient of the keys' biases is nothing
+    but rounding.
+    """
     config, changes = SHORTCUTS[name]
     config = replace(config, model=replace(config.model, arch=arch))
     _, expected = loss_and_gradients(config)
@@ -51,7 +60,8 @@ def test_a_shortcut_is_the_same_function(arch: Arch, name: str) -> None:
     assert set(found) == set(expected)
     allowed = of_walk(torch.bfloat16, 2 * roundings(config.model))
     if config.fp8:
-        # a change by a unit of bf16 moves few roundings to fp8, by the ratio of the units, but each by fp8's
+        # a change by a unit of bf16 moves few roundings to fp8, by the ratio of the units, but each
+        # by fp8's
         allowed = (allowed * of_walk(torch.float8_e4m3fn, 2 * roundings(config.model))) ** 0.5
     for each, gradient in expected.items():
         if not each.endswith("k_proj.bias"):
@@ -78,7 +88,10 @@ ALIKE = {
 def trained(config: RunConfig) -> tuple[list[float], dict[str, int]]:
     """Losses of six steps, and by setting how often the steps did what it asks for."""
     step = drawn_step(config)
-    with Calls() as calls, mock.patch.object(cross_entropy, "_losses", wraps=cross_entropy._losses) as parts:
+    with (
+        Calls() as calls,
+        mock.patch.object(cross_entropy, "_losses", wraps=cross_entropy._losses) as parts,
+    ):
         losses = [step(HostClock())[1].item() for _ in range(6)]
     return losses, {
         "fused_loss": parts.call_count,
@@ -86,7 +99,9 @@ def trained(config: RunConfig) -> tuple[list[float], dict[str, int]]:
         "fused_blocks": calls.counts["add_norm"],
         "fp8": calls.counts["fp8_casts"],
         "split_masters": sum(weight.remainder is not None for weight in step.model.weights),
-        "bf16_moments": sum(state["exp_avg"].dtype is torch.bfloat16 for state in step.optimizer.state.values()),
+        "bf16_moments": sum(
+            state["exp_avg"].dtype is torch.bfloat16 for state in step.optimizer.state.values()
+        ),
     }
 
 
@@ -120,16 +135,22 @@ def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
     settings = RunConfig(size="custom", model=reference.config, checkpoint_blocks=blocks)
     tokens = torch.randint(11, (2, 8))
     expected = gradients(reference, tokens)
-    for kept, computed_again in zip(expected, gradients(FastLM(reference, settings), tokens), strict=True):
+    for kept, computed_again in zip(
+        expected, gradients(FastLM(reference, settings), tokens), strict=True
+    ):
         assert torch.equal(kept, computed_again)
 
 
 def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
-    """PyTorch checks that what is computed again is what was there: by another kernel it would not be."""
+    """PyTorch checks that what is computed again is what was there: by another kernel it would
+    not be.
+    """
     config = replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)
     reference, tokens = TransformerLM(config), torch.arange(8).view(1, 8)
     expected = gradients(reference, tokens)
-    found = gradients(FastLM(reference, RunConfig(size="custom", model=config, checkpoint_blocks=1)), tokens)
+    found = gradients(
+        FastLM(reference, RunConfig(size="custom", model=config, checkpoint_blocks=1)), tokens
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -138,7 +159,10 @@ def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
 def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> None:
     torch.manual_seed(0)
     reference = TransformerLM(replace(MODEL, arch=arch))
-    padded = FastLM(copy.deepcopy(reference), RunConfig(size="custom", model=reference.config, pad_vocabulary=multiple))
+    padded = FastLM(
+        copy.deepcopy(reference),
+        RunConfig(size="custom", model=reference.config, pad_vocabulary=multiple),
+    )
     tokens = torch.randint(11, (2, 8))
     assert padded.padded_logits(tokens).shape == (2, 8, -(-11 // multiple) * multiple)
     torch.testing.assert_close(padded(tokens), reference(tokens))
@@ -147,11 +171,17 @@ def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> 
 
 @pytest.mark.parametrize("attention", Attention)
 @pytest.mark.parametrize("arch", Arch)
-def test_it_has_the_reference_s_parameters_under_their_names(arch: Arch, attention: Attention) -> None:
-    """In their order, which is that of the optimizer's state; and its tables, which no checkpoint has."""
+def test_it_has_the_reference_s_parameters_under_their_names(
+    arch: Arch, attention: Attention
+) -> None:
+    """In their order, which is that of the optimizer's state; and its tables, which no
+    checkpoint has.
+    """
     reference = TransformerLM(replace(MODEL, arch=arch, attention=attention))
     for changes in ({}, {"cast_once": True}, {"cast_once": True, "fused_blocks": True}):
-        settings = RunConfig(size="custom", model=reference.config, precision="bf16", optimizer="fused", **changes)  # type: ignore[arg-type]
+        settings = RunConfig(
+            size="custom", model=reference.config, precision="bf16", optimizer="fused", **changes
+        )  # type: ignore[arg-type]
         fast = FastLM(reference, settings)
         for mine, theirs in (
             (fast.named_parameters(), reference.named_parameters()),
@@ -163,24 +193,35 @@ def test_it_has_the_reference_s_parameters_under_their_names(arch: Arch, attenti
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("fused_activations", "quack-kernels"), ("packed_attention", "flash-attn-4")]
+    ("name", "package"),
+    [("fused_activations", "quack-kernels"), ("packed_attention", "flash-attn-4")],
 )
 def test_a_gpu_of_another_generation_and_a_package_that_fails_are_named(
     monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ) -> None:
-    """Where the model is made, as this may be another machine than that of the command; a CPU needs no package."""
-    flag, device, asked = f"--{name.replace('_', '-')}", torch.device("cuda"), replace(FUSED, **{name: True})
+    """Where the model is made, as this may be another machine than that of the command; a CPU
+    needs no package.
+    """
+    flag, device, asked = (
+        f"--{name.replace('_', '-')}",
+        torch.device("cuda"),
+        replace(FUSED, **{name: True}),
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(ValueError, match=rf"{flag} needs a Hopper GPU.*got NVIDIA A100 \(8.0\)"):
         check_device(asked, device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setitem(sys.modules, f"cs336_systems.model.fast.{IMPORTED_BY[package]}", None)
-    with pytest.raises(ValueError, match=rf"{flag} needs {package} \S+, which cannot be imported: .*: pip install"):
+    with pytest.raises(
+        ValueError, match=rf"{flag} needs {package} \S+, which cannot be imported: .*: pip install"
+    ):
         check_device(asked, device)
     check_device(asked, torch.device("cpu"))
     check_device(FUSED, device)
     seen = []
-    monkeypatch.setattr("cs336_systems.model.fast.model.check_device", lambda *given: seen.append(given))
+    monkeypatch.setattr(
+        "cs336_systems.model.fast.model.check_device", lambda *given: seen.append(given)
+    )
     FastLM(TransformerLM(asked.model), asked)
     assert seen == [(asked, torch.device("cpu"))]

@@ -1,4 +1,6 @@
-"""What packed matmuls and those with activations replace, written out and differentiated by autograd."""
+"""What packed matmuls and those with activations replace, written out and differentiated by
+autograd.
+"""
 
 import pytest
 import torch
@@ -14,12 +16,22 @@ from tests.rounding import of_chain, of_sum
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLASH_4_NEEDED = pytest.mark.skipif(
-    not is_installed(FLASH_4) or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    not is_installed(FLASH_4)
+    or not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0),
     reason="needs FlashAttention 4 and a Hopper GPU",
 )
 FLASH_DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, FLASH_4_NEEDED])]
-FLASH_SHAPES = [(2, 48, 3, 64), (2, 129, 2, 96), (2, 512, 2, 128), (1, 1024, 2, 64), (1, 777, 2, 64)]
-"""Batch, tokens, heads, width of a head; also contexts that the kernels' tiles of 128 do not divide."""
+FLASH_SHAPES = [
+    (2, 48, 3, 64),
+    (2, 129, 2, 96),
+    (2, 512, 2, 128),
+    (1, 1024, 2, 64),
+    (1, 777, 2, 64),
+]
+"""Batch, tokens, heads, width of a head; also contexts that the kernels' tiles of 128 do not
+divide.
+"""
 SHAPES = [(2, 5, 3, 8), (1, 3, 25, 64), (2, 16, 4, 80)]
 """Batch, tokens, heads, width of a head."""
 
@@ -35,7 +47,9 @@ def written_out(qkv: Tensor, heads: int, rotations: Tensor | None) -> Tensor:
     if rotations is not None:
         turn = torch.view_as_complex(rotations.double())
         q, k = (
-            torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
+            torch.view_as_real(
+                torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn
+            ).flatten(-2)
             for x in (q, k)
         )
     scores = (q @ k.mT) / q.shape[-1] ** 0.5
@@ -54,7 +68,9 @@ def heads_of_parts(x: Tensor, rotations: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """To rounding: in bf16 of both results at the end, in fp32 of the 16 operations of SwiGLU's backward or fewer."""
+    """To rounding: in bf16 of both results at the end, in fp32 of the 16 operations of SwiGLU's
+    backward or fewer.
+    """
     tolerance = of_chain(dtype, 16 if dtype is torch.float32 else 2)
     return torch.allclose(found.float(), expected.to(dtype).float(), rtol=tolerance, atol=tolerance)
 
@@ -86,7 +102,12 @@ def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
     x = made(batch, seq, 3 * heads * d_head, dtype=dtype, device=device)
     wide = x.detach().float().requires_grad_()
     found, expected = packed.rope_heads(x, rotations), heads_of_parts(wide, rotations)
-    gradients = made(3, batch, heads, seq, d_head, dtype=dtype, device=device).detach().transpose(2, 3).unbind()
+    gradients = (
+        made(3, batch, heads, seq, d_head, dtype=dtype, device=device)
+        .detach()
+        .transpose(2, 3)
+        .unbind()
+    )
     torch.autograd.backward(found, gradients)
     torch.autograd.backward(expected, [gradient.float() for gradient in gradients])
     assert x.grad is not None
@@ -98,19 +119,30 @@ def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_heads_with_a_bias(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+def test_heads_with_a_bias(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
+) -> None:
     """The gradient of a bias that the matmul has added is that of a bias that autograd adds."""
     batch, seq, heads, d_head = shape
     width = 3 * heads * d_head
-    packed_heads, bias = (made(*size, dtype=dtype, device=device) for size in ((batch, seq, width), (width,)))
+    packed_heads, bias = (
+        made(*size, dtype=dtype, device=device) for size in ((batch, seq, width), (width,))
+    )
     wide, wide_bias = (each.detach().double().requires_grad_() for each in (packed_heads, bias))
     found = packed.cut_heads(packed_heads + bias.detach(), bias, heads)
     expected = [part.unflatten(-1, (heads, d_head)) for part in (wide + wide_bias).chunk(3, dim=-1)]
-    gradients = made(3, batch, heads, seq, d_head, dtype=dtype, device=device).detach().transpose(2, 3).unbind()
+    gradients = (
+        made(3, batch, heads, seq, d_head, dtype=dtype, device=device)
+        .detach()
+        .transpose(2, 3)
+        .unbind()
+    )
     torch.autograd.backward(found, gradients)
     torch.autograd.backward(expected, [gradient.double() for gradient in gradients])
-    assert all(torch.equal(part, (packed_heads + bias).view(batch, seq, 3, heads, d_head)[:, :, index])
-               for index, part in enumerate(found))  # fmt: skip
+    assert all(
+        torch.equal(part, (packed_heads + bias).view(batch, seq, 3, heads, d_head)[:, :, index])
+        for index, part in enumerate(found)
+    )
     assert packed_heads.grad is not None
     assert bias.grad is not None
     assert wide.grad is not None
@@ -126,7 +158,9 @@ def test_heads_with_a_bias(shape: tuple[int, int, int, int], dtype: torch.dtype,
 @pytest.mark.parametrize("rows", [1, 2047, 16_384])
 def test_a_bias_gets_the_gradients_of_all_rows(rows: int, device: str) -> None:
     """None left out, none counted twice. Of small integers, so that sums are exact."""
-    packed_heads, bias = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((1, rows, 72), (72,)))
+    packed_heads, bias = (
+        torch.zeros(shape, device=device, requires_grad=True) for shape in ((1, rows, 72), (72,))
+    )
     q, k, v = packed.cut_heads(packed_heads, bias, 3)
     (q.sum() + 2 * k.sum() + 3 * v.sum()).backward()
     assert bias.grad is not None
@@ -170,28 +204,39 @@ def test_attention_and_its_gradients_are_those_of_fp64(
     assert qkv.grad is not None
     assert wide.grad is not None
     assert qkv.grad.shape == wide.grad.shape
-    pairs = [(found, wanted), *zip(qkv.grad.chunk(3, dim=-1), wide.grad.chunk(3, dim=-1), strict=True)]
+    pairs = [
+        (found, wanted),
+        *zip(qkv.grad.chunk(3, dim=-1), wide.grad.chunk(3, dim=-1), strict=True),
+    ]
     if bias is not None:
         assert bias.grad is not None
-        of_q, (of_k, exact_of_k), of_v = zip(bias.grad.chunk(3), wide.grad.sum((0, 1)).chunk(3), strict=True)
+        of_q, (of_k, exact_of_k), of_v = zip(
+            bias.grad.chunk(3), wide.grad.sum((0, 1)).chunk(3), strict=True
+        )
         pairs += [of_q, of_v]
         # softmax does not see the keys' bias
         assert not of_k.any()
         assert exact_of_k.norm() < 1e-12 * of_q[1].norm()
     for one, exact in pairs:
         assert one.dtype is torch.bfloat16
-        # of rotated inputs, weights and results, and in backward of the gradients of scores and inputs
+        # of rotated inputs, weights and results, and in backward of the gradients of scores and
+        # inputs
         assert (one.double() - exact).norm() < of_chain(torch.bfloat16, 5) * exact.norm()
 
 
 @pytest.mark.parametrize("device", FLASH_DEVICES)
 def test_the_gradient_of_attention_s_bias_sums_over_all_rows(device: str) -> None:
-    """Whatever the weights of a query are, they sum to 1: the gradient of each element is 1 from every query."""
+    """Whatever the weights of a query are, they sum to 1: the gradient of each element is 1 from
+    every query.
+    """
     qkv, bias = torch.zeros(3, 300, 3 * 64), torch.zeros(3 * 64)
     qkv, bias = (each.to(device, torch.bfloat16).requires_grad_() for each in (qkv, bias))
     packed.packed_attention(qkv.clone(), 1, None, bias).backward(torch.ones(3, 300, 64).to(qkv))
     assert bias.grad is not None
-    assert bias.grad.tolist() == [0.0] * 128 + [pytest.approx(900, rel=of_chain(torch.bfloat16, 2))] * 64
+    assert (
+        bias.grad.tolist()
+        == [0.0] * 128 + [pytest.approx(900, rel=of_chain(torch.bfloat16, 2))] * 64
+    )
 
 
 @pytest.mark.parametrize("device", FLASH_DEVICES)
@@ -211,7 +256,9 @@ def test_attention_compiles_whole(device: str) -> None:
     gradient = made(2, 32, 128, dtype=torch.bfloat16, device=device).detach()
     result, found = both(x), torch.compile(both, backend="aot_eager", fullgraph=True)(x)
     assert torch.equal(found, result)
-    for one, other in zip(*(torch.autograd.grad(each, leaves, gradient) for each in (found, result)), strict=True):
+    for one, other in zip(
+        *(torch.autograd.grad(each, leaves, gradient) for each in (found, result)), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -226,15 +273,22 @@ def test_pytorch_finds_attention_well_made(device: str) -> None:
     values, lse = packed._attend(qkv, 2)
     for turn, bias_type, measures in ((rotations, None, False), (None, torch.bfloat16, True)):
         gradient = made(2, 16, 128, dtype=torch.bfloat16, device=device).detach()
-        check_operator(packed._attend_backward, gradient, qkv, values, lse, turn, 2, bias_type, measures)
+        check_operator(
+            packed._attend_backward, gradient, qkv, values, lse, turn, 2, bias_type, measures
+        )
 
 
 QUACK_NEEDED = pytest.mark.skipif(
-    not is_installed(QUACK) or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    not is_installed(QUACK)
+    or not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0),
     reason="needs QuACK and a Hopper GPU",
 )
 QUACK_DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, QUACK_NEEDED])]
-OF_TILES = [pytest.param(64, d_ff, tokens, marks=pytest.mark.gpu) for d_ff, tokens in ((640, 4096), (384, 4000))]
+OF_TILES = [
+    pytest.param(64, d_ff, tokens, marks=pytest.mark.gpu)
+    for d_ff, tokens in ((640, 4096), (384, 4000))
+]
 
 
 def oracle(x, first, bias, second):
@@ -254,12 +308,16 @@ def arguments(device, d_model, d_ff, tokens, gelu):
         torch.randn(d_ff) if gelu else None,
         torch.randn(d_model, d_ff) / d_ff**0.5,
     ]
-    return [None if each is None else each.to(device, torch.bfloat16).requires_grad_() for each in made]
+    return [
+        None if each is None else each.to(device, torch.bfloat16).requires_grad_() for each in made
+    ]
 
 
 @pytest.mark.parametrize("device", QUACK_DEVICES)
 @pytest.mark.parametrize("gelu", [True, False])
-@pytest.mark.parametrize(("d_model", "d_ff", "tokens"), [(64, 256, 32), (72, 200, 77), (256, 1024, 300), *OF_TILES])
+@pytest.mark.parametrize(
+    ("d_model", "d_ff", "tokens"), [(64, 256, 32), (72, 200, 77), (256, 1024, 300), *OF_TILES]
+)
 def test_feed_forward_and_its_gradients_are_those_of_fp64(device, gelu, d_model, d_ff, tokens):
     """With the last two the GPU's tiles have 160 and 192 columns, else 128; a CPU has no tiles."""
     low = arguments(device, d_model, d_ff, tokens, gelu)
@@ -268,7 +326,10 @@ def test_feed_forward_and_its_gradients_are_those_of_fp64(device, gelu, d_model,
     gradient = torch.randn_like(result)
     result.backward(gradient)
     wanted.backward(gradient.double())
-    pairs = [(result, wanted), *((a.grad, b.grad) for a, b in zip(low, wide, strict=True) if a is not None)]
+    pairs = [
+        (result, wanted),
+        *((a.grad, b.grad) for a, b in zip(low, wide, strict=True) if a is not None),
+    ]
     for found, exact in pairs:
         assert found.dtype is torch.bfloat16
         assert found.shape == exact.shape
@@ -289,7 +350,9 @@ def test_the_gradient_of_feed_forward_s_bias_sums_over_all_rows(device):
 @pytest.mark.parametrize("device", QUACK_DEVICES)
 @pytest.mark.parametrize("gelu", [True, False])
 def test_pytorch_finds_feed_forward_well_made(device, gelu):
-    x, first, bias, second = (None if each is None else each.detach() for each in arguments(device, 64, 128, 16, gelu))
+    x, first, bias, second = (
+        None if each is None else each.detach() for each in arguments(device, 64, 128, 16, gelu)
+    )
     rows = x.flatten(0, 1)
     check_operator(_expand, rows, first, bias)
     slopes, _ = _expand(rows, first, bias)
@@ -307,6 +370,8 @@ def test_feed_forward_compiles_whole(device, gelu):
     gradient = torch.randn_like(result)
     leaves = [each for each in args if each is not None]
     for one, other in zip(
-        torch.autograd.grad(found, leaves, gradient), torch.autograd.grad(result, leaves, gradient), strict=True
+        torch.autograd.grad(found, leaves, gradient),
+        torch.autograd.grad(result, leaves, gradient),
+        strict=True,
     ):
         assert torch.equal(one, other)

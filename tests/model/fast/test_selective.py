@@ -18,10 +18,14 @@ SELECTIVE = replace(BASE, checkpoint_blocks=1, selective_checkpoints=True)
 
 
 def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
-    """The gradients of a step, the bytes of activations that forward saved, and the operators that backward called."""
+    """The gradients of a step, the bytes of activations that forward saved, and the operators
+    that backward called.
+    """
     step = drawn_step(config)
     weights: tuple[Any, ...] = step.model.weights  # type: ignore[assignment]
-    known = {t.untyped_storage().data_ptr() for t in (*step.model.parameters(), *step.model.buffers())}
+    known = {
+        t.untyped_storage().data_ptr() for t in (*step.model.parameters(), *step.model.buffers())
+    }
     known |= {w.copy.leaf.untyped_storage().data_ptr() for w in weights if w.copy is not None}
     saved: dict[int, int] = {}
 
@@ -47,7 +51,8 @@ def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept:
         assert torch.equal(found[name], gradient), name
     more = selective - plain
     assert not [name for name in selective if "attention" in name and "backward" not in name]
-    # the output projection, and the first matmul of the feed-forward network; not that of q, k, v, and not its last
+    # the output projection, and the first matmul of the feed-forward network; not that of q, k, v,
+    # and not its last
     assert more["mm"] + more["addmm"] == 2 * MODEL.num_layers - kept
     assert more["rms_or_layer_norm"] + more["add_norm"] == 2 * MODEL.num_layers
 
@@ -55,7 +60,12 @@ def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept:
 @pytest.mark.parametrize("changes", [{}, {"pad_vocabulary": 8}, {"batch_size": 2}], ids=str)
 @pytest.mark.parametrize("arch", Arch)
 def test_what_is_saved_is_forecast(arch: Arch, changes: dict[str, int]) -> None:
-    for config in (BASE, SELECTIVE, replace(SELECTIVE, keep_hidden=2), replace(SELECTIVE, loss_chunks=4)):
+    for config in (
+        BASE,
+        SELECTIVE,
+        replace(SELECTIVE, keep_hidden=2),
+        replace(SELECTIVE, loss_chunks=4),
+    ):
         config = replace(config, model=replace(MODEL, arch=arch), **changes)
         assert saved_bytes(config) == backward(config)[1]
         if config.loss_chunks == 1:  # in fp8 its units are saved too, and biases are not cast

@@ -1,4 +1,6 @@
-"""A step in a CUDA graph, on a simulated device where captured operations run only when they are replayed."""
+"""A step in a CUDA graph, on a simulated device where captured operations run only when they are
+replayed.
+"""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -15,7 +17,13 @@ from cs336_systems.model.fast.step_graph import StepGraph
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 SHARED = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER)
-TOOK_S = {Phase.DATA: 0.5, Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0, Phase.COMMUNICATION: 8.0, Phase.OPTIMIZER: 4.0}
+TOOK_S = {
+    Phase.DATA: 0.5,
+    Phase.FORWARD: 1.0,
+    Phase.BACKWARD: 2.0,
+    Phase.COMMUNICATION: 8.0,
+    Phase.OPTIMIZER: 4.0,
+}
 """Time of each phase by the device's clock."""
 
 
@@ -71,17 +79,31 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         yield
         graph.operations, device.captured = device.captured, None
 
-    for name in ("Stream", "current_stream", "stream", "synchronize", "graph_pool_handle", "reset_peak_memory_stats"):
+    for name in (
+        "Stream",
+        "current_stream",
+        "stream",
+        "synchronize",
+        "graph_pool_handle",
+        "reset_peak_memory_stats",
+    ):
         monkeypatch.setattr(torch.cuda, name, MagicMock())
-    fakes = {"Event": Event, "CUDAGraph": Graph, "graph": capture, "max_memory_allocated": lambda: 77}
+    fakes = {
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "max_memory_allocated": lambda: 77,
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return device
 
 
 @pytest.mark.parametrize(
-    ("order", "joined"), [(PHASES, ()), (SHARED, {Phase.COMMUNICATION})], ids=["one process", "several ranks"],
-)  # fmt: skip
+    ("order", "joined"),
+    [(PHASES, ()), (SHARED, {Phase.COMMUNICATION})],
+    ids=["one process", "several ranks"],
+)
 @pytest.mark.parametrize("reads_data", [False, True], ids=["random tokens", "token file"])
 def test_every_step_has_each_phase_once_with_its_own_time(
     device: Device, reads_data: bool, order: tuple[Phase, ...], joined: Collection[Phase]
@@ -101,7 +123,10 @@ def test_every_step_has_each_phase_once_with_its_own_time(
             yield phase
 
     captured_after: list[int] = []
-    graph, clock = StepGraph(phases, order, lambda: captured_after.append(len(seen)), joined), EventClock()
+    graph, clock = (
+        StepGraph(phases, order, lambda: captured_after.append(len(seen)), joined),
+        EventClock(),
+    )
     for number in range(EAGER_STEPS_BEFORE_GRAPH + 3):
         clock.start()
         batch = (torch.full((1,), float(number)), static)
@@ -112,14 +137,20 @@ def test_every_step_has_each_phase_once_with_its_own_time(
         wanted = ((Phase.DATA,) if reads_data else ()) + order
         assert clock.stop().phases_s == pytest.approx({phase: TOOK_S[phase] for phase in wanted})
         assert loss.item() == number, "each step has its own batch, and the capture is one step too"
-    assert seen == [(number, float(number)) for number in range(EAGER_STEPS_BEFORE_GRAPH + 3)], "nothing runs twice"
-    assert captured_after == [EAGER_STEPS_BEFORE_GRAPH], "after the capture, before its first replay"
+    assert seen == [(number, float(number)) for number in range(EAGER_STEPS_BEFORE_GRAPH + 3)], (
+        "nothing runs twice"
+    )
+    assert captured_after == [EAGER_STEPS_BEFORE_GRAPH], (
+        "after the capture, before its first replay"
+    )
     assert graph.peak_bytes == 77
 
 
 def test_gradients_do_not_add_up_without_an_optimizer(device: Device) -> None:
     """The captured step must begin without gradients too, or its replays would add to them."""
-    model = ModelConfig(vocab_size=7, context_length=4, d_model=8, d_ff=8, num_layers=1, num_heads=2)
+    model = ModelConfig(
+        vocab_size=7, context_length=4, d_model=8, d_ff=8, num_layers=1, num_heads=2
+    )
     step = TrainingStep(RunConfig(size="custom", model=model, mode=Mode.FORWARD_BACKWARD))
     order, run = step.config.phases, step._phases
     found: list[bool] = []

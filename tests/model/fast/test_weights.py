@@ -1,4 +1,6 @@
-"""Weights kept twice, masters that are split, and moments in bf16: the same training as autocast's."""
+"""Weights kept twice, masters that are split, and moments in bf16: the same training as
+autocast's.
+"""
 
 import copy
 import math
@@ -8,7 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.config import Arch, Attention, Device, Mode, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336_systems.config import (
+    Arch,
+    Attention,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Precision,
+    RunConfig,
+)
 from cs336_systems.measure.clock import HostClock
 from cs336_systems.measure.step import TrainingStep
 from cs336_systems.model.fast.master_adamw import MasterAdamW, Storage
@@ -18,12 +29,22 @@ from cs336_systems.model.transformer import TransformerLM
 from tests.model.fast.steps import OF_AN_UPDATE, of_losses, roundings, with_smooth_updates
 from tests.rounding import of_chain, of_walk
 
-MODEL = ModelConfig(vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4)
-MODELS = {"cs336": MODEL, "gpt2": replace(MODEL, arch=Arch.GPT2), "sdpa": replace(MODEL, attention=Attention.SDPA)}
+MODEL = ModelConfig(
+    vocab_size=37, context_length=16, d_model=32, d_ff=48, num_layers=2, num_heads=4
+)
+MODELS = {
+    "cs336": MODEL,
+    "gpt2": replace(MODEL, arch=Arch.GPT2),
+    "sdpa": replace(MODEL, attention=Attention.SDPA),
+}
 AUTOCAST = RunConfig(
-    size="custom", model=MODEL, batch_size=3, precision=Precision.BF16, optimizer=OptimizerKind.FUSED,
+    size="custom",
+    model=MODEL,
+    batch_size=3,
+    precision=Precision.BF16,
+    optimizer=OptimizerKind.FUSED,
     learning_rate=2e-4,
-)  # fmt: skip
+)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -41,10 +62,14 @@ def fast(model: TransformerLM) -> FastLM:
 def masters(model: FastLM) -> dict[str, Tensor]:
     """The weights by the names of their parameters, split ones made whole."""
     names = (name for name, _ in model.named_parameters())
-    return {name: weight.values().clone() for name, weight in zip(names, model.weights, strict=True)}
+    return {
+        name: weight.values().clone() for name, weight in zip(names, model.weights, strict=True)
+    }
 
 
-def trained(config: RunConfig, model: nn.Module, steps: int = 8) -> tuple[TrainingStep, list[float]]:
+def trained(
+    config: RunConfig, model: nn.Module, steps: int = 8
+) -> tuple[TrainingStep, list[float]]:
     step = TrainingStep(config, model)
     if step.optimizer is not None:
         with_smooth_updates(step)
@@ -62,7 +87,8 @@ def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
     assert losses[-1] < losses[0]
     mine, theirs, start = masters(step.model), oracle.state_dict(), make(name).state_dict()
     for key in mine:
-        if key.endswith("k_proj.bias"):  # whose gradient is 0 but for rounding: it moves all scores of a row alike
+        # whose gradient is 0 but for rounding: it moves all scores of a row alike
+        if key.endswith("k_proj.bias"):
             continue
         update = theirs[key] - start[key]
         away = of_chain(torch.float32, 6) * theirs[key].norm()  # an update adds to the master once
@@ -74,7 +100,9 @@ def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
     """Gradients of the embedding and of the head add up: against autograd on one fp32 weight."""
     oracle = make("gpt2")
     model = fast(copy.deepcopy(oracle))
-    tied = next(weight for weight in model.weights if weight.master is model.token_embeddings.weight)
+    tied = next(
+        weight for weight in model.weights if weight.master is model.token_embeddings.weight
+    )
     assert model.lm_head.copies is not None
     assert tied.copy is not None
     assert tied.copy.leaf is model.lm_head.copies[0]
@@ -117,17 +145,25 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
             optimizer.step()
     (_, expected), (_, found) = optimizers
     for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(other.master.detach().cpu(), one.master.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            other.master.detach().cpu(), one.master.detach(), rtol=1e-5, atol=1e-6
+        )
     assert are_copies(found)
-    for one, other in zip(optimizers[0][0].state.values(), optimizers[1][0].state.values(), strict=True):
+    for one, other in zip(
+        optimizers[0][0].state.values(), optimizers[1][0].state.values(), strict=True
+    ):
         for moment in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(other[moment].cpu(), one[moment], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("element", [0, -1])
-def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(element: int, device: str) -> None:
-    """A GPU's maximum may drop NaN. The kernel masks the last elements of w2's copy, and none of q_proj's."""
+def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(
+    element: int, device: str
+) -> None:
+    """A GPU's maximum may drop NaN. The kernel masks the last elements of w2's copy, and none of
+    q_proj's.
+    """
     model = make("cs336").to(device)
     weights = FastLM(model, replace(AUTOCAST, cast_once=True, fp8=True)).weights
     for leaf in leaves(weights):
@@ -147,12 +183,16 @@ def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(ele
 def are_copies(weights: tuple[Weight, ...]) -> bool:
     """Whether all copies are their masters, rounded."""
     copied = [(weight.copy.values, weight.master) for weight in weights if weight.copy is not None]
-    return bool(copied) and all(torch.equal(copy, master.bfloat16().view(-1)) for copy, master in copied)
+    return bool(copied) and all(
+        torch.equal(copy, master.bfloat16().view(-1)) for copy, master in copied
+    )
 
 
 def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
     """All tensors that gather gradients, once each; a tied weight's master among them."""
-    places = [place for weight in weights for place in (weight.copy, weight.read) if place is not None]
+    places = [
+        place for weight in weights for place in (weight.copy, weight.read) if place is not None
+    ]
     return list({id(place.leaf): place.leaf for place in places}.values())
 
 
@@ -172,7 +212,9 @@ def test_a_replayed_graph_trains_as_the_step_itself_does(settings: dict[str, obj
     assert step.graph.peak_bytes
 
 
-def trained_on_gpu(config: RunConfig, model: nn.Module, steps: int) -> tuple[TrainingStep, list[float]]:
+def trained_on_gpu(
+    config: RunConfig, model: nn.Module, steps: int
+) -> tuple[TrainingStep, list[float]]:
     from cs336_systems.measure.clock import make_clock
 
     step, clock, losses = TrainingStep(config, model), make_clock(config), []
@@ -180,7 +222,10 @@ def trained_on_gpu(config: RunConfig, model: nn.Module, steps: int) -> tuple[Tra
         times, loss = step(clock)
         losses.append(loss.item())
         assert tuple(times.phases_s) == config.phases
-        assert 0.5 * times.step_s < sum(times.phases_s.values()) <= 1.01 * times.step_s or times.step_s < 2e-3
+        assert (
+            0.5 * times.step_s < sum(times.phases_s.values()) <= 1.01 * times.step_s
+            or times.step_s < 2e-3
+        )
     return step, losses
 
 
@@ -188,10 +233,16 @@ def trained_on_gpu(config: RunConfig, model: nn.Module, steps: int) -> tuple[Tra
 
 
 def any_bits(count: int) -> Tensor:
-    """fp32 values with random bits: of every magnitude, subnormal and infinite ones and NaN among them."""
+    """fp32 values with random bits: of every magnitude, subnormal and infinite ones and NaN
+    among them.
+    """
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64).to(torch.int32)
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, torch.finfo(torch.float32).max, 2.0**-149, -(2.0**-130)])
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=generator, dtype=torch.int64).to(
+        torch.int32
+    )
+    special = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, torch.finfo(torch.float32).max, 2.0**-149, -(2.0**-130)]
+    )
     return torch.cat([bits.view(torch.float32), special])
 
 
@@ -222,12 +273,18 @@ def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves() -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_gradients_give_the_same_masters(name: str, device: str, fp8: bool, moments: torch.dtype) -> None:
+def test_the_same_gradients_give_the_same_masters(
+    name: str, device: str, fp8: bool, moments: torch.dtype
+) -> None:
     """To the last bit on a CPU; on a GPU the two are different kernels."""
     model = make(name).to(device)
-    models = [FastLM(copy.deepcopy(model), replace(AUTOCAST, cast_once=True, fp8=fp8)) for _ in range(2)]
+    models = [
+        FastLM(copy.deepcopy(model), replace(AUTOCAST, cast_once=True, fp8=fp8)) for _ in range(2)
+    ]
     optimizers = [
-        MasterAdamW(each.weights, lr=0.01, weight_decay=0.1, storage=Storage(moments, each is models[1]))
+        MasterAdamW(
+            each.weights, lr=0.01, weight_decay=0.1, storage=Storage(moments, each is models[1])
+        )
         for each in models
     ]
     generator = torch.Generator().manual_seed(1)
@@ -235,7 +292,9 @@ def test_the_same_gradients_give_the_same_masters(name: str, device: str, fp8: b
         for one, other in zip(models[0].weights, models[1].weights, strict=True):
             for place, same in ((one.copy, other.copy), (one.read, other.read)):
                 if place is not None and same is not None:
-                    place.leaf.grad = torch.randn(place.leaf.shape, generator=generator).to(place.leaf)
+                    place.leaf.grad = torch.randn(place.leaf.shape, generator=generator).to(
+                        place.leaf
+                    )
                     same.leaf.grad = place.leaf.grad.clone()
         for optimizer in optimizers:
             optimizer.step()
@@ -243,7 +302,9 @@ def test_the_same_gradients_give_the_same_masters(name: str, device: str, fp8: b
     away = {"rtol": allowed, "atol": allowed * 0.04}  # four steps of 0.01
     expected, found = (masters(each) for each in models)
     torch.testing.assert_close(found, expected, **away)
-    assert all(len(each.state) == len(models[0].weights) for each in optimizers), "every weight is trained"
+    assert all(len(each.state) == len(models[0].weights) for each in optimizers), (
+        "every weight is trained"
+    )
     split = [weight for weight in models[1].weights if weight.remainder is not None]
     assert len(split) >= 7 * len(models[1].layers)
     for weight in split:
@@ -260,17 +321,22 @@ def test_only_what_the_model_reads_as_a_copy_is_split() -> None:
         assert {names[weight.master] for weight in model.weights if weight.remainder is None} == {
             key
             for key in names.values()
-            if key.startswith(("token_embeddings", "positions")) or key.split(".")[-2].startswith("ln")
+            if key.startswith(("token_embeddings", "positions"))
+            or key.split(".")[-2].startswith("ln")
         }
         for weight in model.weights:
-            assert weight.master.numel() == (weight.shape.numel() if weight.remainder is None else 0)
+            assert weight.master.numel() == (
+                weight.shape.numel() if weight.remainder is None else 0
+            )
 
 
 # Moments in bf16
 
 
 def assert_rounded_at_random(values: Tensor, exact: float) -> None:
-    """Each is one of the two neighbours of `exact` in bf16, and their mean is `exact`, to five standard deviations."""
+    """Each is one of the two neighbours of `exact` in bf16, and their mean is `exact`, to five
+    standard deviations.
+    """
     exponent = math.floor(math.log2(abs(exact)))
     step = 2.0 ** (exponent - 7)  # bf16 has 7 bits behind the leading one
     lower = math.floor(exact / step) * step
@@ -281,7 +347,9 @@ def assert_rounded_at_random(values: Tensor, exact: float) -> None:
     assert abs(values.double().mean().item() - exact) < 5 * deviation
 
 
-def stepped(gradient: float, steps: int, device: str, *, beta2: float = 0.95, size: int = 2**16) -> MasterAdamW:
+def stepped(
+    gradient: float, steps: int, device: str, *, beta2: float = 0.95, size: int = 2**16
+) -> MasterAdamW:
     """The optimizer of `size` parameters, all of them 1, after so many steps with this gradient."""
     parameter = nn.Parameter(torch.ones(size, device=device))
     optimizer = MasterAdamW([whole(parameter)], betas=(0.9, beta2), storage=Storage(torch.bfloat16))
@@ -301,7 +369,9 @@ def test_moments_are_one_of_their_neighbours_and_on_average_right(device: str) -
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_second_moment_grows_by_changes_too_small_to_round_to(device: str) -> None:
-    """By (1 - beta2) of what it lacks: rounded to the nearest, it would stay where that is half a step of bf16."""
+    """By (1 - beta2) of what it lacks: rounded to the nearest, it would stay where that is half
+    a step of bf16.
+    """
     gradient, beta2, steps = 0.5, 0.999, 1500
     [state] = stepped(gradient, steps, device, beta2=beta2, size=4096).state.values()
     exact = (1 - beta2**steps) * gradient**2

@@ -14,7 +14,9 @@ from tests.report.page.grid import GRID
 @pytest.fixture(scope="session")
 def grid_page():
     """The page as text, and the processor time that it took."""
-    results = Results.load(load_records(GRID / "runs")[0], GRID, load_ceilings(ceilings_beside(GRID)))
+    results = Results.load(
+        load_records(GRID / "runs")[0], GRID, load_ceilings(ceilings_beside(GRID))
+    )
     begin_s = time.process_time()
     page = to_html(page_of(Directory(path=GRID, sweep=results)))
     return page, time.process_time() - begin_s

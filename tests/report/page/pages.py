@@ -38,7 +38,13 @@ def make_steps(note="", about="Time of one step.", names=TIMES):
     columns = [
         Column("size", key="size", numeric=False, write=str),
         Column(
-            "time", "ms", about, key="step_mean_ms", instead="failure", scale=1000, write=lambda value: f"{value:.0f}"
+            "time",
+            "ms",
+            about,
+            key="step_mean_ms",
+            instead="failure",
+            scale=1000,
+            write=lambda value: f"{value:.0f}",
         ),
         Column("steps", key="steps", write=str),
     ]
@@ -46,7 +52,9 @@ def make_steps(note="", about="Time of one step.", names=TIMES):
         {"size": size, "step_mean_ms": time, "failure": "out of memory", "steps": 10 * 3**number}
         for number, (size, time) in enumerate(names.items())
     ]
-    return make_table("Steps", columns, rows, [note] if note else [], lambda row: row["step_mean_ms"] is None)
+    return make_table(
+        "Steps", columns, rows, [note] if note else [], lambda row: row["step_mean_ms"] is None
+    )
 
 
 def make_page(*blocks):
@@ -57,7 +65,9 @@ def make_chart(name="small"):
     bars = [Bar(name=name, parts={name: 1.0}, words=name), Bar(name="xl", failure=name)]
     panel = Panel(label=name, bars=bars)
     styles = {name: Style(colour="#0072B2")}
-    return Chart(name="bars", title=f"Bars of {name}", settings=name, panels=[panel], legend=1, styles=styles)
+    return Chart(
+        name="bars", title=f"Bars of {name}", settings=name, panels=[panel], legend=1, styles=styles
+    )
 
 
 def table_page(note=""):
@@ -78,11 +88,22 @@ def make_picture(name="small", identifier="bars"):
 def page_with(text):
     """A page with the text in every place that shows one."""
     table = make_steps(text, text, {text: 0.1, "medium": None})
-    headings = tuple(Column(text, text, text, key=own.key, numeric=own.numeric) for own in table.headings)
-    table = type(table)(title=text, headings=headings, rows=((text, "1", text), table.rows[1]), notes=(text,))
+    headings = tuple(
+        Column(text, text, text, key=own.key, numeric=own.numeric) for own in table.headings
+    )
+    table = type(table)(
+        title=text, headings=headings, rows=((text, "1", text), table.rows[1]), notes=(text,)
+    )
     bar = Bar(name=text, parts={text: 1.0}, words=text)
-    bars = Bars(title=text, bars=[bar, Bar(name="xl", failure=text)], styles={text: Style(colour="#0072B2")}, unit=text)
-    glance = Glance(answer=text, more=text, bars=[bars], tiles=[Tile(text, text, text)], doubts=[text])
+    bars = Bars(
+        title=text,
+        bars=[bar, Bar(name="xl", failure=text)],
+        styles={text: Style(colour="#0072B2")},
+        unit=text,
+    )
+    glance = Glance(
+        answer=text, more=text, bars=[bars], tiles=[Tile(text, text, text)], doubts=[text]
+    )
     blocks = [
         Prose(paragraphs=[text]),
         TableBlock(id="steps", table=table),
@@ -90,4 +111,6 @@ def page_with(text):
         Facts(rows=[(text, text)]),
         Closed(title=text, text=text),
     ]
-    return Page(title=text, glance=glance, chapters=[Chapter(id="first", title=text, blocks=blocks)])
+    return Page(
+        title=text, glance=glance, chapters=[Chapter(id="first", title=text, blocks=blocks)]
+    )

@@ -23,7 +23,10 @@ class Parsed(HTMLParser):
             self.headings.setdefault(self._table, []).append(self._into)
         elif tag == "td" and self._table:
             self._column += 1
-            self._into = self.cells[f"{self._table}.{self._row}.{self._column}"] = ["", found.get("data-order")]
+            self._into = self.cells[f"{self._table}.{self._row}.{self._column}"] = [
+                "",
+                found.get("data-order"),
+            ]
 
     def handle_endtag(self, tag):
         if tag in ("th", "td", "tr"):  # a cell may have no end of its own
@@ -34,11 +37,18 @@ class Parsed(HTMLParser):
             self._into[0] += data
 
     def rows(self, table):
-        """The cells of each row of a table, as texts with the values that they are sorted by, by their headings."""
+        """The cells of each row of a table, as texts with the values that they are sorted by, by
+        their headings.
+        """
         headings = [" ".join(heading.split()) for (heading,) in self.headings[table]]
-        own = {name: cell for name, cell in self.cells.items() if name.rpartition(".")[0].rpartition(".")[0] == table}
+        own = {
+            name: cell
+            for name, cell in self.cells.items()
+            if name.rpartition(".")[0].rpartition(".")[0] == table
+        }
         numbers = range(len(own) // len(headings))
         assert len(own) == len(numbers) * len(headings), "no cell is without a heading"
         return [
-            {heading: own[f"{table}.{number}.{place}"] for place, heading in enumerate(headings)} for number in numbers
+            {heading: own[f"{table}.{number}.{place}"] for place, heading in enumerate(headings)}
+            for number in numbers
         ]

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.browser
 @pytest.fixture(scope="module")
 def chromium():
     """One tab for all tests: each new one would be another process of the browser, or two."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[dev]'")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="needs Playwright: pip install -e '.[dev]'"
+    )
     if importlib.util.find_spec(TABLES[0]) is None:
         pytest.skip("needs the extra report: pip install -e '.[report]'")
     binary = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -27,7 +29,9 @@ def chromium():
         pytest.skip("needs the browser of Debian: apt-get install chromium")
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=binary, args=["--in-process-gpu", *sandbox])
+        browser = playwright.chromium.launch(
+            executable_path=binary, args=["--in-process-gpu", *sandbox]
+        )
         tab = browser.new_page(color_scheme="light")
         tab.set_default_timeout(60_000)
         requests, console = [], []
@@ -40,7 +44,9 @@ def chromium():
 
 @pytest.fixture
 def show(chromium, tmp_path):
-    """Opens a page from disk; at the end, its console must be empty and nothing requested but the file."""
+    """Opens a page from disk; at the end, its console must be empty and nothing requested but
+    the file.
+    """
     tab, requests, console = chromium
     for seen in (requests, console):
         seen.clear()
@@ -103,7 +109,9 @@ def test_a_heading_explains_itself_to_the_mouse_and_to_the_keyboard(show) -> Non
 
 
 FIRST = {"e2e_benchmark/train": 1, "kineto_profiles/train": 2, "memory_profiles/first_step": 1}
-"""Directories of a grid, of a profiled run and of a memory study, with the number of bars of their first screen."""
+"""Directories of a grid, of a profiled run and of a memory study, with the number of bars of
+their first screen.
+"""
 
 
 @cache
@@ -115,7 +123,10 @@ def page_of_directory(name):
 def test_answer_bars_tiles_and_trust_stand_on_the_first_screen(show, directory) -> None:
     tab = show(page_of_directory(directory), height=800)
     bottoms = {
-        part: [box["y"] + box["height"] for box in (own.bounding_box() for own in tab.locator(f"#glance {part}").all())]
+        part: [
+            box["y"] + box["height"]
+            for box in (own.bounding_box() for own in tab.locator(f"#glance {part}").all())
+        ]
         for part in (".answer", ".bars", ".tiles > div", ".trust")
     }
     counts = {part: len(found) for part, found in bottoms.items()}
@@ -124,7 +135,8 @@ def test_answer_bars_tiles_and_trust_stand_on_the_first_screen(show, directory) 
     for bars in tab.locator("#glance .bars").all():
         shares = bars.evaluate(
             """own => [...own.querySelectorAll(".track")].map((track) =>
-                [...track.children].reduce((sum, part) => sum + part.offsetWidth, 0) / track.clientWidth)"""
+                [...track.children].reduce((sum, part) => sum + part.offsetWidth, 0)
+                / track.clientWidth)"""
         )
         assert max(shares) == pytest.approx(1.0, abs=0.03), "the longest bar has the whole width"
     tab.set_viewport_size({"width": 400, "height": 800})
@@ -148,7 +160,10 @@ def test_pictures_follow_the_theme_and_are_printed_in_light(show) -> None:
 
     def looks():
         parts = {"#bars text": "fill", "body": "backgroundColor"}
-        return [tab.evaluate(f"getComputedStyle(document.querySelector('{at}')).{what}") for at, what in parts.items()]
+        return [
+            tab.evaluate(f"getComputedStyle(document.querySelector('{at}')).{what}")
+            for at, what in parts.items()
+        ]
 
     light = looks()
     assert light == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
@@ -165,8 +180,14 @@ def test_pictures_follow_the_theme_and_are_printed_in_light(show) -> None:
 def test_a_hostile_text_is_shown_as_it_is_and_the_layout_holds(show, text) -> None:
     tab = show(to_html(page_with(text)), width=400, table="#steps")
     tab.click("main details.block > summary")
-    assert all(inert_line(word) in tab.inner_text("main pre") for word in text.replace("\t", " ").split(" "))
-    assert tab.locator("#steps tbody td").first.inner_text().split() == inert_line(text.expandtabs(4)).split()
+    assert all(
+        inert_line(word) in tab.inner_text("main pre")
+        for word in text.replace("\t", " ").split(" ")
+    )
+    assert (
+        tab.locator("#steps tbody td").first.inner_text().split()
+        == inert_line(text.expandtabs(4)).split()
+    )
     assert inert_line(text)[:20] in "".join(tab.locator("#bars text").all_text_contents())
     assert tab.evaluate("window.hacked") is None
     assert tab.locator("main img, main script, main style, main a, svg a").count() == 0

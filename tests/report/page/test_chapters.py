@@ -1,4 +1,6 @@
-"""The pages of results directories, and of all below a directory: what they hold, and how large they are."""
+"""The pages of results directories, and of all below a directory: what they hold, and how large
+they are.
+"""
 
 import re
 from functools import cache
@@ -11,7 +13,14 @@ from cs336_systems.commands.sweep import show_results
 from cs336_systems.config import Profiler
 from cs336_systems.record import Status
 from cs336_systems.report.compared import Sides, compare_sides
-from cs336_systems.report.page.chapters import Climbed, Directory, glance_at, list_of, page_of, to_html
+from cs336_systems.report.page.chapters import (
+    Climbed,
+    Directory,
+    glance_at,
+    list_of,
+    page_of,
+    to_html,
+)
 from cs336_systems.report.progress import StatusLine
 from cs336_systems.report.results import Results, StudyResults
 from cs336_systems.report.sections.ladder import ladder_rows
@@ -27,7 +36,15 @@ from tests.report.page.grid import grid_values
 from tests.report.page.parsed import Parsed
 from tests.report.sections.kernels.profiles import make_entry, make_profile
 from tests.report.sections.memory.profiles import make_memory
-from tests.report.studies import make_cell, make_failed, make_fusion, make_lost_row, make_result, make_row, make_study
+from tests.report.studies import (
+    make_cell,
+    make_failed,
+    make_fusion,
+    make_lost_row,
+    make_result,
+    make_row,
+    make_study,
+)
 
 MOST_S, MOST_BYTES = 2.0, 1.5e6
 """Processor time and size of the page of the grid of 30 runs."""
@@ -36,8 +53,13 @@ MOST_PROFILED_BYTES = 1e6
 
 def tiny(name="a"):
     """One directory of each kind, all of this name."""
-    records = [make_record(make_config(), (0.1, 0.2, 0.3)), make_failure(make_config(context_length=256))]
-    repeats = [make_record(make_config(repeat=repeat), (0.1 + 0.01 * repeat, 0.1)) for repeat in range(6)]
+    records = [
+        make_record(make_config(), (0.1, 0.2, 0.3)),
+        make_failure(make_config(context_length=256)),
+    ]
+    repeats = [
+        make_record(make_config(repeat=repeat), (0.1 + 0.01 * repeat, 0.1)) for repeat in range(6)
+    ]
     entry, memory = make_entry(make_profile()), make_config(profiler=Profiler.MEMORY)
     studies = {
         "ceilings": ceilings.make_whole(),
@@ -50,11 +72,14 @@ def tiny(name="a"):
         "nsys_profiles": {"sweep": Results(records=[entry.profiled], kernels=[entry])},
         "memory_profiles": {
             "sweep": Results(
-                records=[make_record(memory, (0.1, 0.1))], memory=[MemoryEntry(profile=make_memory(), config=memory)]
+                records=[make_record(memory, (0.1, 0.1))],
+                memory=[MemoryEntry(profile=make_memory(), config=memory)],
             )
         },
         "comparisons": {
-            "compared": compare_sides(Sides(a="a", b="b"), [repeats[::2], repeats[1::2]], are_alternate=True)
+            "compared": compare_sides(
+                Sides(a="a", b="b"), [repeats[::2], repeats[1::2]], are_alternate=True
+            )
         },
         "ladder": {"climbed": climbed()},
         **{kind: {"study": StudyResults(study)} for kind, study in studies.items()},
@@ -81,10 +106,16 @@ def attention():
 
 
 FIRST_TABLES = {
-    "e2e_benchmark": "results", "nsys_profiles": "phases", "memory_profiles": "memory-peaks",
-    "comparisons": "comparison", "ladder": "ladder", "ceilings": "products", "attention": "results",
-    "fusion": "results", "precision": "dtypes",
-}  # fmt: skip
+    "e2e_benchmark": "results",
+    "nsys_profiles": "phases",
+    "memory_profiles": "memory-peaks",
+    "comparisons": "comparison",
+    "ladder": "ladder",
+    "ceilings": "products",
+    "attention": "results",
+    "fusion": "results",
+    "precision": "dtypes",
+}
 
 
 @pytest.mark.parametrize(("kind", "table"), FIRST_TABLES.items())
@@ -97,12 +128,16 @@ def test_each_kind_of_results_has_a_page_with_its_answer_and_its_tables(kind, ta
 
 def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_read() -> None:
     found = {own.path: (own.subject, pages()[kind]) for kind, own in tiny().items()}
-    text = to_html(list_of(Path("data"), found, {Path("attention/broken"): "attention.json: not a study"}))
+    text = to_html(
+        list_of(Path("data"), found, {Path("attention/broken"): "attention.json: not a study"})
+    )
     pattern = r'<a class="entry" href="(.*?)">\s*<span class="thumbnail".*?>(.*?)</span>\s*<b>'
     links = re.findall(pattern, text, re.DOTALL)
     assert {link for link, _ in links} == {f"{kind}/a/index.html" for kind in FIRST_TABLES}
     without = {link.partition("/")[0] for link, thumbnail in links if "<figure" not in thumbnail}
-    assert without == {"precision", "comparisons", "attention", "fusion", "ceilings"}, "these have no picture"
+    assert without == {"precision", "comparisons", "attention", "fusion", "ceilings"}, (
+        "these have no picture"
+    )
     assert "attention/broken: attention.json: not a study" in text
 
 
@@ -110,14 +145,25 @@ def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_r
     ("kind", "make", "words"),
     [
         ("climbed", climbed, [["fused", "16.0"], ["Not credited", "compile"]]),
-        ("study", attention, [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]]),
+        (
+            "study",
+            attention,
+            [["as fast as naive", "flash 2.0"], ["naive runs out of memory", "context 2048"]],
+        ),
         ("study", ceilings.make_whole, [["FLOPs per byte", "fp32", "bf16"]]),
-        ("study", lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
-         [["gelu", "must move", "4.00"]]),
+        (
+            "study",
+            lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
+            [["gelu", "must move", "4.00"]],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
-    page = page_of(Directory(path=Path("mine"), **{kind: make() if kind == "climbed" else StudyResults(make())}))
+    page = page_of(
+        Directory(
+            path=Path("mine"), **{kind: make() if kind == "climbed" else StudyResults(make())}
+        )
+    )
     text = to_html(page)
     told = [
         page.glance.answer,
@@ -129,7 +175,10 @@ def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
 
 
 def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_they_failed() -> None:
-    entry, failed = make_entry(make_profile()), make_failure(make_config(), message="no memory for it")
+    entry, failed = (
+        make_entry(make_profile()),
+        make_failure(make_config(), message="no memory for it"),
+    )
     results = Results(records=[entry.profiled, failed], kernels=[entry])
     text = to_html(page_of(Directory(path=Path("x"), sweep=results)))
     rows = {row["record"][0]: row for row in Parsed(text).rows("runs-table")}
@@ -144,7 +193,10 @@ def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_the
 @pytest.mark.parametrize("status", [Status.OOM, Status.CRASHED, Status.TIMEOUT])
 def test_a_first_screen_says_how_runs_failed_and_has_no_unknown_value(profiler, status) -> None:
     """All runs failed, one, or only the one under a profiler."""
-    failed = [make_failure(make_config(profiler=profiler, context_length=length), status) for length in (64, 128)]
+    failed = [
+        make_failure(make_config(profiler=profiler, context_length=length), status)
+        for length in (64, 128)
+    ]
     for records in (failed, failed[:1], [make_record(make_config(), (0.1, 0.2)), failed[0]]):
         glance = glance_at(Directory(path=Path("mine"), sweep=Results(records=records)))
         assert status_text(status) in " ".join([glance.answer, *glance.doubts])
@@ -163,15 +215,21 @@ def test_the_page_of_the_grid_is_made_at_once(grid_page) -> None:
     assert grid_page[1] < MOST_S
 
 
-@pytest.mark.parametrize("directory", ["kineto_profiles/train", "nsys_profiles/train", "memory_profiles/h200"])
+@pytest.mark.parametrize(
+    "directory", ["kineto_profiles/train", "nsys_profiles/train", "memory_profiles/h200"]
+)
 def test_the_page_of_a_profiled_run_is_small(directory) -> None:
     assert len(to_html(page_of(load(DATA / directory)))) < MOST_PROFILED_BYTES
 
 
 def test_the_first_screen_of_the_grid_has_the_ranges_of_its_runs(grid_page) -> None:
     tiles = dict(re.findall(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>", grid_page[0]))
-    for name, heading, scale in (("step", "step ms", 1), ("tokens/s", "tokens/s", 1), ("MFU", "MFU %", 100),
-                                 ("peak of memory", "peak GiB", 1)):  # fmt: skip
+    for name, heading, scale in (
+        ("step", "step ms", 1),
+        ("tokens/s", "tokens/s", 1),
+        ("MFU", "MFU %", 100),
+        ("peak of memory", "peak GiB", 1),
+    ):
         values = [row[heading] * scale for row in grid_values().values()]
         low, high = (float(found.replace(",", "")) for found in re.findall(r"[\d.,]+", tiles[name]))
         assert (low, high) == pytest.approx((min(values), max(values)), rel=5e-3)

@@ -1,4 +1,6 @@
-"""Every number in every table of the page of the 30-run grid is that of the run that its row names."""
+"""Every number in every table of the page of the 30-run grid is that of the run that its row
+names.
+"""
 
 import json
 import math
@@ -12,8 +14,15 @@ from tests.report.page.parsed import Parsed
 
 SETTINGS = ("size", "context", "precision")
 DERIVED = (
-    "tokens/s", "MFU %", "of ceiling %", "std/mean %", "peak GiB", "predicted GiB", "predicted ms", "error %",
-)  # fmt: skip
+    "tokens/s",
+    "MFU %",
+    "of ceiling %",
+    "std/mean %",
+    "peak GiB",
+    "predicted GiB",
+    "predicted ms",
+    "error %",
+)
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 MOST_OFF = 0.01
 """Of the measured peak, by which a forecast may miss it."""
@@ -35,7 +44,9 @@ def is_doubted(run):
 
 
 def measured_ceilings():
-    """The highest rate of any matmul of each precision, over all committed studies of this device."""
+    """The highest rate of any matmul of each precision, over all committed studies of this
+    device.
+    """
     found = {}
     for path in (GRID.parents[1] / "ceilings").glob("NVIDIA-H200*/ceilings.json"):
         for cell in json.loads(path.read_text())["products"]:
@@ -99,14 +110,20 @@ def test_every_number_of_every_table_is_that_of_its_run(grid_page):
                 # an error of nearly nothing is a difference of numbers with nine digits
                 assert float(order) == pytest.approx(number, rel=1e-6, abs=1e-8), (key, heading)
             num_numbers += len(numbers)
-        forecast, peak = float(row["predicted GiB"][1]), run["memory"]["peak_allocated_bytes"] / 2**30
+        forecast, peak = (
+            float(row["predicted GiB"][1]),
+            run["memory"]["peak_allocated_bytes"] / 2**30,
+        )
         assert forecast == pytest.approx(peak, rel=MOST_OFF)
     assert seen == set(grid_runs())
     assert len(rows) == len(seen) == 30
     doubted = sum(row["speed-up vs fp32"][0].endswith("?") for row in rows)
-    # of each run four times with deviations and eight other values; of half of them a speed-up, some with a deviation
+    # of each run four times with deviations and eight other values; of half of them a speed-up,
+    # some with a deviation
     assert num_numbers == 30 * (4 * 2 + 8) + 15 + doubted
-    assert sum(name.startswith("results.") for name in page.cells) == 30 * (len(SETTINGS) + 4 + 8 + 1)
+    assert sum(name.startswith("results.") for name in page.cells) == 30 * (
+        len(SETTINGS) + 4 + 8 + 1
+    )
     of_runs = {row["record"][0]: float(row["step ms"][1]) for row in page.rows("runs-table")}
     for path in (GRID / "runs").iterdir():
         step_s = times_s(json.loads(path.read_text()), "step")

@@ -10,7 +10,14 @@ import pytest
 
 from cs336_systems.report.page import chapters
 from cs336_systems.report.page.chapters import TableBlock, to_html, write_page
-from tests.report.page.pages import HOSTILE_TEXTS, make_page, make_picture, make_steps, page_with, table_page
+from tests.report.page.pages import (
+    HOSTILE_TEXTS,
+    make_page,
+    make_picture,
+    make_steps,
+    page_with,
+    table_page,
+)
 from tests.report.page.parsed import Parsed as Cells
 
 
@@ -25,7 +32,8 @@ class Parsed(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         own = dict(attributes)
-        self.tags.append((tag, *sorted(own.keys() - ({"class"} if tag == "td" else set()))))  # of a long text
+        # of a long text
+        self.tags.append((tag, *sorted(own.keys() - ({"class"} if tag == "td" else set()))))
         if own.get("http-equiv") == "Content-Security-Policy":
             self.policy = own["content"]
         self._into = self.scripts.setdefault(own.get("id", ""), [""]) if tag == "script" else None
@@ -55,7 +63,9 @@ def test_a_hostile_text_adds_no_tag_and_no_attribute(text) -> None:
     """In a picture it may be on more lines, which are tags of the picture."""
     of_pictures = {"text", "tspan", "g", "use", "path", "defs", "clippath", "rect"}
     made, harmless = map(tags_with, (text, "harmless"))
-    assert [own for own in made if own[0] not in of_pictures] == [own for own in harmless if own[0] not in of_pictures]
+    assert [own for own in made if own[0] not in of_pictures] == [
+        own for own in harmless if own[0] not in of_pictures
+    ]
     assert {own for own in made if own[0] in of_pictures} <= {
         *harmless,
         ("tspan", "x", "y"),

@@ -21,7 +21,11 @@ FLOPS, COLLECTIVES, INTENSITY = 1, 2, 2
 
 
 def config(size="small", **changes):
-    model = {name: changes.pop(name) for name in ("attention", "context_length", "num_layers") if name in changes}
+    model = {
+        name: changes.pop(name)
+        for name in ("attention", "context_length", "num_layers")
+        if name in changes
+    }
     return RunConfig(size=size, model=replace(SIZES[size], **model), device=Device.CUDA, **changes)
 
 
@@ -43,7 +47,13 @@ CASES = [
     config("tiny"),
     config("gpt2", num_layers=2, precision=Precision.BF16, attention=Attention.SDPA),
     config("gpt2", num_layers=2, mode=Mode.INFERENCE),
-    config("medium", num_layers=3, checkpoint_blocks=2, mode=Mode.FORWARD_BACKWARD, precision=Precision.TF32),
+    config(
+        "medium",
+        num_layers=3,
+        checkpoint_blocks=2,
+        mode=Mode.FORWARD_BACKWARD,
+        precision=Precision.TF32,
+    ),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label.replace(" ", "-"))
 
@@ -72,7 +82,9 @@ def test_the_table_of_flops_shows_the_passes_that_the_mode_has(case) -> None:
     assert step["scores"] == pytest.approx(parts[Component.SCORES].step / 1e12, rel=1e-3)
     assert step["embedding"] == 0
     shares = column(table, "share (%)")
-    assert sum(share for name, share in shares.items() if name != "all" and share != "") == pytest.approx(100, abs=0.5)
+    assert sum(
+        share for name, share in shares.items() if name != "all" and share != ""
+    ) == pytest.approx(100, abs=0.5)
     labels = [heading.name for heading in table.headings]
     assert ("backward" in labels) == (case.mode is not Mode.INFERENCE)
 
@@ -83,7 +95,9 @@ def test_the_shown_parts_and_the_rest_are_the_peak() -> None:
     sizes = [number(row[3]) for row in peak.rows]
     rest = number(re.search(r"hold ([\d,.]+) MiB", peak.notes[0])[1])
     assert len(sizes) == 5
-    assert sum(sizes) + rest == pytest.approx(predict_memory(case).peak.allocated_bytes / 2**20, rel=1e-3)
+    assert sum(sizes) + rest == pytest.approx(
+        predict_memory(case).peak.allocated_bytes / 2**20, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.FSDP])
@@ -92,7 +106,9 @@ def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
     table = tables(shared)[COLLECTIVES]
     rows = [row["calls_sent_mib"] for row in table.values]
     assert rows[-1] == sum(rows[:-1]) == pytest.approx(sent_bytes(shared) / 2**20)
-    assert not any(heading.name == "predicted" for heading in table.headings), "no time was measured"
+    assert not any(heading.name == "predicted" for heading in table.headings), (
+        "no time was measured"
+    )
     curves = {kind: {2**20: 1e-3} for kind in TIMED}
     *timed, _ = tables(shared, collective_times=curves)[COLLECTIVES].values
     # of 1 MiB/ms above that size, and a millisecond below it
@@ -101,15 +117,27 @@ def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
 
 
 def test_which_parts_memory_bounds_depends_on_the_device_and_the_shape() -> None:
-    """By hand, of an H200's 206 FLOP/byte in bf16: one token uses every weight once, 1 FLOP for each byte."""
+    """By hand, of an H200's 206 FLOP/byte in bf16: one token uses every weight once, 1 FLOP for
+    each byte.
+    """
     one_token = config("tiny", context_length=1, batch_size=1, precision=Precision.BF16)
     bound = column(tables(one_token, device=H200)[INTENSITY], "bound by")
     assert set(bound.values()) == {"memory"}
     many = config("small", batch_size=16, precision=Precision.BF16)
     table = tables(many, device=H200)[INTENSITY]
     bound = column(table, "bound by")
-    assert {name for name, by in bound.items() if by == "memory"} == {"embedding", "scores", "values", "optimizer"}
-    assert column(table, "takes at least (ms)")["optimizer"] == pytest.approx(128_625_408 * 28 / 4.8e9, rel=1e-3)
-    for length, by in ((512, "memory"), (1024, "arithmetic")):  # causal pairs alone: T / 4 FLOPs for each byte
-        fused = replace(many, model=replace(many.model, attention=Attention.SDPA, context_length=length))
+    assert {name for name, by in bound.items() if by == "memory"} == {
+        "embedding",
+        "scores",
+        "values",
+        "optimizer",
+    }
+    assert column(table, "takes at least (ms)")["optimizer"] == pytest.approx(
+        128_625_408 * 28 / 4.8e9, rel=1e-3
+    )
+    # causal pairs alone: T / 4 FLOPs for each byte
+    for length, by in ((512, "memory"), (1024, "arithmetic")):
+        fused = replace(
+            many, model=replace(many.model, attention=Attention.SDPA, context_length=length)
+        )
         assert column(tables(fused, device=H200)[INTENSITY], "bound by")["scores"] == by

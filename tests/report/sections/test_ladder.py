@@ -1,4 +1,6 @@
-"""What is credited to a rung, its tables and its picture: by numbers worked out by hand and scipy's intervals."""
+"""What is credited to a rung, its tables and its picture: by numbers worked out by hand and
+scipy's intervals.
+"""
 
 from dataclasses import replace
 
@@ -38,7 +40,10 @@ def by_name(rows):
 def test_the_interval_is_that_of_scipy_for_pairs():
     generator = np.random.default_rng(0)
     slow, fast = generator.lognormal(-1, 0.02, size=4), generator.lognormal(-3, 0.05, size=4)
-    blocks = [{i: Measurement(Phase.STEP, (mean_s,)) for i, mean_s in enumerate(side)} for side in (slow, fast)]
+    blocks = [
+        {i: Measurement(Phase.STEP, (mean_s,)) for i, mean_s in enumerate(side)}
+        for side in (slow, fast)
+    ]
     found = speed_up(*blocks)
     of_pairs = scipy.stats.ttest_rel(np.log(slow), np.log(fast))
     assert found[1:] == pytest.approx(tuple(np.exp(of_pairs.confidence_interval(0.95))))
@@ -60,7 +65,10 @@ def without_first(ladder):
 def test_without_a_reference_nothing_is_judged_nor_credited(ladder):
     rows = ladder_rows(ladder, without_first(ladder), [])
     assert {row["gate"] for row in rows} == {"", "no verdict"}
-    assert not any(row["is_credited"] or row["speed_up_over_last"] or row["speed_up_over_first"] for row in rows)
+    assert not any(
+        row["is_credited"] or row["speed_up_over_last"] or row["speed_up_over_first"]
+        for row in rows
+    )
     assert fastest_row(rows) is None
 
 
@@ -72,12 +80,16 @@ def test_counts_of_a_profile_are_per_step():
 
 
 def test_busy_is_over_the_step_without_a_profiler(ladder):
-    rows = by_name(ladder_rows(ladder, make_records(ladder), [make_entry(ladder[2]), make_entry(ladder[3])]))
+    rows = by_name(
+        ladder_rows(ladder, make_records(ladder), [make_entry(ladder[2]), make_entry(ladder[3])])
+    )
     assert rows["compile"]["busy_share"] == pytest.approx(20.1 / 100)
     assert rows["fused"]["busy_share"] == pytest.approx(20.1 / 50)
     assert rows["bf16"]["busy_share"] is None
     faster = [make_process(rung, 0.01) for rung in ladder]
-    assert ladder_rows(ladder, faster, [make_entry(ladder[3])])[3]["busy_share"] == 1, "20.1 ms in a step of 10"
+    assert ladder_rows(ladder, faster, [make_entry(ladder[3])])[3]["busy_share"] == 1, (
+        "20.1 ms in a step of 10"
+    )
 
 
 def test_a_rung_of_an_own_model_claims_no_attention():
@@ -102,7 +114,8 @@ def draw_ladder(rows, words):
 def test_speed_by_hand(rows):
     speed = ladder_section(rows).tables[0]
     assert column(speed, "rung") == ["fp32", "bf16", "compile", "fused"]
-    assert column(speed, "step") == ["800 ± 113", "400 ± 57", "100 ± 14", "50 ± 7"]  # two steps each, 10 % off the mean
+    # two steps each, 10 % off the mean
+    assert column(speed, "step") == ["800 ± 113", "400 ± 57", "100 ± 14", "50 ± 7"]
     assert column(speed, "tokens/s") == ["2,560", "5,120", "20,480", "40,960"]  # 4 x 512 a step
     assert column(speed, "over last") == ["", "2.0000", "4.0000", "8.0000"]  # of blocks that agree
     assert column(speed, "over first") == ["", "2.0000", "8.0000", "16.000"]
@@ -117,7 +130,12 @@ def test_gate_and_compilation_by_hand(rows):
     gate = ladder_section(rows).tables[1]
     assert column(gate, "loss 20") == ["10.0000", "10.0000", "10.0120", "10.0000"]
     assert column(gate, "distance") == ["0", "0", "0.60", "0"]
-    assert [text.startswith("<0.001") or text == "0" for text in column(gate, "largest")] == [True, True, False, True]
+    assert [text.startswith("<0.001") or text == "0" for text in column(gate, "largest")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     assert column(gate, "bound") == ["0.1", "0.5", "0.5", "0.5"]
     assert column(gate, "compiling") == ["", "", "20.0", "20.0"]
     assert column(gate, "graphs") == ["", "", "2", "2"]
@@ -127,14 +145,20 @@ def test_gate_and_compilation_by_hand(rows):
 
 
 def test_failures_are_told_in_words(ladder):
-    records = [r for r in make_records(ladder) if r.config.configuration not in (ladder[1].config, ladder[2].config)]
+    records = [
+        r
+        for r in make_records(ladder)
+        if r.config.configuration not in (ladder[1].config, ladder[2].config)
+    ]
     records += [make_failure(ladder[2].config, Status.CRASHED, "no compiler")]
     rows = ladder_rows(ladder, records, [])
     speed = ladder_section(rows).tables[0]
     assert column(speed, "step")[1:3] == ["not run", "crashed"]
     assert speed.failed == {1, 2}
     assert "compile: no compiler" in speed.notes
-    assert not any(note.startswith("Not credited") for note in speed.notes), "it has nothing to be credited with"
+    assert not any(note.startswith("Not credited") for note in speed.notes), (
+        "it has nothing to be credited with"
+    )
     drawn = texts(draw_ladder(rows, ""))
     assert {"not run", "crashed"} <= set(drawn)
 

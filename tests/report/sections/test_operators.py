@@ -6,7 +6,12 @@ import pytest
 
 from cs336_systems.config import Device, Phase
 from cs336_systems.record import Failure, Input, Status
-from cs336_systems.report.sections.operators import CSV_COLUMNS, ERROR_COLUMNS, attention_section, fusion_section
+from cs336_systems.report.sections.operators import (
+    CSV_COLUMNS,
+    ERROR_COLUMNS,
+    attention_section,
+    fusion_section,
+)
 from cs336_systems.studies.operators import ExactError, Implementation, Quantity, Version
 from tests.report.reading import column, csv_rows
 from tests.report.studies import (
@@ -25,7 +30,9 @@ NAIVE, FLASH = Implementation.NAIVE, Implementation.FLASH
 
 @pytest.fixture
 def study():
-    """Naive takes four times the memory at twice the context and has none at 2048; flash twice, and half the time."""
+    """Naive takes four times the memory at twice the context and has none at 2048; flash twice,
+    and half the time.
+    """
     return make_study(
         make_result(make_cell(NAIVE, 64, 512), saved_mib=2.5, peak_mib=10),
         make_result(make_cell(NAIVE, 64, 1024), saved_mib=10, peak_mib=24),
@@ -57,12 +64,17 @@ def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(s
 
 
 def test_an_implementation_without_any_kernel_is_a_sentence_and_no_column():
-    cells = [make_failed(make_cell(FLASH, 64, c), Status.UNAVAILABLE, "needs fp16") for c in (512, 1024)]
+    cells = [
+        make_failed(make_cell(FLASH, 64, c), Status.UNAVAILABLE, "needs fp16") for c in (512, 1024)
+    ]
     forward, *_ = attention_section(make_study(make_result(make_cell()), *cells)).tables
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive"]
     assert "No flash in fp32: needs fp16" in forward.notes
     partly = make_study(make_result(make_cell(FLASH, 64, 512)), cells[1])
-    assert [row[2] for row in attention_section(partly).tables[0].rows] == ["2.000 ± 0.010", "no kernel"]
+    assert [row[2] for row in attention_section(partly).tables[0].rows] == [
+        "2.000 ± 0.010",
+        "no kernel",
+    ]
 
 
 def test_csv_has_every_value(study):
@@ -70,17 +82,37 @@ def test_csv_has_every_value(study):
     assert tuple(rows[0]) == CSV_COLUMNS
     assert len(rows) == 6
     second = rows[1]
-    assert (second["implementation"], second["context_length"], second["batch_size"]) == ("naive", "1024", "2")
+    assert (second["implementation"], second["context_length"], second["batch_size"]) == (
+        "naive",
+        "1024",
+        "2",
+    )
     assert float(second["forward_mean_ms"]) == pytest.approx(2)
     assert float(second["backward_std_ms"]) == pytest.approx(0.02)
-    assert float(second["forward_tflops_per_s"]) == pytest.approx(4 * 2 * 1024**2 * 64 / 0.002 / 1e12)
-    assert float(second["backward_tflops_per_s"]) == pytest.approx(8 * 2 * 1024**2 * 64 / 0.005 / 1e12)
-    assert float(rows[4]["backward_tflops_per_s"]) == pytest.approx(10 * 2 * 1024**2 * 64 / 0.005 / 1e12)
+    assert float(second["forward_tflops_per_s"]) == pytest.approx(
+        4 * 2 * 1024**2 * 64 / 0.002 / 1e12
+    )
+    assert float(second["backward_tflops_per_s"]) == pytest.approx(
+        8 * 2 * 1024**2 * 64 / 0.005 / 1e12
+    )
+    assert float(rows[4]["backward_tflops_per_s"]) == pytest.approx(
+        10 * 2 * 1024**2 * 64 / 0.005 / 1e12
+    )
     assert float(second["together_mean_ms"]) == pytest.approx(7)
-    assert float(second["together_tflops_per_s"]) == pytest.approx(12 * 2 * 1024**2 * 64 / 0.007 / 1e12)
-    assert float(rows[4]["together_tflops_per_s"]) == pytest.approx(14 * 2 * 1024**2 * 64 / 0.006 / 1e12)
-    assert [float(second[f"{name}_mib"]) for name in ("saved", "naive_saved_closed_form", "peak")] == [10, 9, 24]
-    assert (rows[2]["status"], rows[2]["requested_mib"], rows[2]["forward_mean_ms"]) == ("oom", "32", "")
+    assert float(second["together_tflops_per_s"]) == pytest.approx(
+        12 * 2 * 1024**2 * 64 / 0.007 / 1e12
+    )
+    assert float(rows[4]["together_tflops_per_s"]) == pytest.approx(
+        14 * 2 * 1024**2 * 64 / 0.006 / 1e12
+    )
+    assert [
+        float(second[f"{name}_mib"]) for name in ("saved", "naive_saved_closed_form", "peak")
+    ] == [10, 9, 24]
+    assert (rows[2]["status"], rows[2]["requested_mib"], rows[2]["forward_mean_ms"]) == (
+        "oom",
+        "32",
+        "",
+    )
 
 
 @pytest.fixture
@@ -92,14 +124,23 @@ def own_study():
     ]
     raised = Failure(
         message="ValueError: no block",
-        traceback='Traceback (most recent call last):\n  File "cs336_systems/studies/cell.py", line 9, in attempt\n'
-        '  File "mine.py", line 7, in flash\n    block()\n  File "torch/x.py", line 3, in y\nValueError: no block\n',
+        traceback="Traceback (most recent call last):\n"
+        '  File "cs336_systems/studies/cell.py", line 9, '
+        'in attempt\n  File "mine.py", line 7, in flash\n    block()\n  File "torch/x.py", '
+        "line 3, in y\nValueError: no block\n",
     )
-    own = make_result(make_cell(Implementation.OWN), (0.00099, 0.001, 0.00101), (0.00249, 0.0025, 0.00251))
+    own = make_result(
+        make_cell(Implementation.OWN), (0.00099, 0.001, 0.00101), (0.00249, 0.0025, 0.00251)
+    )
     return make_study(
-        replace(make_result(make_cell()), errors=tuple(replace(error, max_error=1e-6) for error in errors)),
+        replace(
+            make_result(make_cell()),
+            errors=tuple(replace(error, max_error=1e-6) for error in errors),
+        ),
         replace(own, errors=tuple(errors)),
-        replace(make_failed(make_cell(Implementation.OWN, 64, 2048), Status.CRASHED), failure=raised),
+        replace(
+            make_failed(make_cell(Implementation.OWN, 64, 2048), Status.CRASHED), failure=raised
+        ),
         implementations=(NAIVE, Implementation.OWN),
         source=Input(name="source of mine:flash", state="0123abcd"),
     )
@@ -108,11 +149,19 @@ def own_study():
 def test_errors_are_shown_beside_those_of_the_others_and_kept_for_each_gradient(own_study):
     section = attention_section(own_study)
     output, gradients = section.tables[-2:]
-    assert [row[2:] for row in output.rows] == [("1.0e-06 (2.5e-07)", "1.0e-06 (2.5e-07)"), ("", "crashed")]
+    assert [row[2:] for row in output.rows] == [
+        ("1.0e-06 (2.5e-07)", "1.0e-06 (2.5e-07)"),
+        ("", "crashed"),
+    ]
     assert gradients.rows[0][2:] == ("1.0e-06 (2.5e-07)", "1.0e+00 (2.5e-01)")
     _, own, crashed = csv_rows(section)
     assert [float(own[f"{quantity}_max_error"]) for quantity in Quantity] == [1e-6, 2e-6, 1.0, 0.5]
-    assert [float(own[f"{quantity}_relative_error"]) for quantity in Quantity] == [2.5e-7, 5e-7, 0.25, 0.125]
+    assert [float(own[f"{quantity}_relative_error"]) for quantity in Quantity] == [
+        2.5e-7,
+        5e-7,
+        0.25,
+        0.125,
+    ]
     assert {crashed[key] for key in ERROR_COLUMNS} == {""}
     assert crashed["error"] == "ValueError: no block (mine.py, line 7)"
 
@@ -120,7 +169,9 @@ def test_errors_are_shown_beside_those_of_the_others_and_kept_for_each_gradient(
 def test_what_own_is_and_how_it_failed_are_told_and_the_others_are_compared_with_it(own_study):
     forward, backward, *_ = attention_section(own_study).tables
     assert any("mine:flash" in note and "0123abcd" in note for note in forward.notes)
-    assert any("no block (mine.py, line 7)" in note and "context 2048" in note for note in forward.notes)
+    assert any(
+        "no block (mine.py, line 7)" in note and "context 2048" in note for note in forward.notes
+    )
     for table in (forward, backward):
         (compared,) = [note for note in table.notes if "over that of own" in note]
         assert "naive 2.00 (d_head 64, context 1024)" in compared
@@ -132,7 +183,9 @@ def test_an_error_that_is_not_finite_or_not_known_is_no_number(own_study):
     output, gradients = attention_section(replace(own_study, results=(naive, broken))).tables[-2:]
     assert output.rows[0][2:] == ("1.0e-06 (2.5e-07)", "not finite")
     assert gradients.rows[0][3] == "1.0e+00 (2.5e-01)"
-    lacking = attention_section(replace(own_study, results=(replace(naive, errors=()), own))).tables[-2]
+    lacking = attention_section(
+        replace(own_study, results=(replace(naive, errors=()), own))
+    ).tables[-2]
     assert lacking.rows[0][2:] == ("", "1.0e-06 (2.5e-07)")
 
 
@@ -168,8 +221,8 @@ def test_tables_by_hand(fusion):
 def test_sentences_by_hand(fusion):
     forward, backward = fusion_section(fusion).tables
     assert (
-        "gelu: written out 8 kernels that move 9.00 times what must move; compiled 1 kernel, 8.00 times as fast; "
-        "fused 1 kernel, 4.00 times as fast." in forward.notes
+        "gelu: written out 8 kernels that move 9.00 times what must move; compiled 1 kernel, 8.00 "
+        "times as fast; fused 1 kernel, 4.00 times as fast." in forward.notes
     )
     assert "gelu compiled: no memory" in backward.notes
     assert not any("operators" in note for note in forward.notes)

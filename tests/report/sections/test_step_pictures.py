@@ -19,31 +19,45 @@ def drawn_bars(figure):
     """The lengths of the parts of each bar, by its name."""
     (panel,) = figure.axes
     labels = [label.get_text() for label in panel.get_yticklabels()]
-    return {name: [bar.get_width() for bar in panel.patches if round(bar.get_y() + bar.get_height() / 2) == place]
-            for place, name in enumerate(labels)}  # fmt: skip
+    return {
+        name: [
+            bar.get_width()
+            for bar in panel.patches
+            if round(bar.get_y() + bar.get_height() / 2) == place
+        ]
+        for place, name in enumerate(labels)
+    }
 
 
 def test_bars_hold_the_phases_and_the_rest_of_the_step_and_name_failures(grid, figures, tmp_path):
-    """The fixture's steps are a quarter forward, half backward, an eighth optimizer, and an eighth none of these."""
+    """The fixture's steps are a quarter forward, half backward, an eighth optimizer, and an
+    eighth none of these.
+    """
     names = [path.stem for path in write_plots(grid, tmp_path)]
     figure = figures[names.index("step_time")]
     lengths = drawn_bars(figure)
     assert lengths["small ctx 128 fp32"] == pytest.approx([25, 50, 12.5, 12.5])
     assert lengths["xl ctx 128 fp32"] == pytest.approx([150, 300, 75, 75])
     assert lengths["xl ctx 512 fp32"] == []
-    assert {"out of memory", "100 ± 10 ms\n1.00 GiB", "Time of a step by phase"} <= set(texts(figure))
+    assert {"out of memory", "100 ± 10 ms\n1.00 GiB", "Time of a step by phase"} <= set(
+        texts(figure)
+    )
     assert overlaps(figure) == []
 
 
 def test_all_configurations_are_drawn_in_some_picture(figures, tmp_path):
-    paths = write_plots([make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 101)], tmp_path)
+    paths = write_plots(
+        [make_record(make_config("tiny", 8 * i), (i / 10,)) for i in range(1, 101)], tmp_path
+    )
     assert [path.name for path in paths] == ["step_time.png", "step_time_no2.png"]
     labels = [name for figure in figures for name in drawn_bars(figure)]
     assert labels == [f"tiny ctx {8 * i}" for i in range(1, 101)]
 
 
 def make_study():
-    """Checkpoints around K blocks: 1 s and 8 GiB with none, else 1.5 s + K / 10 and 4 GiB + K; bf16 half the time."""
+    """Checkpoints around K blocks: 1 s and 8 GiB with none, else 1.5 s + K / 10 and 4 GiB + K;
+    bf16 half the time.
+    """
     measured = {0: (1.0, 8)} | {blocks: (1.5 + blocks / 10, 4 + blocks) for blocks in (1, 2, 4)}
     return [
         make_record(
@@ -59,9 +73,13 @@ def make_study():
 def test_a_study_of_one_setting_shows_times_and_peaks(figures, tmp_path):
     """The runs in the order of tables: of each precision, by the setting; one more has failed."""
     failed = make_failure(make_config("xl", 512, checkpoint_blocks=8))
-    assert [path.name for path in write_plots([failed, *make_study()], tmp_path)] == ["step_time.png"]
+    assert [path.name for path in write_plots([failed, *make_study()], tmp_path)] == [
+        "step_time.png"
+    ]
     bars = drawn_bars(figures[0])
-    assert [sum(parts) for parts in bars.values()] == pytest.approx([1000, 1600, 1700, 1900, 0, 500, 800, 850, 950])
+    assert [sum(parts) for parts in bars.values()] == pytest.approx(
+        [1000, 1600, 1700, 1900, 0, 500, 800, 850, 950]
+    )
     assert {"1,600 ms\n5.00 GiB", "950.0 ms\n8.00 GiB", "out of memory"} <= set(texts(figures[0]))
     assert overlaps(figures[0]) == []
 
@@ -69,7 +87,9 @@ def test_a_study_of_one_setting_shows_times_and_peaks(figures, tmp_path):
 def test_times_over_warm_up_steps(warmup_records, figures, tmp_path):
     """Three numbers of warm-up steps of four have times."""
     write_plots(warmup_records, tmp_path)
-    assert [sum(parts) for parts in drawn_bars(figures[0]).values()] == pytest.approx([400, 400 / 3, 0, 100])
+    assert [sum(parts) for parts in drawn_bars(figures[0]).values()] == pytest.approx(
+        [400, 400 / 3, 0, 100]
+    )
     assert texts(figures[0]).count("killed") == 1
 
 

@@ -31,7 +31,16 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     write_tables(grid, tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header == [*RESULTS, "phases", "ranges", "tokens", "seed", "rope_theta", "processes", "device"]
+    assert header == [
+        *RESULTS,
+        "phases",
+        "ranges",
+        "tokens",
+        "seed",
+        "rope_theta",
+        "processes",
+        "device",
+    ]
     assert len(rows) == 8
     table = [dict(zip(header, row, strict=True)) for row in rows]
     failed = next(row for row in table if row["status"] == "oom")
@@ -47,11 +56,34 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
 def test_selection_shows_what_varies_and_says_the_rest_once(grid):
     table = results_table(to_frame(grid))
     assert names(table) == [
-        "size", "context", "precision", "step", "forward", "backward", "optimizer",
-        "std/mean", "tokens/s", "MFU", "peak", "predicted", "speed-up", "status",
-    ]  # fmt: skip
-    assert "NVIDIA H200, cs336 architecture, batch 4, train, naive attention, adamw optimizer" in table.notes[0]
-    assert table.rows[0][:7] == ("small", "128", "fp32", "100 ± 10", "25 ± 3", "50 ± 5", table.rows[0][6])
+        "size",
+        "context",
+        "precision",
+        "step",
+        "forward",
+        "backward",
+        "optimizer",
+        "std/mean",
+        "tokens/s",
+        "MFU",
+        "peak",
+        "predicted",
+        "speed-up",
+        "status",
+    ]
+    assert (
+        "NVIDIA H200, cs336 architecture, batch 4, train, naive attention, adamw optimizer"
+        in table.notes[0]
+    )
+    assert table.rows[0][:7] == (
+        "small",
+        "128",
+        "fp32",
+        "100 ± 10",
+        "25 ± 3",
+        "50 ± 5",
+        table.rows[0][6],
+    )
     assert table.rows[0][6].startswith("12.5 ± 1.")
     assert column(table, "std/mean")[0] == "10"
     assert column(table, "speed-up") == ["", "2.00", "", "2.00", "", "2.00", "", ""]
@@ -62,7 +94,9 @@ def test_failed_rows_say_so_in_words_and_have_no_numbers(grid):
     (index,) = table.failed
     *before, predicted, speed_up, status = table.rows[index]
     assert (*before, speed_up, status) == ("xl", "512", "fp32", *[""] * 8, "", "out of memory")
-    assert float(predicted) == pytest.approx(41.72, rel=0.005), "measured on an H200 that had the memory"
+    assert float(predicted) == pytest.approx(41.72, rel=0.005), (
+        "measured on an H200 that had the memory"
+    )
 
 
 def test_warmup_table(warmup_records, tmp_path):
@@ -82,8 +116,14 @@ def test_warmup_table(warmup_records, tmp_path):
     assert column(table, "std/mean") == ["130", "43", "", "0.0"]
     assert warmup_table(to_frame(warmup_records[:1])) is None
     write_tables(warmup_records, tmp_path)
-    for ending, mark in (("md", "### Time of a step by warm-up"), ("tex", r"\end{table}"), ("typ", "#figure(")):
-        assert (tmp_path / f"results.{ending}").read_text().count(mark) == (1 if ending == "md" else 2)
+    for ending, mark in (
+        ("md", "### Time of a step by warm-up"),
+        ("tex", r"\end{table}"),
+        ("typ", "#figure("),
+    ):
+        assert (tmp_path / f"results.{ending}").read_text().count(mark) == (
+            1 if ending == "md" else 2
+        )
 
 
 INTERVAL = r"(\d[\d,.]*) to (\d[\d,.]*)"
@@ -91,7 +131,9 @@ INTERVAL = r"(\d[\d,.]*) to (\d[\d,.]*)"
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_every_table_of_the_step_has_the_interval_over_processes(count, tmp_path):
-    """In all formats, of both numbers of warm-up steps, as scipy has it; over two processes there is none anywhere."""
+    """In all formats, of both numbers of warm-up steps, as scipy has it; over two processes
+    there is none anywhere.
+    """
     means_s = {warmup: [0.1 * (1 + i / 50) + warmup for i in range(count)] for warmup in (1, 5)}
     records = [
         make_record(make_config(warmup_steps=warmup, repeat=i), (0.9 * mean, 1.1 * mean))
@@ -102,20 +144,36 @@ def test_every_table_of_the_step_has_the_interval_over_processes(count, tmp_path
     console = rich.console.Console(width=300, file=io.StringIO())
     for table in (results_table(to_frame(records)), warmup_table(to_frame(records))):
         console.print(to_rich(table))
-    texts = [console.file.getvalue(), *((tmp_path / f"results.{ending}").read_text() for ending in WRITERS)]
-    expected = [
-        [1e3 * end for end in scipy.stats.t.interval(0.95, count - 1, sum(means) / count, scipy.stats.sem(means))]
-        for means in means_s.values()
-    ] if count > 2 else []  # fmt: skip
+    texts = [
+        console.file.getvalue(),
+        *((tmp_path / f"results.{ending}").read_text() for ending in WRITERS),
+    ]
+    expected = (
+        [
+            [
+                1e3 * end
+                for end in scipy.stats.t.interval(
+                    0.95, count - 1, sum(means) / count, scipy.stats.sem(means)
+                )
+            ]
+            for means in means_s.values()
+        ]
+        if count > 2
+        else []
+    )
     for text in texts:
-        found = [[float(end.replace(",", "")) for end in pair] for pair in re.findall(INTERVAL, text)]
+        found = [
+            [float(end.replace(",", "")) for end in pair] for pair in re.findall(INTERVAL, text)
+        ]
         assert found == [pytest.approx(pair, rel=1e-2) for pair in [*expected, *expected]]
         assert ("over processes" in text) is (count > 2)
         assert ("--repeats 3" in text) is (count == 2)
     with (tmp_path / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["processes"] for row in rows] == [str(count)] * 2
-    assert all(bool(row[f"step_ci95_{end}_ms"]) is (count > 2) for row in rows for end in ("low", "high"))
+    assert all(
+        bool(row[f"step_ci95_{end}_ms"]) is (count > 2) for row in rows for end in ("low", "high")
+    )
 
 
 def test_processes_that_failed_are_not_counted():
@@ -128,13 +186,18 @@ def test_processes_that_failed_are_not_counted():
 
 
 def numbers(text):
-    return [float(number.replace(",", "")) for number in re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", text)]
+    return [
+        float(number.replace(",", "")) for number in re.findall(r"(?<![\w.])\d[\d,]*\.?\d*", text)
+    ]
 
 
 def test_speed_ups_are_told_by_their_ends_and_against_the_first_value() -> None:
     gains = {("small", 128): 0.5, ("small", 512): 2, ("xl", 128): 3, ("xl", 512): 5}
     records = [
-        make_record(make_config(size, context, precision=precision), (1.5 if precision == "fp32" else 1.5 / gain,))
+        make_record(
+            make_config(size, context, precision=precision),
+            (1.5 if precision == "fp32" else 1.5 / gain,),
+        )
         for (size, context), gain in gains.items()
         for precision in (Precision.FP32, Precision.BF16)
     ]
@@ -143,7 +206,8 @@ def test_speed_ups_are_told_by_their_ends_and_against_the_first_value() -> None:
     assert "0.500 (small ctx 128)" in text
     others = make_config(compile="default"), make_config(model={"attention": "sdpa"})
     chosen = [
-        make_record(config, (time_s,)) for config, time_s in zip((make_config(), *others), (6, 2, 3), strict=True)
+        make_record(config, (time_s,))
+        for config, time_s in zip((make_config(), *others), (6, 2, 3), strict=True)
     ]
     assert [numbers(text) for text in step_findings(to_frame(chosen))] == [[2.0], [3.0]]
 

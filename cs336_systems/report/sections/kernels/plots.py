@@ -11,9 +11,24 @@ from numpy.typing import NDArray
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
+from cs336_systems.analysis.kernels.step_profile import (
+    PicturedStep,
+    Piece,
+    StepProfile,
+    Window,
+    Work,
+)
 from cs336_systems.report import draw
-from cs336_systems.report.charts import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR, Bar, Chart, Panel, Style, distinct
+from cs336_systems.report.charts import (
+    CLASS_COLOURS,
+    FAILURE_COLOUR,
+    REST_COLOUR,
+    Bar,
+    Chart,
+    Panel,
+    Style,
+    distinct,
+)
 from cs336_systems.report.draw import LONGEST_SOURCE
 from cs336_systems.report.sections.kernels.tables import collectives_s, grouped, wall_s
 from cs336_systems.report.words import significant
@@ -26,11 +41,17 @@ MAX_STREAMS = 4
 """Only the busiest streams are drawn."""
 CHARACTER = 0.0122
 """Width of one character of a phase's name, as a share of the step's time."""
-SHORT_NAMES = {LaunchPhase.FORWARD: "fwd", LaunchPhase.BACKWARD: "bwd", LaunchPhase.COMMUNICATION: "comm.",
-               LaunchPhase.OPTIMIZER: "opt."}  # fmt: skip
+SHORT_NAMES = {
+    LaunchPhase.FORWARD: "fwd",
+    LaunchPhase.BACKWARD: "bwd",
+    LaunchPhase.COMMUNICATION: "comm.",
+    LaunchPhase.OPTIMIZER: "opt.",
+}
 """Names of phases that are too short for the whole name."""
 EDGE = 0.01
-"""Share of the step's time; a phase that ends this close to either end of the step needs no line."""
+"""Share of the step's time; a phase that ends this close to either end of the step needs no
+line.
+"""
 PHASE_SHADES = ("#D4D4D4", "#EAEAEA")
 
 
@@ -41,7 +62,9 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     """
     step = profile.pictured
     if step is None:
-        raise ValueError(f"{profile.source}: a timeline needs a pictured step, but this profile has none")
+        raise ValueError(
+            f"{profile.source}: a timeline needs a pictured step, but this profile has none"
+        )
     is_gpu = profile.work is Work.KERNELS
     pieces = step.pieces
     streams = _busiest(pieces)
@@ -51,13 +74,22 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
         6.5,
         1.75 + sum(heights) + 0.19 * -(-len(kinds) // 4),
         _title(profile, step),
-        ", ".join([*([name] if name else []), _source(profile), *_devices([profile]), *_step_words(profile, pieces)]),
+        ", ".join(
+            [
+                *([name] if name else []),
+                _source(profile),
+                *_devices([profile]),
+                *_step_words(profile, pieces),
+            ]
+        ),
     )
     phases, *lanes = figure.subplots(len(heights), 1, height_ratios=heights).tolist()
     _draw_phases(phases, step, is_gpu)
     for lane, (stream, own) in zip(lanes, streams.items(), strict=True):
         _draw_stream(lane, own, step)
-        lane.set_ylabel("busy (%)" if len(streams) == 1 else f"stream {stream}\nbusy (%)", fontsize=9)
+        lane.set_ylabel(
+            "busy (%)" if len(streams) == 1 else f"stream {stream}\nbusy (%)", fontsize=9
+        )
     for panel in (phases, *lanes):
         panel.set_xlim(0, step.wall_s * 1e3)
         panel.tick_params(labelbottom=panel is lanes[-1])
@@ -71,7 +103,9 @@ def _busiest(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
     streams: dict[int, list[Piece]] = {}
     for piece in pieces:
         streams.setdefault(piece.stream, []).append(piece)
-    kept = sorted(streams, key=lambda stream: -sum(piece.busy_s for piece in streams[stream]))[:MAX_STREAMS]
+    kept = sorted(streams, key=lambda stream: -sum(piece.busy_s for piece in streams[stream]))[
+        :MAX_STREAMS
+    ]
     return {stream: streams[stream] for stream in sorted(kept)} or {0: []}
 
 
@@ -86,7 +120,9 @@ def _title(profile: StepProfile, step: PicturedStep) -> str:
 def _step_words(profile: StepProfile, pieces: Sequence[Piece]) -> list[str]:
     kind = "warm-up step" if profile.is_warmup else "step"
     number = profile.pictured.step + 1 if profile.pictured else 0
-    words = [] if profile.is_whole_trace else [f"{kind} {number} of {profile.num_steps} (median time)"]
+    words = (
+        [] if profile.is_whole_trace else [f"{kind} {number} of {profile.num_steps} (median time)"]
+    )
     left_out = len({piece.stream for piece in pieces}) - MAX_STREAMS
     return [*words, f"{left_out} less busy streams left out"] if left_out > 0 else words
 
@@ -101,7 +137,9 @@ def _devices(profiles: Sequence[StepProfile]) -> list[str]:
 
 
 def _draw_phases(panel: Axes, step: PicturedStep, is_gpu: bool) -> None:
-    """Draw the phases on the host and below on the device; the slant between them is how far the host runs ahead."""
+    """Draw the phases on the host and below on the device; the slant between them is how far the
+    host runs ahead.
+    """
     for index, window in enumerate(step.windows):
         shade = PHASE_SHADES[index % len(PHASE_SHADES)]
         host = (window.host_start_s * 1e3, window.host_end_s * 1e3)
@@ -118,13 +156,20 @@ def _draw_phases(panel: Axes, step: PicturedStep, is_gpu: bool) -> None:
 
 
 def _draw_window(
-    panel: Axes, window: Window, span_ms: tuple[float, float], y: float, shade: str, step: PicturedStep
+    panel: Axes,
+    window: Window,
+    span_ms: tuple[float, float],
+    y: float,
+    shade: str,
+    step: PicturedStep,
 ) -> None:
     """Draw one phase in one lane, with its name if that fits."""
     start, end = span_ms
     panel.barh(y, end - start, 0.64, start, color=shade, edgecolor="white", linewidth=0.8)
     room = (end - start) / 1e3 / (CHARACTER * step.wall_s)
-    name = next((name for name in (window.phase, SHORT_NAMES.get(window.phase, "")) if len(name) < room), "")
+    name = next(
+        (name for name in (window.phase, SHORT_NAMES.get(window.phase, "")) if len(name) < room), ""
+    )
     if name:
         panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
 
@@ -135,7 +180,9 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> No
     bottom: Any = np.zeros(CELLS)
     for kind, share in utilisation(pieces, edges).items():
         top = bottom + 100 * share
-        own = StepPatch(top, edges * 1e3, baseline=bottom, color=CLASS_COLOURS[kind], linewidth=0, label=kind)
+        own = StepPatch(
+            top, edges * 1e3, baseline=bottom, color=CLASS_COLOURS[kind], linewidth=0, label=kind
+        )
         panel.add_artist(own)  # which measures no outline, as the limits are set
         bottom = top
     ends = [window.device_end_s for window in step.windows]
@@ -148,7 +195,8 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> No
 
 
 def utilisation(pieces: Sequence[Piece], edges: Times) -> dict[KernelClass, Times]:
-    """The part of each cell between `edges` (seconds) in which kernels of a class ran, in the order of draw.
+    """The part of each cell between `edges` (seconds) in which kernels of a class ran, in the order
+    of draw.
 
     Within a piece, the time in which its kernels ran counts as spread evenly.
     """
@@ -188,7 +236,8 @@ COMMUNICATION = {
 
 
 def parts_ms(profile: StepProfile) -> dict[str, float]:
-    """Milliseconds per step of each class of kernel, of copies by the driver, and of the idle rest, in drawing order.
+    """Milliseconds per step of each class of kernel, of copies by the driver, and of the idle rest,
+    in drawing order.
 
     Together they are the step's wall time, or more if kernels overlapped. A CPU is never idle.
     """
@@ -204,9 +253,11 @@ def _busy_s(profile: StepProfile) -> float:
 
 
 def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
-    """A bar for each labelled profile: the part of its step that each class of kernel took, and that was idle.
+    """A bar for each labelled profile: the part of its step that each class of kernel took, and
+    that was idle.
 
-    The whole is the step's wall time, and longer where kernels ran side by side. None for fewer than two profiles.
+    The whole is the step's wall time, and longer where kernels ran side by side. None for fewer
+    than two profiles.
     """
     bars = []
     for name, (_, profile) in zip(distinct(label for label, _ in profiles), profiles, strict=True):
@@ -214,28 +265,52 @@ def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
         whole_ms = sum(parts.values()) or 1.0
         parts = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
         bars.append(Bar(name=name, parts=parts, words=f"{significant(step_ms, 3)} ms"))
-    return _chart("configurations", "Where the time of a profiled step goes, by configuration", bars, profiles, STYLES,
-                  "share of the step under the profiler (%); its time is on the right")  # fmt: skip
+    return _chart(
+        "configurations",
+        "Where the time of a profiled step goes, by configuration",
+        bars,
+        profiles,
+        STYLES,
+        "share of the step under the profiler (%); its time is on the right",
+    )
 
 
 def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
-    """A bar for each labelled profile of a run on several ranks: when its device computed, communicated, or did both.
+    """A bar for each labelled profile of a run on several ranks: when its device computed,
+    communicated, or did both.
 
     None if fewer than two of them have collectives.
     """
     shared = [(name, profile) for name, profile in profiles if profile.communication]
     bars = []
     for name, (_, profile) in zip(distinct(label for label, _ in shared), shared, strict=True):
-        times_s = (wall_s(profile), _busy_s(profile), collectives_s(profile), collectives_s(profile, exposed=True))
-        wall_ms, busy_ms, both_ms, exposed_ms = (time_s / profile.num_steps * 1e3 for time_s in times_s)
+        times_s = (
+            wall_s(profile),
+            _busy_s(profile),
+            collectives_s(profile),
+            collectives_s(profile, exposed=True),
+        )
+        wall_ms, busy_ms, both_ms, exposed_ms = (
+            time_s / profile.num_steps * 1e3 for time_s in times_s
+        )
         parts = {
-            COMPUTING: busy_ms - both_ms, OVERLAPPED: both_ms - exposed_ms, EXPOSED: exposed_ms,
+            COMPUTING: busy_ms - both_ms,
+            OVERLAPPED: both_ms - exposed_ms,
+            EXPOSED: exposed_ms,
             IDLE: wall_ms - busy_ms,
-        }  # fmt: skip
-        words = f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
+        }
+        words = (
+            f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
+        )
         bars.append(Bar(name=name, parts=parts, words=words))
-    return _chart("communication", "How much of a profiled step's communication is hidden", bars, shared,
-                  COMMUNICATION, "time of a step on the device, under the profiler (ms)")  # fmt: skip
+    return _chart(
+        "communication",
+        "How much of a profiled step's communication is hidden",
+        bars,
+        shared,
+        COMMUNICATION,
+        "time of a step on the device, under the profiler (ms)",
+    )
 
 
 def _chart(
@@ -250,6 +325,9 @@ def _chart(
     if len(bars) < 2:
         return None
     return Chart(
-        name=name, title=title, settings=", ".join(_devices([profile for _, profile in profiles])), styles=styles,
+        name=name,
+        title=title,
+        settings=", ".join(_devices([profile for _, profile in profiles])),
+        styles=styles,
         panels=[Panel(label=label, bars=bars)],
-    )  # fmt: skip
+    )

@@ -1,4 +1,5 @@
-"""What tables, pictures and sentences about memory are made of, and what stands out in a `MemoryProfile`, in sentences.
+"""What tables, pictures and sentences about memory are made of, and what stands out in a
+`MemoryProfile`, in sentences.
 
 Problems are named only if they cost at least as much as the thresholds below.
 """
@@ -42,7 +43,9 @@ KEPT_FOLDERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEntry:
-    """One explained snapshot of any program; of a run of a sweep also its configuration and its device."""
+    """One explained snapshot of any program; of a run of a sweep also its configuration and its
+    device.
+    """
 
     profile: MemoryProfile
     config: RunConfig | None = None
@@ -56,18 +59,27 @@ class MemoryEntry:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """Predicted peak of the recorded steps; None if the configuration is unknown or has no prediction."""
+        """Predicted peak of the recorded steps; None if the configuration is unknown or has no
+        prediction.
+        """
         return None if self.config is None else predicted_peak_bytes(self.config)
 
     @property
     def residual_stream_bytes(self) -> int | None:
-        """Bytes of one tensor of batch x context x d_model in fp32; None if the shape of the model is unknown."""
+        """Bytes of one tensor of batch x context x d_model in fp32; None if the shape of the
+        model is unknown.
+        """
         config = self.config
-        return None if config is None or config.model_factory is not None else residual_stream_bytes(config)
+        return (
+            None
+            if config is None or config.model_factory is not None
+            else residual_stream_bytes(config)
+        )
 
 
 def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEntry]:
-    """The runs of a sweep whose memory was recorded, with their profiles in `directory`/memory, in the order of tables.
+    """The runs of a sweep whose memory was recorded, with their profiles in `directory`/memory, in
+    the order of tables.
 
     A missing profile is left out, with a warning.
     """
@@ -102,14 +114,18 @@ def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUnit:
-    """A unit of memory with fixed decimals, so that the cells of a table can be compared at a glance."""
+    """A unit of memory with fixed decimals, so that the cells of a table can be compared at a
+    glance.
+    """
 
     name: str
     num_bytes: int
     decimals: int
 
     def cell(self, num_bytes: int) -> str:
-        """The bytes in this unit; `< 0.01` for what is more than nothing but less than the decimals show."""
+        """The bytes in this unit; `< 0.01` for what is more than nothing but less than the
+        decimals show.
+        """
         least = 10.0**-self.decimals
         value = num_bytes / self.num_bytes
         if num_bytes and abs(value) < least / 2:
@@ -126,14 +142,18 @@ def unit_for(largest_bytes: int) -> MemoryUnit:
 
 
 def in_unit(key: str, unit: MemoryUnit, name: str = "", drop_order: int | None = None) -> Column:
-    """The column of bytes of this key in this unit, in one table under another name or with another order."""
+    """The column of bytes of this key in this unit, in one table under another name or with
+    another order.
+    """
     found = column(key, unit=unit.name, write=unit.cell)
     order = found.drop_order if drop_order is None else drop_order
     return replace(found, name=name or found.name, drop_order=order)
 
 
 def size(num_bytes: int) -> str:
-    """The bytes for a sentence: `18.84 GiB`, `6.25 MiB`, one decimal from 100 on; below a KiB whole."""
+    """The bytes for a sentence: `18.84 GiB`, `6.25 MiB`, one decimal from 100 on; below a KiB
+    whole.
+    """
     for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:,.{1 if abs(num_bytes) >= 100 * unit else 2}f} {name}"
@@ -142,7 +162,11 @@ def size(num_bytes: int) -> str:
 
 def about(profile: MemoryProfile) -> str:
     """Which file, device and steps the tables are of, as a sentence."""
-    steps = f"{counted(profile.num_steps, 'step')}, counted from 0" if profile.num_steps > 1 else "1 step, number 0"
+    steps = (
+        f"{counted(profile.num_steps, 'step')}, counted from 0"
+        if profile.num_steps > 1
+        else "1 step, number 0"
+    )
     known = steps if profile.num_steps else "no steps known to the file"
     return f"{label(profile.source)}, GPU {profile.device}, {known}."
 
@@ -160,15 +184,20 @@ def moment_ms(time_s: float) -> str:
 
 
 def check_words(moments: Iterable[Moment]) -> str:
-    """Whether categories, which add up to what is allocated, agree with the allocator's own count, as a sentence."""
+    """Whether categories, which add up to what is allocated, agree with the allocator's own
+    count, as a sentence.
+    """
     differences = [found for found in map(difference_bytes, moments) if found is not None]
     if wrong := [difference for difference in differences if difference]:
         return (
-            f"Check failed: at {len(wrong):,} of {len(differences):,} boundaries the blocks of the snapshot differ "
-            f"from what PyTorch's allocator counted, by {max(wrong, key=abs):+,} bytes at most."
+            f"Check failed: at {len(wrong):,} of {len(differences):,} boundaries the blocks of "
+            "the snapshot differ from what PyTorch's allocator counted, by "
+            f"{max(wrong, key=abs):+,} bytes at most."
         )
     where = "the one boundary" if len(differences) == 1 else f"all {len(differences):,} boundaries"
-    return f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
+    return (
+        f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
+    )
 
 
 def shape_text(shape: tuple[int, ...], dtype: str) -> str:
@@ -177,25 +206,39 @@ def shape_text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def innermost(places: Sequence[Place]) -> str:
-    """The innermost place with the end of its path, `model/transformer.py:123 softmax`; empty without a stack."""
+    """The innermost place with the end of its path, `model/transformer.py:123 softmax`; empty
+    without a stack.
+    """
     if not places:
         return ""
     folders = re.split(r"[/\\]", places[0].file)
-    return f"{label('/'.join(folders[-KEPT_FOLDERS:]))}:{places[0].line} {label(places[0].function)}".strip()
+    return (
+        f"{label('/'.join(folders[-KEPT_FOLDERS:]))}:{places[0].line} {label(places[0].function)}"
+    ).strip()
 
 
 MIN_FRAGMENTATION = 0.15
-"""Smallest unused part of the reserved memory that is a finding: less is the usual cache of a few segments."""
+"""Smallest unused part of the reserved memory that is a finding: less is the usual cache of a
+few segments.
+"""
 MIN_FRAGMENTATION_BYTES = 256 * MIB
-"""Smallest unused memory that is a finding: the cache of a small model is a large part of little."""
+"""Smallest unused memory that is a finding: the cache of a small model is a large part of
+little.
+"""
 MIN_UNKNOWN = 0.05
 """Smallest part of the peak of unknown use that is a finding: less changes no conclusion."""
 MIN_GROWTH = 0.001
-"""Smallest growth from step to step that is a finding, as a part of the peak: a kept loss is only 512 bytes."""
+"""Smallest growth from step to step that is a finding, as a part of the peak: a kept loss is
+only 512 bytes.
+"""
 LEAST_STEPS = 2
-"""Fewest steps that show a growth: a single step may leave what later ones use again, such as cuBLAS workspaces."""
+"""Fewest steps that show a growth: a single step may leave what later ones use again, such as
+cuBLAS workspaces.
+"""
 MIN_OUTSIDE_BYTES = 2 * GIB
-"""Smallest use outside of PyTorch that is a finding: a CUDA context with libraries takes half a GiB to one."""
+"""Smallest use outside of PyTorch that is a finding: a CUDA context with libraries takes half a
+GiB to one.
+"""
 
 
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -206,25 +249,34 @@ NUM_PLACES = 3
 
 
 def findings(profile: MemoryProfile) -> tuple[str, ...]:
-    """Sentences: running out of memory comes first, then the peak, then problems, and what could not be read."""
+    """Sentences: running out of memory comes first, then the peak, then problems, and what could
+    not be read.
+    """
     wrong = [text for find in (_first_step, _growth, _problems, _parts) for text in find(profile)]
     return (*_out_of_memory(profile), _peak(profile.peak), *wrong, *profile.notes)
 
 
 def answer(profile: MemoryProfile) -> tuple[str, ...]:
-    """Three sentences: how much memory and of what, which code made most of it, and what was reserved."""
+    """Three sentences: how much memory and of what, which code made most of it, and what was
+    reserved.
+    """
     return (*_out_of_memory(profile), _peak(profile.peak), *_most(profile), _reserved(profile))[:3]
 
 
 def _most(profile: MemoryProfile) -> Iterator[str]:
-    """The code that made most of what was there at the peak, or the tensors where their names are known."""
+    """The code that made most of what was there at the peak, or the tensors where their names
+    are known.
+    """
     of = Counter[str]()
     for row in profile.at_peak:
         made_at = f"made at {innermost(row.places)}" if row.places else ""
         of[f"{row.name} ({row.category})" if row.name else made_at] += row.bytes_at_peak
     named = [(name, num_bytes) for name, num_bytes in of.most_common(NUM_PLACES) if name]
     if named:
-        yield f"Its largest parts: {', '.join(f'{size(num_bytes)} {label(name)}' for name, num_bytes in named)}."
+        yield (
+            "Its largest parts: "
+            f"{', '.join(f'{size(num_bytes)} {label(name)}' for name, num_bytes in named)}."
+        )
 
 
 def _reserved(profile: MemoryProfile) -> str:
@@ -234,7 +286,10 @@ def _reserved(profile: MemoryProfile) -> str:
         text += f"; at the peak {size(unused)} of it were in no block"
     if profile.private_bytes:
         text += f"; private pools, as CUDA graphs have, hold {size(profile.private_bytes)}"
-        text += f", {size(profile.idle_private_bytes)} of it in no block but in use when a graph is replayed"
+        text += (
+            f", {size(profile.idle_private_bytes)} of it in no block but in use when a graph "
+            "is replayed"
+        )
     return f"{text}."
 
 
@@ -243,10 +298,11 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
     if failure is None:
         return
     text = (
-        f"Out of memory {'once,' if count == 1 else f'{count:,} times, first'} {when(failure)}"
-        f"{f', at {innermost(failure.places)}' if failure.places else ''}, after {failure.event:,} "
-        f"of {counted(profile.work.events, 'event')}: {size(failure.requested_bytes)} were asked for and "
-        f"{size(failure.free_bytes)} were free on the device."
+        f"Out of memory {'once,' if count == 1 else f'{count:,} times, first'} "
+        f"{when(failure)}{f', at {innermost(failure.places)}' if failure.places else ''}, after "
+        f"{failure.event:,} of {counted(profile.work.events, 'event')}: "
+        f"{size(failure.requested_bytes)} were asked for and {size(failure.free_bytes)} were free "
+        "on the device."
     )
     unused = failure.reserved_bytes - failure.allocated_bytes - failure.idle_private_bytes
     if unused > 0 and unused + failure.free_bytes >= failure.requested_bytes:
@@ -257,14 +313,19 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
 
 def _peak(peak: Moment) -> str:
     """The peak, when it was, and what it consists of, the largest part first."""
-    whole, ordered = peak.allocated_bytes, sorted(by_category(peak).items(), key=lambda part: -part[1])
+    whole, ordered = (
+        peak.allocated_bytes,
+        sorted(by_category(peak).items(), key=lambda part: -part[1]),
+    )
     said = [(label(name), part) for name, part in ordered if part and part >= MIN_PART * whole]
     parts = ", ".join(f"{name} {size(part)} ({100 * part / whole:.1f} %)" for name, part in said)
     return f"The peak is {size(whole)}, {when(peak)}; it consists of {parts or 'nothing'}."
 
 
 def _first_step(profile: MemoryProfile) -> Iterator[str]:
-    """A first step needs less memory than later ones, as the optimizer's state appears at its end."""
+    """A first step needs less memory than later ones, as the optimizer's state appears at its
+    end.
+    """
     state = [by_category(moment)[Category.OPTIMIZER_STATE] for moment in profile.boundaries]
     if not state or state[-1] <= state[0]:
         return
@@ -273,12 +334,14 @@ def _first_step(profile: MemoryProfile) -> Iterator[str]:
         peaks[phase.step] = max(peaks.get(phase.step, 0), phase.peak_bytes)
     text = f"The optimizer's state, {size(state[-1] - state[0])}, appears during the recording"
     if len(peaks) < 2:
-        yield f"{text}: this is the first step, and later ones need that much more from their start."
+        yield (
+            f"{text}: this is the first step, and later ones need that much more from their start."
+        )
         return
     (first, first_bytes), *_, (last, last_bytes) = peaks.items()
     yield (
-        f"{text}: step {first} peaks at {size(first_bytes)}, step {last} at {size(last_bytes)}. The first step is not "
-        "what a run needs."
+        f"{text}: step {first} peaks at {size(first_bytes)}, step {last} at {size(last_bytes)}. "
+        "The first step is not what a run needs."
     )
 
 
@@ -288,18 +351,22 @@ def _growth(profile: MemoryProfile) -> Iterator[str]:
     if len(begun) < LEAST_STEPS:
         return
     # what follows the last step's start is its own end
-    kept = [moment.allocated_bytes - by_category(moment)[Category.OPTIMIZER_STATE]
-            for moment in (*begun, profile.boundaries[-1])]  # fmt: skip
+    kept = [
+        moment.allocated_bytes - by_category(moment)[Category.OPTIMIZER_STATE]
+        for moment in (*begun, profile.boundaries[-1])
+    ]
     grown = [later - earlier for earlier, later in pairwise(kept)]
     if min(grown) >= MIN_GROWTH * profile.peak.allocated_bytes:
         yield (
-            f"Every step leaves {size(min(grown))} or more behind, {size(kept[-1] - kept[0])} in {len(begun)} steps. "
-            "Is a loss or an output kept with its graph?"
+            f"Every step leaves {size(min(grown))} or more behind, {size(kept[-1] - kept[0])} in "
+            f"{len(begun)} steps. Is a loss or an output kept with its graph?"
         )
 
 
 def _problems(profile: MemoryProfile) -> Iterator[str]:
-    """Counts that disagree, and memory that is in no tensor: fragments, freed segments, other programs."""
+    """Counts that disagree, and memory that is in no tensor: fragments, freed segments, other
+    programs.
+    """
     work, reserved, unused = profile.work, profile.peak.reserved_bytes, profile.fragmentation_bytes
     if any(map(difference_bytes, profile.boundaries)):
         yield check_words(profile.boundaries)
@@ -307,19 +374,19 @@ def _problems(profile: MemoryProfile) -> Iterator[str]:
         remedy = "" if profile.is_expandable else f" ({EXPANDABLE} has fewer of these)"
         yield (
             f"At the peak {size(unused)} of the {size(reserved)} that PyTorch has reserved, "
-            f"{percent_of(unused, reserved)}, are in no block: cache of an earlier, higher need, or rests between "
-            f"blocks{remedy}."
+            f"{percent_of(unused, reserved)}, are in no block: cache of an earlier, higher need, "
+            f"or rests between blocks{remedy}."
         )
     if work.segments_freed:  # a cache that was flushed
         yield (
-            f"The allocator gave {counted(work.segments_freed, 'segment')} back to the driver and asked it for "
-            f"{work.segments_allocated:,}: memory was short, or torch.cuda.empty_cache() was called. Each time the "
-            "host waits for the device."
+            f"The allocator gave {counted(work.segments_freed, 'segment')} back to the driver and "
+            f"asked it for {work.segments_allocated:,}: memory was short, or "
+            "torch.cuda.empty_cache() was called. Each time the host waits for the device."
         )
     if profile.outside_bytes is not None and profile.outside_bytes >= MIN_OUTSIDE_BYTES:
         yield (
-            f"{size(profile.outside_bytes)} of the device are used and not reserved by PyTorch: more than a CUDA "
-            "context takes, so another process may share the GPU."
+            f"{size(profile.outside_bytes)} of the device are used and not reserved by PyTorch: "
+            "more than a CUDA context takes, so another process may share the GPU."
         )
 
 
@@ -333,28 +400,36 @@ def _is_much(profile: MemoryProfile, num_bytes: int, least: float) -> bool:
 
 BEFORE_AND_AFTER = "were there before the recording and after it"
 WITHOUT_NOTES = {
-    Category.OPTIMIZER_STATE: ("were made in an optimizer's step and kept", "the optimizer's state"),
-    Category.GRADIENTS: ("were made by autograd and still there in an optimizer's step", "gradients"),
+    Category.OPTIMIZER_STATE: (
+        "were made in an optimizer's step and kept",
+        "the optimizer's state",
+    ),
+    Category.GRADIENTS: (
+        "were made by autograd and still there in an optimizer's step",
+        "gradients",
+    ),
     Category.HELD: (BEFORE_AND_AFTER, "most likely parameters and the optimizer's state"),
     Category.EARLIER: ("were there before the recording and freed in it", ""),
     Category.KEPT: ("were made in the recording and kept at its end", ""),
     Category.LATER: (
         f"were made in the recording and freed in it, after {MIN_LATER} or more others were made",
-        "most likely activations, which autograd holds until backward has used them: torch.no_grad() holds none, "
-        "checkpointing fewer",
+        "most likely activations, which autograd holds until backward has used them: "
+        "torch.no_grad() holds none, checkpointing fewer",
     ),
 }
 """What is known of memory in a snapshot without notes, and what follows from it."""
 
 
 def _parts(profile: MemoryProfile) -> Iterator[str]:
-    """What is known of each part of the peak whose use nobody has noted, with the code that made it."""
+    """What is known of each part of the peak whose use nobody has noted, with the code that made
+    it.
+    """
     found = by_category(profile.peak)
     if profile.has_notes:
         if _is_much(profile, found[Category.HELD], MIN_UNKNOWN):
             yield (
-                f"{_of_peak(profile, found[Category.HELD])}, {BEFORE_AND_AFTER}, and nothing says what they are: most "
-                "likely workspaces of libraries."
+                f"{_of_peak(profile, found[Category.HELD])}, {BEFORE_AND_AFTER}, and nothing says "
+                "what they are: most likely workspaces of libraries."
             )
         return
     for category, (known, name) in WITHOUT_NOTES.items():
@@ -363,8 +438,13 @@ def _parts(profile: MemoryProfile) -> Iterator[str]:
             for row in profile.at_peak:
                 if row.category is category and row.places:
                     places[innermost(row.places)] += row.bytes_at_peak
-            most = ", ".join(f"{size(num_bytes)} at {place}" for place, num_bytes in places.most_common(NUM_PLACES))
+            most = ", ".join(
+                f"{size(num_bytes)} at {place}"
+                for place, num_bytes in places.most_common(NUM_PLACES)
+            )
             made = f" ({most})" if most else ""
             if category is Category.HELD and found[Category.OPTIMIZER_STATE]:
                 name = "most likely parameters"
-            yield f"{_of_peak(profile, found[category])}, {known}{made}{f': {name}' if name else ''}."
+            yield (
+                f"{_of_peak(profile, found[category])}, {known}{made}{f': {name}' if name else ''}."
+            )

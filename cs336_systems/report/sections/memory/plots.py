@@ -16,7 +16,14 @@ from cs336_systems.report import charts, draw
 from cs336_systems.report.charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style, distinct
 from cs336_systems.report.draw import LONGEST_SOURCE
 from cs336_systems.report.section import labels, settings
-from cs336_systems.report.sections.memory.findings import START, MemoryEntry, by_category, moment_ms, size, unit_for
+from cs336_systems.report.sections.memory.findings import (
+    START,
+    MemoryEntry,
+    by_category,
+    moment_ms,
+    size,
+    unit_for,
+)
 from cs336_systems.report.words import GIB
 from cs336_systems.text import shorten
 
@@ -33,31 +40,45 @@ RESERVED: dict[str, Any] = {"color": "#222222", "linewidth": 1.1, "linestyle": (
 
 
 def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> Figure:
-    """What was allocated over time, stacked by category, below what was reserved; phases above, a point at the peak.
+    """What was allocated over time, stacked by category, below what was reserved; phases above, a
+    point at the peak.
 
-    The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock, waiting for the GPU
-    would take most of the width. `name` of the run is the title; `settings` replace the name of the file.
+    The points of the timeline are equally far apart, as in PyTorch's viewer: on the CPU's clock,
+    waiting for the GPU would take most of the width. `name` of the run is the title; `settings`
+    replace the name of the file.
     """
     timeline, peak = profile.timeline, by_category(profile.peak)
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    highest_bytes = max(profile.peak.allocated_bytes, int(_allocated(profile).max()), *timeline.reserved_bytes)
+    highest_bytes = max(
+        profile.peak.allocated_bytes, int(_allocated(profile).max()), *timeline.reserved_bytes
+    )
     rows = dict(zip(timeline.categories, timeline.num_bytes, strict=True))
     shown = [category for category, values in rows.items() if max(values) > VISIBLE * highest_bytes]
     failed = ", out of memory" if profile.work.out_of_memory else ""
     figure = draw.new_figure(
         6.5,
         3.9 + 0.19 * -(-(len(shown) + 1) // 3),
-        f"{shorten(name, LONGEST_NAME) or 'Memory over time'}: peak {size(profile.peak.allocated_bytes)}{failed}",
+        f"{shorten(name, LONGEST_NAME) or 'Memory over time'}: peak "
+        f"{size(profile.peak.allocated_bytes)}{failed}",
         ", ".join([settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]),
     )
     panel, unit = figure.subplots(), unit_for(highest_bytes)
-    x, there = np.arange(len(timeline.time_s)), [category for category, values in rows.items() if any(values)]
+    x, there = (
+        np.arange(len(timeline.time_s)),
+        [category for category, values in rows.items() if any(values)],
+    )
     if there:
         panel.stackplot(
-            x, [np.array(rows[category]) / unit.num_bytes for category in there], labels=there, step="post",
-            linewidth=0, colors=[CATEGORY_COLOURS[category] for category in there],
-        )  # fmt: skip
-    panel.plot(x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED)
+            x,
+            [np.array(rows[category]) / unit.num_bytes for category in there],
+            labels=there,
+            step="post",
+            linewidth=0,
+            colors=[CATEGORY_COLOURS[category] for category in there],
+        )
+    panel.plot(
+        x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED
+    )
     panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
     panel.set_ylim(0, HEADROOM * highest_bytes / unit.num_bytes or 1.0)
     panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
@@ -68,26 +89,39 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     if failure := profile.work.first_failure:
         panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
     panel.plot(
-        int(_allocated(profile).argmax()), profile.peak.allocated_bytes / unit.num_bytes, marker="o", markersize=4.5,
-        color="#222222", markeredgecolor="white", clip_on=False, zorder=6,
-    )  # fmt: skip
+        int(_allocated(profile).argmax()),
+        profile.peak.allocated_bytes / unit.num_bytes,
+        marker="o",
+        markersize=4.5,
+        color="#222222",
+        markeredgecolor="white",
+        clip_on=False,
+        zorder=6,
+    )
     _name_phases(panel, profile)
     _mark_times(panel, profile)
     handles: list[Patch | Line2D] = [
-        Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(peak[category])}") for category in shown
+        Patch(color=CATEGORY_COLOURS[category], label=f"{category}, {size(peak[category])}")
+        for category in shown
     ]
-    handles.append(Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED))
+    handles.append(
+        Line2D([], [], label=f"reserved, {size(profile.peak.reserved_bytes)}", **RESERVED)
+    )
     draw.legend_below(figure, handles, 3)
     return figure
 
 
 def _x(profile: MemoryProfile, time_s: float) -> int:
-    """Place of a time on the x axis: the number of the first point that is not before it, or else of the last."""
+    """Place of a time on the x axis: the number of the first point that is not before it, or
+    else of the last.
+    """
     return min(bisect_left(profile.timeline.time_s, time_s), len(profile.timeline.time_s) - 1)
 
 
 def _end_s(profile: MemoryProfile) -> float:
-    """When the last step, the peak and the failed request are over: what is freed later belongs to no step."""
+    """When the last step, the peak and the failed request are over: what is freed later belongs
+    to no step.
+    """
     if not profile.phases:
         return profile.timeline.time_s[-1]
     failure = profile.work.first_failure
@@ -95,18 +129,28 @@ def _end_s(profile: MemoryProfile) -> float:
 
 
 def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
-    """Ticks with the times at which phases begin and end, as far as there is room; without phases at even distances."""
+    """Ticks with the times at which phases begin and end, as far as there is room; without
+    phases at even distances.
+    """
     last = panel.get_xlim()[1]
-    known_s = [*(moment.time_s for moment in profile.boundaries), *(phase.end_s for phase in profile.phases)]
+    known_s = [
+        *(moment.time_s for moment in profile.boundaries),
+        *(phase.end_s for phase in profile.phases),
+    ]
     times = {_x(profile, time_s): time_s for time_s in known_s}
     if not times:
-        times = {i: profile.timeline.time_s[i] for i in np.linspace(0, len(profile.timeline.time_s) - 1, 6, dtype=int)}
+        times = {
+            i: profile.timeline.time_s[i]
+            for i in np.linspace(0, len(profile.timeline.time_s) - 1, 6, dtype=int)
+        }
     ticks: list[int] = []
     for x in sorted(times):
         if not ticks or x - ticks[-1] > TICKS_APART * last:
             ticks.append(x)
     panel.set_xticks(ticks, [moment_ms(times[x]) for x in ticks])
-    panel.set_xlabel("all allocations and frees, equally far apart; the CPU's time at them (ms)", fontsize=9)
+    panel.set_xlabel(
+        "all allocations and frees, equally far apart; the CPU's time at them (ms)", fontsize=9
+    )
 
 
 def _allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -116,7 +160,9 @@ def _allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int
 
 
 def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
-    """Names of phases above the panel between their lines where they fit, and above these the numbers of steps."""
+    """Names of phases above the panel between their lines where they fit, and above these the
+    numbers of steps.
+    """
     named = [(phase.phase, [phase], 1.012) for phase in profile.phases]
     steps = {step: list(own) for step, own in groupby(profile.phases, lambda phase: phase.step)}
     if len(steps) > 1:
@@ -125,9 +171,14 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
         begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
         if len(name) < (end - begin) / panel.get_xlim()[1] / CHARACTER:
             panel.text(
-                (begin + end) / 2, y, draw.inert(name), ha="center", va="bottom", fontsize=8.5,
+                (begin + end) / 2,
+                y,
+                draw.inert(name),
+                ha="center",
+                va="bottom",
+                fontsize=8.5,
                 transform=panel.get_xaxis_transform(),
-            )  # fmt: skip
+            )
 
 
 CATEGORIES = {str(category): Style(colour=colour) for category, colour in CATEGORY_COLOURS.items()}
@@ -136,22 +187,34 @@ LONGEST_PHASE = 16
 
 
 def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
-    """A bar for each of several runs: what its peak consists of, and as a mark what was reserved then.
+    """A bar for each of several runs: what its peak consists of, and as a mark what was reserved
+    then.
 
-    Each size has a panel with a scale of its own, so that a small model is seen beside a large one. Nothing is cut
-    off: a scale reaches as far as the largest of its size.
+    Each size has a panel with a scale of its own, so that a small model is seen beside a large one.
+    Nothing is cut off: a scale reaches as far as the largest of its size.
     """
     if len(entries) < 2:
         return []
     sizes = groupby(
-        zip(distinct(labels(entries)), entries, strict=True), lambda run: run[1].config and run[1].config.size
+        zip(distinct(labels(entries)), entries, strict=True),
+        lambda run: run[1].config and run[1].config.size,
     )
-    return [Chart(
-        name="peaks", title="What the peak of memory consists of, by configuration", settings=settings(entries),
-        panels=[Panel(label="memory at the peak (GiB)", bars=[peak_bar(*run) for run in runs], mark="reserved")
-                for _, runs in sizes],
-        styles=CATEGORIES,
-    )]  # fmt: skip
+    return [
+        Chart(
+            name="peaks",
+            title="What the peak of memory consists of, by configuration",
+            settings=settings(entries),
+            panels=[
+                Panel(
+                    label="memory at the peak (GiB)",
+                    bars=[peak_bar(*run) for run in runs],
+                    mark="reserved",
+                )
+                for _, runs in sizes
+            ],
+            styles=CATEGORIES,
+        )
+    ]
 
 
 def peak_bar(label: str, entry: MemoryEntry) -> Bar:
@@ -160,7 +223,9 @@ def peak_bar(label: str, entry: MemoryEntry) -> Bar:
     where = f"\nin {shorten(peak.phase, LONGEST_PHASE)}" if peak.phase else ""
     return Bar(
         name=label,
-        parts={str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]},
+        parts={
+            str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]
+        },
         words=f"{size(peak.allocated_bytes)}{'' if entry.is_out_of_memory else where}",
         failure="out of memory" if entry.is_out_of_memory else "",
         mark=peak.reserved_bytes / GIB,

@@ -1,4 +1,5 @@
-"""Tables of memory: the peak and its categories, phase by phase, the largest allocations, what a block saves.
+"""Tables of memory: the peak and its categories, phase by phase, the largest allocations, what a
+block saves.
 
 They are for a terminal and for the files of a directory, of one snapshot or of the runs of a sweep.
 """
@@ -67,9 +68,20 @@ NUM_CONTRIBUTORS = 5
 TOP_OF_RUNS = 3
 """Largest allocations to list for each of several runs."""
 _LIKE_KEYS = (
-    "bytes", "mib", "requested_bytes", "count", "count_at_peak", "bytes_at_peak", "category", "phase", "name", "shape",
-    "dtype", "place", "places",
-)  # fmt: skip
+    "bytes",
+    "mib",
+    "requested_bytes",
+    "count",
+    "count_at_peak",
+    "bytes_at_peak",
+    "category",
+    "phase",
+    "name",
+    "shape",
+    "dtype",
+    "place",
+    "places",
+)
 
 
 def category_key(category: Category, quantity: str) -> str:
@@ -78,10 +90,22 @@ def category_key(category: Category, quantity: str) -> str:
 
 
 _MOMENT_KEYS = (
-    "step", "moment", "time_ms", "allocated_bytes", "counted_bytes", "difference_bytes", "requested_bytes",
-    "counted_requested_bytes", "reserved_bytes", "phase_peak_bytes",
-    *(category_key(category, quantity) for quantity in ("bytes", "requested_bytes") for category in Category),
-)  # fmt: skip
+    "step",
+    "moment",
+    "time_ms",
+    "allocated_bytes",
+    "counted_bytes",
+    "difference_bytes",
+    "requested_bytes",
+    "counted_requested_bytes",
+    "reserved_bytes",
+    "phase_peak_bytes",
+    *(
+        category_key(category, quantity)
+        for quantity in ("bytes", "requested_bytes")
+        for category in Category
+    ),
+)
 
 
 def _category_values(moment: Moment) -> Row:
@@ -89,7 +113,9 @@ def _category_values(moment: Moment) -> Row:
     found = {row.category: row for row in moment.categories}
     values: Row = {}
     for name in Category:
-        row = found.get(name) or CategoryBytes(category=name, num_bytes=0, requested_bytes=0, count=0)
+        row = found.get(name) or CategoryBytes(
+            category=name, num_bytes=0, requested_bytes=0, count=0
+        )
         values[category_key(name, "bytes")] = row.num_bytes
         values[category_key(name, "requested_bytes")] = row.requested_bytes
         values[category_key(name, "blocks")] = row.count
@@ -98,10 +124,18 @@ def _category_values(moment: Moment) -> Row:
 
 
 def _category_columns(rows: Sequence[Row], unit: MemoryUnit, whole: str) -> list[Column]:
-    """One column for each category; those that never reach SMALL of the largest `whole` are dropped first."""
+    """One column for each category; those that never reach SMALL of the largest `whole` are
+    dropped first.
+    """
     small = SMALL * max((row[whole] for row in rows), default=0)
     return [
-        Column(name, unit.name, key=key, write=unit.cell, drop_order=1 if any(row[key] > small for row in rows) else 5)
+        Column(
+            name,
+            unit.name,
+            key=key,
+            write=unit.cell,
+            drop_order=1 if any(row[key] > small for row in rows) else 5,
+        )
         for name in Category
         if (key := category_key(name, "bytes"))
     ]
@@ -118,15 +152,22 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     of_step = ("predicted_peak_allocated_bytes", "peak_reserved_bytes", "private_bytes")
     of_model = ("residual_stream_bytes", "block_saved_bytes", "block_gradient_bytes")
     shown = columns_of(
-        in_unit("peak_allocated_bytes", unit), column("peak_phase", drop_order=3),
-        *(in_unit(key, unit) for key in of_step), *(in_unit(key, MIB_CELL) for key in of_model), "status",
-    )  # fmt: skip
+        in_unit("peak_allocated_bytes", unit),
+        column("peak_phase", drop_order=3),
+        *(in_unit(key, unit) for key in of_step),
+        *(in_unit(key, MIB_CELL) for key in of_model),
+        "status",
+    )
     of_runs = list(_notes_on_runs(entries))
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *of_runs]
     keys = tuple(next(_peak(entries[0])))
     every = over_configurations("peaks", "Peaks of memory", rows, shown, keys, notes)
-    of = [*_category_columns(rows, unit, "peak_allocated_bytes"), in_unit("peak_allocated_bytes", unit),
-          column("peak_phase", drop_order=2), column("status")]  # fmt: skip
+    of = [
+        *_category_columns(rows, unit, "peak_allocated_bytes"),
+        in_unit("peak_allocated_bytes", unit),
+        column("peak_phase", drop_order=2),
+        column("status"),
+    ]
     parts = over_configurations("", "What the peaks consist of", rows, of, (), of_runs)
     return replace(every, tables=(*every.tables, *parts.tables))
 
@@ -164,22 +205,29 @@ def _notes_on_runs(entries: Sequence[MemoryEntry]) -> Iterator[str]:
         yield "Of several ranks rank 0 is explained."
     if any(entry.is_out_of_memory for entry in entries):
         yield (
-            "Out of memory: what there was before it, which is less than the run needs; after a first forward pass of "
-            "training, gradients and the optimizer's state would have been added."
+            "Out of memory: what there was before it, which is less than the run needs; after a "
+            "first forward pass of training, gradients and the optimizer's state would have been "
+            "added."
         )
 
 
 def boundaries(entries: Sequence[MemoryEntry]) -> Section:
-    """Memory at the end of each phase of the last step, beside the allocator's own count; the CSV has all steps."""
+    """Memory at the end of each phase of the last step, beside the allocator's own count; the
+    CSV has all steps.
+    """
     rows, unit = rows_of(entries, lambda entry: _moments(entry.profile)), _unit(entries)
     whole = ("allocated_bytes", "counted_bytes", "reserved_bytes", "phase_peak_bytes")
     shown = columns_of(
-        "moment", column("time_s", write=moment_ms), *_category_columns(rows, unit, "allocated_bytes"),
+        "moment",
+        column("time_s", write=moment_ms),
+        *_category_columns(rows, unit, "allocated_bytes"),
         *(in_unit(key, unit) for key in whole),
-    )  # fmt: skip
+    )
     notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
     title = "Memory from phase to phase"
-    return over_configurations("boundaries", title, rows, shown, _MOMENT_KEYS, notes, shown=itemgetter("is_shown"))
+    return over_configurations(
+        "boundaries", title, rows, shown, _MOMENT_KEYS, notes, shown=itemgetter("is_shown")
+    )
 
 
 def _moments(profile: MemoryProfile) -> Iterator[Row]:
@@ -200,33 +248,47 @@ def _moments(profile: MemoryProfile) -> Iterator[Row]:
 
 
 def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
-    """The `top` largest allocations of each run, with the code that made them; of one snapshot those at its peak.
+    """The `top` largest allocations of each run, with the code that made them; of one snapshot
+    those at its peak.
 
     The CSV of one snapshot has all that the profile keeps.
     """
     if entries[0].config is None:
         return _largest_at_peak(entries[0].profile, top)
     shown = columns_of(
-        column("requested_bytes", unit="bytes", write=count, drop_order=4), in_unit("requested_bytes", MIB_CELL),
-        in_unit("bytes", MIB_CELL, name="block", drop_order=8), "count", *_origin_columns(),
-    )  # fmt: skip
+        column("requested_bytes", unit="bytes", write=count, drop_order=4),
+        in_unit("requested_bytes", MIB_CELL),
+        in_unit("bytes", MIB_CELL, name="block", drop_order=8),
+        "count",
+        *_origin_columns(),
+    )
     rows = rows_of(entries, lambda entry: map(_like, entry.profile.largest[:top]))
     notes = ["Those of one size, category, name and place are one row."]
     return over_configurations("largest", "Largest allocations", rows, shown, _LIKE_KEYS, notes)
 
 
 def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
-    """The groups of like allocations at the peak, by the bytes of each group; the CSV has others of much memory too."""
+    """The groups of like allocations at the peak, by the bytes of each group; the CSV has others
+    of much memory too.
+    """
     whole_bytes = profile.peak.allocated_bytes
     every = [_like(row) for row in dict.fromkeys((*profile.at_peak, *profile.largest))]
-    rows = [row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)} for row in every[: len(profile.at_peak)]]
+    rows = [
+        row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)}
+        for row in every[: len(profile.at_peak)]
+    ]
     every_column = columns_of(
-        in_unit("bytes_at_peak", unit_for(whole_bytes)), "share_of_peak", "count_at_peak",
-        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4), *_origin_columns(),
-    )  # fmt: skip
+        in_unit("bytes_at_peak", unit_for(whole_bytes)),
+        "share_of_peak",
+        "count_at_peak",
+        in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
+        *_origin_columns(),
+    )
     shown = percent(sum(row["bytes_at_peak"] for row in rows[:top]), whole_bytes)
     notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
-    table = make_table("Largest allocations at the peak", known(every_column, rows[:top]), rows[:top], notes)
+    table = make_table(
+        "Largest allocations at the peak", known(every_column, rows[:top]), rows[:top], notes
+    )
     return Section(name="largest", tables=(table,) if rows else (), rows=every, keys=_LIKE_KEYS)
 
 
@@ -248,11 +310,15 @@ def _tensor(row: LikeAllocations | SavedTensor) -> Row:
 
 
 def _origin_columns() -> list[Column]:
-    return columns_of("category", column("phase", write=label, drop_order=9), "name", "shape_and_type", "place")
+    return columns_of(
+        "category", column("phase", write=label, drop_order=9), "name", "shape_and_type", "place"
+    )
 
 
 def blocks(profile: MemoryProfile) -> Section:
-    """The largest tensors that a typical block saves for backward; the CSV has what each block saves and holds."""
+    """The largest tensors that a typical block saves for backward; the CSV has what each block
+    saves and holds.
+    """
     if not profile.blocks:
         return Section(name="blocks")
     rows: list[Row] = [
@@ -267,32 +333,44 @@ def blocks(profile: MemoryProfile) -> Section:
         for block in profile.blocks
     ]
     block = typical(profile.blocks)
-    tensors = [_tensor(saved) | {"share": ratio(saved.num_bytes, block.saved_bytes)} for saved in block.saved]
+    tensors = [
+        _tensor(saved) | {"share": ratio(saved.num_bytes, block.saved_bytes)}
+        for saved in block.saved
+    ]
     within, what = column("name", name="within the block"), column("shape_and_type", drop_order=3)
     shown = columns_of(in_unit("bytes", MIB_CELL), "share", within, what)
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
     notes = [
-        f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in {alike} of "
-        f"{counted(len(rows), 'block')}; parameters {size(block.parameter_bytes)}, gradients "
-        f"{size(block.gradient_bytes)}. Each block is in blocks.csv."
+        f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in "
+        f"{alike} of {counted(len(rows), 'block')}; parameters {size(block.parameter_bytes)}, "
+        f"gradients {size(block.gradient_bytes)}. Each block is in blocks.csv."
     ]
     if again := block.recomputed_bytes:
-        notes.append(f"Of these, {size(again)} are not kept from forward on: backward computes them again.")
+        notes.append(
+            f"Of these, {size(again)} are not kept from forward on: backward computes them again."
+        )
     title = f"Largest tensors that {label(block.name)} saves for backward"
-    return Section(name="blocks", tables=(make_table(title, shown, tensors[:NUM_CONTRIBUTORS], notes),), rows=rows)
+    return Section(
+        name="blocks",
+        tables=(make_table(title, shown, tensors[:NUM_CONTRIBUTORS], notes),),
+        rows=rows,
+    )
 
 
 def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
-    """All sections in reading order, then pictures; a single snapshot also has one on the blocks of its model.
+    """All sections in reading order, then pictures; a single snapshot also has one on the blocks of
+    its model.
 
-    The picture of a single snapshot is `timeline`. Runs have theirs as `<key>_timeline`, and several a bar each in
-    `peaks`.
+    The picture of a single snapshot is `timeline`. Runs have theirs as `<key>_timeline`, and
+    several a bar each in `peaks`.
     """
     entries = _in_order(entries)
     found = [peaks(entries), boundaries(entries), largest(entries, top)]
     profile = entries[0].profile
     if entries[0].config is None:
-        timeline = Section(name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))])
+        timeline = Section(
+            name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))]
+        )
         return [*found, blocks(profile), timeline]
     return [*found, Section(name="plots", pictures=[*peak_charts(entries), *_timelines(entries)])]
 
@@ -303,15 +381,22 @@ def memory_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
 
 
 def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
-    """Tables for a terminal on a single snapshot, without what `answer` says: further findings, then the details."""
+    """Tables for a terminal on a single snapshot, without what `answer` says: further findings,
+    then the details.
+    """
     said, alone = set(answer(profile)), [MemoryEntry(profile=profile)]
     found = findings_table([text for text in findings(profile) if text not in said])
     sections = boundaries(alone), largest(alone, top), blocks(profile)
-    return [table for table in (found, *(own for section in sections for own in section.tables)) if table.rows]
+    return [
+        table
+        for table in (found, *(own for section in sections for own in section.tables))
+        if table.rows
+    ]
 
 
 def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:
-    """Write memory.json, findings.md, each section in every format, and plots/ into the directory; return the paths.
+    """Write memory.json, findings.md, each section in every format, and plots/ into the directory;
+    return the paths.
 
     The directory is made. The files of an empty section are removed.
     """

@@ -48,7 +48,9 @@ def of_file(make=make_profile, **changes):
 
 
 def names(directory):
-    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -86,7 +88,11 @@ def test_share_columns_to_read_add_up(make):
 def test_files_of_one_trace(tmp_path):
     directory = tmp_path / "new" / "kernels"
     paths = write_kernels(of_file(), directory, 3)
-    assert {path.relative_to(directory).as_posix() for path in paths} == names(directory) == OF_ANY | OF_ONE
+    assert (
+        {path.relative_to(directory).as_posix() for path in paths}
+        == names(directory)
+        == OF_ANY | OF_ONE
+    )
     assert decode_profile((directory / "profile.json").read_bytes()) == make_profile()
     for path in directory.glob("*.[mt][dey]*"):
         assert "small.nsys-rep" in path.read_text(), path
@@ -99,7 +105,12 @@ def test_files_of_one_trace(tmp_path):
 def test_sections_of_several_traces(tmp_path):
     entries = [make_entry(), make_entry(context_length=512)]
     sections = sections_of(entries)
-    assert [section.name for section in sections if section.tables] == ["phases", "classes", "attention", "top_kernels"]
+    assert [section.name for section in sections if section.tables] == [
+        "phases",
+        "classes",
+        "attention",
+        "top_kernels",
+    ]
     expected = ["configurations", *(f"small_ctx_{context}_timeline" for context in (128, 512))]
     assert [picture.name for section in sections for picture in section.pictures] == expected
     Results(records=[], kernels=entries[:1]).write(tmp_path, StatusLine())
@@ -117,29 +128,37 @@ def test_top_kernels_by_hand():
     assert column(whole, "count") == ["8", "10"]
     # 14 ms in 16 launches
     assert [column(whole, name)[0] for name in ("mean", "median", "min", "max", "std")] == [
-        "875.0", "787.5", "437.5", "1,750", "87.50"
-    ]  # fmt: skip
+        "875.0",
+        "787.5",
+        "437.5",
+        "1,750",
+        "87.50",
+    ]
     assert column(whole, "class") == ["matrix product", "element-wise"]
     assert "Shown are 2 of 7 different kernels, 62.5 % of the time." in whole.notes
     assert column(forward, "total") == ["3.000", "1.500"]
     assert column(backward, "share") == ["40.0", "40.0"]  # of backward's 20 ms
     assert column(optimizer, "count") == ["8", "2"]
     assert [table.title for table in (whole, forward)] == [
-        "Kernels of a whole step, by GPU time", "Kernels of forward, by GPU time"
-    ]  # fmt: skip
+        "Kernels of a whole step, by GPU time",
+        "Kernels of forward, by GPU time",
+    ]
 
 
 def test_kernels_csv_has_all_with_their_whole_names():
     section = kernels_section(make_profile(), 1)
     assert len(csv_rows(section)) == 7 + 3 + 4 + 2
-    assert {row["name"] for row in csv_rows(section)} == {name for found in NAMES.values() for name, *_ in found}
+    assert {row["name"] for row in csv_rows(section)} == {
+        name for found in NAMES.values() for name, *_ in found
+    }
     for phase in ("step", "forward", "backward", "optimizer"):
         assert sum(numbers(section, "share", phase=phase)) == pytest.approx(1)
     assert sum(numbers(section, "total_ms_per_step", phase="step")) == pytest.approx(20)
     cutlass = [row for row in csv_rows(section) if row["name"] == GEMM_B]
     assert [(row["phase"], row["count"], row["mean_ms"]) for row in cutlass] == [
-        ("step", "4", "2"), ("backward", "4", "2")
-    ]  # fmt: skip
+        ("step", "4", "2"),
+        ("backward", "4", "2"),
+    ]
 
 
 # modules
@@ -157,23 +176,37 @@ def test_modules_by_hand():
     assert sum(numbers(section, "share")) == pytest.approx(1)
     assert sum(numbers(section, "total_ms_per_step")) == pytest.approx(20)
     assert sum(
-        float(row["share"]) for row in csv_rows(section) if row["module"].endswith("> attention > attention.values")
+        float(row["share"])
+        for row in csv_rows(section)
+        if row["module"].endswith("> attention > attention.values")
     ) == pytest.approx(0.0375)
 
 
 @pytest.mark.parametrize(
     ("name", "star"),
-    [("block.31", "block.*"), ("layers.3", "layers.*"), ("TransformerBlock_3", "TransformerBlock_*"), ("h.11", "h.*"),
-     ("Layer 2", "Layer *"), ("fc1", "fc1"), ("ln_2", "ln_2"), ("block", "block"), ("block.3.ffn", "block.3.ffn"),
-     ("gather layers.3", "gather layers.*"), ("scatter lm_head", "scatter lm_head"),
-     ("FSDP::all_gather (model.layers.3)", "FSDP::all_gather (model.layers.*)")],
-)  # fmt: skip
+    [
+        ("block.31", "block.*"),
+        ("layers.3", "layers.*"),
+        ("TransformerBlock_3", "TransformerBlock_*"),
+        ("h.11", "h.*"),
+        ("Layer 2", "Layer *"),
+        ("fc1", "fc1"),
+        ("ln_2", "ln_2"),
+        ("block", "block"),
+        ("block.3.ffn", "block.3.ffn"),
+        ("gather layers.3", "gather layers.*"),
+        ("scatter lm_head", "scatter lm_head"),
+        ("FSDP::all_gather (model.layers.3)", "FSDP::all_gather (model.layers.*)"),
+    ],
+)
 def test_only_numbers_of_blocks_become_stars(name, star):
     assert collapsed(("model", name, "ffn")) == ("model", star, "ffn")
 
 
 def test_many_modules_are_cut_to_read_and_kept_as_csv():
-    modules = tuple(make_module((f"part_{chr(97 + i)}",), FORWARD, 2, 1) for i in range(MAX_MODULES + 5))
+    modules = tuple(
+        make_module((f"part_{chr(97 + i)}",), FORWARD, 2, 1) for i in range(MAX_MODULES + 5)
+    )
     section = modules_section(make_profile(modules=modules))
     (table,) = section.tables
     assert len(table.rows) == MAX_MODULES
@@ -189,8 +222,17 @@ def test_idle_times_by_hand():
     (table,) = section.tables
     assert column(table, "phase")[:2] == ["forward", "backward"]
     assert column(table, "cause")[:2] == ["late launch", "host waited"]
-    assert column(table, "idle") == ["2.500", "1.500", "0.7500", "0.5000", "0.4000", "0.2500", "5.900"]
-    assert column(table, "of wall") == ["9.6", "5.8", "2.9", "1.9", "1.5", "1.0", "22.7"]  # of 52 ms
+    assert column(table, "idle") == [
+        "2.500",
+        "1.500",
+        "0.7500",
+        "0.5000",
+        "0.4000",
+        "0.2500",
+        "5.900",
+    ]
+    # of 52 ms
+    assert column(table, "of wall") == ["9.6", "5.8", "2.9", "1.9", "1.5", "1.0", "22.7"]
     assert column(table, "times") == ["5", "1", "2", "0.50", "4", "1", "13.50"]
     # what is not busy is idle
     assert sum(numbers(section, "share_of_wall")) == pytest.approx(1 - 40.2 / 52)

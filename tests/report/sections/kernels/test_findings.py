@@ -1,4 +1,6 @@
-"""Known causes in hand-made profiles (see profiles.py), each named with its numbers, and nothing else named."""
+"""Known causes in hand-made profiles (see profiles.py), each named with its numbers, and nothing
+else named.
+"""
 
 import random
 import re
@@ -8,7 +10,16 @@ import pytest
 
 from cs336_systems.analysis.kernels.classes import KernelClass
 from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
-from cs336_systems.config import SIZES, Attention, CompileMode, Device, OptimizerKind, Parallel, Profiler, RunConfig
+from cs336_systems.config import (
+    SIZES,
+    Attention,
+    CompileMode,
+    Device,
+    OptimizerKind,
+    Parallel,
+    Profiler,
+    RunConfig,
+)
 from cs336_systems.record import WarningCode
 from cs336_systems.report.sections.kernels import findings as of_kernels
 from cs336_systems.report.sections.kernels.findings import Limit, limit_of
@@ -39,22 +50,36 @@ from tests.report.sections.kernels.profiles import (
 
 
 def quiet(**changes):
-    """A step of 50 ms wall time in two steps that nothing is wrong with: no idle time, no call but launches."""
-    names = {FORWARD: ((GEMM_BF16, 8, 20),), BACKWARD: ((GEMM_BF16, 8, 27),), OPTIMIZER: ((MUL, 2, 3),)}
-    return make_profile(**{
-        "phases": (
-            make_phase(FORWARD, (4, 4), (10, 10), (10, 10), (5, 5)),
-            make_phase(BACKWARD, (4, 4), (13.5, 13.5), (13.5, 13.5), (5, 5)),
-            make_phase(OPTIMIZER, (1, 1), (1.5, 1.5), (1.5, 1.5), (1, 1)),
-        ),
-        "kernels": make_kernels(names), "classes": make_classes(names), "idle": (), "gaps": (),
-        "host_calls": (make_call("cudaLaunchKernel", FORWARD, 18, 0.1, is_launch=True),), **changes,
-    })  # fmt: skip
+    """A step of 50 ms wall time in two steps that nothing is wrong with: no idle time, no call
+    but launches.
+    """
+    names = {
+        FORWARD: ((GEMM_BF16, 8, 20),),
+        BACKWARD: ((GEMM_BF16, 8, 27),),
+        OPTIMIZER: ((MUL, 2, 3),),
+    }
+    return make_profile(
+        **{
+            "phases": (
+                make_phase(FORWARD, (4, 4), (10, 10), (10, 10), (5, 5)),
+                make_phase(BACKWARD, (4, 4), (13.5, 13.5), (13.5, 13.5), (5, 5)),
+                make_phase(OPTIMIZER, (1, 1), (1.5, 1.5), (1.5, 1.5), (1, 1)),
+            ),
+            "kernels": make_kernels(names),
+            "classes": make_classes(names),
+            "idle": (),
+            "gaps": (),
+            "host_calls": (make_call("cudaLaunchKernel", FORWARD, 18, 0.1, is_launch=True),),
+            **changes,
+        }
+    )
 
 
 def findings(profile, config=None):
     """Of a trace without a record, or with that of its run."""
-    return of_kernels.findings(Explained(profile=profile, profiled=config and make_record(config, (0.1,))))
+    return of_kernels.findings(
+        Explained(profile=profile, profiled=config and make_record(config, (0.1,)))
+    )
 
 
 def said(profile, config=None):
@@ -62,14 +87,24 @@ def said(profile, config=None):
 
 
 PLAIN = RunConfig(size="small", model=SIZES["small"], device=Device.CUDA)
-FAST = replace(PLAIN, compile=CompileMode.DEFAULT, optimizer=OptimizerKind.FUSED, cuda_graph=True,
-               model=replace(PLAIN.model, attention=Attention.SDPA))  # fmt: skip
+FAST = replace(
+    PLAIN,
+    compile=CompileMode.DEFAULT,
+    optimizer=OptimizerKind.FUSED,
+    cuda_graph=True,
+    model=replace(PLAIN.model, attention=Attention.SDPA),
+)
 
 
 def with_all_advice():
-    """The CPU is the limit, there is time between kernels, the optimizer is large and written out, much is moved."""
-    names = {FORWARD: ((GEMM_BF16, 8, 20), (MUL, 8, 10)), BACKWARD: ((GEMM_BF16, 8, 20), (FILL, 8, 5)),
-             OPTIMIZER: ((MUL, 2, 3),)}  # fmt: skip
+    """The CPU is the limit, there is time between kernels, the optimizer is large and written
+    out, much is moved.
+    """
+    names = {
+        FORWARD: ((GEMM_BF16, 8, 20), (MUL, 8, 10)),
+        BACKWARD: ((GEMM_BF16, 8, 20), (FILL, 8, 5)),
+        OPTIMIZER: ((MUL, 2, 3),),
+    }
     late, between = (
         make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, 20),
         make_idle(FORWARD, IdleCause.BETWEEN_KERNELS, 9, 9),
@@ -81,18 +116,32 @@ def with_all_advice():
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (PLAIN, ("10.0 ms less without waiting for launches (--cuda-graph --optimizer fused)",
-                 "4.50 ms less without idle time between kernels (--compile default)",
-                 "fewer kernels (--compile default, --attention sdpa, --optimizer fused)",
-                 "27.7 % of the step, in 1 kernel (--optimizer fused).",
-                 "more than they compute (--compile default).")),
+        (
+            PLAIN,
+            (
+                "10.0 ms less without waiting for launches (--cuda-graph --optimizer fused)",
+                "4.50 ms less without idle time between kernels (--compile default)",
+                "fewer kernels (--compile default, --attention sdpa, --optimizer fused)",
+                "27.7 % of the step, in 1 kernel (--optimizer fused).",
+                "more than they compute (--compile default).",
+            ),
+        ),
         (FAST, ("10.0 ms less without waiting for launches,", "use a larger model or batch.")),
-        (None, ("(CUDA graphs, where not in use yet)",
-                "(torch.compile, fused attention, a fused optimizer, where not in use yet)")),
+        (
+            None,
+            (
+                "(CUDA graphs, where not in use yet)",
+                "(torch.compile, fused attention, a fused optimizer, where not in use yet)",
+            ),
+        ),
     ],
-)  # fmt: skip
-def test_a_run_is_advised_what_it_does_not_do_already(config: RunConfig | None, told: tuple[str, ...]) -> None:
-    """In flags; a trace of somebody else's program has none of them, and may do all of it already."""
+)
+def test_a_run_is_advised_what_it_does_not_do_already(
+    config: RunConfig | None, told: tuple[str, ...]
+) -> None:
+    """In flags; a trace of somebody else's program has none of them, and may do all of it
+    already.
+    """
     text = said(with_all_advice(), config)
     assert [words for words in told if words not in text] == []
     assert ("--" in text) is (config is PLAIN)
@@ -110,14 +159,22 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     assert "in backward, 1 time a step (cudaStreamSynchronize after a copy" in waits
     assert "1.51 ms a step" in waits
     assert "idles 1.50 ms" in waits
-    assert "idles 0.500 ms in forward while the host pauses; the longest time, 1.00 ms, before" in pause
+    assert (
+        "idles 0.500 ms in forward while the host pauses; the longest time, 1.00 ms, before"
+        in pause
+    )
     assert "in block.1 > ffn." in pause
     # 22 of 40 ms of kernels
     assert full.startswith("Matrix products in true fp32 take 55.0 % of the GPU time, 11.0 ms")
     assert "TF32" in full
     # 12 of 52 ms; 2 of 40 ms of kernels
-    assert optimizer.startswith("The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels (a fused optimizer")
-    assert f"{UNKNOWN}, of a kind that no rule knows, takes 5.00 % of the GPU time: 1.00 ms in 2 launches" in unknown
+    assert optimizer.startswith(
+        "The optimizer takes 6.00 ms, 23.1 % of the step, in 10 kernels (a fused optimizer"
+    )
+    assert (
+        f"{UNKNOWN}, of a kind that no rule knows, takes 5.00 % of the GPU time: 1.00 ms in 2 "
+        "launches"
+    ) in unknown
 
 
 def test_nothing_stands_out_where_nothing_is_wrong() -> None:
@@ -128,12 +185,18 @@ def test_nothing_stands_out_where_nothing_is_wrong() -> None:
 def test_the_cpu_is_the_limit_with_the_time_of_a_launch_and_of_a_kernel() -> None:
     """44 ms of the host for 52 launches, whose calls take 0.27 ms, and 40 ms of 50 kernels."""
     profile = make_profile()
-    profile = replace(profile, idle=(*profile.idle, make_idle(FORWARD, IdleCause.LATE_LAUNCH, 4, 7)))
+    profile = replace(
+        profile, idle=(*profile.idle, make_idle(FORWARD, IdleCause.LATE_LAUNCH, 4, 7))
+    )
     text = findings(profile)[0]
-    assert text.startswith("The CPU is the limit: the GPU is busy 77.3 % of the step's 26.0 ms, and idle 26.0 %")
+    assert text.startswith(
+        "The CPU is the limit: the GPU is busy 77.3 % of the step's 26.0 ms, and idle 26.0 %"
+    )
     assert "takes 846 µs per launch, 5.19 µs of it" in text
     assert "a kernel runs 800 µs on average" in text
-    assert "In forward the CPU" not in said(profile), "the phase is no news where the step is limited"
+    assert "In forward the CPU" not in said(profile), (
+        "the phase is no news where the step is limited"
+    )
 
 
 def test_a_phase_without_kernels_has_no_finding() -> None:
@@ -141,7 +204,9 @@ def test_a_phase_without_kernels_has_no_finding() -> None:
     calls = (make_call("cudaStreamSynchronize", OPTIMIZER, 2, 4, is_wait=True),)
     profile = quiet(host_calls=calls)
     assert len(findings(profile)) == 2
-    phases = tuple(replace(row, launches=(0, 0)) if row.phase is OPTIMIZER else row for row in profile.phases)
+    phases = tuple(
+        replace(row, launches=(0, 0)) if row.phase is OPTIMIZER else row for row in profile.phases
+    )
     assert len(findings(replace(profile, phases=phases))) == 1
 
 
@@ -151,13 +216,24 @@ def test_a_phase_without_kernels_has_no_finding() -> None:
         ((("cudaDeviceSynchronize", 2, False),), ("torch.cuda.synchronize()",)),
         ((("cudaStreamSynchronize", 2, False),), (".item()",)),
         ((("cudaMemcpy", 6, True),), ("3 times a step (cudaMemcpy):",)),  # waits itself
-        ((("cudaStreamSynchronize", 222, False), ("cudaMemcpyAsync", 222, True)),
-         ("111 times a step (cudaStreamSynchronize after a copy", "4.00 ms a step", "idles 0.200 ms")),
+        (
+            (("cudaStreamSynchronize", 222, False), ("cudaMemcpyAsync", 222, True)),
+            (
+                "111 times a step (cudaStreamSynchronize after a copy",
+                "4.00 ms a step",
+                "idles 0.200 ms",
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_waits_are_counted_and_their_cause_is_asked_for(calls, words) -> None:
-    waits = tuple(make_call(name, BACKWARD, count, 4, is_launch=copies, is_wait=True) for name, count, copies in calls)
-    _, text = findings(quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),)))
+    waits = tuple(
+        make_call(name, BACKWARD, count, 4, is_launch=copies, is_wait=True)
+        for name, count, copies in calls
+    )
+    _, text = findings(
+        quiet(host_calls=waits, idle=(make_idle(BACKWARD, IdleCause.HOST_WAITED, 222, 0.4),))
+    )
     assert all(word in text for word in words)
     assert ("torch.cuda.synchronize()" in text) is not (".item()" in text)
 
@@ -172,7 +248,11 @@ def test_kernels_in_no_phase() -> None:
 
 def test_work_that_a_compiler_fuses() -> None:
     """15 of 55 ms in forward and backward."""
-    names = {FORWARD: ((GEMM_A, 8, 20), (MUL, 8, 10)), BACKWARD: ((GEMM_A, 8, 20), (FILL, 8, 5)), OPTIMIZER: ()}
+    names = {
+        FORWARD: ((GEMM_A, 8, 20), (MUL, 8, 10)),
+        BACKWARD: ((GEMM_A, 8, 20), (FILL, 8, 5)),
+        OPTIMIZER: (),
+    }
     _, text = findings(quiet(classes=make_classes(names)))
     assert "torch.compile" in text
     assert text.startswith("In forward and backward, 27.3 % of the GPU time, 7.50 ms, goes to")
@@ -191,23 +271,38 @@ def test_a_fused_optimizer_is_not_told_to_be_fused() -> None:
 
 def with_products(*names, device_names=(H200,)):
     """All of forward and backward by these kernels, in equal parts."""
-    each = {FORWARD: tuple((name, 8, 20 / len(names)) for name in names), BACKWARD: (), OPTIMIZER: ((MUL, 2, 3),)}
+    each = {
+        FORWARD: tuple((name, 8, 20 / len(names)) for name in names),
+        BACKWARD: (),
+        OPTIMIZER: ((MUL, 2, 3),),
+    }
     return quiet(kernels=make_kernels(each), classes=make_classes(each), device_names=device_names)
 
 
 FFMA = (
-    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_execute_kernel__5x_cublas"
+    "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_e"
+    "xecute_kernel__5x_cublas"
 )
-TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8x8_kernel"
+TF32 = (
+    "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16_stage4_warpsize2x2x1_tensor16x8"
+    "x8_kernel"
+)
 TENSOR = "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_256x64_16x4_nn_align4>(T1::Params)"
 FULL = "in true fp32"
 
 
 @pytest.mark.parametrize(
     ("names", "told"),
-    [((GEMM_A,), True), ((GEMM_B,), True), ((FFMA,), True), ((TF32,), False), ((TENSOR,), False),
-     ((GEMM_BF16,), False), ((GEMM_BF16,) * 5 + (GEMM_A,), False)],
-)  # fmt: skip
+    [
+        ((GEMM_A,), True),
+        ((GEMM_B,), True),
+        ((FFMA,), True),
+        ((TF32,), False),
+        ((TENSOR,), False),
+        ((GEMM_BF16,), False),
+        ((GEMM_BF16,) * 5 + (GEMM_A,), False),
+    ],
+)
 def test_products_in_true_fp32_are_told_by_their_kernels(names, told) -> None:
     """The last: a sixth of the products."""
     assert (FULL in said(with_products(*names))) is told
@@ -219,22 +314,29 @@ def test_products_in_true_fp32_are_told_by_their_kernels(names, told) -> None:
         (("NVIDIA A100-SXM4-40GB",), ("TF32", "bf16")),
         (("Tesla V100-SXM2-16GB",), ("fp16",)),
         (("NVIDIA GeForce RTX 3090",), ("bf16",)),  # TF32 is no faster there
-        (("NVIDIA GeForce RTX 4070",), ("TF32", "bf16")),  # its kernels are of Ampere's generation or a later one
+        # its kernels are of Ampere's generation or a later one
+        (("NVIDIA GeForce RTX 4070",), ("TF32", "bf16")),
         ((), ("TF32", "bf16")),
     ],
 )
 def test_what_the_tensor_cores_of_the_device_have_is_advised(device_names, advised) -> None:
-    (text,) = [text for text in findings(with_products(GEMM_A, device_names=device_names)) if FULL in text]
+    (text,) = [
+        text for text in findings(with_products(GEMM_A, device_names=device_names)) if FULL in text
+    ]
     assert all(words in text for words in advised)
     assert ("TF32" in text) is ("TF32" in advised)
 
 
 def test_a_device_that_may_have_no_tensor_cores_is_advised_nothing() -> None:
     """A GTX 1660 runs Volta's kernels, and has none."""
-    assert FULL not in said(with_products("volta_sgemm_128x64_tn", device_names=("NVIDIA GeForce GTX 1660",)))
+    assert FULL not in said(
+        with_products("volta_sgemm_128x64_tn", device_names=("NVIDIA GeForce GTX 1660",))
+    )
 
 
-@pytest.mark.parametrize(("precision", "told"), [("fp32", True), ("tf32", False), ("bf16", False), ("fp16", False)])
+@pytest.mark.parametrize(
+    ("precision", "told"), [("fp32", True), ("tf32", False), ("bf16", False), ("fp16", False)]
+)
 def test_a_run_that_has_tensor_cores_on_is_not_advised_to(precision, told) -> None:
     text = said(with_products(GEMM_A), replace(PLAIN, precision=precision))
     assert (FULL in text) is told
@@ -250,11 +352,20 @@ def told(profile: StepProfile, config: RunConfig | None = None) -> str:
 
 
 def test_exposed_communication_is_told_with_what_hides_it() -> None:
-    assert told(make_shared()).startswith("Communication takes 9.00 ms, and for 5.00 ms of that, 17.9 % of the step,")
-    for way, advice in ((Parallel.DDP_FLAT, "--parallel ddp-overlap"), (Parallel.DDP_OVERLAP, "a larger --batch-size")):
-        assert f"nothing ({advice})." in told(make_shared(), make_config("small", parallel=way, ranks=2))
+    assert told(make_shared()).startswith(
+        "Communication takes 9.00 ms, and for 5.00 ms of that, 17.9 % of the step,"
+    )
+    for way, advice in (
+        (Parallel.DDP_FLAT, "--parallel ddp-overlap"),
+        (Parallel.DDP_OVERLAP, "a larger --batch-size"),
+    ):
+        assert f"nothing ({advice})." in told(
+            make_shared(), make_config("small", parallel=way, ranks=2)
+        )
     hidden = tuple(
-        replace(row, exposed_s=(0.0, 0.0005)) for row in make_shared().communication if row.phase is BACKWARD
+        replace(row, exposed_s=(0.0, 0.0005))
+        for row in make_shared().communication
+        if row.phase is BACKWARD
     )
     flat = make_config("small", parallel=Parallel.DDP_FLAT, ranks=2)
     assert "--" not in told(replace(make_shared(), communication=hidden), flat)
@@ -264,14 +375,21 @@ def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() ->
     text = told(make_shared(ranks=make_ranks((0, 0), (1, 3))))
     assert "wait for rank 0 in 2 of 2 steps, up to 2.00 ms" in text
     assert "in 2 of 2 steps" not in told(make_shared(ranks=make_ranks((0, 3), (1, 0))))
-    assert "rank" not in told(make_shared(ranks=make_ranks((0, 0), (0.1, 0.1))))  # 2 % of the exposed time
+    # 2 % of the exposed time
+    assert "rank" not in told(make_shared(ranks=make_ranks((0, 0), (0.1, 0.1))))
 
 
 @pytest.mark.parametrize(
     ("kernel_ms", "exposed_ms", "limit"),
-    [(9, 0.5, "The GPU is the limit"), (9, 5, "Communication is a limit"), (5, 0.5, "Copies limit the step: for 4")],
+    [
+        (9, 0.5, "The GPU is the limit"),
+        (9, 5, "Communication is a limit"),
+        (5, 0.5, "Copies limit the step: for 4"),
+    ],
 )
-def test_a_gpu_that_waits_in_collectives_or_copies_is_busy_and_not_the_limit(kernel_ms, exposed_ms, limit) -> None:
+def test_a_gpu_that_waits_in_collectives_or_copies_is_busy_and_not_the_limit(
+    kernel_ms, exposed_ms, limit
+) -> None:
     """Busy for 9 of the 10 ms of a phase, without idle times that another cause would explain."""
     kernels = (kernel_ms, kernel_ms)
     phase = make_phase(BACKWARD, (8, 8), kernels, (10, 10), (9, 9), busy_s=(9e-3, 9e-3))
@@ -286,7 +404,9 @@ def test_a_gpu_that_waits_in_collectives_or_copies_is_busy_and_not_the_limit(ker
 def test_the_operator_that_takes_the_time_of_a_cpu_is_named() -> None:
     """aten::mm has 36 of 60 ms, in 18 calls in two steps."""
     first = findings(make_cpu_profile())[0]
-    assert first == "The operator aten::mm (matrix product) takes 60.0 % of the CPU time, 18.0 ms in 9 calls."
+    assert first == (
+        "The operator aten::mm (matrix product) takes 60.0 % of the CPU time, 18.0 ms in 9 calls."
+    )
     assert "GPU" not in said(make_cpu_profile())
 
 
@@ -295,10 +415,11 @@ def test_the_operator_that_takes_the_time_of_a_cpu_is_named() -> None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Two steps of which all is known, in milliseconds: how long the GPU works and idles, with and without a profiler.
+    """Two steps of which all is known, in milliseconds: how long the GPU works and idles, with and
+    without a profiler.
 
-    The host needs `launching` for its launches, and a profiler makes that `slowdown` times as much. The GPU waits for
-    what the host needs longer than the GPU works.
+    The host needs `launching` for its launches, and a profiler makes that `slowdown` times as much.
+    The GPU waits for what the host needs longer than the GPU works.
     """
 
     busy: float
@@ -326,11 +447,16 @@ class Drawn:
 
     def entry(self, config: RunConfig = PLAIN) -> Explained:
         late = {IdleCause.LATE_LAUNCH: self.late(self.slowdown)}
-        idle = tuple(make_idle(BACKWARD, cause, 2, 2 * time_ms) for cause, time_ms in (late | self.others).items())
+        idle = tuple(
+            make_idle(BACKWARD, cause, 2, 2 * time_ms)
+            for cause, time_ms in (late | self.others).items()
+        )
         names = {BACKWARD: ((GEMM_BF16, 8, 2 * self.busy),)}
         wall_ms = self.whole(self.slowdown)
         phase = make_phase(BACKWARD, (4, 4), (self.busy,) * 2, (wall_ms,) * 2, (wall_ms,) * 2)
-        profile = quiet(phases=(phase,), idle=idle, kernels=make_kernels(names), classes=make_classes(names))
+        profile = quiet(
+            phases=(phase,), idle=idle, kernels=make_kernels(names), classes=make_classes(names)
+        )
         codes = (WarningCode.LAUNCH_BOUND,) if self.is_named else ()
         plain = make_record(config, (self.whole() / 1e3,) * 3, codes=codes)
         profiled = make_record(replace(config, profiler=Profiler.NSYS), (wall_ms / 1e3,) * 3)
@@ -338,7 +464,9 @@ class Drawn:
 
 
 def draw(rng: random.Random) -> Drawn:
-    causes = rng.sample([cause for cause in IdleCause if cause is not IdleCause.LATE_LAUNCH], rng.randrange(5))
+    causes = rng.sample(
+        [cause for cause in IdleCause if cause is not IdleCause.LATE_LAUNCH], rng.randrange(5)
+    )
     busy = rng.uniform(1, 100)
     others = {cause: busy * rng.choice((0.001, 0.03, 0.1, 0.3)) * rng.random() for cause in causes}
     return Drawn(busy, busy * rng.uniform(0.2, 2), rng.uniform(1, 3), others, rng.random() < 0.2)
@@ -351,7 +479,9 @@ def test_verdict_share_and_gains_are_those_of_the_step_without_a_profiler() -> N
         entry = drawn.entry()
         verdict, *others = of_kernels.findings(entry)
         assert limit_of(entry) is drawn.limit, (drawn, verdict)
-        share, step_ms = re.findall(r"busy (?:only )?([\d.]+) % of the step's ([\d.]+) ms", verdict)[0]
+        share, step_ms = re.findall(
+            r"busy (?:only )?([\d.]+) % of the step's ([\d.]+) ms", verdict
+        )[0]
         assert float(share) == pytest.approx(100 * drawn.busy / drawn.whole(), rel=5e-3)
         assert float(step_ms) == pytest.approx(drawn.whole(), rel=5e-3)
         most = 1.005 * (drawn.whole() - drawn.busy)

@@ -28,12 +28,20 @@ from cs336_systems.report.sections.kernels.plots import (
 )
 from tests.report.drawn import overlaps, texts
 from tests.report.making import HOSTILE
-from tests.report.sections.kernels.profiles import make_cpu_profile, make_piece, make_profile, make_shared
+from tests.report.sections.kernels.profiles import (
+    make_cpu_profile,
+    make_piece,
+    make_profile,
+    make_shared,
+)
 
 PRODUCT, SOFTMAX, ELEMENT_WISE, COPY, OTHER = (
-    KernelClass.MATMUL, KernelClass.SOFTMAX, KernelClass.ELEMENT_WISE, KernelClass.COPY_AND_FILL,
+    KernelClass.MATMUL,
+    KernelClass.SOFTMAX,
+    KernelClass.ELEMENT_WISE,
+    KernelClass.COPY_AND_FILL,
     KernelClass.OTHER,
-)  # fmt: skip
+)
 
 
 def configurations(profiles: list[tuple[str, StepProfile]]) -> Chart:
@@ -43,14 +51,18 @@ def configurations(profiles: list[tuple[str, StepProfile]]) -> Chart:
 
 
 def test_the_parts_of_a_step_are_its_wall_time() -> None:
-    """26 ms of wall time, of which 20 ms are kernels, 0.1 ms copies, and the rest idle; a CPU is never idle."""
+    """26 ms of wall time, of which 20 ms are kernels, 0.1 ms copies, and the rest idle; a CPU is
+    never idle.
+    """
     parts = parts_ms(make_profile())
     assert parts == pytest.approx(
         {PRODUCT: 11, SOFTMAX: 1.5, ELEMENT_WISE: 5.5, COPY: 1, OTHER: 1, COPIES: 0.1, IDLE: 5.9}
     )
     assert list(parts) == [name for name in STYLES if name in parts]
     assert parts[IDLE] == pytest.approx(sum(row.total_s for row in make_profile().idle) * 1e3 / 2)
-    assert parts_ms(make_cpu_profile()) == pytest.approx({PRODUCT: 18, SOFTMAX: 2, ELEMENT_WISE: 9, OTHER: 1})
+    assert parts_ms(make_cpu_profile()) == pytest.approx(
+        {PRODUCT: 18, SOFTMAX: 2, ELEMENT_WISE: 9, OTHER: 1}
+    )
 
 
 def test_a_shared_step_is_computing_communicating_both_or_idle() -> None:
@@ -58,7 +70,9 @@ def test_a_shared_step_is_computing_communicating_both_or_idle() -> None:
 
     Collectives run for 9 of these, and for 5 of them nothing else does.
     """
-    chart = communication_chart([("alone", make_profile()), ("shared", make_shared()), ("again", make_shared())])
+    chart = communication_chart(
+        [("alone", make_profile()), ("shared", make_shared()), ("again", make_shared())]
+    )
     assert chart is not None
     (panel,) = chart.panels
     bar, again = panel.bars
@@ -68,21 +82,31 @@ def test_a_shared_step_is_computing_communicating_both_or_idle() -> None:
 
 
 def test_configurations_share_a_scale_of_100() -> None:
-    (panel,) = configurations([("small, 128", make_profile()), ("on a CPU", make_cpu_profile())]).panels
+    (panel,) = configurations(
+        [("small, 128", make_profile()), ("on a CPU", make_cpu_profile())]
+    ).panels
     gpu, cpu = panel.bars
     assert [(bar.name, bar.words, sum(bar.parts.values())) for bar in panel.bars] == [
-        ("small, 128", "26.0 ms", pytest.approx(100)), ("on a CPU", "32.0 ms", pytest.approx(100))
-    ]  # fmt: skip
+        ("small, 128", "26.0 ms", pytest.approx(100)),
+        ("on a CPU", "32.0 ms", pytest.approx(100)),
+    ]
     assert (gpu.parts[PRODUCT], gpu.parts[IDLE]) == pytest.approx((100 * 11 / 26, 100 * 5.9 / 26))
     assert cpu.parts[PRODUCT] == pytest.approx(100 * 18 / 30)
-    assert configuration_chart([("small", make_profile())]) is None, "one bar is compared with nothing"
+    assert configuration_chart([("small", make_profile())]) is None, (
+        "one bar is compared with nothing"
+    )
 
 
 def test_an_empty_step_can_be_drawn_and_none_not() -> None:
     with pytest.raises(ValueError, match="none"):
         draw_timeline(make_cpu_profile())
-    empty = make_profile(phases=(), classes=(), idle=(), gaps=(), pictured=PicturedStep(
-        step=0, wall_s=0.001, windows=(), pieces=()))  # fmt: skip
+    empty = make_profile(
+        phases=(),
+        classes=(),
+        idle=(),
+        gaps=(),
+        pictured=PicturedStep(step=0, wall_s=0.001, windows=(), pieces=()),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for figure in (draw_timeline(empty), figure_of(configurations([("nothing", empty)] * 2))):
@@ -90,7 +114,10 @@ def test_an_empty_step_can_be_drawn_and_none_not() -> None:
 
 
 def test_no_text_covers_another() -> None:
-    for figure in (draw_timeline(make_profile()), figure_of(configurations([("small", make_profile())] * 3))):
+    for figure in (
+        draw_timeline(make_profile()),
+        figure_of(configurations([("small", make_profile())] * 3)),
+    ):
         assert overlaps(figure) == []
 
 
@@ -99,7 +126,10 @@ def test_texts_of_a_file_are_inert() -> None:
     profile = replace(make_profile(), source=bad, device_names=(HOSTILE,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figures = (draw_timeline(profile), figure_of(configurations([(bad, profile), ("_", profile)])))
+        figures = (
+            draw_timeline(profile),
+            figure_of(configurations([(bad, profile), ("_", profile)])),
+        )
         for figure in figures:
             draw.to_png(figure)
     for figure in figures:
@@ -133,7 +163,10 @@ def test_utilisation_is_that_of_a_brute_force() -> None:
 def test_a_stream_is_drawn_as_busy_as_it_was() -> None:
     figure = draw_timeline(make_profile())
     phases, first, second = figure.axes
-    assert [panel.get_ylabel() for panel in (first, second)] == ["stream 7\nbusy (%)", "stream 20\nbusy (%)"]
+    assert [panel.get_ylabel() for panel in (first, second)] == [
+        "stream 7\nbusy (%)",
+        "stream 20\nbusy (%)",
+    ]
     area: dict[str, float] = {}
     top = np.zeros(0)
     for patch in (patch for patch in first.patches if isinstance(patch, StepPatch)):
@@ -142,7 +175,10 @@ def test_a_stream_is_drawn_as_busy_as_it_was() -> None:
             np.testing.assert_allclose(baseline, top)  # stacked
         top = values
         area[str(patch.get_label())] = float(((values - baseline) * np.diff(edges)).sum() / 100)
-        assert to_hex(patch.get_facecolor()) == charts.CLASS_COLOURS[KernelClass(patch.get_label())].lower()
+        assert (
+            to_hex(patch.get_facecolor())
+            == charts.CLASS_COLOURS[KernelClass(patch.get_label())].lower()
+        )
     assert area == pytest.approx({PRODUCT: 10.9, SOFTMAX: 1.5, ELEMENT_WISE: 5.5, COPY: 1})
     assert top.max() <= 100 + 1e-9
     for panel in (phases, first, second):
@@ -152,7 +188,10 @@ def test_a_stream_is_drawn_as_busy_as_it_was() -> None:
 def test_phases_are_drawn_on_the_host_and_on_the_device() -> None:
     panel = draw_timeline(make_profile()).axes[0]
     bars = [patch for patch in panel.patches if isinstance(patch, Rectangle)]
-    drawn = {(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars}
+    drawn = {
+        (round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_x() + bar.get_width())
+        for bar in bars
+    }
     assert drawn == {(1, 0, 7), (0, 0, 8), (1, 7, 18), (0, 8, 20), (1, 18, 22), (0, 20, 25)}
     assert [label.get_text() for label in panel.get_yticklabels()] == ["CPU", "GPU"]
     assert [text.get_text() for text in panel.texts].count("backward") == 2
@@ -161,7 +200,9 @@ def test_phases_are_drawn_on_the_host_and_on_the_device() -> None:
 def test_a_phase_too_short_for_its_name_has_a_short_one_or_none() -> None:
     whole = make_profile()
     step = whole.pictured
-    narrow = [replace(step.windows[0], host_end_s=end_s, device_end_s=end_s) for end_s in (0.0018, 0.0002)]
+    narrow = [
+        replace(step.windows[0], host_end_s=end_s, device_end_s=end_s) for end_s in (0.0018, 0.0002)
+    ]
     for window, said in zip(narrow, (["fwd", "fwd"], []), strict=True):
         panel = draw_timeline(replace(whole, pictured=replace(step, windows=(window,)))).axes[0]
         assert [text.get_text() for text in panel.texts] == said
@@ -181,20 +222,37 @@ def test_the_busiest_streams_are_drawn_and_the_rest_is_said() -> None:
 # Machado, Oliveira and Fernandes (2009), severity 1, in linear RGB
 SIGHT = {
     "normal": np.eye(3),
-    "protanopia": np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                            [-0.003882, -0.048116, 1.051998]]),
-    "deuteranopia": np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                              [-0.011820, 0.042940, 0.968881]]),
-    "tritanopia": np.array([[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-                            [0.004733, 0.691367, 0.303900]]),
-}  # fmt: skip
+    "protanopia": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deuteranopia": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+    "tritanopia": np.array(
+        [
+            [1.255528, -0.076749, -0.178779],
+            [-0.078411, 0.930809, 0.147602],
+            [0.004733, 0.691367, 0.303900],
+        ]
+    ),
+}
 
 
 def lab(colour: str, sight: str) -> np.ndarray:
     """CIE 1976 L*a*b* of an sRGB colour under D65, as it is seen."""
     srgb = np.array(to_rgb(colour))
     linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
     xyz = to_xyz @ np.clip(SIGHT[sight] @ linear, 0, 1) / np.array([0.9505, 1, 1.089])
     f = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
@@ -215,5 +273,7 @@ def test_neighbours_differ_in_grey_too() -> None:
 def test_ink_is_readable_on_every_class() -> None:
     for colour in charts.CLASS_COLOURS.values():
         # WCAG 2: contrast of 4.5 for small text; lightness 50 is where black and white are as good
-        assert lab(charts.ink(colour), "normal")[0] == pytest.approx(0 if lab(colour, "normal")[0] > 50 else 100, abs=1)
+        assert lab(charts.ink(colour), "normal")[0] == pytest.approx(
+            0 if lab(colour, "normal")[0] > 50 else 100, abs=1
+        )
     assert (charts.ink("#FFFFFF"), charts.ink("#000000")) == (charts.BLACK, charts.WHITE)

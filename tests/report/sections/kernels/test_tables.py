@@ -1,4 +1,6 @@
-"""Tables over any number of profiled runs, made of hand-made profiles and records; one run is one row for each part."""
+"""Tables over any number of profiled runs, made of hand-made profiles and records; one run is
+one row for each part.
+"""
 
 from dataclasses import replace
 
@@ -54,7 +56,8 @@ def test_phases_by_hand():
     assert column(table, "GPU time") == ["5.00 ± 0.14", "10.00 ± 0", "5.000 ± 0", "20.00 ± 0.14"]
     assert column(table, "share") == ["25.0", "50.0", "25.0", "100.0"]
     assert column(table, "wall") == ["8.000 ± 0", "12.00 ± 0", "6.0 ± 1.4", "26.0 ± 1.4"]
-    assert column(table, "GPU busy") == ["62.5", "84.2", "83.3", "77.3"]  # 10/16, 20.2/24, 10/12, 40.2/52
+    # 10/16, 20.2/24, 10/12, 40.2/52
+    assert column(table, "GPU busy") == ["62.5", "84.2", "83.3", "77.3"]
     assert column(table, "CPU") == ["7.000 ± 0", "11.00 ± 0", "4.000 ± 0", "22.00 ± 0"]
     # 14 ms in 14 launches, 22 ms in 16 and two copies, 8 ms in 20
     assert column(table, "CPU per launch") == ["1,000", "1,222", "400.0", "846.2"]
@@ -70,17 +73,23 @@ def test_phases_by_hand():
 def test_every_kernel_of_the_file_is_accounted_for():
     (table,) = of_file(phases).tables
     assert (
-        "Check: forward 14 + backward 16 + optimizer 20 + unattributed 0 + warm-up 25 + outside of steps 1 "
-        "+ without a launch 1 = all 77 kernels of the file, 61.50 ms."
+        "Check: forward 14 + backward 16 + optimizer 20 + unattributed 0 + warm-up 25 + outside "
+        "of steps 1 + without a launch 1 = all 77 kernels of the file, 61.50 ms."
     ) in table.notes
 
 
 def test_recomputed_and_unattributed_kernels_have_their_own_figures():
     whole = make_profile()
     forward, backward, optimizer = whole.phases
-    changed = (forward, replace(backward, recomputed_s=(0.003, 0.005)), optimizer,
-              make_phase(UNATTRIBUTED, (1, 2), (1, 1), (0.5, 0.5), (0, 0)))  # fmt: skip
-    (table,) = of_file(phases, replace(whole, phases=changed, num_kernels=80, kernel_s=0.0635)).tables
+    changed = (
+        forward,
+        replace(backward, recomputed_s=(0.003, 0.005)),
+        optimizer,
+        make_phase(UNATTRIBUTED, (1, 2), (1, 1), (0.5, 0.5), (0, 0)),
+    )
+    (table,) = of_file(
+        phases, replace(whole, phases=changed, num_kernels=80, kernel_s=0.0635)
+    ).tables
     assert column(table, "recomputed") == ["0", "4.0 ± 1.4", "0", "0", "4.0 ± 1.4"]
     assert column(table, "kernels") == ["7", "8", "10", "1.50", "26.50"]
     assert column(table, "CPU per launch")[3] == ""  # no launch of its own
@@ -93,17 +102,36 @@ def test_a_cpu_has_operators_and_no_host_beside_it():
     assert column(table, "CPU time") == ["10.00 ± 0", "16.00 ± 0", "4.000 ± 0", "30.00 ± 0"]
     assert any("= all 58 operators of the file, 60.00 ms." in note for note in table.notes)
     (row, *_) = csv_rows(of_file(phases, make_cpu_profile()))
-    assert {row[name] for name in ("busy_share", "host_mean_ms", "host_per_launch_ms", "launch_calls_per_step")} == {""}
+    assert {
+        row[name]
+        for name in ("busy_share", "host_mean_ms", "host_per_launch_ms", "launch_calls_per_step")
+    } == {""}
 
 
 def test_one_step_has_no_deviation():
     whole = make_profile()
     first = tuple(
-        replace(phase, **{name: getattr(phase, name)[:1] for name in (
-            "launches", "kernel_s", "busy_s", "wall_s", "host_s", "recomputed_s", "copies", "copy_s")})
+        replace(
+            phase,
+            **{
+                name: getattr(phase, name)[:1]
+                for name in (
+                    "launches",
+                    "kernel_s",
+                    "busy_s",
+                    "wall_s",
+                    "host_s",
+                    "recomputed_s",
+                    "copies",
+                    "copy_s",
+                )
+            },
+        )
         for phase in whole.phases
-    )  # fmt: skip
-    one = replace(whole, num_steps=1, phases=first, step_s=(0.025,), num_kernels=52, kernel_s=0.0414)
+    )
+    one = replace(
+        whole, num_steps=1, phases=first, step_s=(0.025,), num_kernels=52, kernel_s=0.0414
+    )
     (table,) = of_file(phases, one).tables
     assert column(table, "GPU time") == ["4.900", "10.00", "5.000", "19.90"]
     assert not any("±" in text for row in table.rows for text in row)
@@ -142,7 +170,9 @@ def test_a_phase_that_launched_nothing_is_shown_where_it_is_long():
 
 
 def test_classes_by_hand():
-    """Of 40 ms 22 are products, 11 element-wise, 3 softmax, 2 fills and 2 of a kernel that no rule knows."""
+    """Of 40 ms 22 are products, 11 element-wise, 3 softmax, 2 fills and 2 of a kernel that no
+    rule knows.
+    """
     section = of_file(classes)
     (table,) = section.tables
     assert column(table, "phase") == ["forward", "backward", "optimizer", "step"]
@@ -156,7 +186,9 @@ def test_classes_by_hand():
 
 
 def test_inside_attention_by_hand():
-    """Forward: softmax 1 ms and products 3 ms of 5 ms, 0.15 and 6 GFLOP; backward: 2 and 8 of 10 ms, 0.12 and 12."""
+    """Forward: softmax 1 ms and products 3 ms of 5 ms, 0.15 and 6 GFLOP; backward: 2 and 8 of 10
+    ms, 0.12 and 12.
+    """
     section = of_file(attention)
     (table,) = section.tables
     assert column(table, "phase") == ["forward", "backward"]
@@ -169,7 +201,8 @@ def test_inside_attention_by_hand():
     assert column(table, "FLOP ratio") == ["0.0250", "0.0100"]
     assert column(table, "time per FLOP") == ["13.3", "25.0"]
     assert numbers(section, "scores_per_step") == [2, 2]
-    assert numbers(section, "scores_flops_per_s") == pytest.approx([1.2e12, 1.5e12])  # 3e9 in 2.5 ms, 6e9 in 4 ms
+    # 3e9 in 2.5 ms, 6e9 in 4 ms
+    assert numbers(section, "scores_flops_per_s") == pytest.approx([1.2e12, 1.5e12])
     assert numbers(section, "whole_ms_per_step") == pytest.approx([2.5, 5])
 
 
@@ -204,8 +237,15 @@ def test_communication_by_hand() -> None:
     of_kind = [gather, gather, scatter, "all", scatter, gather, scatter, "all"]
     assert column(table, "collective") == of_kind
     assert column(table, "phase") == [
-        "forward", "backward", "backward", "backward", "communication", "step", "step", "step"
-    ]  # fmt: skip
+        "forward",
+        "backward",
+        "backward",
+        "backward",
+        "communication",
+        "step",
+        "step",
+        "step",
+    ]
     assert numbers(section, "collectives_per_step") == [2, 1, 1, 2, 0.5, 3, 1.5, 4.5]
     assert numbers(section, "collective_mean_ms") == pytest.approx([2, 2, 4, 5, 2, 4, 6, 9])
     assert numbers(section, "exposed_mean_ms") == pytest.approx([1, 0, 2, 2, 2, 1, 4, 5])
@@ -215,7 +255,9 @@ def test_communication_by_hand() -> None:
     assert numbers(section, "exposed_share") == pytest.approx(shares)
     # the steps' sums differ: 10 and 8 ms, of which 6 and 4 are exposed
     (whole,) = csv_rows(section, phase="step", collective="all")
-    assert [float(whole[f"{key}_std_ms"]) for key in ("collective", "exposed")] == pytest.approx([2**0.5, 2**0.5])
+    assert [float(whole[f"{key}_std_ms"]) for key in ("collective", "exposed")] == pytest.approx(
+        [2**0.5, 2**0.5]
+    )
 
 
 def test_without_collectives_or_other_ranks_there_is_no_table() -> None:
@@ -238,10 +280,18 @@ def test_ranks_beside_each_other_by_hand() -> None:
 
 
 def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
-    """Of two ranks, 9 ms of collectives in each, of which 5 are exposed and, on the other rank, 2."""
+    """Of two ranks, 9 ms of collectives in each, of which 5 are exposed and, on the other rank,
+    2.
+    """
     one, other = make_ranks((0, 0), (1, 3))
-    hidden = tuple(replace(row, exposed_s=(0.001, 0.001)) for row in other.communication if row.phase is not BACKWARD)
-    late = tuple(replace(row, exposed_s=(0.0, 0.0)) for row in other.communication if row.phase is BACKWARD)
+    hidden = tuple(
+        replace(row, exposed_s=(0.001, 0.001))
+        for row in other.communication
+        if row.phase is not BACKWARD
+    )
+    late = tuple(
+        replace(row, exposed_s=(0.0, 0.0)) for row in other.communication if row.phase is BACKWARD
+    )
     profile = make_shared(ranks=(one, replace(other, communication=(*hidden, *late))))
     entry = make_entry(profile, parallel=Parallel.FSDP, ranks=2)
     alone = make_record(make_config("tiny"), (0.1, 0.1))
@@ -255,7 +305,9 @@ def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
 
 
 @pytest.mark.parametrize(("profile", "clock_ms"), [(make_profile(), "14"), (make_shared(), "10")])
-def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_them_apart(profile, clock_ms) -> None:
+def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_them_apart(
+    profile, clock_ms
+) -> None:
     entry = make_entry(profile, parallel=Parallel.DDP_FLAT, ranks=2)
     measured = (Measurement(Phase.BACKWARD, (0.010,)), Measurement(Phase.COMMUNICATION, (0.004,)))
     section = phases([replace(entry, plain=replace(entry.plain, measurements=measured))])
@@ -266,19 +318,36 @@ def test_the_clock_of_backward_has_communication_where_the_trace_cannot_tell_the
 
 
 def test_profiles_are_loaded_with_their_plain_runs(tmp_path, capsys):
-    """Of five records two are plain, one was profiled for memory and one profile is missing, one unreadable."""
+    """Of five records two are plain, one was profiled for memory and one profile is missing, one
+    unreadable.
+    """
     kernel = make_config(profiler=Profiler.NSYS)
-    missing, broken = (make_config(profiler=Profiler.NSYS, precision=kind) for kind in (Precision.BF16, Precision.TF32))
+    missing, broken = (
+        make_config(profiler=Profiler.NSYS, precision=kind)
+        for kind in (Precision.BF16, Precision.TF32)
+    )
     other_device = make_record(kernel.unprofiled, (0.5,), device_name="NVIDIA A100-SXM4-80GB")
     plain = make_record(kernel.unprofiled, (0.02,))
-    records = [other_device, plain, make_record(kernel, (0.03,)), make_failure(missing), make_record(broken, (0.03,)),
-               make_record(make_config(profiler=Profiler.MEMORY), (0.03,))]  # fmt: skip
+    records = [
+        other_device,
+        plain,
+        make_record(kernel, (0.03,)),
+        make_failure(missing),
+        make_record(broken, (0.03,)),
+        make_record(make_config(profiler=Profiler.MEMORY), (0.03,)),
+    ]
     runs = tmp_path / "runs"
     explanation_path(kernel, runs).parent.mkdir()
     write_profile(make_profile(), explanation_path(kernel, runs))
     explanation_path(broken, runs).write_bytes(b"{")
     (found,) = load_profiled(records, tmp_path)
-    assert (found.config, found.profile, found.plain, found.profiled) == (kernel, make_profile(), plain, records[2])
+    assert (found.config, found.profile, found.plain, found.profiled) == (
+        kernel,
+        make_profile(),
+        plain,
+        records[2],
+    )
     assert found.clock_s(Phase.FORWARD, found.plain) == pytest.approx(0.005)
-    (said,) = capsys.readouterr().err.splitlines()  # the first in the order of tables: tf32 before bf16
+    # the first in the order of tables: tf32 before bf16
+    (said,) = capsys.readouterr().err.splitlines()
     assert all(word in said for word in ("(and 1 more)", "tf32", "not a step profile"))

@@ -2,19 +2,22 @@
 
 make_memory, two training steps of 30 ms each:
 
-                  parameters  optimizer state  gradients  saved  temporary  held   allocated  reserved
-    start                100              200          0      0          0    10         310       900
-    end of forward       100              200          0    400          0    10         710       900
-    peak, backward       100              200         40    380         50    10         780       900
-    end of backward      100              200        100      0          0    10         410       900
-    end of optimizer     100              200          0      0          0    10         310       900
+                  parameters  optimizer state  gradients  saved  temporary  held   allocated
+                  reserved
+    start                100              200          0      0          0    10         310
+    900 end of forward       100              200          0    400          0    10         710
+    900 peak, backward       100              200         40    380         50    10         780
+    900 end of backward      100              200        100      0          0    10         410
+    900 end of optimizer     100              200          0      0          0    10         310
+    900
 
-Blocks are as large as what was asked for, but that 3 of the temporary ones at the peak are rounding. Peaks of the
-phases: forward 710, backward 780, optimizer 415.
+Blocks are as large as what was asked for, but that 3 of the temporary ones at the peak are
+rounding. Peaks of the phases: forward 710, backward 780, optimizer 415.
 
 make_inference, one step of 10 ms: parameters 100, temporary 0, 60 at the peak, 0; reserved 200.
-make_bare, a snapshot without notes: held 1000, temporary 500 at the peak; reserved 2000; nothing else is known.
-make_oom, make_memory whose second forward asks for 300 at 35 ms, when 530 are allocated, 900 reserved and 120 free.
+make_bare, a snapshot without notes: held 1000, temporary 500 at the peak; reserved 2000; nothing
+else is known. make_oom, make_memory whose second forward asks for 300 at 35 ms, when 530 are
+allocated, 900 reserved and 120 free.
 """
 
 from dataclasses import replace
@@ -35,11 +38,23 @@ from cs336_systems.analysis.memory.profile import (
 )
 
 PARAMETERS, OPTIMIZER_STATE, GRADIENTS, SAVED, TEMPORARY, HELD = (
-    Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS, Category.SAVED, Category.TEMPORARY,
+    Category.PARAMETERS,
+    Category.OPTIMIZER_STATE,
+    Category.GRADIENTS,
+    Category.SAVED,
+    Category.TEMPORARY,
     Category.HELD,
-)  # fmt: skip
+)
 MIB = 2**20
-NAMES = {PARAMETERS: 11, OPTIMIZER_STATE: 22, GRADIENTS: 4, SAVED: 38, TEMPORARY: 5, HELD: 1, Category.LATER: 6}
+NAMES = {
+    PARAMETERS: 11,
+    OPTIMIZER_STATE: 22,
+    GRADIENTS: 4,
+    SAVED: 38,
+    TEMPORARY: 5,
+    HELD: 1,
+    Category.LATER: 6,
+}
 """Number of blocks of each category, wherever there is any of it."""
 
 
@@ -56,12 +71,19 @@ def make_moment(phase, time_ms, reserved, step=0, counted=True, rounding=(), **s
         for name, value in sizes.items()
         if value
     )
-    allocated, requested = (sum(getattr(row, field) for row in found) for field in ("num_bytes", "requested_bytes"))
+    allocated, requested = (
+        sum(getattr(row, field) for row in found) for field in ("num_bytes", "requested_bytes")
+    )
     return Moment(
-        step=step, phase=phase, time_s=time_ms / 1e3, allocated_bytes=allocated, reserved_bytes=reserved * MIB,
-        categories=found, counted_bytes=allocated if counted else None,
+        step=step,
+        phase=phase,
+        time_s=time_ms / 1e3,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved * MIB,
+        categories=found,
+        counted_bytes=allocated if counted else None,
         counted_requested_bytes=requested if counted else None,
-    )  # fmt: skip
+    )
 
 
 def make_phase(step, phase, times_ms, peak):
@@ -81,42 +103,66 @@ def make_timeline(times_ms, reserved, **sizes):
 
 
 def make_like(size, count=1, count_at_peak=1, category=TEMPORARY, **fields):
-    return LikeAllocations(**{
-        "num_bytes": round(size * MIB), "requested_bytes": round(size * MIB), "count": count,
-        "count_at_peak": count_at_peak, "bytes_at_peak": round(size * MIB) * count_at_peak, "category": category,
-        "name": "", "shape": (), "dtype": "", "phase": "", "places": (), **fields,
-    })  # fmt: skip
+    return LikeAllocations(
+        **{
+            "num_bytes": round(size * MIB),
+            "requested_bytes": round(size * MIB),
+            "count": count,
+            "count_at_peak": count_at_peak,
+            "bytes_at_peak": round(size * MIB) * count_at_peak,
+            "category": category,
+            "name": "",
+            "shape": (),
+            "dtype": "",
+            "phase": "",
+            "places": (),
+            **fields,
+        }
+    )
 
 
 SOFTMAX = Place(file="/home/someone/project/cs336_systems/model.py", line=77, function="softmax")
 CALLER = Place(file="/home/someone/project/benchmark.py", line=3, function="<module>")
 WEIGHTS = make_like(
-    20, 24, 10, SAVED, name="block.* > attention > attention.softmax", shape=(4, 5, 512, 512), dtype="float32",
-    phase="forward", places=(SOFTMAX, CALLER),
-)  # fmt: skip
+    20,
+    24,
+    10,
+    SAVED,
+    name="block.* > attention > attention.softmax",
+    shape=(4, 5, 512, 512),
+    dtype="float32",
+    phase="forward",
+    places=(SOFTMAX, CALLER),
+)
 LOGITS = make_like(
-    50, 2, 1, TEMPORARY, name="lm_head", phase="backward", shape=(4, 512, 6400), dtype="float32",
-)  # fmt: skip
+    50, 2, 1, TEMPORARY, name="lm_head", phase="backward", shape=(4, 512, 6400), dtype="float32"
+)
 MOMENTS = make_like(10, 20, 20, OPTIMIZER_STATE, name="layers.*.ffn.w1.weight", dtype="float32")
 
 
 def make_saved(name, size, shape=()):
     return SavedTensor(
-        name=name, shape=shape, dtype="float32", num_bytes=round(size * MIB), is_recomputed=False,
-    )  # fmt: skip
+        name=name, shape=shape, dtype="float32", num_bytes=round(size * MIB), is_recomputed=False
+    )
 
 
 def make_block(index, weights=20):
     """Saves `weights` + 18 + 12 + 6 + 3 + 1 MiB; 10 MiB of parameters and of gradients."""
     saved = (
         make_saved("attention > attention.softmax", weights, (4, 5, 512, 512)),
-        make_saved("ffn", 18, (4, 512, 2304)), make_saved("ffn", 12),
-        make_saved("attention", 6), make_saved("norm", 3), make_saved("", 1),
-    )  # fmt: skip
+        make_saved("ffn", 18, (4, 512, 2304)),
+        make_saved("ffn", 12),
+        make_saved("attention", 6),
+        make_saved("norm", 3),
+        make_saved("", 1),
+    )
     return BlockMemory(
-        name=f"block.{index}", saved_bytes=sum(tensor.num_bytes for tensor in saved), saved=saved,
-        parameter_bytes=10 * MIB, gradient_bytes=10 * MIB,
-    )  # fmt: skip
+        name=f"block.{index}",
+        saved_bytes=sum(tensor.num_bytes for tensor in saved),
+        saved=saved,
+        parameter_bytes=10 * MIB,
+        gradient_bytes=10 * MIB,
+    )
 
 
 def make_boundaries(step, begin_ms):
@@ -139,14 +185,29 @@ def make_phases(step, begin_ms):
 
 def make_memory(**changes):
     """Of a training run; see above."""
-    moves = {"gradients": (0, 0, 0, 40, 100, 100), "saved": (0, 200, 400, 380, 0, 0), "temporary": (0, 20, 0, 50, 0, 5)}
+    moves = {
+        "gradients": (0, 0, 0, 40, 100, 100),
+        "saved": (0, 200, 400, 380, 0, 0),
+        "temporary": (0, 20, 0, 50, 0, 5),
+    }
     profile = MemoryProfile(
         source="small.pickle",
         device=0,
         num_steps=2,
         held_bytes=310 * MIB,
-        peak=make_moment("backward", 13, 900, counted=False, parameters=100, optimizer_state=200, gradients=40,
-                         saved=380, temporary=50, held=10, rounding={"temporary": 3}),
+        peak=make_moment(
+            "backward",
+            13,
+            900,
+            counted=False,
+            parameters=100,
+            optimizer_state=200,
+            gradients=40,
+            saved=380,
+            temporary=50,
+            held=10,
+            rounding={"temporary": 3},
+        ),
         peak_requested_bytes=777 * MIB,
         peak_reserved_bytes=900 * MIB,
         boundaries=(*make_boundaries(0, 0), *make_boundaries(1, 30)),
@@ -155,15 +216,19 @@ def make_memory(**changes):
         at_peak=(MOMENTS, WEIGHTS, LOGITS),
         blocks=(make_block(0, 21), make_block(1), make_block(2), make_block(3)),
         timeline=make_timeline(
-            (0, 5, 10, 13, 20, 25, 30, 35, 40, 43, 50, 55, 60), 900,
-            held=[10] * 13, parameters=[100] * 13, optimizer_state=[200] * 13,
+            (0, 5, 10, 13, 20, 25, 30, 35, 40, 43, 50, 55, 60),
+            900,
+            held=[10] * 13,
+            parameters=[100] * 13,
+            optimizer_state=[200] * 13,
             **{name: [*values, *values, 0] for name, values in moves.items()},
         ),
-        work=AllocatorWork(events=3600, segments_allocated=0, segments_freed=0, out_of_memory=0,
-                           first_failure=None),
+        work=AllocatorWork(
+            events=3600, segments_allocated=0, segments_freed=0, out_of_memory=0, first_failure=None
+        ),
         outside_bytes=700 * MIB,
         notes=("two blocks were joined",),
-    )  # fmt: skip
+    )
     return replace(profile, **changes)
 
 
@@ -174,7 +239,10 @@ def make_inference(**changes):
         peak=make_moment("forward", 6, 200, counted=False, parameters=100, temporary=60),
         peak_requested_bytes=160 * MIB,
         peak_reserved_bytes=200 * MIB,
-        boundaries=(make_moment("start", 0, 200, parameters=100), make_moment("forward", 10, 200, parameters=100)),
+        boundaries=(
+            make_moment("start", 0, 200, parameters=100),
+            make_moment("forward", 10, 200, parameters=100),
+        ),
         phases=(make_phase(0, "forward", (0, 10), 160),),
         largest=(make_like(30, 4, 2),),
         at_peak=(make_like(30, 4, 2),),
@@ -206,13 +274,25 @@ def make_bare(**changes):
 def make_oom(**changes):
     """The training run of which the second forward asks for 300 MiB where 120 are free."""
     failure = FailedRequest(
-        requested_bytes=300 * MIB, free_bytes=120 * MIB, allocated_bytes=530 * MIB, reserved_bytes=900 * MIB, step=1,
-        phase="forward", time_s=0.035, event=1999, places=(SOFTMAX, CALLER),
-    )  # fmt: skip
+        requested_bytes=300 * MIB,
+        free_bytes=120 * MIB,
+        allocated_bytes=530 * MIB,
+        reserved_bytes=900 * MIB,
+        step=1,
+        phase="forward",
+        time_s=0.035,
+        event=1999,
+        places=(SOFTMAX, CALLER),
+    )
     whole = make_memory(
         boundaries=make_memory().boundaries[:5],
         phases=(*make_phases(0, 0), make_phase(1, "forward", (30, 35), 530)),
-        work=AllocatorWork(events=2100, segments_allocated=9, segments_freed=4, out_of_memory=2,
-                           first_failure=failure),
-    )  # fmt: skip
+        work=AllocatorWork(
+            events=2100,
+            segments_allocated=9,
+            segments_freed=4,
+            out_of_memory=2,
+            first_failure=failure,
+        ),
+    )
     return replace(whole, **changes)

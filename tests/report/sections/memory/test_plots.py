@@ -27,7 +27,10 @@ SIZES = {"other.pickle": "large"}
 def draw_peaks(*profiles):
     entries = [
         MemoryEntry(
-            config=make_config("large" if profile.source == "other.pickle" else "small", 128 << place), profile=profile
+            config=make_config(
+                "large" if profile.source == "other.pickle" else "small", 128 << place
+            ),
+            profile=profile,
         )
         for place, profile in enumerate(profiles)
     ]
@@ -41,27 +44,43 @@ def areas(figure):
     for patch in (part for part in figure.axes[0].collections if isinstance(part, PolyCollection)):
         (path,) = patch.get_paths()
         x, y = path.vertices[:, 0], path.vertices[:, 1]
-        found[patch.get_label()] = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2  # shoelace
-        assert to_hex(patch.get_facecolor()[0]) == charts.CATEGORY_COLOURS[Category(patch.get_label())].lower()
+        # shoelace
+        found[patch.get_label()] = abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2
+        assert (
+            to_hex(patch.get_facecolor()[0])
+            == charts.CATEGORY_COLOURS[Category(patch.get_label())].lower()
+        )
     return found
 
 
 def test_each_category_has_the_area_of_its_bytes_over_the_points_of_the_timeline() -> None:
-    """12 steps from point to point; in each of two steps 200, 400 and 380 MiB are saved, and 20, 50 and 5 temporary."""
-    assert areas(draw_memory(make_memory())) == pytest.approx({
-        "held throughout": 10 * 12, "parameters": 100 * 12, "optimizer state": 200 * 12,
-        "gradients": 2 * (40 + 100 + 100), "saved activations": 2 * (200 + 400 + 380), "temporary": 2 * (20 + 50 + 5),
-    })  # fmt: skip
+    """12 steps from point to point; in each of two steps 200, 400 and 380 MiB are saved, and 20,
+    50 and 5 temporary.
+    """
+    assert areas(draw_memory(make_memory())) == pytest.approx(
+        {
+            "held throughout": 10 * 12,
+            "parameters": 100 * 12,
+            "optimizer state": 200 * 12,
+            "gradients": 2 * (40 + 100 + 100),
+            "saved activations": 2 * (200 + 400 + 380),
+            "temporary": 2 * (20 + 50 + 5),
+        }
+    )
 
 
 def test_phases_and_steps_are_named_between_their_lines() -> None:
     figure = draw_memory(make_memory())
     shown = texts(figure)
-    assert [shown.count(name) for name in ("forward", "backward", "optimizer", "step 0", "step 1")] == [2, 2, 2, 1, 1]
+    assert [
+        shown.count(name) for name in ("forward", "backward", "optimizer", "step 0", "step 1")
+    ] == [2, 2, 2, 1, 1]
     (panel,) = figure.axes
     upright = sorted({line.get_xdata()[0] for line in panel.lines if len(line.get_xdata()) == 2})
     assert upright == [0, 2, 4, 6, 8, 10, 12], "the numbers of the points at 0, 10, 20, ... ms"
-    ticks = dict(zip(panel.get_xticks(), (text.get_text() for text in panel.get_xticklabels()), strict=True))
+    ticks = dict(
+        zip(panel.get_xticks(), (text.get_text() for text in panel.get_xticklabels()), strict=True)
+    )
     assert ticks == {0: "0.00", 2: "10.0", 4: "20.0", 6: "30.0", 8: "40.0", 10: "50.0", 12: "60.0"}
     one = texts(draw_memory(make_inference()))
     assert "forward" in one
@@ -84,7 +103,9 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
     assert "Memory over time: peak 780.0 MiB, out of memory" in shown
     assert [shown.count(name) for name in ("forward", "backward", "optimizer")] == [2, 1, 1]
     (panel,) = figure.axes
-    marks = [line.get_xdata()[0] for line in panel.lines if line.get_color() == charts.FAILURE_COLOUR]
+    marks = [
+        line.get_xdata()[0] for line in panel.lines if line.get_color() == charts.FAILURE_COLOUR
+    ]
     assert marks == [7], "the number of the point at 35 ms"
     assert panel.get_xlim() == (0, 7), "what comes later is of no step"
 
@@ -92,8 +113,12 @@ def test_out_of_memory_is_said_and_marked_where_it_was() -> None:
 @pytest.mark.parametrize("make", MAKERS)
 def test_no_words_cover_others_or_leave_the_picture(make) -> None:
     figure = draw_memory(make())
-    beyond = [f"{tick:.1f}" for tick in figure.axes[0].get_yticks() if tick > figure.axes[0].get_ylim()[1]]
-    assert [pair for pair in overlaps(figure) if pair[0] not in beyond] == [], "a tick above the panel is not drawn"
+    beyond = [
+        f"{tick:.1f}" for tick in figure.axes[0].get_yticks() if tick > figure.axes[0].get_ylim()[1]
+    ]
+    assert [pair for pair in overlaps(figure) if pair[0] not in beyond] == [], (
+        "a tick above the panel is not drawn"
+    )
     assert overlaps(draw_peaks(make(), make_oom())) == []
 
 

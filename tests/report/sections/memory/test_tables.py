@@ -7,7 +7,13 @@ import pytest
 from cs336_systems.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
 from cs336_systems.config import Mode, Precision, Profiler
 from cs336_systems.report.sections.memory.findings import MemoryEntry, innermost, size
-from cs336_systems.report.sections.memory.tables import blocks, boundaries, largest, peaks, write_memory
+from cs336_systems.report.sections.memory.tables import (
+    blocks,
+    boundaries,
+    largest,
+    peaks,
+    write_memory,
+)
 from tests.report.making import make_config
 from tests.report.reading import column, csv_rows
 from tests.report.sections.memory.profiles import (
@@ -38,24 +44,39 @@ def entry(profile=None, size="small", context_length=128, **fields):
 
 def mixed_profile():
     """Half of 780 MiB: 390, of which 190 are saved activations and 20 held throughout."""
-    return make_memory(peak=make_moment("backward", 13, 900, counted=False, parameters=100, gradients=80, saved=190,
-                                        held=20))  # fmt: skip
+    return make_memory(
+        peak=make_moment(
+            "backward", 13, 900, counted=False, parameters=100, gradients=80, saved=190, held=20
+        )
+    )
 
 
 def grid():
-    """Inference and training at two contexts; training runs out of memory at the longer one, but not in bf16."""
+    """Inference and training at two contexts; training runs out of memory at the longer one, but
+    not in bf16.
+    """
     return [
-        entry(make_inference(), mode=Mode.INFERENCE), entry(),
+        entry(make_inference(), mode=Mode.INFERENCE),
+        entry(),
         entry(mixed_profile(), precision=Precision.BF16),
-        entry(make_inference(), context_length=512, mode=Mode.INFERENCE), entry(make_oom(), context_length=512),
-    ]  # fmt: skip
+        entry(make_inference(), context_length=512, mode=Mode.INFERENCE),
+        entry(make_oom(), context_length=512),
+    ]
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 bytes"), (1, "1 byte"), (1023, "1,023 bytes"), (1536, "1.50 KiB"), (6553600, "6.25 MiB"),
-     (104857600, "100.0 MiB"), (20229390336, "18.84 GiB"), (3 * 2**40, "3,072.0 GiB")],
-)  # fmt: skip
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1,023 bytes"),
+        (1536, "1.50 KiB"),
+        (6553600, "6.25 MiB"),
+        (104857600, "100.0 MiB"),
+        (20229390336, "18.84 GiB"),
+        (3 * 2**40, "3,072.0 GiB"),
+    ],
+)
 def test_sizes_in_sentences(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
 
@@ -76,11 +97,15 @@ def test_the_largest_allocations_with_their_code() -> None:
     assert column(table, "place") == ["", "cs336_systems/model.py:77 softmax"]
     every = csv_rows(section)
     assert [row["requested_bytes"] for row in every] == ["52428800", "20971520"]
-    assert every[1]["places"].endswith("model.py:77 softmax < /home/someone/project/benchmark.py:3 <module>")
+    assert every[1]["places"].endswith(
+        "model.py:77 softmax < /home/someone/project/benchmark.py:3 <module>"
+    )
 
 
 def test_what_the_peak_consists_of_by_bytes_together() -> None:
-    """20 x 10, 10 x 20 and 1 x 50 of 780 MiB; the moments' blocks may be larger than the moments."""
+    """20 x 10, 10 x 20 and 1 x 50 of 780 MiB; the moments' blocks may be larger than the
+    moments.
+    """
     rounded = replace(MOMENTS, requested_bytes=MOMENTS.requested_bytes - MIB)
     section = largest(alone(make_memory(largest=(LOGITS,), at_peak=(rounded, WEIGHTS, LOGITS))), 10)
     (table,) = section.tables
@@ -88,7 +113,9 @@ def test_what_the_peak_consists_of_by_bytes_together() -> None:
     assert column(table, "together") == ["200.00", "200.00", "50.00"]
     assert column(table, "share") == ["25.6", "25.6", "6.4"]
     assert "Shown are 57.7 % of the peak." in table.notes[0]
-    assert [int(row["bytes_at_peak"]) // MIB for row in csv_rows(section)] == [200, 200, 50], "each is there once"
+    assert [int(row["bytes_at_peak"]) // MIB for row in csv_rows(section)] == [200, 200, 50], (
+        "each is there once"
+    )
 
 
 def test_what_a_block_saves_over_blocks_and_within_one() -> None:
@@ -97,17 +124,27 @@ def test_what_a_block_saves_over_blocks_and_within_one() -> None:
     assert within.title == "Largest tensors that block.1 saves for backward"
     assert column(within, "size") == ["20.00", "18.00", "12.00", "6.00", "3.00"]
     assert column(within, "share") == ["33.3", "30.0", "20.0", "10.0", "5.0"]
-    assert within.notes[0].startswith("Of 60.00 MiB in 6 tensors, as much as in 3 of 4 blocks; parameters 10.00 MiB")
-    assert [row["saved_bytes"] for row in csv_rows(blocks(make_memory()))] == [str(61 * MIB), *[str(60 * MIB)] * 3]
+    assert within.notes[0].startswith(
+        "Of 60.00 MiB in 6 tensors, as much as in 3 of 4 blocks; parameters 10.00 MiB"
+    )
+    assert [row["saved_bytes"] for row in csv_rows(blocks(make_memory()))] == [
+        str(61 * MIB),
+        *[str(60 * MIB)] * 3,
+    ]
     assert blocks(make_inference()).tables == ()
 
 
 def test_peaks_of_every_run() -> None:
     found = csv_rows(peaks(grid()))
-    assert [(row["context_length"], row["mode"], row["precision"], row["status"]) for row in found] == [
-        ("128", "inference", "fp32", "ok"), ("128", "train", "fp32", "ok"), ("128", "train", "bf16", "ok"),
-        ("512", "inference", "fp32", "ok"), ("512", "train", "fp32", "oom"),
-    ]  # fmt: skip
+    assert [
+        (row["context_length"], row["mode"], row["precision"], row["status"]) for row in found
+    ] == [
+        ("128", "inference", "fp32", "ok"),
+        ("128", "train", "fp32", "ok"),
+        ("128", "train", "bf16", "ok"),
+        ("512", "inference", "fp32", "ok"),
+        ("512", "train", "fp32", "oom"),
+    ]
     assert [int(row["peak_allocated_bytes"]) / MIB for row in found] == [160, 780, 390, 160, 780]
     predicted = [int(row["predicted_peak_allocated_bytes"]) / 2**30 for row in found]
     # what plain runs took on one H200 (data/e2e_benchmark)
@@ -122,7 +159,9 @@ def test_peaks_of_every_run() -> None:
 
 def test_categories_add_up_in_every_row() -> None:
     for row in csv_rows(peaks(grid())):
-        assert sum(float(value) for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
+        assert sum(
+            float(value) for name, value in row.items() if name.endswith("_share")
+        ) == pytest.approx(1)
         parts = [int(value) for name, value in row.items() if name.removesuffix("_bytes") in NAMES]
         assert sum(parts) == int(row["peak_allocated_bytes"])
 
@@ -131,21 +170,37 @@ def test_every_boundary_is_beside_the_allocators_count() -> None:
     """Of make_memory: 8 boundaries, each what profiles.py says; make_oom has 5."""
     section = boundaries([entry(), entry(make_oom(), context_length=512)])
     rows, (table,) = csv_rows(section), section.tables
-    assert [row["moment"] for row in rows[:4]] == ["start", "end of forward", "end of backward", "end of optimizer"]
+    assert [row["moment"] for row in rows[:4]] == [
+        "start",
+        "end of forward",
+        "end of backward",
+        "end of optimizer",
+    ]
     step = [310, 710, 410, 310]
     assert [int(row["allocated_bytes"]) // MIB for row in rows] == [*step, *step, *step, 310]
     for row in rows:
-        parts = sum(int(value) for name, value in row.items() if name.removesuffix("_bytes") in NAMES)
+        parts = sum(
+            int(value) for name, value in row.items() if name.removesuffix("_bytes") in NAMES
+        )
         assert parts == int(row["allocated_bytes"]) == int(row["counted_bytes"])
         requested = [int(row[f"{name}_requested_bytes"]) for name in NAMES]
         assert sum(requested) == int(row["requested_bytes"]) == int(row["counted_requested_bytes"])
         assert row["difference_bytes"] == "0"
-        peaks_of = {"start": "", "end of forward": 710, "end of backward": 780, "end of optimizer": 415}
-        assert row["phase_peak_bytes"] == str(peaks_of[row["moment"]] and peaks_of[row["moment"]] * MIB)
+        peaks_of = {
+            "start": "",
+            "end of forward": 710,
+            "end of backward": 780,
+            "end of optimizer": 415,
+        }
+        assert row["phase_peak_bytes"] == str(
+            peaks_of[row["moment"]] and peaks_of[row["moment"]] * MIB
+        )
     assert len(table.rows) == 4 + 1, "of the last step of each"
     assert "Check: at all 13 boundaries the categories add up" in table.notes[0]
     first, *others = make_memory().boundaries
-    wrong = make_memory(boundaries=(replace(first, counted_bytes=first.allocated_bytes + 512), *others))
+    wrong = make_memory(
+        boundaries=(replace(first, counted_bytes=first.allocated_bytes + 512), *others)
+    )
     (table,) = boundaries(alone(wrong)).tables
     assert "Check failed: at 1 of 8 boundaries" in table.notes[0]
     assert "by -512 bytes at most" in table.notes[0]
@@ -172,5 +227,12 @@ def test_every_file_of_a_snapshot_is_written_and_read_again(make, tmp_path, no_p
     assert len(paths) == len(set(paths))
     assert all(path.stat().st_size for path in paths)
     assert read_memory_profile(tmp_path / "memory.json") == make()
-    assert {path.name for path in paths} >= {"memory.json", "findings.md", "peaks.md", "timeline.png"}
-    assert (tmp_path / "blocks.md").exists() == bool(make().blocks), "files of another profile are removed"
+    assert {path.name for path in paths} >= {
+        "memory.json",
+        "findings.md",
+        "peaks.md",
+        "timeline.png",
+    }
+    assert (tmp_path / "blocks.md").exists() == bool(make().blocks), (
+        "files of another profile are removed"
+    )
