@@ -41,10 +41,16 @@ class NamedRows:
         self.rows, self.names = rows, names
 
     def range(
-        self, key: str, text: Callable[[float], str], chosen: Sequence[int] | None = None
+        self,
+        key: str,
+        text: Callable[[float], str],
+        chosen: Sequence[int] | None = None,
+        doubt: str = "",
     ) -> str:
         """The least and the largest value under the key in the chosen rows, or in all; empty if
         none has one.
+
+        A value is marked where its row says under the key `doubt` that it is in doubt.
         """
         known = range(len(self.rows)) if chosen is None else chosen
         known = sorted(
@@ -52,7 +58,12 @@ class NamedRows:
         )
         if not known:
             return ""
-        low, high = (text(float(self.rows[index][key])) for index in (known[0], known[-1]))
+        marked = []
+        for index in (known[0], known[-1]):
+            row = self.rows[index]
+            mark = f" {DOUBT}" if row.get(doubt) else ""
+            marked.append(text(float(row[key])) + mark)
+        low, high = marked
         if len(self.rows) == 1 or (low == high and len(known) > 1):
             return low
         least = f"{low} ({self.names[known[0]]})"
@@ -184,8 +195,14 @@ def of_ladder(rows: Sequence[Row]) -> Headline:
     text = (
         next(ladder_findings(rows)).rstrip(".") if any(row["is_credited"] for row in rows) else ""
     )
-    doubt = f"{DOUBT} marks a speed-up of times that are in doubt." if DOUBT in text else ""
-    return f"{text or 'No rung passed the gate'}{ends}.", doubt
+    return _with_doubt(f"{text or 'No rung passed the gate'}{ends}.")
+
+
+def _with_doubt(text: str, more: str = "") -> Headline:
+    """The headline, which explains the mark of doubt if it has one."""
+    if DOUBT in f"{text}{more}":
+        more = f"{more} {DOUBT} marks what follows from times that are in doubt.".strip()
+    return text, more
 
 
 def of_ceilings(sections: Sequence[Section]) -> Headline:
@@ -203,12 +220,13 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
     told, launches = NamedRows(rows, names), groups.pop("", [])
 
     def measured(chosen: Sequence[int]) -> str:
-        return told.range("measured", f"{{:,.4g}} {rows[chosen[0]]['unit']}".format, chosen)
+        write = f"{{:,.4g}} {rows[chosen[0]]['unit']}".format
+        return told.range("measured", write, chosen, "is_doubted")
 
     reached = ", ".join(f"{kind} {measured(chosen)}" for kind, chosen in groups.items())
     more = ", ".join(measured([index]) for index in launches)
     text = f"Reached: {reached or 'nothing that is known'}{ends}."
-    return text, f"Times: {more}." if more else ""
+    return _with_doubt(text, f"Times: {more}." if more else "")
 
 
 def of_attention(sections: Sequence[Section]) -> Headline:
@@ -228,14 +246,14 @@ def of_attention(sections: Sequence[Section]) -> Headline:
         }
         if timed:
             context, d_head = largest = max(sizes.values())
-            times = told.range(
-                key, milliseconds, [index for index in timed if sizes[index] == largest]
-            )
+            at_largest = [index for index in timed if sizes[index] == largest]
+            times = told.range(key, milliseconds, at_largest, "together_is_doubted")
             ranges.append(f"{times} in {precision}")
             shapes.append(f"context {context}, d_head {d_head} in {precision}")
     times = ", ".join(ranges) or "no known time"
     more = f"The largest shape that was timed: {'; '.join(shapes)}." if shapes else ""
-    return f"Forward and backward take at the largest shape {times}{told.failures()}.", more
+    text = f"Forward and backward take at the largest shape {times}{told.failures()}."
+    return _with_doubt(text, more)
 
 
 def of_fusion(sections: Sequence[Section]) -> Headline:
@@ -245,8 +263,11 @@ def of_fusion(sections: Sequence[Section]) -> Headline:
         rows, [f"{row['op']} {row['version']} {row['phase']} {row['precision']}" for row in rows]
     )
     fused = [index for index, row in enumerate(rows) if row["version"] is not Version.EAGER]
-    gains = told.range("speed_up", three_digits, fused) or "an unknown number of"
-    return f"Fused operations are {gains} times as fast as written out{told.failures()}.", ""
+    gains = told.range("speed_up", three_digits, fused, "speed_up_is_doubted")
+    known = gains or "an unknown number of"
+    return _with_doubt(
+        f"Fused operations are {known} times as fast as written out{told.failures()}."
+    )
 
 
 def of_precision(sections: Sequence[Section]) -> Headline:

@@ -5,7 +5,7 @@ from collections import Counter
 
 from cs336_systems.record import Status, WarningCode
 from cs336_systems.report.frame import rows_of, to_frame
-from cs336_systems.report.headlines import of_memory, of_profiles, of_steps
+from cs336_systems.report.headlines import NamedRows, of_memory, of_profiles, of_steps
 from cs336_systems.report.sections.memory.findings import MemoryEntry
 from cs336_systems.report.words import GIB, status_text
 from tests.report.making import make_config, make_failure, make_record
@@ -80,3 +80,15 @@ def test_a_headline_of_profiles_counts_each_limit() -> None:
         assert f"out of memory in 1 of {len(drawn) + 1}" in text
         busy = more.partition(" of the step")[0]
         assert has_extremes(busy, [100 * own.busy / own.whole() for own in drawn]), busy
+
+
+def test_an_extreme_is_marked_exactly_where_its_row_is_in_doubt() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        values = rng.sample(range(1, 100), rng.randint(2, 6))
+        rows = [{"value": value, "is_odd": rng.random() < 0.5} for value in values]
+        told = NamedRows(rows, [f"row{value}" for value in values])
+        least, most = told.range("value", "{:g}".format, doubt="is_odd").split(" to ")
+        for text, value in ((least, min(values)), (most, max(values))):
+            is_odd = next(row["is_odd"] for row in rows if row["value"] == value)
+            assert text == f"{value}{' ?' if is_odd else ''} (row{value})"
