@@ -8,7 +8,7 @@ python benchmark.py --help
 
 import sys
 
-from cs336_systems.start import main
+from cs336.start import main
 
 if __name__ == "__main__":
     sys.exit(main("benchmark"))

@@ -19,7 +19,7 @@ the operations as PyTorch dispatches them, and the gradients themselves say what
 
 import sys
 
-from cs336_systems.start import main
+from cs336.start import main
 
 if __name__ == "__main__":
     sys.exit(main("precision"))

@@ -5,27 +5,51 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cs336_systems.watched import watch as watch
+    from .watched import watch as watch
 
 __version__ = "0.1.0"
+
+_FOLDER = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120
 
 
 def __getattr__(name: str) -> object:
     if name == "watch":  # which needs torch, and commands that need none shall start quickly
-        from cs336_systems.watched import watch
+        from .watched import watch
 
         return watch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def find_modules_of_the_user() -> None:
-    """Let imports find modules in the current directory, after all others.
-
-    Modules `cs336_systems.X` that this package does not have are those of another package of this
-    name on the path, such as that of a clone of the course's assignment.
-    """
-    import pkgutil  # takes longer to import than all else here, and Ctrl-C is not handled yet
-
+    """Let imports find modules in the current directory, after all others."""
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 (pathlib is not needed here otherwise)
         sys.path.append(here)
-    __path__[:] = pkgutil.extend_path(__path__, __name__)
+
+
+def places_of(name: str) -> list[str]:
+    """Places where a module of this name may lie: sys.path, and then the current directory.
+
+    A place where this package's own folder has the name is left out.
+    """
+    places = [*sys.path, os.getcwd()]  # noqa: PTH109
+    return [place for place in places if os.path.realpath(os.path.join(place, name)) != _FOLDER]  # noqa: PTH118
+
+
+def _load_package_of_the_course(name: str) -> None:
+    """Load the package of this name that lies elsewhere on the path, in the place of this folder.
+
+    The folder of a checkout has the name of a package that every student of the course has. Whoever
+    imports that name means theirs.
+    """
+    import importlib.util
+    from importlib.machinery import PathFinder
+
+    spec = PathFinder.find_spec(name, places_of(name))
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{_FOLDER} is imported as cs336: from cs336 import watch")
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+if __name__ == "cs336_systems":
+    _load_package_of_the_course(__name__)

@@ -1,8 +1,8 @@
-"""The `cs336` command where the package is not installed: python -m cs336_systems."""
+"""The `cs336` command of an installed package: python -m cs336."""
 
 import sys
 
-from cs336_systems.start import main
+from .start import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,21 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from cs336_systems import __version__
-from cs336_systems.analysis.kernels import NsysError
-from cs336_systems.commands.outcome import (
-    FAILED,
-    INTERRUPTED,
-    OK,
-    USAGE,
-    UsageError,
-    guard_outputs,
-    print_last,
-)
-from cs336_systems.files import FileError, error_in_words
-from cs336_systems.interrupt import LINE
-from cs336_systems.sweep.store import LockedError, SweepError
-from cs336_systems.text import print_aside
+from . import __version__
+from .analysis.kernels import NsysError
+from .commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError, guard_outputs, print_last
+from .files import FileError, error_in_words
+from .interrupt import LINE
+from .sweep.store import LockedError, SweepError
+from .text import print_aside
 
 GROUPS = {
     "Measure": {
@@ -126,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    from cs336_systems.commands.flags import FIELDS, flag_names, in_flags, parse
+    from .commands.flags import FIELDS, flag_names, in_flags, parse
 
     arguments = _arguments(name)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -147,14 +139,14 @@ def _arguments(name: str) -> Callable[..., object]:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"cs336_systems.commands.{MODULES.get(name, name)}")
+    return importlib.import_module(f".commands.{MODULES.get(name, name)}", __package__)
 
 
 def _sides_apart(words: Sequence[str]) -> list[str]:
     """Put a space before each side of a comparison: the parser would take a side such as `--size
     small` for a flag.
     """
-    from cs336_systems.commands.compare import is_side
+    from .commands.compare import is_side
 
     return [f" {word}" if is_side(word, words) else word for word in words]
 

@@ -9,16 +9,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from cs336_systems.settings import (
-    ByDevice,
-    Rule,
-    Setting,
-    check,
-    declared,
-    in_words,
-    make_choices,
-    non_defaults,
-)
+from .settings import ByDevice, Rule, Setting, check, declared, in_words, make_choices, non_defaults
 
 MAX_PARAMETERS = 10**12
 """Most parameters of a model. In fp32 they take 4 TB, which fit no device, so a larger number is

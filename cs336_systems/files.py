@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cs336_systems.text import inert_line
+from .text import inert_line
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class FileError(ValueError):
 
 def user_cache() -> Path:
     """The directory of what this program can make again for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cs336_systems"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cs336"
 
 
 def encode_json(value: object, indent: int = 2) -> bytes:
@@ -204,7 +204,7 @@ def in_one_line(error: Exception) -> str:
     """The error in one line; where this program has not foreseen it, with its place in the
     source.
     """
-    if type(error).__module__.startswith("cs336_systems."):
+    if type(error).__module__.startswith(f"{__package__}."):
         return str(error)
     if isinstance(error, OSError):
         return error_in_words(error)

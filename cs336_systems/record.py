@@ -15,8 +15,8 @@ from typing import Annotated
 
 import msgspec
 
-from cs336_systems.config import Phase, RunConfig
-from cs336_systems.files import RECORD, FileError, encode_json, read_json, write_atomically
+from .config import Phase, RunConfig
+from .files import RECORD, FileError, encode_json, read_json, write_atomically
 
 FORMAT_VERSION = 1
 MAX_TIME_S = 1e9

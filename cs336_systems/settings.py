@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from typing import Any
 
-from cs336_systems.text import shorten, text_of
+from .text import shorten, text_of
 
 MAX_WORD = 40
 """Most characters of one value in words; a longer one, such as a path, loses its middle."""

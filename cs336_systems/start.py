@@ -8,7 +8,7 @@ packages that try to import something and go on without it.
 import gc
 import signal
 
-from cs336_systems.interrupt import end_at_once
+from .interrupt import end_at_once
 
 for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     # not in a worker, nor under nohup
@@ -20,7 +20,7 @@ def main(command: str = "main") -> int:
     """Entry point of `cs336`, or of the script that is named after its command; returns the exit
     status.
     """
-    from cs336_systems import cli
+    from . import cli
 
     status: int = getattr(cli, command)()
     # Python would end by looking for garbage among all objects of PyTorch, for half a second

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.analysis.memory.profile import notes_path
-from cs336_systems.analysis.warnings import launched_phases, timing_warnings
-from cs336_systems.config import (
+from .analysis.memory.profile import notes_path
+from .analysis.warnings import launched_phases, timing_warnings
+from .config import (
     SIZES,
     UNSIZED,
     WATCHED,
@@ -46,23 +46,15 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.measure.clock import StepTimes
-from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
-from cs336_systems.measure.run import LEAST_TRAIN_WARMUP_STEPS, Progress
-from cs336_systems.measure.step import memory_since
-from cs336_systems.measure.watchers import Watch, annotator_of
-from cs336_systems.model.annotate import Annotator, annotate, set_annotator
-from cs336_systems.ranges import Range
-from cs336_systems.record import (
-    GpuState,
-    Memory,
-    RunRecord,
-    Telemetry,
-    WarningCode,
-    read_record,
-    write_record,
-)
-from cs336_systems.sweep.store import PROFILE_DIRECTORIES
+from .measure.clock import StepTimes
+from .measure.nvml import Gpu, GpuMonitor, visible_gpus
+from .measure.run import LEAST_TRAIN_WARMUP_STEPS, Progress
+from .measure.step import memory_since
+from .measure.watchers import Watch, annotator_of
+from .model.annotate import Annotator, annotate, set_annotator
+from .ranges import Range
+from .record import GpuState, Memory, RunRecord, Telemetry, WarningCode, read_record, write_record
+from .sweep.store import PROFILE_DIRECTORIES
 
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
@@ -360,7 +352,7 @@ class Watched:
 
     def __str__(self) -> str:
         """The table of the steps so far, with its warnings, as benchmark.py prints it."""
-        from cs336_systems.report.terminal import print_run
+        from .report.terminal import print_run
 
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             print_run(self.record())
@@ -373,9 +365,9 @@ class Watched:
         """
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             return None
-        from cs336_systems.commands.benchmark import print_measured
-        from cs336_systems.sweep.keep import explain_run
-        from cs336_systems.sweep.store import raw_profile_path
+        from .commands.benchmark import print_measured
+        from .sweep.keep import explain_run
+        from .sweep.store import raw_profile_path
 
         runs = self.directory / "runs"
         runs.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems import watch
+from cs336 import watch
 
 VOCABULARY, CONTEXT, BATCH = 10_000, 512, 16
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from cs336_systems import watch
+from cs336 import watch
 
 
 class Watched(Callback):  # type: ignore[misc]

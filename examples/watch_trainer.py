@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from cs336_systems import watch
+from cs336 import watch
 
 
 class Watched(TrainerCallback):  # type: ignore[misc]

@@ -5,7 +5,7 @@ checkout.
 from functools import cache
 from pathlib import Path
 
-from cs336_systems.commands.rebuild import results_below
+from cs336.commands.rebuild import results_below
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data" / "published"

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-from cs336_systems.sweep import isolation
-from cs336_systems.sweep.process import STOP_SIGNALS
+from cs336.sweep import isolation
+from cs336.sweep.process import STOP_SIGNALS
 
 CHECKED = (
     "model.transformer",
@@ -82,7 +82,7 @@ def without_kernel_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What --fast chooses is the same where QuACK and FlashAttention 4 are installed; tests of
     it say that they are.
     """
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: False)
+    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda _: False)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ class HostTime:
 def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
     """The time that the clocks of steps read in this test."""
     made = HostTime()
-    monkeypatch.setattr("cs336_systems.measure.clock.perf_counter_ns", lambda: made.now_ns)
+    monkeypatch.setattr("cs336.measure.clock.perf_counter_ns", lambda: made.now_ns)
     return made
 
 
@@ -134,7 +134,7 @@ def pytest_configure(config: pytest.Config) -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
     if not config.option.markexpr.startswith("gpu"):
-        install_import_hook([f"cs336_systems.{name}" for name in CHECKED], "beartype.beartype")
+        install_import_hook([f"cs336.{name}" for name in CHECKED], "beartype.beartype")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -147,11 +147,7 @@ def no_waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     can put one.
     """
     programs = tmp_path_factory.mktemp("bin")
-    more = (
-        "cs336_systems.model.fast.model",
-        "cs336_systems.studies.operator_cell",
-        "tests.parallel.checks",
-    )
+    more = ("cs336.model.fast.model", "cs336.studies.operator_cell", "tests.parallel.checks")
     modules = [
         *isolation._PRELOAD,
         *isolation.EXPLAINING,
@@ -195,7 +191,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures are planned but not drawn, which takes a tenth of a second each; tests of plots
     draw them.
     """
-    monkeypatch.setattr("cs336_systems.report.draw.png_of", lambda _picture: b"a picture")
+    monkeypatch.setattr("cs336.report.draw.png_of", lambda _picture: b"a picture")
     monkeypatch.setattr(
         "matplotlib.figure.Figure.savefig", lambda _figure, file, **_: file.write(b"a picture")
     )
@@ -213,7 +209,7 @@ def fp8_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             a, b, a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=use_fast_accum
         )
 
-    monkeypatch.setattr("cs336_systems.model.fast.fp8._matmul", matmul)
+    monkeypatch.setattr("cs336.model.fast.fp8._matmul", matmul)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.config import Phase, RunConfig
-from cs336_systems.ranges import rank_range
-from cs336_systems.record import Measurement, RunRecord, Status, write_record
+from cs336.config import Phase, RunConfig
+from cs336.ranges import rank_range
+from cs336.record import Measurement, RunRecord, Status, write_record
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
     PROCESS,
@@ -81,7 +81,7 @@ def on_ranks(ranks: int) -> Recording:
 
 
 def profile() -> int:
-    asked = sys.argv[sys.argv.index("cs336_systems.sweep.worker") + 1 :]
+    asked = sys.argv[sys.argv.index("cs336.sweep.worker") + 1 :]
     config, runs = msgspec.json.decode(asked[0], type=RunConfig), Path(asked[1])
     print("a word from nsys", flush=True)
     if FATE == "no record":

@@ -8,7 +8,7 @@ from dataclasses import Field, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from cs336_systems.config import (
+from cs336.config import (
     Attention,
     CompileMode,
     Device,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.model.annotate import annotate
+from cs336.model.annotate import annotate
 
 
 class BasicsTransformerLM(nn.Module):

@@ -6,8 +6,8 @@ import sys
 from types import ModuleType
 from unittest.mock import patch
 
-from cs336_systems.model import transformer
-from cs336_systems.model.fast import blocks
+from cs336.model import transformer
+from cs336.model.fast import blocks
 
 
 @functools.cache

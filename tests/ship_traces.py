@@ -13,7 +13,7 @@ from typing import Any
 
 import torch  # noqa: F401  so that this process traces, and not one for each step
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Attention,
     Device,
@@ -23,11 +23,11 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs import traces
-from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.time import is_fast_step
-from cs336_systems.model.fast.choose import fastest
-from cs336_systems.record import read_record
+from cs336.costs import traces
+from cs336.costs.memory import is_predictable
+from cs336.costs.time import is_fast_step
+from cs336.model.fast.choose import fastest
+from cs336.record import read_record
 from tests.committed import DATA
 
 

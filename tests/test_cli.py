@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import tyro
 
-import cs336_systems
-from cs336_systems import cli
-from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.memory.profile import write_memory_profile
-from cs336_systems.commands import compare as compare_command
-from cs336_systems.commands.flags import MeasuringArguments
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.record import RunRecord, Status, read_record, write_record
-from cs336_systems.sweep.store import explanation_path
+import cs336
+from cs336 import cli
+from cs336.analysis.kernels.step_profile import write_profile
+from cs336.analysis.memory.profile import write_memory_profile
+from cs336.commands import compare as compare_command
+from cs336.commands.flags import MeasuringArguments
+from cs336.config import Profiler, RunConfig
+from cs336.record import RunRecord, Status, read_record, write_record
+from cs336.sweep.store import explanation_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -81,7 +81,7 @@ def test_help_is_for_people_and_the_version_that_of_the_package(
     command: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status_of(command, ["--version"]) == 0
-    assert capsys.readouterr().out.split()[-1] == cs336_systems.__version__
+    assert capsys.readouterr().out.split()[-1] == cs336.__version__
     assert status_of(command, ["--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: ")
@@ -208,7 +208,7 @@ def test_a_model_that_raises_is_shown_with_the_line_that_raised(
     shown = capsys.readouterr().out
     assert 'File "raising.py", line 6, in helper\n    raise ValueError("too small")' in shown
     assert 'File "raising.py", line 3, in make' in shown
-    assert "cs336_systems" not in shown
+    assert 'File "cs336' not in shown
     assert str(empty_directory) not in shown
     assert cli.sweep([*STEP, "--context-lengths", "8", "--model", "raising:make"]) == 1
     assert "ValueError: too small (raising.py, line 6)" in capsys.readouterr().out
@@ -262,7 +262,7 @@ class WithoutTorch:
         if name.partition(".")[0] == "torch":
             raise ImportError(name)
 sys.meta_path.insert(0, WithoutTorch())
-from cs336_systems.cli import main
+from cs336.cli import main
 sys.exit(main())
 """
     done = run("-c", code, "report", "sweep")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,

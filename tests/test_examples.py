@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from cs336_systems.config import Phase
-from cs336_systems.record import read_record
+from cs336.config import Phase
+from cs336.record import read_record
 from tests.own_kernels import right
 
 

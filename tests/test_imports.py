@@ -11,7 +11,7 @@ SCRIPT = f"""
 import gc, sys
 gc.disable()  # collections traverse all that is imported, and at the end of Python too
 sys.path.insert(0, {str(ROOT)!r})
-from cs336_systems import cli
+from cs336 import cli
 {{}}
 gc.freeze()
 """
@@ -68,7 +68,7 @@ compiler, tables = "torch._dynamo", {"pandas", "matplotlib"}
 others = {
     "rich.console",
     *(
-        f"cs336_systems.{name}"
+        f"cs336.{name}"
         for name in (
             "model.fast.model",
             "parallel.data_parallel",
@@ -82,9 +82,9 @@ first = set()  # all that was loaded when the first step ended
 loaded = set()  # of these, when the last step ended
 steps = []  # of each, what it imported
 
-import cs336_systems.measure.step
+import cs336.measure.step
 
-call = cs336_systems.measure.step.TrainingStep.__call__
+call = cs336.measure.step.TrainingStep.__call__
 
 
 def watched(self, clock):
@@ -96,10 +96,10 @@ def watched(self, clock):
     return result
 
 
-cs336_systems.measure.step.TrainingStep.__call__ = watched
-import cs336_systems.commands.benchmark
+cs336.measure.step.TrainingStep.__call__ = watched
+import cs336.commands.benchmark
 
-cs336_systems.commands.benchmark.print_measured = lambda *_: None
+cs336.commands.benchmark.print_measured = lambda *_: None
 for flags in ([], ["--mixed-precision"], ["--mode", "inference"]):
     assert cli.benchmark([*SMALL, "--warmup-steps", "2", "--measured-steps", "2", *flags]) == 0
     assert len(steps) == 4 and not any(steps[2:]), steps

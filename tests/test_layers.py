@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = "cs336_systems"
+FOLDER = "cs336_systems"
+PACKAGE = "cs336"
 
 FOLDERS = (
     "costs",
@@ -47,7 +49,7 @@ Ray.
 @cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its name below the package."""
-    base = ROOT / PACKAGE
+    base = ROOT / FOLDER
     files = [path for path in base.rglob("*.py") if "__pycache__" not in path.parts]
     names = [path.relative_to(base).with_suffix("").as_posix().replace("/", ".") for path in files]
     return {
@@ -64,19 +66,16 @@ def rank(module: str) -> tuple[int, int]:
     return (0, BASE.index(module)) if module in BASE else (2, TOP.index(module))
 
 
-def imports(tree: ast.AST, at_top: bool) -> Iterator[str]:
-    """Full names that `tree` imports; with `at_top`, only those that importing the module itself
-    runs.
-    """
+def imports(tree: ast.AST, at_top: bool, package: str = PACKAGE) -> Iterator[str]:
+    """Full names that a module in `package` imports; with `at_top`, only when it is imported."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports are absolute"
-            assert node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{source}.{alias.name}" for alias in node.names)
         elif not (at_top and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
-            yield from imports(node, at_top)
+            yield from imports(node, at_top, package)
 
 
 def within(names: Iterator[str]) -> set[str]:
@@ -92,7 +91,10 @@ def within(names: Iterator[str]) -> set[str]:
 
 @cache
 def imported(module: str) -> frozenset[str]:
-    found = within(imports(ast.parse(modules()[module].read_text()), at_top=False))
+    path = modules()[module]
+    inner = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    package = f"{PACKAGE}.{inner}".rstrip(".")
+    found = within(imports(ast.parse(path.read_text()), at_top=False, package=package))
     # the package itself offers `watch`, on demand
     return frozenset(found - {"watched"} if not module else found)
 
@@ -115,9 +117,7 @@ def test_no_import_comes_back() -> None:
 def test_a_cycle_would_be_found() -> None:
     with pytest.raises(graphlib.CycleError):
         list(graphlib.TopologicalSorter({"a": {"b"}, "b": {"a"}}).static_order())
-    tree = ast.parse(
-        "import cs336_systems.cli\ndef f():\n    from cs336_systems import config, record\n"
-    )
+    tree = ast.parse("import cs336.cli\ndef f():\n    from cs336 import config, record\n")
     assert within(imports(tree, at_top=True)) == {"cli"}
     assert within(imports(tree, at_top=False)) == {"cli", "config", "record"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -27,8 +27,8 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.files import MAX_BYTES, write_atomically
-from cs336_systems.record import (
+from cs336.files import MAX_BYTES, write_atomically
+from cs336.record import (
     FORMAT_VERSION,
     Compilation,
     Durations,

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.commands.flags import parse
-from cs336_systems.commands.rebuild import FOLDER, load, score_forecast, write
-from cs336_systems.record import load_records
-from cs336_systems.report.page.chapters import Directory, headline_of, times_of
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.report.terminal import print_run
-from cs336_systems.report.words import status_text
-from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336 import cli
+from cs336.commands.flags import parse
+from cs336.commands.rebuild import FOLDER, load, score_forecast, write
+from cs336.record import load_records
+from cs336.report.page.chapters import Directory, headline_of, times_of
+from cs336.report.progress import StatusLine
+from cs336.report.terminal import print_run
+from cs336.report.words import status_text
+from cs336.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_directories
 from tests.report.reading import has_extremes, numbers
 from tests.statements import h100 as h100  # whose claims are registered with its import

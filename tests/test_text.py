@@ -6,7 +6,7 @@ import unicodedata
 
 import pytest
 
-from cs336_systems.text import inert_line, shortened
+from cs336.text import inert_line, shortened
 
 
 def test_every_control_character_is_an_escape_that_python_reads_back() -> None:

@@ -13,15 +13,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems import watch
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.analysis.memory.profile import Kind, notes_path, read_notes
-from cs336_systems.cli import main
-from cs336_systems.config import Device, Mode, Phase, Profiler
-from cs336_systems.model.annotate import annotate
-from cs336_systems.record import WarningCode, load_records, read_record, write_record
-from cs336_systems.watched import PROFILED_STEPS, _Profiled
+from cs336 import watch
+from cs336.analysis.kernels.phases import LaunchPhase
+from cs336.analysis.kernels.step_profile import decode_profile
+from cs336.analysis.memory.profile import Kind, notes_path, read_notes
+from cs336.cli import main
+from cs336.config import Device, Mode, Phase, Profiler
+from cs336.model.annotate import annotate
+from cs336.record import WarningCode, load_records, read_record, write_record
+from cs336.watched import PROFILED_STEPS, _Profiled
 from tests.analysis.kernels.tracing import num_matmuls
 from tests.measure.allocator import make_up_allocator
 
@@ -40,7 +40,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr("cs336_systems.watched.perf_counter_ns", lambda: made.now_ns)
+    monkeypatch.setattr("cs336.watched.perf_counter_ns", lambda: made.now_ns)
     return made
 
 
@@ -258,7 +258,7 @@ def test_two_processes_that_report_at_once_have_a_record_each(
             both.pop().report()
         return write_record(record, runs)
 
-    monkeypatch.setattr("cs336_systems.watched.write_record", write_after_the_other)
+    monkeypatch.setattr("cs336.watched.write_record", write_after_the_other)
     both.pop().report()
     assert len(load_records(tmp_path / "e2e_benchmark/mine/runs")[0]) == 2
 

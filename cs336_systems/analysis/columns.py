@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.files import FileError
+from ..files import FileError
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -20,10 +20,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from cs336_systems.analysis.statistics import FEWEST, standard_error
-from cs336_systems.config import Mode, Phase, Profiler, RunConfig
-from cs336_systems.record import Measurement, RunRecord, Status
-from cs336_systems.text import LONGEST_PART, shortened
+from ..config import Mode, Phase, Profiler, RunConfig
+from ..record import Measurement, RunRecord, Status
+from ..text import LONGEST_PART, shortened
+from .statistics import FEWEST, standard_error
 
 CONFIDENCE = 0.95
 """Confidence of the interval of a ratio."""

@@ -14,8 +14,7 @@ from enum import Enum
 from itertools import starmap
 from typing import Any
 
-from cs336_systems.analysis.statistics import lag1_autocorrelation, outliers, slope
-from cs336_systems.config import (
+from ..config import (
     EAGER_STEPS_BEFORE_GRAPH,
     Attention,
     CompileMode,
@@ -27,8 +26,9 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
-from cs336_systems.record import Measurement, RunRecord, RunWarning, Telemetry, WarningCode
+from ..costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
+from ..record import Measurement, RunRecord, RunWarning, Telemetry, WarningCode
+from .statistics import lag1_autocorrelation, outliers, slope
 
 MAX_CV = 0.05
 """Largest coefficient of variation. A quiet machine stays below 1 to 2 % after warm-up; above 5 %,

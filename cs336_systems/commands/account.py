@@ -8,12 +8,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from cs336_systems.commands import flags
-from cs336_systems.commands.outcome import OK, UsageError, checked, load_ceilings_or_warn, show
-from cs336_systems.config import Device, Precision, RunConfig
-from cs336_systems.costs.accounting import SECONDS_PER_DAY, training_days
-from cs336_systems.costs.curves import Curves, data_sheet_curves
-from cs336_systems.costs.hardware import (
+from ..config import Device, Precision, RunConfig
+from ..costs.accounting import SECONDS_PER_DAY, training_days
+from ..costs.curves import Curves, data_sheet_curves
+from ..costs.hardware import (
     DEVICES,
     DeviceSpec,
     bare_name,
@@ -21,11 +19,13 @@ from cs336_systems.costs.hardware import (
     find_device,
     is_short_for,
 )
-from cs336_systems.costs.time import has_large_matmuls, prepare_forecasts
-from cs336_systems.costs.traces import one_tracer, own_parameters, why_untraced
-from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
-from cs336_systems.studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
-from cs336_systems.text import print_aside
+from ..costs.time import has_large_matmuls, prepare_forecasts
+from ..costs.traces import one_tracer, own_parameters, why_untraced
+from ..measure.nvml import usable_gpu_bytes, visible_gpus
+from ..studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
+from ..text import print_aside
+from . import flags
+from .outcome import OK, UsageError, checked, load_ceilings_or_warn, show
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")
@@ -306,9 +306,9 @@ def run(arguments: AccountArguments) -> int:
         if not own_parameters(config):
             name = f"--model {config.model_factory}: "
             raise UsageError(name + why_untraced(config).removeprefix(name))
-    from cs336_systems.files import encode_json
-    from cs336_systems.report.formats import texts_of, write_files
-    from cs336_systems.report.sections.account import Account, account_json, account_section
+    from ..files import encode_json
+    from ..report.formats import texts_of, write_files
+    from ..report.sections.account import Account, account_json, account_section
 
     account = Account(
         config=config,
@@ -338,8 +338,8 @@ def run(arguments: AccountArguments) -> int:
 
 def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     """Print the days of training."""
-    from cs336_systems.files import encode_json
-    from cs336_systems.report.sections.account import days_table
+    from ..files import encode_json
+    from ..report.sections.account import days_table
 
     known = arguments.known
     precision = flags.one_precision(

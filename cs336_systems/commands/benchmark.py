@@ -10,18 +10,18 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.analysis.statistics import summary
-from cs336_systems.analysis.warnings import judged
-from cs336_systems.commands import flags, outcome
-from cs336_systems.config import Device, Profiler, RunConfig
-from cs336_systems.files import encode_json
-from cs336_systems.measure.environment import lacking_memory
-from cs336_systems.measure.nvml import alike, visible_gpus
-from cs336_systems.record import RunRecord, write_record
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.sweep import store
-from cs336_systems.sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
-from cs336_systems.text import counted, print_aside, print_line
+from ..analysis.statistics import summary
+from ..analysis.warnings import judged
+from ..config import Device, Profiler, RunConfig
+from ..files import encode_json
+from ..measure.environment import lacking_memory
+from ..measure.nvml import alike, visible_gpus
+from ..record import RunRecord, write_record
+from ..report.progress import StatusLine
+from ..sweep import store
+from ..sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
+from ..text import counted, print_aside, print_line
+from . import flags, outcome
 
 TOP = 10
 """Rows of a table about a profile."""
@@ -141,7 +141,7 @@ def run(arguments: BenchmarkArguments) -> int:
                 else store.fresh_profile_path(config, runs.absolute())
             )
             if config.is_shared:
-                from cs336_systems.sweep.run import measure_one
+                from ..sweep.run import measure_one
 
                 status(f"measuring on {counted(config.ranks, 'rank')}")
                 record = measure_one(config, runs, timeout_s=arguments.timeout_s)
@@ -151,7 +151,7 @@ def run(arguments: BenchmarkArguments) -> int:
             write_record(record := judged(record), runs)
             unexplained: Sequence[RunConfig] = ()
             if profile is not None:
-                from cs336_systems.sweep.run import explain_again
+                from ..sweep.run import explain_again
 
                 unexplained = explain_again([record], runs, status)
         if print_json is not None:
@@ -169,7 +169,7 @@ def _measure(
 ) -> RunRecord:
     """Measure in this process."""
     status("importing PyTorch")
-    from cs336_systems.measure.run import measure
+    from ..measure.run import measure
 
     here = Path.cwd()
     with outcome.stdout_to_stderr():
@@ -182,9 +182,9 @@ def print_measured(record: RunRecord, runs: Path) -> None:
     """The tables of the run, and where its time or memory went if that was recorded, also if the
     run failed.
     """
-    from cs336_systems.report.terminal import print_run
-    from cs336_systems.studies.ceilings_files import ceilings_beside
-    from cs336_systems.sweep.keep import has_explanation
+    from ..report.terminal import print_run
+    from ..studies.ceilings_files import ceilings_beside
+    from ..sweep.keep import has_explanation
 
     print_run(
         record,
@@ -192,10 +192,10 @@ def print_measured(record: RunRecord, runs: Path) -> None:
         outcome.load_ceilings_or_warn(ceilings_beside(runs.parent)),
     )
     if record.config.profiler is not Profiler.NONE and has_explanation(record.config, runs):
-        from cs336_systems.report.sections.kernels.files import tables_of_one as kernel_tables
-        from cs336_systems.report.sections.kernels.tables import load_profiled
-        from cs336_systems.report.sections.memory.findings import answer, load_memory
-        from cs336_systems.report.sections.memory.tables import tables_of_one as memory_tables
+        from ..report.sections.kernels.files import tables_of_one as kernel_tables
+        from ..report.sections.kernels.tables import load_profiled
+        from ..report.sections.memory.findings import answer, load_memory
+        from ..report.sections.memory.tables import tables_of_one as memory_tables
 
         for profiled in load_profiled([record], runs.parent):
             outcome.show(kernel_tables(profiled, TOP))

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from cs336_systems.analysis.compare import interleave, refuse_other_work
-from cs336_systems.commands import flags
-from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.outcome import OK, UsageError, checked, load_records_or_warn
-from cs336_systems.commands.sweep import measure_all
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import write_record
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.sweep.store import SweepError, make_writable
-from cs336_systems.temporary import temporary_directory
-from cs336_systems.text import print_aside, print_line
+from ..analysis.compare import interleave, refuse_other_work
+from ..config import Profiler, RunConfig
+from ..files import encode_json, write_atomically
+from ..record import write_record
+from ..report.progress import StatusLine
+from ..sweep.store import SweepError, make_writable
+from ..temporary import temporary_directory
+from ..text import print_aside, print_line
+from . import flags
+from .benchmark import BenchmarkArguments
+from .outcome import OK, UsageError, checked, load_records_or_warn
+from .sweep import measure_all
 
 if TYPE_CHECKING:
-    from cs336_systems.report.compared import Compared, Sides
+    from ..report.compared import Compared, Sides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class CompareArguments(flags.MeasuringArguments):
 
 def run(arguments: CompareArguments) -> int:
     """Measure both sides alternately, or read them, and say which is faster."""
-    from cs336_systems.report.compared import Sides, compare_sides, records_at
+    from ..report.compared import Sides, compare_sides, records_at
 
     if arguments.baseline is not None:
         kept = (
@@ -123,9 +123,9 @@ def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
 
 def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig]) -> int:
     """Measure the configurations of A and B alternately, and compare them."""
-    from cs336_systems.commands.rebuild import load
-    from cs336_systems.report.compared import COMPARISON_FILE
-    from cs336_systems.report.page.chapters import write_page_of
+    from ..report.compared import COMPARISON_FILE
+    from ..report.page.chapters import write_page_of
+    from .rebuild import load
 
     a, b = configs
     given = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else arguments.name
@@ -151,7 +151,7 @@ def _show(compared: "Compared", page: Path | None = None) -> int:
     """Print the tables of the comparison, and where its page is if it was written; return the
     exit status.
     """
-    from cs336_systems.report.terminal import print_table
+    from ..report.terminal import print_table
 
     for left_out in compared.left_out:
         print_aside(f"note: {left_out}")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
 import msgspec
 import tyro
 
-from cs336_systems.commands.flags import Flat, Switch, unset
-from cs336_systems.commands.outcome import OK, UsageError, existing, show
-from cs336_systems.ranges import PhaseNames
-from cs336_systems.record import load_records, read_record
+from ..ranges import PhaseNames
+from ..record import load_records, read_record
+from .flags import Flat, Switch, unset
+from .outcome import OK, UsageError, existing, show
 
 if TYPE_CHECKING:
-    from cs336_systems.analysis.kernels.step_profile import StepProfile
+    from ..analysis.kernels.step_profile import StepProfile
 
 Explanation: TypeAlias = tuple[Callable[..., Any], ...]
 """What is left to do with an explained file: write it into a directory and make its tables, both
@@ -72,15 +72,11 @@ class KernelsArguments(FileArguments):
         """The explanation; raise UsageError for names of ranges that cannot be."""
         path = record_path(self)
         record = None if path is None else read_record(path)
-        from cs336_systems.analysis.kernels.explain import explain
-        from cs336_systems.analysis.kernels.phases import RangeNameError
-        from cs336_systems.analysis.kernels.step_profile import read_profile
-        from cs336_systems.report.sections.kernels.files import (
-            answer_of,
-            tables_of_one,
-            write_kernels,
-        )
-        from cs336_systems.report.sections.kernels.tables import Explained, plain_run
+        from ..analysis.kernels.explain import explain
+        from ..analysis.kernels.phases import RangeNameError
+        from ..analysis.kernels.step_profile import read_profile
+        from ..report.sections.kernels.files import answer_of, tables_of_one, write_kernels
+        from ..report.sections.kernels.tables import Explained, plain_run
 
         try:
             profile = read_profile(self.file) or explain(
@@ -110,10 +106,10 @@ class MemoryArguments(FileArguments):
 
     def explained(self) -> Explanation:
         """The explanation."""
-        from cs336_systems.analysis.memory.explain import explain_memory
-        from cs336_systems.analysis.memory.profile import encode_memory_profile, read_memory_profile
-        from cs336_systems.report.sections.memory.findings import answer
-        from cs336_systems.report.sections.memory.tables import tables_of_one, write_memory
+        from ..analysis.memory.explain import explain_memory
+        from ..analysis.memory.profile import encode_memory_profile, read_memory_profile
+        from ..report.sections.memory.findings import answer
+        from ..report.sections.memory.tables import tables_of_one, write_memory
 
         profile = (read_memory_profile if self.file.suffix == ".json" else explain_memory)(
             self.file
@@ -127,7 +123,7 @@ def run(arguments: FileArguments) -> int:
     if arguments.top < 1:
         raise UsageError(f"--top must be at least 1, got {arguments.top}")
     existing(arguments.file, arguments.NEEDED)
-    from cs336_systems.report.progress import StatusLine
+    from ..report.progress import StatusLine
 
     with StatusLine() as status:
         status.reading(arguments.file)
@@ -145,8 +141,8 @@ def _with_statistics(profile: "StepProfile") -> bytes:
     """The profile in JSON, and before it the statistics of the wall times of step and phases
     over the steps.
     """
-    from cs336_systems.analysis.statistics import summary
-    from cs336_systems.files import encode_json
+    from ..analysis.statistics import summary
+    from ..files import encode_json
 
     walls_s = {
         "step": profile.step_s,
@@ -160,7 +156,7 @@ def record_path(arguments: KernelsArguments) -> Path | None:
     """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
     if arguments.record is not None:
         return existing(arguments.record, "a record of a run, in JSON")
-    from cs336_systems.analysis.kernels.communication import without_rank
+    from ..analysis.kernels.communication import without_rank
 
     stem = (
         without_rank(arguments.file.name)

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, ge
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from cs336_systems.commands.outcome import UsageError
-from cs336_systems.config import (
+from ..config import (
     MAX_MEASURED_RANKS,
     SIZES,
     UNSIZED,
@@ -36,11 +35,12 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.measure.inputs import check_factory, parameters_of
-from cs336_systems.measure.nvml import alike, disturbances, visible_gpus, why_none_visible
-from cs336_systems.model.fast.choose import check_packages, describe_fast, fastest, missing_packages
-from cs336_systems.settings import Setting, declared, flag_of
-from cs336_systems.text import plain_word, print_aside
+from ..measure.inputs import check_factory, parameters_of
+from ..measure.nvml import alike, disturbances, visible_gpus, why_none_visible
+from ..model.fast.choose import check_packages, describe_fast, fastest, missing_packages
+from ..settings import Setting, declared, flag_of
+from ..text import plain_word, print_aside
+from .outcome import UsageError
 
 MAX_NAME_LENGTH = 100
 
@@ -460,7 +460,7 @@ def check_tokens(name: str, context_length: int) -> None:
     themselves are not read.
     """
     # numpy is slow to import, and few command lines need it
-    from cs336_systems.model.tokens import open_tokens
+    from ..model.tokens import open_tokens
 
     if not Path(name).is_file():
         raise ValueError(f"--tokens needs a .npy file of integers, and {name!r} is no file")
@@ -661,7 +661,7 @@ def make_fast_config(
     chooses. Unless --checkpoint-blocks is given, there are checkpoints where the step does not fit
     the GPU without.
     """
-    from cs336_systems.costs.fast_memory import with_checkpoints
+    from ..costs.fast_memory import with_checkpoints
 
     # a switch that needs other settings is valid only once --fast has chosen these, so it is set at
     # the end

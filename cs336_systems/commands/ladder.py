@@ -8,23 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cs336_systems.analysis.compare import interleave
-from cs336_systems.commands import flags
-from cs336_systems.commands.outcome import (
-    OK,
-    UsageError,
-    checked,
-    load_ceilings_or_warn,
-    load_records_or_warn,
-    show,
-)
-from cs336_systems.commands.sweep import measure_all
-from cs336_systems.config import Device, RunConfig
-from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.record import RunRecord
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
-from cs336_systems.sweep.ladder import (
+from ..analysis.compare import interleave
+from ..config import Device, RunConfig
+from ..measure.nvml import visible_gpus
+from ..record import RunRecord
+from ..report.progress import StatusLine
+from ..studies.ceilings_files import Ceilings, ceilings_beside
+from ..sweep.ladder import (
     GATE_STEPS,
     RUNG_NAMES,
     Rung,
@@ -35,11 +25,14 @@ from cs336_systems.sweep.ladder import (
     rungs,
     write_ladder,
 )
-from cs336_systems.sweep.nsys import is_under_nsys
-from cs336_systems.text import counted, plain_word, print_line
+from ..sweep.nsys import is_under_nsys
+from ..text import counted, plain_word, print_line
+from . import flags
+from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
+from .sweep import measure_all
 
 if TYPE_CHECKING:
-    from cs336_systems.report.page.chapters import Climbed
+    from ..report.page.chapters import Climbed
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -208,10 +201,10 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the
     ceilings `beside`.
     """
-    from cs336_systems.report.page.chapters import Climbed
-    from cs336_systems.report.results import Results
-    from cs336_systems.report.sections.kernels.tables import load_profiled
-    from cs336_systems.report.sections.ladder import ladder_rows
+    from ..report.page.chapters import Climbed
+    from ..report.results import Results
+    from ..report.sections.kernels.tables import load_profiled
+    from ..report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)
     own = _names(ladder)  # the directory may have runs of ladders with other flags
@@ -229,8 +222,8 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 
 def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from cs336_systems.report.page.chapters import Directory, write_page_of
-    from cs336_systems.report.sections.ladder import ladder_section, write_ladder_report
+    from ..report.page.chapters import Directory, write_page_of
+    from ..report.sections.ladder import ladder_section, write_ladder_report
 
     status("reading records and profiles")
     climbed = load(directory, load_ceilings_or_warn(ceilings_beside(directory)))

@@ -17,18 +17,18 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias, TypeVar
 
-from cs336_systems import interrupt
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import why_no_file
-from cs336_systems.record import RecordError, RunRecord, load_records
-from cs336_systems.sweep.store import VIEWERS, raw_profile_path
-from cs336_systems.text import print_aside, print_line
+from .. import interrupt
+from ..config import Profiler, RunConfig
+from ..files import why_no_file
+from ..record import RecordError, RunRecord, load_records
+from ..sweep.store import VIEWERS, raw_profile_path
+from ..text import print_aside, print_line
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-    from cs336_systems.report.section import Table
-    from cs336_systems.studies.ceilings_files import Ceilings
+    from ..report.section import Table
+    from ..studies.ceilings_files import Ceilings
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, interrupt.STATUS
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def load_records_or_warn(runs: Path) -> list[RunRecord]:
 
 def load_ceilings_or_warn(directory: Path) -> "Ceilings":
     """The ceilings measured into `directory`; if one is damaged, print a warning and use none."""
-    from cs336_systems.studies.ceilings_files import NO_CEILINGS, load_ceilings
+    from ..studies.ceilings_files import NO_CEILINGS, load_ceilings
 
     try:
         return load_ceilings(directory)
@@ -113,7 +113,7 @@ def show(
     json: bytes | None = None,
 ) -> None:
     """Print the answer in sentences and the tables, or only the JSON, and where the files are."""
-    from cs336_systems.report.terminal import print_sentences, print_table
+    from ..report.terminal import print_sentences, print_table
 
     if json is not None:
         sys.stdout.write(json.decode())

@@ -16,35 +16,28 @@ from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 
-from cs336_systems.commands import ladder
-from cs336_systems.commands.outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
-from cs336_systems.commands.sweep import write_results
-from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.time import Limit, TimePrediction, measured_share, without_own_products
-from cs336_systems.files import in_one_line
-from cs336_systems.record import RunRecord, Status, WarningCode, load_records
-from cs336_systems.report.columns import Row, columns_of
-from cs336_systems.report.compared import COMPARISON_FILE, load_compared
-from cs336_systems.report.formats import texts_of, write_files
-from cs336_systems.report.identity import settings_of
-from cs336_systems.report.page.chapters import (
-    PAGE_FILE,
-    Directory,
-    Page,
-    list_of,
-    write_page,
-    write_page_of,
-)
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.report.results import STUDIES, Results, Study, StudyResults
-from cs336_systems.report.section import Section, Table, make_table
-from cs336_systems.report.sections.ladder import write_ladder_report
-from cs336_systems.studies.ceilings_files import Ceilings, ceilings_beside
-from cs336_systems.studies.records import read_study
-from cs336_systems.sweep.run import explain_again
-from cs336_systems.text import counted, print_aside, print_line
+from ..config import Phase, Profiler, RunConfig
+from ..costs.curves import Curves
+from ..costs.ranks_time import predicted_time
+from ..costs.time import Limit, TimePrediction, measured_share, without_own_products
+from ..files import in_one_line
+from ..record import RunRecord, Status, WarningCode, load_records
+from ..report.columns import Row, columns_of
+from ..report.compared import COMPARISON_FILE, load_compared
+from ..report.formats import texts_of, write_files
+from ..report.identity import settings_of
+from ..report.page.chapters import PAGE_FILE, Directory, Page, list_of, write_page, write_page_of
+from ..report.progress import StatusLine
+from ..report.results import STUDIES, Results, Study, StudyResults
+from ..report.section import Section, Table, make_table
+from ..report.sections.ladder import write_ladder_report
+from ..studies.ceilings_files import Ceilings, ceilings_beside
+from ..studies.records import read_study
+from ..sweep.run import explain_again
+from ..text import counted, print_aside, print_line
+from . import ladder
+from .outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
+from .sweep import write_results
 
 FOLDER = "forecast"
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from cs336_systems.report.progress import StatusLine
+from ..report.progress import StatusLine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ReportArguments:
 def run(arguments: ReportArguments) -> int:
     """Write all results in or below the directory again."""
     # pandas is slow to import, and the help does not need it
-    from cs336_systems.commands.rebuild import rebuild_all
+    from .rebuild import rebuild_all
 
     with StatusLine() as status:
         return rebuild_all(arguments.directory, status)

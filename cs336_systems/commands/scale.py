@@ -7,19 +7,19 @@ from typing import Annotated
 
 import tyro
 
-from cs336_systems.commands import flags
-from cs336_systems.commands.account import ceilings_in, check_ceilings, curves_meant, machine_meant
-from cs336_systems.commands.outcome import OK, checked, show
-from cs336_systems.config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
-from cs336_systems.costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
-from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.ranks_time import Links, measured_links
-from cs336_systems.costs.scale import PARALLEL, Paper, feed, scale_step
-from cs336_systems.costs.shards import factor_bytes
-from cs336_systems.report.formats import texts_of, write_files
-from cs336_systems.report.sections.scale import Scale, scale_section
-from cs336_systems.report.words import GIGA
-from cs336_systems.studies.ceilings_files import Ceilings
+from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
+from ..costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
+from ..costs.hardware import DeviceSpec
+from ..costs.ranks_time import Links, measured_links
+from ..costs.scale import PARALLEL, Paper, feed, scale_step
+from ..costs.shards import factor_bytes
+from ..report.formats import texts_of, write_files
+from ..report.sections.scale import Scale, scale_section
+from ..report.words import GIGA
+from ..studies.ceilings_files import Ceilings
+from . import flags
+from .account import ceilings_in, check_ceilings, curves_meant, machine_meant
+from .outcome import OK, checked, show
 
 MAX_GB_PER_S = 1e6
 

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from cs336_systems.commands import flags
-from cs336_systems.commands.outcome import FAILED, OK, checked
-from cs336_systems.config import SIZES, Device
-from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.measure.inputs import check_factory, source_of
-from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.model.fast.choose import ALIGNMENT, NICE_VOCABULARY
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.settings import declared
-from cs336_systems.studies.ceilings_records import PADDED, CeilingsGrid, Shape
-from cs336_systems.studies.operators import AttentionGrid, FusionGrid
-from cs336_systems.sweep.store import make_writable, time_stamp, writing
-from cs336_systems.text import print_aside, print_line
+from ..config import SIZES, Device
+from ..files import encode_json, write_atomically
+from ..measure.inputs import check_factory, source_of
+from ..measure.nvml import visible_gpus
+from ..model.fast.choose import ALIGNMENT, NICE_VOCABULARY
+from ..report.progress import StatusLine
+from ..settings import declared
+from ..studies.ceilings_records import PADDED, CeilingsGrid, Shape
+from ..studies.operators import AttentionGrid, FusionGrid
+from ..sweep.store import make_writable, time_stamp, writing
+from ..text import print_aside, print_line
+from . import flags
+from .outcome import FAILED, OK, checked
 
 if TYPE_CHECKING:
-    from cs336_systems.report.results import Study
-    from cs336_systems.studies.records import PrecisionStudy
+    from ..report.results import Study
+    from ..studies.records import PrecisionStudy
 
 ArgumentsT = TypeVar("ArgumentsT", bound="StudyArguments")
 StudyT = TypeVar("StudyT", bound="Study")
@@ -73,8 +73,8 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         record = directory / f"{self.FOLDER}.json"
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
-            from cs336_systems.report.results import STUDIES
-            from cs336_systems.studies.runner import resume, run_study
+            from ..report.results import STUDIES
+            from ..studies.runner import resume, run_study
 
             folder = make_writable(directory / "cells")
             cells = resume(
@@ -294,7 +294,7 @@ class PrecisionArguments:
 
         def measure(status: StatusLine) -> "PrecisionStudy":
             status("importing PyTorch")
-            from cs336_systems.studies.precision import run_precision_study
+            from ..studies.precision import run_precision_study
 
             return run_precision_study(devices, status)
 
@@ -311,9 +311,9 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
     """Measure, showing progress; write the results into the directory, if one is given; print
     and return them.
     """
-    from cs336_systems.report.page.chapters import Directory, write_page_of
-    from cs336_systems.report.results import StudyResults
-    from cs336_systems.report.terminal import print_table
+    from ..report.page.chapters import Directory, write_page_of
+    from ..report.results import StudyResults
+    from ..report.terminal import print_table
 
     with StatusLine() as status:
         study = measure(status)

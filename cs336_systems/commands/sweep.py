@@ -12,10 +12,33 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cs336_systems.analysis.compare import interleave
-from cs336_systems.analysis.kernels import NsysError, find_nsys
-from cs336_systems.commands import flags
-from cs336_systems.commands.outcome import (
+from ..analysis.compare import interleave
+from ..analysis.kernels import NsysError, find_nsys
+from ..config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
+from ..costs.curves import Curves
+from ..costs.fast_memory import peak_bytes as fast_peak_bytes
+from ..costs.hardware import devices_called
+from ..costs.memory import (
+    fits,
+    host_bytes,
+    needs_tape,
+    outside_bytes,
+    predict_memory,
+    predicted_peak_bytes,
+)
+from ..costs.ranks_time import predicted_time
+from ..costs.time import prepare_forecasts
+from ..measure.environment import cpu_name, host_memory_bytes, lacking_memory
+from ..measure.nvml import usable_gpu_bytes, visible_gpus
+from ..record import RunRecord
+from ..report.progress import IMPORTING, StatusLine
+from ..report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
+from ..studies.ceilings_files import ceilings_beside
+from ..sweep.nsys import is_under_nsys
+from ..sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
+from ..text import counted, plain_word, print_aside, print_line
+from . import flags
+from .outcome import (
     FAILED,
     INTERRUPTED,
     OK,
@@ -26,34 +49,11 @@ from cs336_systems.commands.outcome import (
     print_profile_paths,
     status_of,
 )
-from cs336_systems.config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
-from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.fast_memory import peak_bytes as fast_peak_bytes
-from cs336_systems.costs.hardware import devices_called
-from cs336_systems.costs.memory import (
-    fits,
-    host_bytes,
-    needs_tape,
-    outside_bytes,
-    predict_memory,
-    predicted_peak_bytes,
-)
-from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.time import prepare_forecasts
-from cs336_systems.measure.environment import cpu_name, host_memory_bytes, lacking_memory
-from cs336_systems.measure.nvml import usable_gpu_bytes, visible_gpus
-from cs336_systems.record import RunRecord
-from cs336_systems.report.progress import IMPORTING, StatusLine
-from cs336_systems.report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
-from cs336_systems.studies.ceilings_files import ceilings_beside
-from cs336_systems.sweep.nsys import is_under_nsys
-from cs336_systems.sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
-from cs336_systems.text import counted, plain_word, print_aside, print_line
 
 if TYPE_CHECKING:
-    from cs336_systems.report.results import Results
-    from cs336_systems.sweep.cluster import Machine
-    from cs336_systems.sweep.run import Outcome
+    from ..report.results import Results
+    from ..sweep.cluster import Machine
+    from ..sweep.run import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,7 +427,7 @@ def _elsewhere(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
     if arguments.cluster is None:
         return None
     _check_ray()
-    from cs336_systems.sweep.cluster import sweep_on_cluster
+    from ..sweep.cluster import sweep_on_cluster
 
     return functools.partial(
         sweep_on_cluster,
@@ -442,7 +442,7 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     if arguments.cluster is None:
         return []
     _check_ray()
-    from cs336_systems.sweep.cluster import Needs, connected, look
+    from ..sweep.cluster import Needs, connected, look
 
     with StatusLine() as status, connected(arguments.cluster):
         status("asking the machines of the cluster")
@@ -485,7 +485,7 @@ def measure_all(
             "a sweep under nsys would take its times for those of plain runs: leave nsys out, and "
             "use --nsys instead"
         )
-    from cs336_systems.sweep.run import run_sweep
+    from ..sweep.run import run_sweep
 
     if elsewhere is None:
         note_unused_gpus(configs)
@@ -513,9 +513,9 @@ def measure_all(
 def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
     """Write tables, plots and page of the sweep in the directory, and print the tables."""
     status("reading records and profiles")
-    from cs336_systems.report.page.chapters import Directory, write_page_of
-    from cs336_systems.report.results import Results
-    from cs336_systems.report.terminal import print_sweep
+    from ..report.page.chapters import Directory, write_page_of
+    from ..report.results import Results
+    from ..report.terminal import print_sweep
 
     results = Results.load(records, directory, load_ceilings_or_warn(ceilings_beside(directory)))
     write_results(results, directory, status)
@@ -546,7 +546,7 @@ def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
     """Say on standard error which visible GPUs a sweep of these does not use, and what may put
     its times in doubt.
     """
-    from cs336_systems.sweep.run import gpus_left_out
+    from ..sweep.run import gpus_left_out
 
     flags.look_at_machine(configs[0].device if configs else Device.CPU)
 

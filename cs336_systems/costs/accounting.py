@@ -8,17 +8,9 @@ otherwise.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cs336_systems.config import (
-    Arch,
-    Attention,
-    Mode,
-    ModelConfig,
-    Precision,
-    RunConfig,
-    SdpaBackend,
-)
-from cs336_systems.costs.hardware import DeviceSpec, find_device
-from cs336_systems.costs.shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
+from ..config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
+from .hardware import DeviceSpec, find_device
+from .shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
 
 INT64_BYTES = 8
 

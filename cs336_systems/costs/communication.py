@@ -12,17 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 
-from cs336_systems.config import Arch, Parallel, Precision, RunConfig
-from cs336_systems.costs.memory import MAX_LAYERS
-from cs336_systems.costs.shards import (
-    FP32_BYTES,
-    HALF_BYTES,
-    LOOKUP,
-    REST,
-    kept_elements,
-    parameter_elements,
-    units,
-)
+from ..config import Arch, Parallel, Precision, RunConfig
+from .memory import MAX_LAYERS
+from .shards import FP32_BYTES, HALF_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import dist, exp, log
 
-from cs336_systems.config import Precision
-from cs336_systems.costs.communication import Call, Collective
-from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.tape import MATMULS_OF, Form, Pass
+from ..config import Precision
+from .communication import Call, Collective
+from .hardware import DeviceSpec
+from .tape import MATMULS_OF, Form, Pass
 
 ALIGNMENT = 8
 """Sides that are not multiples of this keep cuBLAS from its fast kernels: 16 bytes in half

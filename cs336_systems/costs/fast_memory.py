@@ -7,10 +7,10 @@ need in addition.
 
 from dataclasses import replace
 
-from cs336_systems.config import Arch, Attention, Device, Mode, Profiler, RunConfig
-from cs336_systems.costs.accounting import Component, parameters_by_component
-from cs336_systems.costs.memory import CUDA_CONTEXT_BYTES
-from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES
+from ..config import Arch, Attention, Device, Mode, Profiler, RunConfig
+from .accounting import Component, parameters_by_component
+from .memory import CUDA_CONTEXT_BYTES
+from .shards import AHEAD, FP32_BYTES, HALF_BYTES
 
 LOSS_TOKENS = 8192
 """Tokens whose logits are computed at once if memory is scarce. Every part of the tokens reads and

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cs336_systems.config import Precision
+from ..config import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,21 +16,12 @@ from itertools import accumulate, pairwise
 from operator import invert
 from sys import maxsize
 
-from cs336_systems.config import (
-    Attention,
-    Device,
-    Mode,
-    Parallel,
-    Phase,
-    Precision,
-    RunConfig,
-    SdpaBackend,
-)
-from cs336_systems.costs.accounting import count_parameters, parameter_bytes
-from cs336_systems.costs.allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
-from cs336_systems.costs.shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
-from cs336_systems.costs.tape import Category, Tape, TensorSpec, interpolated
-from cs336_systems.costs.traces import as_costed, has_tape, tape_of, trace_missing
+from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
+from .accounting import count_parameters, parameter_bytes
+from .allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
+from .shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
+from .tape import Category, Tape, TensorSpec, interpolated
+from .traces import as_costed, has_tape, tape_of, trace_missing
 
 CUDA_CONTEXT_BYTES = 768 * 2**20
 """Memory of the driver and of the kernels of PyTorch and cuBLAS: 0.72 GiB on an H200 that ran

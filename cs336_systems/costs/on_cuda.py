@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet, _dispatch_tls_set_dispatch_key_excluded
 
-from cs336_systems.costs.traces import MAX_FLASH_WIDTH
+from .traces import MAX_FLASH_WIDTH
 
 HALF = (torch.bfloat16, torch.float16)
 KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]

@@ -14,8 +14,8 @@ How to Scale Your Model, "How to Think About GPUs"). Latencies of the network ar
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cs336_systems.config import Parallel, Phase, RunConfig
-from cs336_systems.costs.communication import (
+from ..config import Parallel, Phase, RunConfig
+from .communication import (
     AVERAGING,
     Call,
     Collective,
@@ -26,24 +26,10 @@ from cs336_systems.costs.communication import (
     part_bytes,
     sent_share,
 )
-from cs336_systems.costs.curves import Curves, interpolated
-from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.shards import (
-    AHEAD,
-    FP32_BYTES,
-    HEAD,
-    LOOKUP,
-    REST,
-    parameter_elements,
-    parameter_shapes,
-)
-from cs336_systems.costs.time import (
-    TimePrediction,
-    has_known_kernels,
-    operations,
-    replay_operations,
-    step_time,
-)
+from .curves import Curves, interpolated
+from .memory import is_predictable
+from .shards import AHEAD, FP32_BYTES, HEAD, LOOKUP, REST, parameter_elements, parameter_shapes
+from .time import TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
 """Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread

@@ -41,11 +41,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import floor, inf
 
-from cs336_systems.config import Arch, ModelConfig, Parallel, RunConfig
-from cs336_systems.costs.accounting import step_flops
-from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.memory import rank_peak_bytes
-from cs336_systems.costs.ranks_time import Links, RanksTime, ranks_step_time
+from ..config import Arch, ModelConfig, Parallel, RunConfig
+from .accounting import step_flops
+from .curves import Curves
+from .memory import rank_peak_bytes
+from .ranks_time import Links, RanksTime, ranks_step_time
 
 SLACK = 1e-9
 """Relative, so that a limit that is a whole number is not rounded down."""

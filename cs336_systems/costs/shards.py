@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cs336_systems.config import Arch, ModelConfig, Parallel, Precision, RunConfig
+from ..config import Arch, ModelConfig, Parallel, Precision, RunConfig
 
 FP32_BYTES, HALF_BYTES = 4, 2
 """Bytes of an element in fp32, and in bf16 or fp16."""

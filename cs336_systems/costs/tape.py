@@ -17,8 +17,8 @@ from math import prod
 from operator import not_
 from typing import Any
 
-from cs336_systems.config import Phase
-from cs336_systems.costs.allocator import round_up
+from ..config import Phase
+from .allocator import round_up
 
 
 class Category(StrEnum):

@@ -16,7 +16,7 @@ from math import prod
 from statistics import fmean, median
 from sys import maxsize
 
-from cs336_systems.config import (
+from ..config import (
     PACKED_MULTIPLE,
     Attention,
     Device,
@@ -28,11 +28,11 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import count_parameters, updated_parameters
-from cs336_systems.costs.curves import Curves, interpolated
-from cs336_systems.costs.memory import is_predictable
-from cs336_systems.costs.tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
-from cs336_systems.costs.traces import as_costed, has_tape, own_parameters, prepare, tape_of
+from .accounting import count_parameters, updated_parameters
+from .curves import Curves, interpolated
+from .memory import is_predictable
+from .tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
+from .traces import as_costed, has_tape, own_parameters, prepare, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""

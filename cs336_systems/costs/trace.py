@@ -32,19 +32,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.config import Phase
-from cs336_systems.costs.on_cuda import HALF, as_on_cuda, clear_copies, without_autocast
-from cs336_systems.costs.routing import Routing
-from cs336_systems.costs.tape import (
-    Category,
-    Form,
-    Names,
-    OperationKey,
-    Pass,
-    Tape,
-    TensorKey,
-    TraceError,
-)
+from ..config import Phase
+from .on_cuda import HALF, as_on_cuda, clear_copies, without_autocast
+from .routing import Routing
+from .tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, TraceError
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and

@@ -4,7 +4,7 @@ cache, or traced.
 The tape of a plain step of this project's model names its sizes, so that it serves all sizes with
 as many layers. All other steps, a user's own model among them, are traced with the very sizes that
 were asked for. What no archive has is traced by a process of its own (`python -m
-cs336_systems.measure.traced`), once for each version of the program.
+cs336.measure.traced`), once for each version of the program.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.config import Attention, CompileMode, Device, Precision, RunConfig
-from cs336_systems.costs.shards import axes
-from cs336_systems.costs.tape import Tape
-from cs336_systems.files import user_cache, write_atomically
-from cs336_systems.settings import non_defaults
-from cs336_systems.text import print_aside
+from ..config import Attention, CompileMode, Device, Precision, RunConfig
+from ..files import user_cache, write_atomically
+from ..settings import non_defaults
+from ..text import print_aside
+from .shards import axes
+from .tape import Tape
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
 """Tapes of the published steps; `python -m tests.ship_traces` rewrites them."""
-TRACER = "cs336_systems.measure.traced"
+TRACER = "cs336.measure.traced"
 PRIMES = {
     "batch": 1009,
     "heads": 17,

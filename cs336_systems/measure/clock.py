@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from cs336_systems.config import Device, Phase, RunConfig
+from ..config import Device, Phase, RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

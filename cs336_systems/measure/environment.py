@@ -13,14 +13,14 @@ from pathlib import Path
 
 import psutil
 
-import cs336_systems
-from cs336_systems.config import Device, RunConfig
-from cs336_systems.costs.memory import host_bytes
-from cs336_systems.measure.nvml import Gpu, visible_gpus
-from cs336_systems.model.fast.choose import FLASH_4, QUACK, version_of
-from cs336_systems.record import Environment, Identity
+from .. import __version__
+from ..config import Device, RunConfig
+from ..costs.memory import host_bytes
+from ..model.fast.choose import FLASH_4, QUACK, version_of
+from ..record import Environment, Identity
+from .nvml import Gpu, visible_gpus
 
-PACKAGE = Path(cs336_systems.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 MEASURING_FOLDERS = ("model", "parallel", "measure", "studies")
 """Folders of the package whose source can change a measured time. Presets, help texts and
 reports lie elsewhere.
@@ -95,7 +95,7 @@ def environment(device: Device, gpu: Gpu | None) -> Environment:
     """
     import torch
 
-    from cs336_systems.measure.precision import math_modes
+    from .precision import math_modes
 
     commit, dirty = git_state()
     on_gpu = device is Device.CUDA
@@ -117,7 +117,7 @@ def environment(device: Device, gpu: Gpu | None) -> Environment:
         torch_threads=torch.get_num_threads(),
         git_commit=commit,
         git_dirty=dirty,
-        package_version=cs336_systems.__version__,
+        package_version=__version__,
         **math_modes(),
     )
 

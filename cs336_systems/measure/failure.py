@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-import cs336_systems
-from cs336_systems.config import Device
-from cs336_systems.record import Failure, Status
-from cs336_systems.text import shortened
+from ..config import Device
+from ..record import Failure, Status
+from ..text import shortened
 
 MAX_MESSAGE_LENGTH = 500
 MAX_TRACEBACK_LENGTH = 20_000
@@ -60,8 +59,7 @@ def _without_roots(text: str) -> str:
     """The traceback with file names relative to sys.path: records are published, and absolute
     paths are private.
     """
-    for users in cs336_systems.__path__[1:]:  # not to be taken for this package
-        text = text.replace(f'File "{Path(users).absolute()}{os.sep}', 'File "./cs336_systems/')
+    text = text.replace(f'File "{Path(__file__).parents[1]}{os.sep}', 'File "cs336/')
     roots = {str(Path(root).absolute()) for root in (*sys.path, ".")} - {"/"}
     for root in sorted(roots, key=len, reverse=True):
         text = text.replace(f'File "{root}{os.sep}', 'File "')

@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-import cs336_systems
-from cs336_systems import find_modules_of_the_user
-from cs336_systems.config import RunConfig
-from cs336_systems.record import Input
+from .. import places_of
+from ..config import RunConfig
+from ..record import Input
 
 _INSTALLED = ("site-packages", "dist-packages")
 _IMPORT = re.compile(
@@ -34,7 +33,7 @@ _DYNAMIC = re.compile(
 
 `setattr(self, ...)` is none: it sets an attribute of an object, such as a layer of a model.
 """
-_OWN_PACKAGE = cs336_systems.__path__[:1]
+_OWN_PACKAGE = __name__.partition(".")[0]
 _FIRST_NAMES = re.compile(rb"(?:^|,)\s*(\w+)", re.ASCII)
 
 
@@ -157,8 +156,6 @@ def _file_of(module: str) -> Path | None:
 
 def _locations(module: str) -> list[Path]:
     """The file or the directories from which a worker would import a top-level module."""
-    if module == cs336_systems.__name__:
-        return [Path(each) for each in _packages_of_the_user() or _OWN_PACKAGE]
     spec = _find(module)
     return [] if spec is None else _locations_of(spec)
 
@@ -171,21 +168,11 @@ def _locations_of(spec: ModuleSpec) -> list[Path]:
 
 def _find(module: str) -> ModuleSpec | None:
     """Find a top-level module, in the current directory too, as `load_factory` does."""
-    if module == cs336_systems.__name__:
-        found = ModuleSpec(module, None, is_package=True)
-        found.submodule_search_locations = [*_OWN_PACKAGE, *_packages_of_the_user()]
-        return found
+    if module == _OWN_PACKAGE:
+        return sys.modules[module].__spec__
     with contextlib.suppress(ImportError, ValueError):  # a loaded module may have no __spec__
-        return PathFinder.find_spec(
-            module, [*sys.path, str(Path.cwd())]
-        ) or importlib.util.find_spec(module)
+        return PathFinder.find_spec(module, places_of(module)) or importlib.util.find_spec(module)
     return None
-
-
-def _packages_of_the_user() -> list[str]:
-    """The directories of other packages that have this package's name."""
-    find_modules_of_the_user()
-    return [path for path in cs336_systems.__path__ if not Path(path).samefile(_OWN_PACKAGE[0])]
 
 
 def _sources(location: Path) -> list[tuple[str, bytes]]:
@@ -206,12 +193,15 @@ def _beside(root: Path, names: set[str]) -> list[Path]:
     """Modules and packages of these names in `root`, without this package, which has its own
     digest.
     """
-    own = Path(*_OWN_PACKAGE)
     there = (
         name for name in sorted(names) if (root / name).is_dir() or (root / f"{name}.py").is_file()
     )
     return [
-        path for name in there for path in _locations(name) if path.parent == root and path != own
+        path
+        for name in there
+        if name != _OWN_PACKAGE
+        for path in _locations(name)
+        if path.parent == root
     ]
 
 

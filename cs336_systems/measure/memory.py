@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.analysis.memory.profile import (
+from ..analysis.memory.profile import (
     Kind,
     Mark,
     MemoryNotes,
@@ -24,13 +24,13 @@ from cs336_systems.analysis.memory.profile import (
     notes_path,
     write_notes,
 )
-from cs336_systems.config import CompileMode, Phase
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.annotate import current_path
-from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.fast.weights import Weight
-from cs336_systems.parallel.fully_sharded import FSDP, OwnsWeights
-from cs336_systems.ranges import Range
+from ..config import CompileMode, Phase
+from ..model.annotate import current_path
+from ..model.fast.model import FastLM
+from ..model.fast.weights import Weight
+from ..parallel.fully_sharded import FSDP, OwnsWeights
+from ..ranges import Range
+from .step import TrainingStep
 
 MAX_EVENTS = 1_000_000
 """Events in the allocator's ring buffer, so that a long run takes at most some hundred MB of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pynvml
 
-from cs336_systems.record import GpuState
+from ..record import GpuState
 
 THROTTLE_REASONS = {
     0x4: "power cap",

@@ -7,7 +7,7 @@ from typing import TypedDict, TypeVar
 
 import torch
 
-from cs336_systems.config import Device, Precision
+from ..config import Device, Precision
 
 T = TypeVar("T")
 

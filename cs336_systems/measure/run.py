@@ -17,21 +17,13 @@ import pynvml
 import torch
 from torch import nn
 
-from cs336_systems.analysis.statistics import steady_interval
-from cs336_systems.analysis.warnings import throttled
-from cs336_systems.config import Device, Mode, Phase, Profiler, RunConfig
-from cs336_systems.measure.clock import Clock, ObservedClock, StepTimes, make_clock
-from cs336_systems.measure.environment import environment, lacking_memory
-from cs336_systems.measure.failure import classify, describe
-from cs336_systems.measure.inputs import inputs_of
-from cs336_systems.measure.nvml import Gpu, GpuMonitor, visible_gpus
-from cs336_systems.measure.precision import apply_math_mode
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.measure.watchers import Watch, annotator_of
-from cs336_systems.model.annotate import annotate, set_annotator
-from cs336_systems.parallel.collectives import Rank, group_of, meet_on_host
-from cs336_systems.ranges import Range, rank_range
-from cs336_systems.record import (
+from ..analysis.statistics import steady_interval
+from ..analysis.warnings import throttled
+from ..config import Device, Mode, Phase, Profiler, RunConfig
+from ..model.annotate import annotate, set_annotator
+from ..parallel.collectives import Rank, group_of, meet_on_host
+from ..ranges import Range, rank_range
+from ..record import (
     Durations,
     GpuState,
     Measurement,
@@ -46,7 +38,15 @@ from cs336_systems.record import (
     WarningCode,
     time_now,
 )
-from cs336_systems.text import LONGEST_PART, shortened
+from ..text import LONGEST_PART, shortened
+from .clock import Clock, ObservedClock, StepTimes, make_clock
+from .environment import environment, lacking_memory
+from .failure import classify, describe
+from .inputs import inputs_of
+from .nvml import Gpu, GpuMonitor, visible_gpus
+from .precision import apply_math_mode
+from .step import TrainingStep
+from .watchers import Watch, annotator_of
 
 MAX_EXTRA_WARMUP_STEPS = 20
 """Most steps that are added to the warm-up while torch.compile still compiles."""
@@ -443,7 +443,7 @@ def _look_inside(
     """
     if step.way is None:
         return None
-    from cs336_systems.parallel.collectives import TrafficCounter
+    from ..parallel.collectives import TrafficCounter
 
     step.give_up_graph()
     progress.where = "the step after the measured ones, whose traffic is counted"

@@ -15,19 +15,19 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.config import SIZES, CompileMode, Device, Mode, Phase, Precision, RunConfig
-from cs336_systems.measure.clock import Clock, StepTimes
-from cs336_systems.measure.precision import autocast, check_dtypes
-from cs336_systems.model.annotate import annotate
-from cs336_systems.model.batches import Batch, make_batches
-from cs336_systems.model.trainable import Trainable, make_model, vocabulary_of
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.ranges import Range
-from cs336_systems.record import Compilation, Memory, MemoryMoment, MomentName
+from ..config import SIZES, CompileMode, Device, Mode, Phase, Precision, RunConfig
+from ..model.annotate import annotate
+from ..model.batches import Batch, make_batches
+from ..model.trainable import Trainable, make_model, vocabulary_of
+from ..model.transformer import TransformerLM
+from ..ranges import Range
+from ..record import Compilation, Memory, MemoryMoment, MomentName
+from .clock import Clock, StepTimes
+from .precision import autocast, check_dtypes
 
 if TYPE_CHECKING:
-    from cs336_systems.model.fast.step_graph import StepGraph
-    from cs336_systems.parallel.ways import Way
+    from ..model.fast.step_graph import StepGraph
+    from ..parallel.ways import Way
 
 
 class TrainingStep:
@@ -73,13 +73,13 @@ class TrainingStep:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         if self.way is None:
             return self.trainable.make_optimizer()
-        from cs336_systems.parallel.ways import make_shared_optimizer
+        from ..parallel.ways import make_shared_optimizer
 
         return make_shared_optimizer(self.trainable, self.config, self.way)
 
     def _make_graph(self) -> "StepGraph":
-        from cs336_systems.model.fast.master_adamw import MasterAdamW
-        from cs336_systems.model.fast.step_graph import StepGraph
+        from ..model.fast.master_adamw import MasterAdamW
+        from ..model.fast.step_graph import StepGraph
 
         recorded = tuple(phase for phase in self.config.phases if phase is not Phase.DATA)
         captured = (
@@ -311,7 +311,7 @@ def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
     """The model as it is, or the fast model with its parameters if a setting needs that."""
     if not config.needs_fast_model:
         return Trainable(model, config)
-    from cs336_systems.model.fast.model import FastTrainable
+    from ..model.fast.model import FastTrainable
 
     return FastTrainable(cast("TransformerLM", model), config)
 
@@ -319,6 +319,6 @@ def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
 def _make_way(trainable: Trainable, config: RunConfig) -> "Way | None":
     if not config.is_shared:
         return None
-    from cs336_systems.parallel.ways import make_way
+    from ..parallel.ways import make_way
 
     return make_way(trainable, config)

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.config import Parallel, Phase, RunConfig
-from cs336_systems.costs.shards import largest_rank
-from cs336_systems.costs.tape import Category, Form, Tape, TraceError
-from cs336_systems.costs.trace import Call, Trace, path_of, tracing
-from cs336_systems.costs.traces import Asked, encoded
-from cs336_systems.measure.clock import StepTimes
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.trainable import is_own_message, load_factory, make_model, told
+from ..config import Parallel, Phase, RunConfig
+from ..costs.shards import largest_rank
+from ..costs.tape import Category, Form, Tape, TraceError
+from ..costs.trace import Call, Trace, path_of, tracing
+from ..costs.traces import Asked, encoded
+from ..model.trainable import is_own_message, load_factory, make_model, told
+from .clock import StepTimes
+from .step import TrainingStep
 
 PARTIAL_ROWS = 264
 """Rows of partial sums over a tensor's rows: two programs for each multiprocessor of a Hopper
@@ -243,7 +243,7 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from cs336_systems.parallel import collectives, data_parallel, exchange
+    from ..parallel import collectives, data_parallel, exchange
 
     gather, scatter = exchange.start_gather, exchange.CollectiveExchange.scatter
     instead: list[tuple[object, str, object]] = [
@@ -307,7 +307,7 @@ def _with_chunks(trace: Trace) -> Iterator[None]:
     and here says them.
     """
     try:
-        from cs336_systems.model.fast import adamw_kernel, model
+        from ..model.fast import adamw_kernel, model
     except ImportError:  # without Triton
         yield
         return

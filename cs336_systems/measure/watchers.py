@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.config import CompileMode, Device, Phase, Profiler, RunConfig
-from cs336_systems.measure.clock import Clock, ObservedClock
-from cs336_systems.model.annotate import (
+from ..config import CompileMode, Device, Phase, Profiler, RunConfig
+from ..model.annotate import (
     Annotator,
     annotate,
     backward_ranges,
@@ -20,7 +19,8 @@ from cs336_systems.model.annotate import (
     module_names,
     own_names,
 )
-from cs336_systems.ranges import Range
+from ..ranges import Range
+from .clock import Clock, ObservedClock
 
 
 def annotator_of(config: RunConfig) -> Annotator:
@@ -49,7 +49,7 @@ class Watch:
         self._trace = path if profiler is Profiler.KINETO else None
         self._recorder = None
         if path is not None and profiler is Profiler.MEMORY:
-            from cs336_systems.measure.memory import MemoryRecorder
+            from .memory import MemoryRecorder
 
             self._recorder = MemoryRecorder(step)
 

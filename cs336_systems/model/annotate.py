@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from cs336_systems.ranges import Range
+from ..ranges import Range
 
 COMPRESSION = 6
 """Gzip level: takes a fifth of the time of torch's own level, 9, and makes the file a tenth

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from cs336_systems.config import Device, RunConfig
-from cs336_systems.model.tokens import open_tokens
+from ..config import Device, RunConfig
+from .tokens import open_tokens
 
 Batch = tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]
 """Tokens, and the tokens to predict, which are the next ones; int64."""

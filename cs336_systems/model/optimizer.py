@@ -8,7 +8,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.config import OptimizerKind
+from ..config import OptimizerKind
 
 
 class Hyperparameters(TypedDict, total=False):

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems import find_modules_of_the_user
-from cs336_systems.config import CompileMode, LossKind, ModelConfig, RunConfig
-from cs336_systems.costs.tape import TraceError
-from cs336_systems.model.annotate import annotate
-from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.ranges import Range
+from .. import find_modules_of_the_user
+from ..config import CompileMode, LossKind, ModelConfig, RunConfig
+from ..costs.tape import TraceError
+from ..ranges import Range
+from .annotate import annotate
+from .optimizer import make_optimizer
+from .transformer import TransformerLM
 
 BUCKET_SIZE = "bucket_size_mb"
 """Parameter of the course's data parallelism with buckets."""

@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336_systems.config import Arch, Attention, ModelConfig, SdpaBackend
-from cs336_systems.model.annotate import annotate
-from cs336_systems.ranges import Range, block_range
+from ..config import Arch, Attention, ModelConfig, SdpaBackend
+from ..ranges import Range, block_range
+from .annotate import annotate
 
 Rotations = Float[Tensor, "seq pairs 2"]
 """Cosine and sine of the angle by which RoPE rotates each pair of features at each position."""

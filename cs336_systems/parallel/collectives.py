@@ -16,9 +16,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _CoalescingM
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.config import Device
-from cs336_systems.costs.communication import Collective, sent_share
-from cs336_systems.record import Traffic
+from ..config import Device
+from ..costs.communication import Collective, sent_share
+from ..record import Traffic
 
 _LOOK_S = 1e-3
 
@@ -101,7 +101,7 @@ reduce-scatter, after the output.
 """
 
 
-@torch.library.custom_op("cs336_systems::push", mutates_args=("target",))
+@torch.library.custom_op("cs336::push", mutates_args=("target",))
 def push(source: Tensor, target: Tensor) -> None:
     """Copy a tensor to another rank's memory; an operator of its own so that it is counted."""
     target.copy_(source, non_blocking=True)
@@ -128,7 +128,7 @@ class TrafficCounter(TorchDispatchMode):
         if func.namespace == "c10d" and (name := func.__name__.partition(".")[0]) in KINDS:
             whole = tree_leaves(args[1 if KINDS[name] is Collective.REDUCE_SCATTER else 0])
             self._payloads.setdefault(name, []).append(_bytes(whole))
-        if func is torch.ops.cs336_systems.push.default:
+        if func is torch.ops.cs336.push.default:
             self._payloads.setdefault("push", []).append(_bytes([args[0]]))
         return func(*args, **(kwargs or {}))
 

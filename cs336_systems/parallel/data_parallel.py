@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.model.optimizer import EagerOptimizer
-from cs336_systems.parallel import collectives
-from cs336_systems.parallel.exchange import Pushes, of_all_ranks, shared_rows
+from ..model.optimizer import EagerOptimizer
+from . import collectives
+from .exchange import Pushes, of_all_ranks, shared_rows
 
 OTHER_GRADIENTS = "backward made other gradients than in the first step; use ddp-naive or ddp-flat"
 

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
-from cs336_systems.model.fast.weights import ALIGNMENT
-from cs336_systems.parallel.collectives import Averaging, all_gather, grouped, push
+from ..model.fast.weights import ALIGNMENT
+from .collectives import Averaging, all_gather, grouped, push
 
 
 def shared_rows(like: Tensor, count: int) -> Tensor:

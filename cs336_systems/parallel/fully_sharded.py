@@ -28,30 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.costs.shards import AHEAD, REST, aligned
-from cs336_systems.model.annotate import annotate
-from cs336_systems.model.fast.master_adamw import IN_FP32, MasterAdamW, Storage
-from cs336_systems.model.fast.model import COPY_DTYPE, FastLM
-from cs336_systems.model.fast.weights import ALIGNMENT, LeafSlice, Received, Weight
-from cs336_systems.model.trainable import blocks_of
-from cs336_systems.model.transformer import Embedding
-from cs336_systems.parallel.collectives import (
-    all_gather,
-    divide_gradients,
-    graded,
-    grouped,
-    own_part,
-    take_from_rank_0,
-)
-from cs336_systems.parallel.data_parallel import Leaf, PushDDP
-from cs336_systems.parallel.exchange import (
-    CollectiveExchange,
-    Exchange,
-    PeerCopies,
-    Pushes,
-    Started,
-    of_all_ranks,
-)
+from ..costs.shards import AHEAD, REST, aligned
+from ..model.annotate import annotate
+from ..model.fast.master_adamw import IN_FP32, MasterAdamW, Storage
+from ..model.fast.model import COPY_DTYPE, FastLM
+from ..model.fast.weights import ALIGNMENT, LeafSlice, Received, Weight
+from ..model.trainable import blocks_of
+from ..model.transformer import Embedding
+from .collectives import all_gather, divide_gradients, graded, grouped, own_part, take_from_rank_0
+from .data_parallel import Leaf, PushDDP
+from .exchange import CollectiveExchange, Exchange, PeerCopies, Pushes, Started, of_all_ranks
 
 
 @dataclass(slots=True, eq=False)

@@ -8,26 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.config import Mode, Parallel, Precision, RunConfig
-from cs336_systems.model.fast.master_adamw import storage_of
-from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.trainable import Trainable, blocks_of, own_way
-from cs336_systems.parallel.collectives import take_from_rank_0
-from cs336_systems.parallel.data_parallel import (
-    FlatDDP,
-    NaiveDDP,
-    OverlapDDP,
-    PushDDP,
-    ShardedOptimizer,
-)
-from cs336_systems.parallel.fully_sharded import (
-    FSDP,
-    CopyFSDP,
-    ShardedMasterAdamW,
-    leaves_of,
-    with_received,
-)
+from ..config import Mode, Parallel, Precision, RunConfig
+from ..model.fast.master_adamw import storage_of
+from ..model.fast.model import FastLM
+from ..model.optimizer import make_optimizer
+from ..model.trainable import Trainable, blocks_of, own_way
+from .collectives import take_from_rank_0
+from .data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
+from .fully_sharded import FSDP, CopyFSDP, ShardedMasterAdamW, leaves_of, with_received
 
 
 class _TorchWay(nn.Module):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.config import Phase
+from ..analysis.kernels.classes import KernelClass
+from ..analysis.memory.profile import Category
+from ..config import Phase
 
 VISIBLE = 0.001
 """A smaller share of a bar is not in the legend."""

@@ -5,8 +5,8 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
-from cs336_systems.config import RunConfig
-from cs336_systems.report.words import (
+from ..config import RunConfig
+from .words import (
     DOUBT,
     MIN_DIGITS,
     amount,

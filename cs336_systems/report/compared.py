@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336_systems.analysis import compare
-from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import RunConfig
-from cs336_systems.files import read_json
-from cs336_systems.record import RecordError, RunRecord, load_records, read_record
-from cs336_systems.report.columns import Row, columns_of
-from cs336_systems.report.formats import texts_of, write_files
-from cs336_systems.report.frame import codes_of, rows_of, to_frame
-from cs336_systems.report.identity import (
+from ..analysis import compare
+from ..analysis.statistics import FEWEST
+from ..analysis.warnings import in_doubt
+from ..config import RunConfig
+from ..files import read_json
+from ..record import RecordError, RunRecord, load_records, read_record
+from ..text import counted, print_aside, text_of
+from .columns import Row, columns_of
+from .formats import texts_of, write_files
+from .frame import codes_of, rows_of, to_frame
+from .identity import (
     ALWAYS,
     SHAPE,
     heading,
@@ -27,16 +28,8 @@ from cs336_systems.report.identity import (
     shared_settings,
     without_unused,
 )
-from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.words import (
-    DOUBT,
-    SCATTER,
-    in_percent,
-    mean_and_std,
-    significant,
-    status_text,
-)
-from cs336_systems.text import counted, print_aside, text_of
+from .section import Section, known, make_table
+from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant, status_text
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"

@@ -16,9 +16,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cs336_systems.report.charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink
-from cs336_systems.report.words import significant
-from cs336_systems.text import inert_line, shorten
+from ..text import inert_line, shorten
+from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink
+from .words import significant
 
 Handles = dict[str, Any]
 """Handles of the legend's entries, by their words."""

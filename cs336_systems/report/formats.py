@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from cs336_systems.files import write_atomically
-from cs336_systems.report.section import Section, Table, with_note
-from cs336_systems.text import LONGEST_LINE, inert_line
+from ..files import write_atomically
+from ..text import LONGEST_LINE, inert_line
+from .section import Section, Table, with_note
 
 FORMULA_STARTS = frozenset(
     "=+-@\N{FULLWIDTH EQUALS SIGN}\N{FULLWIDTH PLUS SIGN}"
@@ -190,7 +190,7 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
 def pngs_of(section: Section) -> dict[str, bytes]:
     """The PNG of each picture of the section by its file."""
     # matplotlib is slow to import, and printing does not need it
-    from cs336_systems.report.draw import png_of
+    from .draw import png_of
 
     return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
 

@@ -8,26 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from cs336_systems.analysis.statistics import mean_interval, quotient_stdev
-from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import SIZES, Mode, Phase, Precision, RunConfig
-from cs336_systems.costs.accounting import mfu, step_flops
-from cs336_systems.costs.communication import calls
-from cs336_systems.costs.curves import time_s
-from cs336_systems.costs.memory import predicted_peak_bytes
-from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.time import prepare_forecasts
-from cs336_systems.record import Measurement, RunRecord, Status
-from cs336_systems.report.columns import VALUES, Steps
-from cs336_systems.report.identity import (
-    SHAPE,
-    SHORTCUTS,
-    identities,
-    identity,
-    settings_of,
-    shared_settings,
-)
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
+from ..analysis.statistics import mean_interval, quotient_stdev
+from ..analysis.warnings import in_doubt
+from ..config import SIZES, Mode, Phase, Precision, RunConfig
+from ..costs.accounting import mfu, step_flops
+from ..costs.communication import calls
+from ..costs.curves import time_s
+from ..costs.memory import predicted_peak_bytes
+from ..costs.ranks_time import predicted_time
+from ..costs.time import prepare_forecasts
+from ..record import Measurement, RunRecord, Status
+from ..studies.ceilings_files import NO_CEILINGS, Ceilings
+from .columns import VALUES, Steps
+from .identity import SHAPE, SHORTCUTS, identities, identity, settings_of, shared_settings
 
 if TYPE_CHECKING:
     from pandas.core.groupby.generic import SeriesGroupBy

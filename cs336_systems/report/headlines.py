@@ -8,24 +8,24 @@ below names others.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from cs336_systems.analysis.kernels.step_profile import Work
-from cs336_systems.config import CompileMode, Mode
-from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.columns import Row, column, three_digits
-from cs336_systems.report.compared import Compared
-from cs336_systems.report.frame import codes_of
-from cs336_systems.report.identity import names_of
-from cs336_systems.report.section import Section, labels
-from cs336_systems.report.sections.kernels.findings import Limit, limit_of
-from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
-from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.report.sections.ladder import findings as ladder_findings
-from cs336_systems.report.sections.memory.findings import MemoryEntry, size
-from cs336_systems.report.sections.memory.findings import findings as memory_findings
-from cs336_systems.report.sections.steps import PHASES
-from cs336_systems.report.words import DOUBT, GIB, between, milliseconds, percent_of, status_text
-from cs336_systems.studies.operators import Version
-from cs336_systems.text import counted
+from ..analysis.kernels.step_profile import Work
+from ..config import CompileMode, Mode
+from ..record import Status, WarningCode
+from ..studies.operators import Version
+from ..text import counted
+from .columns import Row, column, three_digits
+from .compared import Compared
+from .frame import codes_of
+from .identity import names_of
+from .section import Section, labels
+from .sections.kernels.findings import Limit, limit_of
+from .sections.kernels.findings import findings as kernel_findings
+from .sections.kernels.tables import Explained
+from .sections.ladder import findings as ladder_findings
+from .sections.memory.findings import MemoryEntry, size
+from .sections.memory.findings import findings as memory_findings
+from .sections.steps import PHASES
+from .words import DOUBT, GIB, between, milliseconds, percent_of, status_text
 
 Headline: TypeAlias = tuple[str, str]
 """The answer in a sentence, and more that it needs."""

@@ -18,7 +18,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from cs336_systems.config import (
+from ..config import (
     SETTINGS,
     SIZES,
     UNSIZED,
@@ -30,9 +30,9 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.report.columns import Column
-from cs336_systems.settings import Setting, heading_of, in_note, in_words
-from cs336_systems.text import LONGEST_PART, shortened, text_of
+from ..settings import Setting, heading_of, in_note, in_words
+from ..text import LONGEST_PART, shortened, text_of
+from .columns import Column
 
 Identity: TypeAlias = dict[str, Any]
 """All settings of a run by column; None is unknown. Two are equal only if configuration and

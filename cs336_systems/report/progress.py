@@ -12,12 +12,12 @@ from time import monotonic
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cs336_systems.config import Phase, RunConfig
-from cs336_systems.measure.nvml import Gpu
-from cs336_systems.record import RecordError, RunRecord
-from cs336_systems.report.words import STATUS_WORDS
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.text import counted, inert_line, print_aside
+from ..config import Phase, RunConfig
+from ..measure.nvml import Gpu
+from ..record import RecordError, RunRecord
+from ..sweep.keep import Listener
+from ..text import counted, inert_line, print_aside
+from .words import STATUS_WORDS
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -127,8 +127,8 @@ class StatusLine(Listener):
 
     def importing(self) -> None:
         """Import meanwhile what writes the tables and plots at the end, which takes a second."""
-        import cs336_systems.report.page.chapters
-        import cs336_systems.report.results  # noqa: F401
+        from . import results  # noqa: F401
+        from .page import chapters  # noqa: F401
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress."""

@@ -8,27 +8,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.formats import pngs_of, texts_of, write_files
-from cs336_systems.report.frame import to_frame
-from cs336_systems.report.section import Section, Table, findings_section, rows_with
-from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.report.sections.kernels.files import sections_of as kernel_sections
-from cs336_systems.report.sections.kernels.files import tables_of as kernel_tables
-from cs336_systems.report.sections.kernels.findings import findings as kernel_findings
-from cs336_systems.report.sections.kernels.tables import Explained, by_configuration, load_profiled
-from cs336_systems.report.sections.memory.findings import MemoryEntry, load_memory
-from cs336_systems.report.sections.memory.findings import findings as memory_findings
-from cs336_systems.report.sections.memory.tables import memory_tables
-from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
-from cs336_systems.report.sections.operators import attention_section, fusion_section
-from cs336_systems.report.sections.steps import results_section
-from cs336_systems.report.sections.study import precision_sections
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.operators import AttentionStudy, FusionStudy
-from cs336_systems.studies.records import PrecisionStudy
+from ..config import Profiler, RunConfig
+from ..record import RunRecord, Status
+from ..studies.ceilings_files import NO_CEILINGS, Ceilings
+from ..studies.ceilings_records import CeilingsStudy
+from ..studies.operators import AttentionStudy, FusionStudy
+from ..studies.records import PrecisionStudy
+from .formats import pngs_of, texts_of, write_files
+from .frame import to_frame
+from .section import Section, Table, findings_section, rows_with
+from .sections.ceilings import ceilings_sections
+from .sections.kernels.files import sections_of as kernel_sections
+from .sections.kernels.files import tables_of as kernel_tables
+from .sections.kernels.findings import findings as kernel_findings
+from .sections.kernels.tables import Explained, by_configuration, load_profiled
+from .sections.memory.findings import MemoryEntry, load_memory
+from .sections.memory.findings import findings as memory_findings
+from .sections.memory.tables import memory_tables
+from .sections.memory.tables import sections_of as memory_sections
+from .sections.operators import attention_section, fusion_section
+from .sections.steps import results_section
+from .sections.study import precision_sections
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report import identity
-from cs336_systems.report.columns import Column, Row, columns_of
-from cs336_systems.text import print_aside
+from ..analysis.columns import ProfileError
+from ..config import Profiler, RunConfig
+from ..record import RunRecord, Status
+from ..text import print_aside
+from . import identity
+from .columns import Column, Row, columns_of
 
 if TYPE_CHECKING:
-    from cs336_systems.report.draw import Picture
+    from .draw import Picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ def load_entries(
     and names the first.
     """
     # pandas is slow to import, and only entries need it
-    from cs336_systems.report.frame import order
+    from .frame import order
 
     found, problems = [], []
     for record in sorted(records, key=lambda record: order(record.config)):

@@ -16,12 +16,12 @@ from rich.console import Console, Group, JustifyMethod
 from rich.markup import escape
 from rich.text import Text
 
-from cs336_systems.record import RunRecord
-from cs336_systems.report.columns import Column
-from cs336_systems.report.section import FINDING, Table
-from cs336_systems.report.words import own_place, own_traceback
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.text import inert_line, print_line, shortened
+from ..record import RunRecord
+from ..studies.ceilings_files import NO_CEILINGS, Ceilings
+from ..text import inert_line, print_line, shortened
+from .columns import Column
+from .section import FINDING, Table
+from .words import own_place, own_traceback
 
 UNLIMITED = 1_000_000
 """Width that rich is given for an unlimited width."""
@@ -86,8 +86,8 @@ def print_run(
 ) -> None:
     """Print the table of one run, its failure or warnings, and the path of its record."""
     # pandas is slow to import, and the other functions do not need it
-    from cs336_systems.report.frame import to_frame
-    from cs336_systems.report.sections.steps import results_table, step_answer
+    from .frame import to_frame
+    from .sections.steps import results_table, step_answer
 
     frame = to_frame([record], ceilings)
     print_sentences(step_answer(frame, record))

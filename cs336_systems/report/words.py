@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from cs336_systems.analysis import compare
-from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.record import Failure, RunRecord, Status
+from ..analysis import compare
+from ..analysis.statistics import FEWEST
+from ..record import Failure, RunRecord, Status
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
 """Fewest and most significant digits of a value that has an interval."""
@@ -52,7 +52,7 @@ CHANCE = (
 _FRAME = re.compile(
     r'^  File "([^"\n]+)", line (\d+).*\n(?:    .*\n|  \[Previous .*\n)*', re.MULTILINE
 )
-_NOT_THE_USERS = ("cs336_systems/", "importlib/", "<frozen importlib", "torch/", "triton/")
+_NOT_THE_USERS = ("cs336/", "importlib/", "<frozen importlib", "torch/", "triton/")
 """Beginnings of the paths, in a record's traceback, of files that are not the user's."""
 
 

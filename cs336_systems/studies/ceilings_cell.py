@@ -14,25 +14,20 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.config import FP8_MULTIPLE, Device, ModelConfig, Phase, Precision, RunConfig
-from cs336_systems.costs.communication import Collective
-from cs336_systems.costs.shards import FP32_BYTES
-from cs336_systems.costs.tape import MATMULS_OF, Form, Pass
-from cs336_systems.costs.time import host_calls
-from cs336_systems.measure.failure import classify, describe
-from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.measure.precision import apply_math_mode
-from cs336_systems.measure.run import measure as measure_run
-from cs336_systems.parallel.collectives import (
-    Rank,
-    all_gather,
-    devices_of,
-    group_of,
-    reduce_scatter,
-)
-from cs336_systems.parallel.exchange import of_all_ranks, shared_rows
-from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import (
+from ..config import FP8_MULTIPLE, Device, ModelConfig, Phase, Precision, RunConfig
+from ..costs.communication import Collective
+from ..costs.shards import FP32_BYTES
+from ..costs.tape import MATMULS_OF, Form, Pass
+from ..costs.time import host_calls
+from ..measure.failure import classify, describe
+from ..measure.nvml import visible_gpus
+from ..measure.precision import apply_math_mode
+from ..measure.run import measure as measure_run
+from ..parallel.collectives import Rank, all_gather, devices_of, group_of, reduce_scatter
+from ..parallel.exchange import of_all_ranks, shared_rows
+from ..record import Failure, Status
+from ..sweep.ranks import first_failed, run_ranks
+from .ceilings_records import (
     D_HEAD,
     HEADS,
     MASK_SIDE,
@@ -55,9 +50,8 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
-from cs336_systems.studies.cell import DTYPES, make_generator, normal
-from cs336_systems.studies.records import Row
-from cs336_systems.sweep.ranks import first_failed, run_ranks
+from .cell import DTYPES, make_generator, normal
+from .records import Row
 
 GRAPH_BELOW_S = 1e-3
 """A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer

@@ -12,17 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-import cs336_systems.costs.devices
-from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import Precision
-from cs336_systems.costs.communication import Collective
-from cs336_systems.costs.curves import Curves
-from cs336_systems.costs.hardware import bare_name
-from cs336_systems.studies.ceilings_records import CeilingsStudy, Launch, ProductPrecision
-from cs336_systems.studies.records import read_study
+from ..analysis.warnings import in_doubt
+from ..config import Precision
+from ..costs.communication import Collective
+from ..costs.curves import Curves
+from ..costs.hardware import bare_name
+from .ceilings_records import CeilingsStudy, Launch, ProductPrecision
+from .records import read_study
 
 FILE_NAME = "ceilings.json"
-SHIPPED = Path(cs336_systems.costs.devices.__file__).parent
+SHIPPED = Path(__file__).parents[1] / "costs" / "devices"
 """Folders of the devices whose ceilings come with the program; each file is a study's,
 compressed by gzip.
 """

@@ -14,19 +14,19 @@ from typing import Annotated, Any, ClassVar, Self
 
 import msgspec
 
-from cs336_systems.analysis.warnings import LOOPS, timing_warnings
-from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.communication import TIMED, Collective
-from cs336_systems.costs.curves import Curves, Matmul
-from cs336_systems.costs.shards import FP32_BYTES
-from cs336_systems.costs.tape import Form, Kind, Pass
-from cs336_systems.costs.time import is_fast_step, operations, prepare_forecasts
-from cs336_systems.costs.traces import has_tape
-from cs336_systems.files import CEILINGS
-from cs336_systems.model.fast.choose import fastest
-from cs336_systems.record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
-from cs336_systems.settings import ByDevice, Setting, check
-from cs336_systems.studies.records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
+from ..analysis.warnings import LOOPS, timing_warnings
+from ..config import SIZES, Attention, Device, Precision, RunConfig
+from ..costs.communication import TIMED, Collective
+from ..costs.curves import Curves, Matmul
+from ..costs.shards import FP32_BYTES
+from ..costs.tape import Form, Kind, Pass
+from ..costs.time import is_fast_step, operations, prepare_forecasts
+from ..costs.traces import has_tape
+from ..files import CEILINGS
+from ..model.fast.choose import fastest
+from ..record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
+from ..settings import ByDevice, Setting, check
+from .records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
 
 MIN_TIME_S = 1e-9
 MAX_BYTES = 2**42
@@ -401,7 +401,7 @@ def joined(rows: Iterable[Row]) -> Iterator[Row]:
 class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
     """What to run."""
 
-    MEASURE: ClassVar[str] = "cs336_systems.studies.ceilings_cell:measure_rows"
+    MEASURE: ClassVar[str] = "cs336.studies.ceilings_cell:measure_rows"
 
     device: Device
     shapes: tuple[Shape, ...]

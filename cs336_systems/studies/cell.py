@@ -14,11 +14,11 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.config import Device, Precision
-from cs336_systems.measure.environment import environment
-from cs336_systems.measure.failure import classify, describe
-from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.studies.records import Cell, Grid, RowT, StudyT
+from ..config import Device, Precision
+from ..measure.environment import environment
+from ..measure.failure import classify, describe
+from ..measure.nvml import visible_gpus
+from .records import Cell, Grid, RowT, StudyT
 
 Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
 """Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises

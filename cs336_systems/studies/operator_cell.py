@@ -25,15 +25,15 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.measure.clock import Clock, EventClock, HostClock
-from cs336_systems.measure.failure import classify, describe
-from cs336_systems.measure.precision import apply_math_mode
-from cs336_systems.model.trainable import load_callable
-from cs336_systems.model.transformer import naive_attention
-from cs336_systems.record import Failure, Measurement, Status
-from cs336_systems.studies import operators
-from cs336_systems.studies.cell import DTYPES, OperationObserver, make_generator, normal
+from ..config import Device, Phase, Precision
+from ..measure.clock import Clock, EventClock, HostClock
+from ..measure.failure import classify, describe
+from ..measure.precision import apply_math_mode
+from ..model.trainable import load_callable
+from ..model.transformer import naive_attention
+from ..record import Failure, Measurement, Status
+from . import operators
+from .cell import DTYPES, OperationObserver, make_generator, normal
 
 OpFunction = Callable[..., Tensor]
 T = TypeVar("T")

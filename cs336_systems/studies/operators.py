@@ -13,18 +13,10 @@ from itertools import product
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
-from cs336_systems.config import Device, Phase, Precision, is_import_name
-from cs336_systems.record import Count, Environment, Failure, Input, Measurement, Seconds, Status
-from cs336_systems.settings import ByDevice, Rule, Setting, check
-from cs336_systems.studies.records import (
-    AT_LEAST_ONE,
-    ELEMENT_BYTES,
-    FORMAT_VERSION,
-    PRECISIONS_HELP,
-    Cell,
-    Grid,
-    Row,
-)
+from ..config import Device, Phase, Precision, is_import_name
+from ..record import Count, Environment, Failure, Input, Measurement, Seconds, Status
+from ..settings import ByDevice, Rule, Setting, check
+from .records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 TOLERANCE = 10
@@ -76,7 +68,7 @@ class AttentionCell:
 class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     """What to run: every implementation at every precision, head dimension and context length."""
 
-    MEASURE: ClassVar[str] = "cs336_systems.studies.operator_cell:measure_attention"
+    MEASURE: ClassVar[str] = "cs336.studies.operator_cell:measure_attention"
 
     device: Device
     batch_size: Annotated[int, Setting("Sequences in a batch.", least=1)] = 8
@@ -393,7 +385,7 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
     those of attention (batch_size, num_heads, context_length, d_head).
     """
 
-    MEASURE: ClassVar[str] = "cs336_systems.studies.operator_cell:measure_fusion"
+    MEASURE: ClassVar[str] = "cs336.studies.operator_cell:measure_fusion"
 
     device: Device
     ops: Annotated[

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.functional import cross_entropy, layer_norm
 
-from cs336_systems.config import SIZES, Arch, Device, Precision
-from cs336_systems.measure.precision import autocast
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.studies import records
-from cs336_systems.studies.cell import OperationObserver
+from ..config import SIZES, Arch, Device, Precision
+from ..measure.precision import autocast
+from ..model.transformer import TransformerLM
+from . import records
+from .cell import OperationObserver
 
 SHORT_NAMES = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

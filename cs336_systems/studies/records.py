@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
-from cs336_systems.config import Device, Precision
-from cs336_systems.files import read_json
-from cs336_systems.record import Environment, Failure, Input, RecordError, Status
+from ..config import Device, Precision
+from ..files import read_json
+from ..record import Environment, Failure, Input, RecordError, Status
 
 FORMAT_VERSION = 1
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}

@@ -21,17 +21,17 @@ from typing import Any, Generic, TypeAlias
 
 import msgspec
 
-from cs336_systems.config import Device
-from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.measure.environment import identity
-from cs336_systems.measure.inputs import source_of
-from cs336_systems.measure.nvml import Gpu, visible_gpus
-from cs336_systems.record import Environment, Failure, RecordError, Status
-from cs336_systems.studies.records import Cell, Grid, RowT, StudyT, read_study
-from cs336_systems.sweep import store
-from cs336_systems.sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
-from cs336_systems.sweep.process import adopt_orphans, begin_worker
-from cs336_systems.text import counted, plain_word, print_aside
+from ..config import Device
+from ..files import encode_json, write_atomically
+from ..measure.environment import identity
+from ..measure.inputs import source_of
+from ..measure.nvml import Gpu, visible_gpus
+from ..record import Environment, Failure, RecordError, Status
+from ..sweep import store
+from ..sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
+from ..sweep.process import adopt_orphans, begin_worker
+from ..text import counted, plain_word, print_aside
+from .records import Cell, Grid, RowT, StudyT, read_study
 
 Announce: TypeAlias = Callable[[str, int, int], object]
 """Called before each cell with its label, how many cells are done, and how many there are."""
@@ -53,7 +53,7 @@ def run_study(
     if not groups:
         return cells.study()
     adopt_orphans()
-    preload("cs336_systems.studies.cell", grid.MEASURE.partition(":")[0])
+    preload("cs336.studies.cell", grid.MEASURE.partition(":")[0])
     gpus = visible_gpus()[: grid.world_size] if grid.device is Device.CUDA else ()
     done, total = 0, sum(map(len, groups))
     with contextlib.ExitStack() as stack:
@@ -248,6 +248,6 @@ def _serve(
     """
     begin_worker(log, gpu_uuids)
     # imports torch, which this module's own process must not
-    from cs336_systems.studies import cell
+    from . import cell
 
     cell.serve(connection, grid)

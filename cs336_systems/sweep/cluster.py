@@ -35,25 +35,19 @@ from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import cs336_systems
-from cs336_systems.analysis.kernels import has_nsys
-from cs336_systems.config import Device, Profiler, RunConfig
-from cs336_systems.files import error_in_words, write_atomically
-from cs336_systems.measure.environment import identity
-from cs336_systems.measure.nvml import alike, visible_gpus
-from cs336_systems.record import Failure, Identity, RunRecord, Status
-from cs336_systems.sweep import store
-from cs336_systems.sweep.isolation import (
-    Interrupts,
-    fork_server,
-    preload_to_explain,
-    spare_children,
-)
-from cs336_systems.sweep.keep import Keeper, Listener, resume
-from cs336_systems.sweep.process import adopt_orphans, when_it_ends
-from cs336_systems.sweep.run import Loop, Outcome, measure_one, num_slots, outcome
-from cs336_systems.temporary import temporary_directory
-from cs336_systems.text import counted
+from ..analysis.kernels import has_nsys
+from ..config import Device, Profiler, RunConfig
+from ..files import error_in_words, write_atomically
+from ..measure.environment import identity
+from ..measure.nvml import alike, visible_gpus
+from ..record import Failure, Identity, RunRecord, Status
+from ..temporary import temporary_directory
+from ..text import counted
+from . import store
+from .isolation import Interrupts, fork_server, preload_to_explain, spare_children
+from .keep import Keeper, Listener, resume
+from .process import adopt_orphans, when_it_ends
+from .run import Loop, Outcome, measure_one, num_slots, outcome
 
 T = TypeVar("T")
 MAX_TRIES = 3
@@ -226,9 +220,16 @@ def connected(address: str) -> Iterator[None]:
     hint = ""
     try:
         address = _checked(address)
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with (
+            Path(os.devnull).open("w") as nowhere,
+            contextlib.redirect_stdout(nowhere),
+            temporary_directory() as directory,
+        ):
+            # Ray names what it sends by its folder, which a checkout names differently.
+            folder = directory / "cs336"
+            folder.symlink_to(Path(__file__).parents[1])
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
-            package = {"py_modules": [str(Path(cs336_systems.__file__).parent)]}
+            package = {"py_modules": [str(folder)]}
             # it warns that it sets no handler of signals in a thread
             logging.getLogger("ray").setLevel(logging.ERROR)
             _promptly(

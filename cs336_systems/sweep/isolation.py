@@ -25,12 +25,12 @@ from typing import NoReturn, TypeAlias
 
 import psutil
 
-from cs336_systems.config import RunConfig
-from cs336_systems.interrupt import end_at_once
-from cs336_systems.record import Failure, Status
-from cs336_systems.sweep.process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
-from cs336_systems.sweep.store import SweepError
-from cs336_systems.temporary import shared_directory
+from ..config import RunConfig
+from ..interrupt import end_at_once
+from ..record import Failure, Status
+from ..temporary import shared_directory
+from .process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
+from .store import SweepError
 
 LOG_TAIL_BYTES = 16 * 1024
 """Most bytes of the end of a worker's output that are kept."""
@@ -64,9 +64,9 @@ _DEATH_S = 10.0
 at all.
 """
 
-_PRELOAD = ("cs336_systems.sweep.server", "cs336_systems.sweep.worker")
+_PRELOAD = ("cs336.sweep.server", "cs336.sweep.worker")
 """Imported once for all workers, in this order. It must not touch CUDA."""
-EXPLAINING = ("cs336_systems.analysis.kernels.explain", "cs336_systems.analysis.memory.explain")
+EXPLAINING = ("cs336.analysis.kernels.explain", "cs336.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
 Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
 """Function that a worker calls with a run, the directory of records, and the connection for its

@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import FileError, error_in_words, in_one_line
-from cs336_systems.measure.environment import host_memory_bytes
-from cs336_systems.measure.inputs import all_inputs
-from cs336_systems.measure.nvml import Gpu
-from cs336_systems.record import (
+from ..config import Profiler, RunConfig
+from ..files import FileError, error_in_words, in_one_line
+from ..measure.environment import host_memory_bytes
+from ..measure.inputs import all_inputs
+from ..measure.nvml import Gpu
+from ..record import (
     Failure,
     Identity,
     Input,
@@ -33,9 +33,9 @@ from cs336_systems.record import (
     time_now,
     write_record,
 )
-from cs336_systems.sweep import store
-from cs336_systems.sweep.process import NOT_EXPLAINED, begin_worker
-from cs336_systems.text import print_aside
+from ..text import print_aside
+from . import store
+from .process import NOT_EXPLAINED, begin_worker
 
 
 class Listener:
@@ -223,8 +223,8 @@ def has_explanation(config: RunConfig, runs: Path) -> bool:
     path = store.explanation_path(config, runs)
     if not path.is_file():
         return False
-    from cs336_systems.analysis.kernels.step_profile import decode_profile
-    from cs336_systems.analysis.memory.profile import read_memory_profile
+    from ..analysis.kernels.step_profile import decode_profile
+    from ..analysis.memory.profile import read_memory_profile
 
     try:
         if config.profiler is Profiler.MEMORY:
@@ -243,13 +243,13 @@ def explain_run(config: RunConfig, runs: Path) -> None:
     raw, target = store.raw_profile_path(config, runs), store.explanation_path(config, runs)
     target.parent.mkdir(parents=True, exist_ok=True)
     if config.profiler is Profiler.MEMORY:
-        from cs336_systems.analysis.memory.explain import explain_memory
-        from cs336_systems.analysis.memory.profile import write_memory_profile
+        from ..analysis.memory.explain import explain_memory
+        from ..analysis.memory.profile import write_memory_profile
 
         write_memory_profile(explain_memory(raw), target)
     else:
-        from cs336_systems.analysis.kernels.explain import explain
-        from cs336_systems.analysis.kernels.step_profile import write_profile
+        from ..analysis.kernels.explain import explain
+        from ..analysis.kernels.step_profile import write_profile
 
         write_profile(explain(raw, config), target)
 

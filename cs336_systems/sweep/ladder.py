@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from cs336_systems.config import (
+from ..config import (
     PACKED_MULTIPLE,
     SIZES,
     Attention,
@@ -25,10 +25,10 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.files import LADDER, FileError, encode_json, read_json, write_atomically
-from cs336_systems.model.fast.choose import (
+from ..costs.accounting import count_parameters
+from ..costs.hardware import find_device
+from ..files import LADDER, FileError, encode_json, read_json, write_atomically
+from ..model.fast.choose import (
     NICE_VOCABULARY,
     best_sdpa_backend,
     can_fuse_activations,

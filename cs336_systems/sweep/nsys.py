@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.analysis.kernels import NsysError, find_nsys
-from cs336_systems.config import RunConfig
-from cs336_systems.ranges import Range
-from cs336_systems.sweep.process import child_environment, die_with_forker
+from ..analysis.kernels import NsysError, find_nsys
+from ..config import RunConfig
+from ..ranges import Range
+from .process import child_environment, die_with_forker
 
 CAPTURED_STEPS = (
     "--capture-range=nvtx",
@@ -62,7 +62,7 @@ def run_under_nsys(
             *([FORKED] if config.is_shared else []),
             f"--output={report.with_suffix('')}",
         ),
-        *(sys.executable, "-m", "cs336_systems.sweep.worker"),
+        *(sys.executable, "-m", "cs336.sweep.worker"),
         *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid()), *gpu_uuids),
     ]
     die_with_parent = functools.partial(die_with_forker, signal.SIGKILL)

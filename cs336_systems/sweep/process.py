@@ -18,8 +18,6 @@ from pathlib import Path
 
 import psutil
 
-import cs336_systems
-
 RECORD_NOT_WRITTEN = 74
 """Exit status (EX_IOERR) of a worker that could not write its record: the disk failed, not the
 run.
@@ -130,7 +128,7 @@ def child_environment() -> dict[str, str]:
     directory otherwise.
     """
     environment = {"PYTHONSAFEPATH": _SAFE_PATH} | os.environ
-    root = str(Path(cs336_systems.__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     if root != sysconfig.get_path("purelib"):
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, [root, environment.get("PYTHONPATH")])

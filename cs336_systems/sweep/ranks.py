@@ -22,9 +22,9 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import psutil
 
-from cs336_systems.config import Device, Phase, RunConfig
-from cs336_systems.parallel.collectives import Rank, devices_of
-from cs336_systems.record import (
+from ..config import Device, Phase, RunConfig
+from ..parallel.collectives import Rank, devices_of
+from ..record import (
     Failure,
     Measurement,
     RankRecord,
@@ -34,10 +34,10 @@ from cs336_systems.record import (
     WarningCode,
     time_now,
 )
-from cs336_systems.sweep.isolation import end_in_words, signal_name
-from cs336_systems.sweep.process import die_with_forker
-from cs336_systems.sweep.store import path_of_rank
-from cs336_systems.temporary import temporary_directory
+from ..temporary import temporary_directory
+from .isolation import end_in_words, signal_name
+from .process import die_with_forker
+from .store import path_of_rank
 
 _GRACE_S = 2.0
 """How long the other ranks may go on after one has failed, because their errors may show the
@@ -248,7 +248,7 @@ def _measure_rank(config: RunConfig, profile: Path | None, rank: Rank) -> RunRec
     """What a rank does."""
     import torch
 
-    from cs336_systems.measure.run import measure
+    from ..measure.run import measure
 
     if config.device is Device.CPU:
         torch.set_num_threads(max(1, torch.get_num_threads() // config.ranks))

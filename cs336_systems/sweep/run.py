@@ -15,21 +15,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 
-from cs336_systems.analysis.warnings import judged
-from cs336_systems.config import (
-    CompileMode,
-    Device,
-    Mode,
-    OptimizerKind,
-    Parallel,
-    Profiler,
-    RunConfig,
-)
-from cs336_systems.measure.environment import identity
-from cs336_systems.measure.nvml import Gpu, alike, visible_gpus
-from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.sweep import isolation, keep, store
-from cs336_systems.sweep.process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
+from ..analysis.warnings import judged
+from ..config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
+from ..measure.environment import identity
+from ..measure.nvml import Gpu, alike, visible_gpus
+from ..record import RunRecord, Status, load_records
+from . import isolation, keep, store
+from .process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 
 _TICK_S = 1.0
 """Seconds between two wakes of the sweep while nothing happens: seldom, because timed runs share
@@ -303,7 +295,7 @@ def measure_in_worker(
     """Entry of a worker that measures. It imports torch itself, because this module's own
     process must not.
     """
-    from cs336_systems.sweep import worker
+    from . import worker
 
     worker.main(config, runs, log, gpu_uuids)
 
@@ -320,11 +312,11 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
         else []
     )
     if any(config.profiler is Profiler.MEMORY for config in configs):
-        modules.append("cs336_systems.measure.memory")
+        modules.append("cs336.measure.memory")
     if any(config.needs_fast_model or config.cuda_graph for config in configs):
-        modules += ["cs336_systems.model.fast.model", "cs336_systems.model.fast.step_graph"]
+        modules += ["cs336.model.fast.model", "cs336.model.fast.step_graph"]
     if any(config.is_shared for config in configs):
-        modules.append("cs336_systems.parallel.ways")
+        modules.append("cs336.parallel.ways")
     if any(map(_uses_dynamo, configs)):
         modules.append("torch._dynamo")
     if any(

@@ -8,12 +8,7 @@ import gc
 import os
 import signal
 
-from cs336_systems.sweep.process import (
-    FORKER_VARIABLE,
-    STOP_SIGNALS,
-    die_with_forker,
-    forget_safe_path,
-)
+from .process import FORKER_VARIABLE, STOP_SIGNALS, die_with_forker, forget_safe_path
 
 # otherwise a worker would keep the fork server alive after the sweep
 die_with_forker(signal.SIGKILL)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import encode_json, remedy, write_atomically
-from cs336_systems.record import Identity, Input, RecordError, RunRecord
-from cs336_systems.text import LONGEST_PART, shorten, shortened
+from ..config import Profiler, RunConfig
+from ..files import encode_json, remedy, write_atomically
+from ..record import Identity, Input, RecordError, RunRecord
+from ..text import LONGEST_PART, shorten, shortened
 
 _PROBE_BYTES = 2**16
 """Size of a large record, so that the probe also finds a full disk."""
@@ -97,7 +97,7 @@ def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:
     """
     if config.profiler is Profiler.NONE:
         return ()
-    from cs336_systems.analysis.memory.profile import notes_path
+    from ..analysis.memory.profile import notes_path
 
     raw = raw_profile_path(config, runs)
     ranks = 1 if config.profiler is Profiler.NSYS else config.ranks

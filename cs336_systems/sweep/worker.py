@@ -10,19 +10,19 @@ from pathlib import Path
 
 import msgspec
 
-from cs336_systems.analysis.kernels import NsysError
-from cs336_systems.analysis.warnings import judged
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.files import error_in_words
-from cs336_systems.measure.failure import describe
-from cs336_systems.measure.run import measure
-from cs336_systems.record import RunRecord, Status, read_record, time_now, write_record
-from cs336_systems.sweep.nsys import is_under_nsys, run_under_nsys
-from cs336_systems.sweep.process import RECORD_NOT_WRITTEN, begin_worker, die_with, forget_safe_path
-from cs336_systems.sweep.ranks import measure_on_ranks
-from cs336_systems.sweep.store import fresh_profile_path
-from cs336_systems.temporary import temporary_directory
-from cs336_systems.text import print_aside
+from ..analysis.kernels import NsysError
+from ..analysis.warnings import judged
+from ..config import Profiler, RunConfig
+from ..files import error_in_words
+from ..measure.failure import describe
+from ..measure.run import measure
+from ..record import RunRecord, Status, read_record, time_now, write_record
+from ..temporary import temporary_directory
+from ..text import print_aside
+from .nsys import is_under_nsys, run_under_nsys
+from .process import RECORD_NOT_WRITTEN, begin_worker, die_with, forget_safe_path
+from .ranks import measure_on_ranks
+from .store import fresh_profile_path
 
 
 def main(config: RunConfig, runs: Path, log: Connection, gpu_uuids: Sequence[str]) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.analysis import compare as module
-from cs336_systems.analysis.compare import (
+from cs336.analysis import compare as module
+from cs336.analysis.compare import (
     PROCESS_DEVIATION,
     SESSION_DEVIATION,
     Verdict,
@@ -23,8 +23,8 @@ from cs336_systems.analysis.compare import (
     refuse_unlike,
     without_profiled,
 )
-from cs336_systems.config import Phase, Profiler
-from cs336_systems.record import Identity, Input, Measurement, load_records
+from cs336.config import Phase, Profiler
+from cs336.record import Identity, Input, Measurement, load_records
 from tests.committed import committed_runs
 from tests.report.making import make_config, make_record
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.analysis.statistics import (
+from cs336.analysis.statistics import (
     lag1_autocorrelation,
     mean_interval,
     outliers,
@@ -14,7 +14,7 @@ from cs336_systems.analysis.statistics import (
     slope,
     steady_interval,
 )
-from cs336_systems.analysis.warnings import timing_warnings
+from cs336.analysis.warnings import timing_warnings
 
 
 @pytest.mark.parametrize("n", [3, 4, 10, 100])

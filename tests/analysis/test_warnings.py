@@ -4,8 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.warnings import Remedy, launched_phases, throttled, timing_warnings
-from cs336_systems.config import (
+from cs336.analysis.warnings import Remedy, launched_phases, throttled, timing_warnings
+from cs336.config import (
     SIZES,
     Attention,
     CompileMode,
@@ -17,7 +17,7 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.record import GpuState, Measurement, Telemetry, WarningCode
+from cs336.record import GpuState, Measurement, Telemetry, WarningCode
 
 
 def noisy(seed: int, n: int = 10, noise: float = 0.003) -> np.ndarray:

@@ -7,18 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems.cli import main
-from cs336_systems.commands import account as command
-from cs336_systems.commands.account import AccountArguments, device_meant
-from cs336_systems.commands.flags import parse
-from cs336_systems.config import Precision
-from cs336_systems.costs.accounting import component_flops
-from cs336_systems.costs.hardware import DEVICES, find_device
-from cs336_systems.files import encode_json
-from cs336_systems.measure import nvml
-from cs336_systems.measure.nvml import Gpu
-from cs336_systems.report.words import SHIPPED
-from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
+from cs336.cli import main
+from cs336.commands import account as command
+from cs336.commands.account import AccountArguments, device_meant
+from cs336.commands.flags import parse
+from cs336.config import Precision
+from cs336.costs.accounting import component_flops
+from cs336.costs.hardware import DEVICES, find_device
+from cs336.files import encode_json
+from cs336.measure import nvml
+from cs336.measure.nvml import Gpu
+from cs336.report.words import SHIPPED
+from cs336.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GIB = 2**30

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.commands.flags import flag_names, parse
+from cs336 import cli
+from cs336.commands.flags import flag_names, parse
 
 LONG = "9" * 320
 NUMBERS = (
@@ -104,12 +104,10 @@ def nothing_is_run(monkeypatch: pytest.MonkeyPatch, here: object) -> None:
         "ladder.measure_all",
         "study.show_study",
     ):
-        monkeypatch.setattr(f"cs336_systems.commands.{name}", begins)
-    monkeypatch.setattr("cs336_systems.sweep.run.measure_one", begins)
-    monkeypatch.setattr(
-        "cs336_systems.costs.traces.importlib", SimpleNamespace(import_module=begins)
-    )
-    monkeypatch.setattr("cs336_systems.costs.traces.subprocess", SimpleNamespace(run=begins))
+        monkeypatch.setattr(f"cs336.commands.{name}", begins)
+    monkeypatch.setattr("cs336.sweep.run.measure_one", begins)
+    monkeypatch.setattr("cs336.costs.traces.importlib", SimpleNamespace(import_module=begins))
+    monkeypatch.setattr("cs336.costs.traces.subprocess", SimpleNamespace(run=begins))
 
 
 def drawn(chance: random.Random) -> list[str]:
@@ -184,14 +182,14 @@ PROFILE = next((ROOT / "data/published/nsys_profiles/train/kernels").glob("small
 def test_how_it_ends(line: str, status: int, num_lines: int, here: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONUNBUFFERED", None)
-    words = ["bash", "-o", "pipefail", "-c", f"'{sys.executable}' -m cs336_systems {line}"]
+    words = ["bash", "-o", "pipefail", "-c", f"'{sys.executable}' -m cs336 {line}"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == status, done.stderr
     assert len(done.stderr.splitlines()) == num_lines, done.stderr
 
 
 def test_what_an_encoding_lacks_is_escaped_and_json_stays_json() -> None:
-    words = [sys.executable, "-m", "cs336_systems", "kernels", str(PROFILE)]
+    words = [sys.executable, "-m", "cs336", "kernels", str(PROFILE)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "LC_ALL": "C",

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.commands import compare as command
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.record import RunRecord, write_record
-from cs336_systems.report.compared import COMPARISON_FILE
+from cs336 import cli
+from cs336.commands import compare as command
+from cs336.config import Profiler, RunConfig
+from cs336.record import RunRecord, write_record
+from cs336.report.compared import COMPARISON_FILE
 from tests.report.making import make_config, make_record
 
 pytestmark = pytest.mark.usefixtures("no_pictures", "here")

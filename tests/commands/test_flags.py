@@ -16,30 +16,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.cli import sweep
-from cs336_systems.commands import flags as flags_module
-from cs336_systems.commands import sweep as sweep_module
-from cs336_systems.commands.account import AccountArguments
-from cs336_systems.commands.benchmark import BenchmarkArguments
-from cs336_systems.commands.flags import FIELDS, MAX_NAME_LENGTH
-from cs336_systems.commands.sweep import SweepArguments, default_name
-from cs336_systems.config import (
-    SIZES,
-    Device,
-    Mode,
-    ModelConfig,
-    Phase,
-    Precision,
-    Profiler,
-    RunConfig,
-)
-from cs336_systems.costs.time import step_time
-from cs336_systems.measure import nvml
-from cs336_systems.measure.nvml import Gpu
-from cs336_systems.model.fast.choose import fastest
-from cs336_systems.record import load_records
-from cs336_systems.settings import flag_of
-from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336.cli import sweep
+from cs336.commands import flags as flags_module
+from cs336.commands import sweep as sweep_module
+from cs336.commands.account import AccountArguments
+from cs336.commands.benchmark import BenchmarkArguments
+from cs336.commands.flags import FIELDS, MAX_NAME_LENGTH
+from cs336.commands.sweep import SweepArguments, default_name
+from cs336.config import SIZES, Device, Mode, ModelConfig, Phase, Precision, Profiler, RunConfig
+from cs336.costs.time import step_time
+from cs336.measure import nvml
+from cs336.measure.nvml import Gpu
+from cs336.model.fast.choose import fastest
+from cs336.record import load_records
+from cs336.settings import flag_of
+from cs336.studies.ceilings_files import load_ceilings
 from tests.neighbours import make_bases, neighbours, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -162,7 +153,7 @@ NO_FLAG = ("size", "model", "model_factory", "profiler", "repeat", "arch")
 def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_tokens", "check_factory"):
         monkeypatch.setattr(flags_module, check, lambda *_: None)
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: True)
+    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda _: True)
     bases = make_bases(RunConfig, ModelConfig)
     for where, field in settings_of(bases[0]):
         if field.name not in ("size", "profiler", "repeat", "arch", "update_in_backward"):
@@ -350,7 +341,7 @@ def test_fast_leaves_fused_activations_out_for_what_cannot_be_combined_with_them
     monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     see(monkeypatch, H100)
-    monkeypatch.setattr("cs336_systems.model.fast.choose.is_installed", lambda _: True)
+    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda _: True)
     flags = "--device cuda --size xl --context-length 512 --fast"
     assert one(flags).fused_activations
     other = one(f"{flags} --{flag}")
@@ -659,7 +650,7 @@ BY_PARSER = {
 """What the parser refuses in its own words, and what is refused in another command's."""
 ASK = """
 import contextlib, io, json, sys
-from cs336_systems import cli
+from cs336 import cli
 from tests.conftest import look_once_at_flags
 once, answers = look_once_at_flags(), []
 next(once)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.commands.rebuild import FOLDER, Shapes, forecast_section, scored
-from cs336_systems.config import Phase
-from cs336_systems.costs.tape import Kind
-from cs336_systems.costs.time import Limit, operations, step_time
-from cs336_systems.record import Measurement, WarningCode
-from cs336_systems.report.formats import texts_of
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.studies.ceilings_records import Shape
+from cs336.commands.rebuild import FOLDER, Shapes, forecast_section, scored
+from cs336.config import Phase
+from cs336.costs.tape import Kind
+from cs336.costs.time import Limit, operations, step_time
+from cs336.record import Measurement, WarningCode
+from cs336.report.formats import texts_of
+from cs336.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336.studies.ceilings_records import Shape
 from tests.committed import DATA
 from tests.report.ceilings import FP32, make_rates, product_at
 from tests.report.making import make_config, make_record

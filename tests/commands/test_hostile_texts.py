@@ -18,29 +18,17 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from cs336_systems import cli
-from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.memory.profile import (
-    notes_path,
-    read_notes,
-    write_memory_profile,
-    write_notes,
-)
-from cs336_systems.config import Profiler
-from cs336_systems.files import encode_json
-from cs336_systems.record import (
-    Failure,
-    Status,
-    WarningCode,
-    encode_record,
-    load_records,
-    write_record,
-)
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.report.results import StudyResults
-from cs336_systems.report.terminal import print_run
-from cs336_systems.studies.operators import Op
-from cs336_systems.sweep.store import explanation_path
+from cs336 import cli
+from cs336.analysis.kernels.step_profile import write_profile
+from cs336.analysis.memory.profile import notes_path, read_notes, write_memory_profile, write_notes
+from cs336.config import Profiler
+from cs336.files import encode_json
+from cs336.record import Failure, Status, WarningCode, encode_record, load_records, write_record
+from cs336.report.progress import StatusLine
+from cs336.report.results import StudyResults
+from cs336.report.terminal import print_run
+from cs336.studies.operators import Op
+from cs336.sweep.store import explanation_path
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import training, write_export
 from tests.analysis.memory.programs import Training

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.analysis.memory.profile import write_memory_profile
-from cs336_systems.analysis.statistics import summary
-from cs336_systems.commands.account import AccountArguments
-from cs336_systems.costs.accounting import component_flops
-from cs336_systems.costs.memory import largest_batch, predict_memory
-from cs336_systems.report.terminal import print_run
+from cs336 import cli
+from cs336.analysis.kernels.step_profile import write_profile
+from cs336.analysis.memory.profile import write_memory_profile
+from cs336.analysis.statistics import summary
+from cs336.commands.account import AccountArguments
+from cs336.costs.accounting import component_flops
+from cs336.costs.memory import largest_batch, predict_memory
+from cs336.report.terminal import print_run
 from tests.report.making import make_config, make_record
 from tests.report.sections.kernels.profiles import make_profile
 from tests.report.sections.memory.profiles import make_memory
@@ -111,7 +111,7 @@ def test_nothing_of_a_library_or_a_child_process_is_among_the_json(
     """They write to the descriptor itself, which a replacement of sys.stdout does not reach."""
     import os
 
-    from cs336_systems.commands.outcome import json_alone
+    from cs336.commands.outcome import json_alone
 
     with json_alone(True) as print_json:
         os.system("echo from a child")
@@ -126,7 +126,7 @@ def test_nothing_of_a_library_or_a_child_process_is_among_the_json(
 def test_what_a_user_s_code_prints_at_the_end_is_not_among_the_json() -> None:
     code = """
 import atexit
-from cs336_systems.commands.outcome import json_alone
+from cs336.commands.outcome import json_alone
 with json_alone(True) as print_json:
     atexit.register(print, "at exit")
     print_json(b"{}")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels.step_profile import decode_profile, write_profile
-from cs336_systems.cli import main
-from cs336_systems.config import SIZES, OptimizerKind, RunConfig
-from cs336_systems.record import RunRecord, Status, write_record
+from cs336.analysis.kernels.step_profile import decode_profile, write_profile
+from cs336.cli import main
+from cs336.config import SIZES, OptimizerKind, RunConfig
+from cs336.record import RunRecord, Status, write_record
 from tests.analysis.kernels.tracing import Recording, training, write_export
 from tests.report.sections.kernels.profiles import make_profile
 
@@ -89,7 +89,7 @@ def test_a_range_that_the_file_has_not_is_refused(
 
 
 def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:
-    from cs336_systems.commands.explain import KernelsArguments, record_path
+    from cs336.commands.explain import KernelsArguments, record_path
 
     (tmp_path / "reports").mkdir()
     (tmp_path / "runs").mkdir()

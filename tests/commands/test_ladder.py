@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
-import cs336_systems.sweep.run
-from cs336_systems.cli import main
-from cs336_systems.commands import flags
-from cs336_systems.commands import ladder as command
-from cs336_systems.commands.ladder import LadderArguments
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.record import RunRecord, Status, load_records, write_record
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.ladder import reason_run
-from cs336_systems.sweep.run import Outcome
-from cs336_systems.sweep.store import exclusive
+import cs336.sweep.run
+from cs336.cli import main
+from cs336.commands import flags
+from cs336.commands import ladder as command
+from cs336.commands.ladder import LadderArguments
+from cs336.config import Profiler, RunConfig
+from cs336.record import RunRecord, Status, load_records, write_record
+from cs336.sweep.keep import Listener
+from cs336.sweep.ladder import reason_run
+from cs336.sweep.run import Outcome
+from cs336.sweep.store import exclusive
 from tests.report.ladders import FALLING
 from tests.report.making import make_failure, make_record
 
@@ -157,7 +157,7 @@ class FakeSweep:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSweep:
     sweep = FakeSweep()
-    monkeypatch.setattr(cs336_systems.sweep.run, "run_sweep", sweep)
+    monkeypatch.setattr(cs336.sweep.run, "run_sweep", sweep)
     return sweep
 
 

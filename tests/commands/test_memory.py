@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cs336_systems.analysis.kernels.step_profile import write_profile as write_kernel_profile
-from cs336_systems.analysis.memory.explain import explain_memory
-from cs336_systems.analysis.memory.profile import MemoryProfile, write_memory_profile
-from cs336_systems.cli import main
-from cs336_systems.config import RunConfig
-from cs336_systems.record import RunRecord, Status, write_record
+from cs336.analysis.kernels.step_profile import write_profile as write_kernel_profile
+from cs336.analysis.memory.explain import explain_memory
+from cs336.analysis.memory.profile import MemoryProfile, write_memory_profile
+from cs336.cli import main
+from cs336.config import RunConfig
+from cs336.record import RunRecord, Status, write_record
 from tests.analysis.memory.programs import BATCH, MODEL, Training
 from tests.analysis.memory.snapshots import MIB
 from tests.report.sections.kernels.profiles import make_profile

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.commands.rebuild import results_below
-from cs336_systems.report import results
+from cs336 import cli
+from cs336.commands.rebuild import results_below
+from cs336.report import results
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

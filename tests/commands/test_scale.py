@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.cli import main
-from cs336_systems.commands import account
-from cs336_systems.costs.curves import MATMUL_EFFICIENCY
-from cs336_systems.costs.scale import PARALLEL, Scheme
-from cs336_systems.files import encode_json
-from cs336_systems.studies.ceilings_records import Launch, LaunchCell, Stream
+from cs336.cli import main
+from cs336.commands import account
+from cs336.costs.curves import MATMUL_EFFICIENCY
+from cs336.costs.scale import PARALLEL, Scheme
+from cs336.files import encode_json
+from cs336.studies.ceilings_records import Launch, LaunchCell, Stream
 from tests.report.ceilings import (
     CollectiveCell,
     lasting,

@@ -8,26 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.cli import main, precision
-from cs336_systems.commands import study as command
-from cs336_systems.commands.flags import parse
-from cs336_systems.commands.outcome import FAILED, OK
-from cs336_systems.commands.study import CeilingsArguments, layer_shapes, run
-from cs336_systems.config import SIZES, Device
-from cs336_systems.measure.nvml import Gpu
-from cs336_systems.record import Status
-from cs336_systems.studies import runner
-from cs336_systems.studies.ceilings_files import load_ceilings
-from cs336_systems.studies.ceilings_records import (
+from cs336.cli import main, precision
+from cs336.commands import study as command
+from cs336.commands.flags import parse
+from cs336.commands.outcome import FAILED, OK
+from cs336.commands.study import CeilingsArguments, layer_shapes, run
+from cs336.config import SIZES, Device
+from cs336.measure.nvml import Gpu
+from cs336.record import Status
+from cs336.studies import runner
+from cs336.studies.ceilings_files import load_ceilings
+from cs336.studies.ceilings_records import (
     CeilingsStudy,
     ProductCell,
     ProductPrecision,
     Shape,
     Stream,
 )
-from cs336_systems.studies.operators import Version
-from cs336_systems.studies.precision import accumulation_study
-from cs336_systems.studies.records import read_study
+from cs336.studies.operators import Version
+from cs336.studies.precision import accumulation_study
+from cs336.studies.records import read_study
 from tests.report.ceilings import lost, make_ceilings, square, stream_at
 from tests.report.page.parsed import Parsed
 from tests.report.studies import (
@@ -181,7 +181,7 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for index in (0, 1)
     )
-    for module in ("cs336_systems.commands.study", "cs336_systems.commands.flags"):
+    for module in ("cs336.commands.study", "cs336.commands.flags"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
     grid = parsed().grid()
     assert (grid.device, grid.world_size, grid.precisions) == (

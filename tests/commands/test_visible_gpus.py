@@ -7,17 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.commands.flags import resolve_device
-from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
-from cs336_systems.measure import nvml
-from cs336_systems.record import load_records
-from cs336_systems.studies import runner
-from cs336_systems.sweep import run as sweep
-from cs336_systems.sweep import store
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import exclusive
+from cs336 import cli
+from cs336.commands.flags import resolve_device
+from cs336.config import Device, ModelConfig, Parallel, RunConfig
+from cs336.measure import nvml
+from cs336.record import load_records
+from cs336.studies import runner
+from cs336.sweep import run as sweep
+from cs336.sweep import store
+from cs336.sweep.keep import Listener
+from cs336.sweep.run import run_sweep
+from cs336.sweep.store import exclusive
 from tests.fake_nvml import Slice, fake_driver
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

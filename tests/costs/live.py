@@ -8,11 +8,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cs336_systems.config import Phase, RunConfig
-from cs336_systems.costs.communication import calls, sent_share
-from cs336_systems.costs.tape import phases_of
-from cs336_systems.costs.traces import tape_of
-from cs336_systems.measure.step import TrainingStep
+from cs336.config import Phase, RunConfig
+from cs336.costs.communication import calls, sent_share
+from cs336.costs.tape import phases_of
+from cs336.costs.traces import tape_of
+from cs336.measure.step import TrainingStep
 
 
 def sent_bytes(config: RunConfig) -> int:

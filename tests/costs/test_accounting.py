@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -26,7 +26,7 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs.accounting import (
+from cs336.costs.accounting import (
     ADAMW_BYTES,
     ADAMW_FLOPS,
     Component,
@@ -43,10 +43,10 @@ from cs336_systems.costs.accounting import (
     rule_of_thumb_flops,
     step_flops,
 )
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.measure.precision import AUTOCAST_DTYPES
-from cs336_systems.model.optimizer import make_optimizer
-from cs336_systems.model.transformer import TransformerLM
+from cs336.costs.hardware import find_device
+from cs336.measure.precision import AUTOCAST_DTYPES
+from cs336.model.optimizer import make_optimizer
+from cs336.model.transformer import TransformerLM
 
 H100 = "NVIDIA H100 80GB HBM3"
 

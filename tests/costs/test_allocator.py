@@ -5,13 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cs336_systems.costs.allocator import (
-    MIB,
-    ROUND_BYTES,
-    CachingAllocator,
-    OutOfMemoryError,
-    segment_size,
-)
+from cs336.costs.allocator import MIB, ROUND_BYTES, CachingAllocator, OutOfMemoryError, segment_size
 
 REQUESTS_BYTES = (
     1,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -15,11 +15,11 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs.communication import Collective, calls, gradient_order
-from cs336_systems.costs.curves import time_s
-from cs336_systems.costs.shards import parameter_shapes
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.transformer import TransformerLM
+from cs336.costs.communication import Collective, calls, gradient_order
+from cs336.costs.curves import time_s
+from cs336.costs.shards import parameter_shapes
+from cs336.measure.step import TrainingStep
+from cs336.model.transformer import TransformerLM
 
 MIB = 2**20
 OURS = [

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import Precision
-from cs336_systems.costs.curves import Curves, Matmul, interpolated
+from cs336.config import Precision
+from cs336.costs.curves import Curves, Matmul, interpolated
 
 SMALL = Matmul(rows=64, inner=64, columns=64, time_s=1e-6)
 WIDE = Matmul(rows=128, inner=64, columns=1024, time_s=3e-6)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F  # noqa: N812
 
-from cs336_systems.config import Phase
-from cs336_systems.costs.tape import Category, Tape, phases_of
-from cs336_systems.costs.time import flops_of
-from cs336_systems.costs.trace import tracing
+from cs336.config import Phase
+from cs336.costs.tape import Category, Tape, phases_of
+from cs336.costs.time import flops_of
+from cs336.costs.trace import tracing
 from tests.drawn_models import Drawn, Shape, drawn
 
 BATCH, LENGTH = 2, 32

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -19,16 +19,16 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs.fast_memory import (
+from cs336.costs.fast_memory import (
     gradient_bytes,
     held_bytes,
     peak_bytes,
     saved_bytes,
     with_checkpoints,
 )
-from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.record import load_records
+from cs336.measure.clock import HostClock
+from cs336.measure.step import TrainingStep
+from cs336.record import load_records
 
 SMALL = ModelConfig(
     vocab_size=37,

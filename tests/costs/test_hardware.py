@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import Precision
-from cs336_systems.costs.hardware import DEVICES, DeviceSpec, find_device
-from cs336_systems.record import load_records
+from cs336.config import Precision
+from cs336.costs.hardware import DEVICES, DeviceSpec, find_device
+from cs336.record import load_records
 
 ROOT = Path(__file__).parents[2]
 

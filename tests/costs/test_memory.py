@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -25,8 +25,8 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import parameter_bytes, updated_parameters
-from cs336_systems.costs.memory import (
+from cs336.costs.accounting import parameter_bytes, updated_parameters
+from cs336.costs.memory import (
     CUDA_CONTEXT_BYTES,
     fits,
     host_bytes,
@@ -35,9 +35,9 @@ from cs336_systems.costs.memory import (
     predict_memory,
     predicted_peak_bytes,
 )
-from cs336_systems.costs.tape import Category, phases_of
-from cs336_systems.costs.traces import tape_of
-from cs336_systems.record import RunRecord, Status, read_record
+from cs336.costs.tape import Category, phases_of
+from cs336.costs.traces import tape_of
+from cs336.record import RunRecord, Status, read_record
 from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
 MEASURED = Path(__file__).parents[2] / "data" / "published" / "e2e_benchmark"
@@ -234,9 +234,9 @@ def test_each_phase_holds_what_a_real_step_holds(monkeypatch, arch, changes) -> 
 GROWS = """
 import os, re, sys
 from pathlib import Path
-from cs336_systems.config import Device, ModelConfig, RunConfig
-from cs336_systems.costs.memory import host_bytes
-from cs336_systems.measure.run import measure
+from cs336.config import Device, ModelConfig, RunConfig
+from cs336.costs.memory import host_bytes
+from cs336.measure.run import measure
 
 
 def run(width, context, heads, attention, mode):

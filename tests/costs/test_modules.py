@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.cli import main
-from cs336_systems.config import SIZES, UNSIZED, Device, LossKind, Precision, RunConfig
-from cs336_systems.costs import traces
-from cs336_systems.costs.memory import fits, largest_batch, largest_context, predict_memory
-from cs336_systems.costs.tape import Category
-from cs336_systems.costs.time import costs_by_module
-from cs336_systems.costs.trace import tracing
-from cs336_systems.measure import traced
-from cs336_systems.model.trainable import checkpoint_each_block, logits_of
-from cs336_systems.model.transformer import TransformerLM
+from cs336.cli import main
+from cs336.config import SIZES, UNSIZED, Device, LossKind, Precision, RunConfig
+from cs336.costs import traces
+from cs336.costs.memory import fits, largest_batch, largest_context, predict_memory
+from cs336.costs.tape import Category
+from cs336.costs.time import costs_by_module
+from cs336.costs.trace import tracing
+from cs336.measure import traced
+from cs336.model.trainable import checkpoint_each_block, logits_of
+from cs336.model.transformer import TransformerLM
 
 D, V, LAYERS, LENGTH = 32, 70, 3, 64
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cs336_systems.config import (
+from cs336.config import (
     Arch,
     Device,
     ModelConfig,
@@ -23,9 +23,9 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.costs.communication import Call, Collective, calls, gradient_calls, part_bytes
-from cs336_systems.costs.curves import Curves, Matmul
-from cs336_systems.costs.ranks_time import (
+from cs336.costs.communication import Call, Collective, calls, gradient_calls, part_bytes
+from cs336.costs.curves import Curves, Matmul
+from cs336.costs.ranks_time import (
     Links,
     RanksTime,
     compute_time,
@@ -33,11 +33,11 @@ from cs336_systems.costs.ranks_time import (
     predicted_time,
     ranks_step_time,
 )
-from cs336_systems.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
-from cs336_systems.costs.shards import HEAD, LOOKUP, parameter_elements
-from cs336_systems.costs.time import step_time
-from cs336_systems.record import load_records
-from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
+from cs336.costs.shards import HEAD, LOOKUP, parameter_elements
+from cs336.costs.time import step_time
+from cs336.record import load_records
+from cs336.studies.ceilings_files import load_ceilings
 from tests.committed import DATA, committed_runs
 
 MODEL = ModelConfig(

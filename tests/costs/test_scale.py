@@ -7,28 +7,20 @@ from itertools import product
 
 import pytest
 
-from cs336_systems.config import (
-    SIZES,
-    Attention,
-    Device,
-    OptimizerKind,
-    Parallel,
-    Precision,
-    RunConfig,
-)
-from cs336_systems.costs.accounting import step_flops
-from cs336_systems.costs.communication import Call, Collective
-from cs336_systems.costs.curves import (
+from cs336.config import SIZES, Attention, Device, OptimizerKind, Parallel, Precision, RunConfig
+from cs336.costs.accounting import step_flops
+from cs336.costs.communication import Call, Collective
+from cs336.costs.curves import (
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
     MEMORY_EFFICIENCY,
     data_sheet_curves,
     data_sheet_link,
 )
-from cs336_systems.costs.hardware import DEVICES, find_device
-from cs336_systems.costs.memory import predict_memory
-from cs336_systems.costs.ranks_time import Links
-from cs336_systems.costs.scale import PARALLEL, Paper, ScaleStep, Scheme, largest_ranks, scale_step
+from cs336.costs.hardware import DEVICES, find_device
+from cs336.costs.memory import predict_memory
+from cs336.costs.ranks_time import Links
+from cs336.costs.scale import PARALLEL, Paper, ScaleStep, Scheme, largest_ranks, scale_step
 
 H200 = find_device("H200")
 assert H200 is not None

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -30,16 +30,16 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs import traces
-from cs336_systems.costs.accounting import (
+from cs336.costs import traces
+from cs336.costs.accounting import (
     Component,
     component_flops,
     count_parameters,
     parameters_by_component,
 )
-from cs336_systems.costs.curves import Curves, Matmul
-from cs336_systems.costs.tape import MATMULS_OF
-from cs336_systems.costs.time import (
+from cs336.costs.curves import Curves, Matmul
+from cs336.costs.tape import MATMULS_OF
+from cs336.costs.time import (
     Launch,
     Limit,
     TimePrediction,
@@ -49,10 +49,10 @@ from cs336_systems.costs.time import (
     replay,
     step_time,
 )
-from cs336_systems.model.fast.choose import fastest
-from cs336_systems.model.transformer import RMSNorm, TransformerLM
-from cs336_systems.record import read_record
-from cs336_systems.studies.ceilings_files import load_ceilings
+from cs336.model.fast.choose import fastest
+from cs336.model.transformer import RMSNorm, TransformerLM
+from cs336.record import read_record
+from cs336.studies.ceilings_files import load_ceilings
 from tests.operators import Calls
 
 MODEL = ModelConfig(

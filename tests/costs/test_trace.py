@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     UNSIZED,
     Arch,
@@ -28,13 +28,13 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.costs import memory, traces
-from cs336_systems.costs.accounting import parameter_bytes
-from cs336_systems.costs.memory import MemoryPrediction, predict_memory
-from cs336_systems.costs.tape import MATMULS_OF, Category, Kind, Names, Tape, phases_of
-from cs336_systems.costs.time import flops_of
-from cs336_systems.costs.trace import tracing
-from cs336_systems.measure.traced import traced
+from cs336.costs import memory, traces
+from cs336.costs.accounting import parameter_bytes
+from cs336.costs.memory import MemoryPrediction, predict_memory
+from cs336.costs.tape import MATMULS_OF, Category, Kind, Names, Tape, phases_of
+from cs336.costs.time import flops_of
+from cs336.costs.trace import tracing
+from cs336.measure.traced import traced
 from tests.ship_traces import wanted
 
 BATCH, SEQ, WIDTH, HEADS, HIDDEN = 3, 10, 24, 3, 28

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cs336_systems.sweep import keep
+from cs336.sweep import keep
 
 NEVER_S = 600
 HANGING, NOTES = Path("hanging"), Path("notes")

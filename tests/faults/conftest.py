@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cs336_systems.sweep.isolation import ensure_fork_server
+from cs336.sweep.isolation import ensure_fork_server
 from tests.faults.harness import ROOT, Command, command, eventually, lay_out_models, processes_in
 from tests.faults.models import PAUSED
 from tests.faults.on_ray import END_S, LOOPBACK, TOKEN, RayCluster, is_alive

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cs336_systems.config import SIZES, RunConfig
-from cs336_systems.sweep import run as sweep_module
-from cs336_systems.sweep.isolation import Worker
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import writing
+from cs336.config import SIZES, RunConfig
+from cs336.sweep import run as sweep_module
+from cs336.sweep.isolation import Worker
+from cs336.sweep.keep import Listener
+from cs336.sweep.run import run_sweep
+from cs336.sweep.store import writing
 
 ROOT = Path(__file__).parents[2]
 SHAPE = replace(SIZES["tiny"], vocab_size=11, context_length=8, d_model=8)

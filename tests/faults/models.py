@@ -183,7 +183,7 @@ def hangs_at_teardown(vocab_size, d_model):
 
 
 def hangs_while_it_judges(vocab_size, d_model):
-    from cs336_systems.analysis import warnings
+    from cs336.analysis import warnings
 
     warnings._unstable = lambda *_: time.sleep(NEVER_S)
     return good(vocab_size, d_model)

@@ -58,7 +58,7 @@ class RayCluster:
     def __init__(self, directory):
         lay_out_models(directory)
         self.directory = directory
-        other_version = directory / "other" / "cs336_systems"
+        other_version = directory / "other" / "cs336"
         other_version.mkdir(parents=True)
         (other_version / "__init__.py").write_text("raise ImportError('another version')\n")
         # the names of sockets must be short

@@ -8,15 +8,15 @@ import os
 import sys
 from unittest.mock import patch
 
-from cs336_systems import cli
+from cs336 import cli
 
 if __name__ == "__main__":
     if "--cluster" in sys.argv:
-        from cs336_systems.sweep import cluster
+        from cs336.sweep import cluster
 
         cluster._HEAD_S, cluster._RAY_S = float(os.environ.get("HEAD_S", "4")), 8.0
     with (
-        patch("cs336_systems.commands.sweep.show_results"),
-        patch("cs336_systems.commands.sweep.StatusLine.importing"),
+        patch("cs336.commands.sweep.show_results"),
+        patch("cs336.commands.sweep.StatusLine.importing"),
     ):
         sys.exit(cli.sweep())

@@ -15,8 +15,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.record import Status, load_records
+from cs336 import cli
+from cs336.record import Status, load_records
 from tests.faults.harness import ROOT, command, contents, eventually, runs, sweep
 from tests.faults.models import PAUSED
 from tests.faults.on_ray import CONTEXTS, END_S, LOOPBACK, family, random_moment, send
@@ -154,7 +154,7 @@ def test_a_grid_is_that_of_a_local_sweep_although_processes_are_killed_and_a_nod
         place / "local", *(record.config for record in measured if not record.config.repeat)
     )
     assert kinds(measured) == kinds(local.measured)
-    monkeypatch.setattr("cs336_systems.commands.sweep.show_results", lambda *_: None)
+    monkeypatch.setattr("cs336.commands.sweep.show_results", lambda *_: None)
     assert (
         cli.sweep([*command(**words)[2:], "--repeats", "2", "--cluster", ray_cluster.address]) == 0
     )

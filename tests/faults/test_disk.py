@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.record import Status, load_records, read_record, write_record
-from cs336_systems.sweep.store import SweepError
+from cs336.record import Status, load_records, read_record, write_record
+from cs336.sweep.store import SweepError
 from tests.faults.harness import (
     ROOT,
     Witness,
@@ -30,7 +30,7 @@ WRITE = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from cs336_systems.record import read_record, write_record
+from cs336.record import read_record, write_record
 from dataclasses import replace
 
 def die(*_):

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.config import Profiler
-from cs336_systems.record import Status, load_records
-from cs336_systems.sweep import keep
-from cs336_systems.sweep.store import explanation_path, raw_profile_path
+from cs336 import cli
+from cs336.analysis.kernels.step_profile import decode_profile
+from cs336.config import Profiler
+from cs336.record import Status, load_records
+from cs336.sweep import keep
+from cs336.sweep.store import explanation_path, raw_profile_path
 from tests.faults import analyses
 from tests.faults.analyses import HANGING, NOTES
 from tests.faults.harness import (
@@ -109,7 +109,7 @@ def test_whatever_the_analysis_dies_of_the_next_sweep_explains_without_measuring
 def report(monkeypatch, analysis, directory, *words):
     """`cs336 report` in a process of its own, whose workers explain by `analysis`."""
     code = (
-        "import sys; from cs336_systems import cli; from cs336_systems.sweep import keep; from "
+        "import sys; from cs336 import cli; from cs336.sweep import keep; from "
         f"tests.faults import analyses; keep.explain_in_worker = analyses.{analysis}; "
         "sys.exit(cli.main())"
     )

@@ -6,8 +6,8 @@ import sys
 import pynvml
 import pytest
 
-from cs336_systems.config import Device
-from cs336_systems.record import Status, WarningCode
+from cs336.config import Device
+from cs336.record import Status, WarningCode
 from tests.faults.harness import Witness, config, contents, sweep
 
 COMPUTE = """

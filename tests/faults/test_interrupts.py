@@ -10,8 +10,8 @@ import sys
 
 import psutil
 
-from cs336_systems import cli
-from cs336_systems.record import load_records
+from cs336 import cli
+from cs336.record import load_records
 from tests.faults.harness import (
     SWEEP,
     WITHOUT_REPORT,
@@ -156,8 +156,8 @@ def test_sigkill_of_the_sweep_and_the_same_command_again(launch, place, no_pictu
 
 IMPORTS = """
 import sys
-from cs336_systems import cli
-from cs336_systems.sweep.run import Loop
+from cs336 import cli
+from cs336.sweep.run import Loop
 run, early = Loop.run, []
 Loop.run = lambda self, todo: (early.append(set(sys.modules)), run(self, todo))
 status = cli.sweep(sys.argv[1:])

@@ -10,10 +10,10 @@ import uuid
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.commands import benchmark
-from cs336_systems.record import Status
-from cs336_systems.sweep.store import LockedError, exclusive, gpu_lock_path
+from cs336 import cli
+from cs336.commands import benchmark
+from cs336.record import Status
+from cs336.sweep.store import LockedError, exclusive, gpu_lock_path
 from tests.faults.harness import (
     ROOT,
     WITHOUT_REPORT,
@@ -30,7 +30,7 @@ from tests.report.making import make_record
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from cs336_systems.sweep.store import LockedError, exclusive
+from cs336.sweep.store import LockedError, exclusive
 if len(sys.argv) > 2:
     try:
         os.setgroups([])

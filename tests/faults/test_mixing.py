@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.record import Status
-from cs336_systems.sweep.store import SweepError
+from cs336 import cli
+from cs336.record import Status
+from cs336.sweep.store import SweepError
 from tests.faults.harness import Witness, config, contents, path_of, sweep
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

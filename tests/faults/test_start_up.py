@@ -16,15 +16,15 @@ from time import monotonic
 
 import pytest
 
-from cs336_systems.studies.ceilings_records import CeilingsStudy
-from cs336_systems.studies.records import read_study
+from cs336.studies.ceilings_records import CeilingsStudy
+from cs336.studies.records import read_study
 from tests.faults.harness import eventually
 
 ROOT = Path(__file__).parents[2]
 PROFILE = next((ROOT / "data/published/nsys_profiles/train/kernels").glob("small_ctx128*.json"))
 COMMANDS = {
     "benchmark": ("benchmark.py", "--device", "cpu", "--measured-steps", "900000"),
-    "kernels": ("-m", "cs336_systems", "kernels", str(PROFILE)),
+    "kernels": ("-m", "cs336", "kernels", str(PROFILE)),
 }
 MOMENTS = int(os.environ.get("CS336_MOMENTS", "2"))
 """Moments of each command at which Ctrl-C comes."""
@@ -54,7 +54,7 @@ def imports(
     has_begun = False
     for line in process.stderr or ():
         if match := re.match(r"import time: +\d+ \| +\d+ \| +(\S+)", line):
-            has_begun |= match[1] == "cs336_systems.start"
+            has_begun |= match[1] == "cs336.start"
             found += [match[1]] if has_begun else []
             if has_begun and len(found) == stop_at:
                 sent_s = monotonic()
@@ -120,7 +120,7 @@ def test_a_study_that_ends_early_keeps_its_rows_and_leaves_no_temporary_director
     place: Path, number: int
 ) -> None:
     temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # sockets need a short path
-    words = [sys.executable, "-m", "cs336_systems", "ceilings", "--device", "cpu", "--name", "x"]
+    words = [sys.executable, "-m", "cs336", "ceilings", "--device", "cpu", "--name", "x"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     study = subprocess.Popen(
         words, cwd=place, env=environment, stderr=subprocess.PIPE, start_new_session=True

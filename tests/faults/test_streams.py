@@ -13,8 +13,8 @@ import threading
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.record import Status
+from cs336 import cli
+from cs336.record import Status
 from tests.faults.harness import ROOT, command, eventually, results
 from tests.faults.models import PAUSED
 
@@ -115,7 +115,7 @@ CLOSED_AT_THE_START = {"stdin": "<&-", "stdout": ">&-", "stderr": "2>&-"}
 def test_streams_that_are_closed_from_the_start(place, closed):
     """What is opened instead takes their numbers, and what is printed must not end in a file."""
     check = (
-        "import os, sys; from cs336_systems.commands.outcome import guard_outputs; guard_outputs();"
+        "import os, sys; from cs336.commands.outcome import guard_outputs; guard_outputs();"
         "print('a'); print('b', file=sys.stderr, flush=True); print(sys.stdout.isatty());"
         "print(os.open('first', os.O_CREAT | os.O_WRONLY), file=open('second', 'w'))"
     )

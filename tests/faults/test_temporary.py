@@ -44,7 +44,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def explain(report: Path, **options: object) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "cs336_systems", "kernels", str(report)]
+    words = [sys.executable, "-m", "cs336", "kernels", str(report)]
     return subprocess.Popen(
         words, stderr=subprocess.PIPE, text=True, start_new_session=True, **options
     )
@@ -98,8 +98,8 @@ START = """
 import os, random, signal, sys, threading, time
 from multiprocessing import forkserver
 
-from cs336_systems.sweep import isolation, process
-from cs336_systems.sweep.store import SweepError
+from cs336.sweep import isolation, process
+from cs336.sweep.store import SweepError
 
 def end(log):
     process.begin_worker(log)
@@ -108,7 +108,7 @@ if __name__ == "__main__":
     number, delay_s = int(sys.argv[1]), float(sys.argv[2])
     process.adopt_orphans()
     isolation._LEAST_START_S = 2.0 if number or "FAULT" in os.environ else 100.0
-    isolation.fork_server().set_forkserver_preload(["cs336_systems.sweep.server"])
+    isolation.fork_server().set_forkserver_preload(["cs336.sweep.server"])
 
     def strike():
         while (server := forkserver._forkserver._forkserver_pid) is None:

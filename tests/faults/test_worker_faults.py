@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.warnings import judged
-from cs336_systems.record import Status, read_record
-from cs336_systems.sweep import isolation
+from cs336.analysis.warnings import judged
+from cs336.record import Status, read_record
+from cs336.sweep import isolation
 from tests.faults.harness import (
     Witness,
     config,

@@ -6,21 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems.analysis.warnings import judged
-from cs336_systems.config import Device
-from cs336_systems.costs.communication import TIMED
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.measure.run import measure as measure_run
-from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.sections.ceilings import promised_flops
-from cs336_systems.studies.ceilings_cell import (
-    NARROW,
-    measure,
-    measure_rows,
-    replayed,
-    why_unavailable,
-)
-from cs336_systems.studies.ceilings_records import (
+from cs336.analysis.warnings import judged
+from cs336.config import Device
+from cs336.costs.communication import TIMED
+from cs336.costs.hardware import find_device
+from cs336.measure.run import measure as measure_run
+from cs336.record import Status, WarningCode
+from cs336.report.sections.ceilings import promised_flops
+from cs336.studies.ceilings_cell import NARROW, measure, measure_rows, replayed, why_unavailable
+from cs336.studies.ceilings_records import (
     CeilingsGrid,
     ProductCell,
     ProductPrecision,
@@ -28,8 +22,8 @@ from cs336_systems.studies.ceilings_records import (
     Stream,
     StreamCell,
 )
-from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.runner import run_study
+from cs336.studies.cell import attempt
+from cs336.studies.runner import run_study
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]
 

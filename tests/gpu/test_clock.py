@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cs336_systems.analysis.compare import Verdict, compare_in_turn, measured_steps
-from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
-from cs336_systems.analysis.warnings import judged, launched_phases
-from cs336_systems.config import SIZES, Device, OptimizerKind, Phase, Precision, RunConfig
-from cs336_systems.measure.precision import apply_math_mode
-from cs336_systems.measure.run import measure
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.record import RunRecord, Status, WarningCode, load_records
+from cs336.analysis.compare import Verdict, compare_in_turn, measured_steps
+from cs336.analysis.kernels.classes import KernelClass, classify_kernel
+from cs336.analysis.warnings import judged, launched_phases
+from cs336.config import SIZES, Device, OptimizerKind, Phase, Precision, RunConfig
+from cs336.measure.precision import apply_math_mode
+from cs336.measure.run import measure
+from cs336.model.transformer import TransformerLM
+from cs336.record import RunRecord, Status, WarningCode, load_records
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -222,7 +222,7 @@ def test_a_steady_step_varies_by_less_than_one_percent() -> None:
 @pytest.mark.alone
 def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     flags = "--size small --context-length 256"
-    code = "import sys; from cs336_systems.cli import main; sys.exit(main())"
+    code = "import sys; from cs336.cli import main; sys.exit(main())"
     print(
         run_in_fresh_process(
             "-c",

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import (
-    PhaseTimes,
-    RankTimes,
-    StepProfile,
-    decode_profile,
-)
-from cs336_systems.config import (
+from cs336.analysis.kernels.phases import LaunchPhase
+from cs336.analysis.kernels.step_profile import PhaseTimes, RankTimes, StepProfile, decode_profile
+from cs336.config import (
     SIZES,
     Attention,
     Device,
@@ -29,14 +24,14 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.model.fast.choose import fastest
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import explanation_path
+from cs336.measure.nvml import visible_gpus
+from cs336.model.fast.choose import fastest
+from cs336.record import RunRecord, Status
+from cs336.report.sections.kernels.findings import findings
+from cs336.report.sections.kernels.tables import Explained
+from cs336.sweep.keep import Listener
+from cs336.sweep.run import run_sweep
+from cs336.sweep.store import explanation_path
 from tests.parallel.models import FAULTY_RANK, SLEEP_S
 from tests.parallel.test_runs import SHARED
 

@@ -16,11 +16,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import json, sys, torch
-from cs336_systems.commands.flags import make_fast_config
-from cs336_systems.config import Arch, Device, ModelConfig
-from cs336_systems.measure.clock import make_clock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.transformer import TransformerLM
+from cs336.commands.flags import make_fast_config
+from cs336.config import Arch, Device, ModelConfig
+from cs336.measure.clock import make_clock
+from cs336.measure.step import TrainingStep
+from cs336.model.transformer import TransformerLM
 
 shape = {
     "vocab_size": 1001,
@@ -81,12 +81,12 @@ def test_logits_and_loss_are_those_of_the_reference(arch: str, fp8: bool) -> Non
 
 CHANGED = """
 import json, sys, torch
-from cs336_systems.commands.flags import make_fast_config
-from cs336_systems.config import Device, ModelConfig
-from cs336_systems.costs.fast_memory import peak_bytes
-from cs336_systems.measure.clock import make_clock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.transformer import TransformerLM
+from cs336.commands.flags import make_fast_config
+from cs336.config import Device, ModelConfig
+from cs336.costs.fast_memory import peak_bytes
+from cs336.measure.clock import make_clock
+from cs336.measure.step import TrainingStep
+from cs336.model.transformer import TransformerLM
 
 shape = {
     "vocab_size": 1024,

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import SIZES, UNSIZED, Device, OptimizerKind, Precision, RunConfig
-from cs336_systems.costs.memory import predicted_peak_bytes
-from cs336_systems.costs.time import prepare_forecasts
-from cs336_systems.measure.run import measure
-from cs336_systems.record import Status
+from cs336.config import SIZES, UNSIZED, Device, OptimizerKind, Precision, RunConfig
+from cs336.costs.memory import predicted_peak_bytes
+from cs336.costs.time import prepare_forecasts
+from cs336.measure.run import measure
+from cs336.record import Status
 from tests.drawn_models import NAMED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cs336_systems.analysis.kernels.explain import explain
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import PhaseTimes, StepProfile, decode_profile
-from cs336_systems.config import SIZES, Attention, Device, Mode, Phase, Profiler, RunConfig
-from cs336_systems.measure.run import measure
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import explanation_path
+from cs336.analysis.kernels.explain import explain
+from cs336.analysis.kernels.phases import LaunchPhase
+from cs336.analysis.kernels.step_profile import PhaseTimes, StepProfile, decode_profile
+from cs336.config import SIZES, Attention, Device, Mode, Phase, Profiler, RunConfig
+from cs336.measure.run import measure
+from cs336.model.transformer import TransformerLM
+from cs336.record import RunRecord, Status
+from cs336.report.sections.kernels.findings import findings
+from cs336.report.sections.kernels.tables import Explained
+from cs336.sweep.run import run_sweep
+from cs336.sweep.store import explanation_path
 from tests.analysis.kernels.tracing import num_matmuls
 from tests.faults.harness import Witness
 

@@ -18,17 +18,7 @@ def climb(directory: Path, *words: str) -> dict[str, dict[str, str]]:
     """The rows of ladder.csv by rung, of a ladder run as a user types it."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "cs336_systems",
-            "ladder",
-            "--device",
-            "cuda",
-            "--name",
-            "x",
-            *words,
-        ],
+        [sys.executable, "-m", "cs336", "ladder", "--device", "cuda", "--name", "x", *words],
         env=os.environ | {"PYTHONPATH": path},
         cwd=directory,
         capture_output=True,

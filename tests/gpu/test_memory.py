@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.analysis.memory.explain import explain_memory
-from cs336_systems.analysis.memory.profile import Category, MemoryProfile, Moment
-from cs336_systems.config import (
+from cs336.analysis.memory.explain import explain_memory
+from cs336.analysis.memory.profile import Category, MemoryProfile, Moment
+from cs336.config import (
     SIZES,
     Attention,
     Device,
@@ -20,11 +20,11 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.costs.memory import predicted_peak_bytes
-from cs336_systems.measure.nvml import usable_gpu_bytes
-from cs336_systems.measure.run import measure
-from cs336_systems.record import RunRecord, Status
+from cs336.costs.accounting import count_parameters
+from cs336.costs.memory import predicted_peak_bytes
+from cs336.measure.nvml import usable_gpu_bytes
+from cs336.measure.run import measure
+from cs336.record import RunRecord, Status
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.record import Status
-from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.operator_cell import measure_attention, measure_cell
-from cs336_systems.studies.operators import (
+from cs336.config import Device, Phase, Precision
+from cs336.costs.hardware import find_device
+from cs336.record import Status
+from cs336.studies.cell import attempt
+from cs336.studies.operator_cell import measure_attention, measure_cell
+from cs336.studies.operators import (
     AttentionCell,
     AttentionGrid,
     CellResult,
@@ -25,8 +25,8 @@ from cs336_systems.studies.operators import (
     rows_bytes,
     weights_bytes,
 )
-from cs336_systems.studies.records import Cell
-from cs336_systems.studies.runner import run_study
+from cs336.studies.records import Cell
+from cs336.studies.runner import run_study
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -11,20 +11,12 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from cs336_systems import watch
-from cs336_systems.config import (
-    SIZES,
-    Attention,
-    Device,
-    OptimizerKind,
-    Phase,
-    Precision,
-    RunConfig,
-)
-from cs336_systems.measure.run import measure
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.trainable import cross_entropy
-from cs336_systems.model.transformer import TransformerLM
+from cs336 import watch
+from cs336.config import SIZES, Attention, Device, OptimizerKind, Phase, Precision, RunConfig
+from cs336.measure.run import measure
+from cs336.measure.step import TrainingStep
+from cs336.model.trainable import cross_entropy
+from cs336.model.transformer import TransformerLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 CONFIG = RunConfig(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import StepProfile, decode_profile
-from cs336_systems.config import (
+from cs336.analysis.kernels.phases import LaunchPhase
+from cs336.analysis.kernels.step_profile import StepProfile, decode_profile
+from cs336.config import (
     EAGER_STEPS_BEFORE_GRAPH,
     Arch,
     CompileMode,
@@ -25,11 +25,11 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.model.fast.choose import fastest
-from cs336_systems.record import Status, load_records, write_record
-from cs336_systems.sweep.keep import can_be_explained, explain_run
-from cs336_systems.sweep.store import explanation_path
-from cs336_systems.sweep.worker import run_here
+from cs336.model.fast.choose import fastest
+from cs336.record import Status, load_records, write_record
+from cs336.sweep.keep import can_be_explained, explain_run
+from cs336.sweep.store import explanation_path
+from cs336.sweep.worker import run_here
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.measure import memory
+from cs336.measure import memory
 
 
 def make_up_allocator(patch: pytest.MonkeyPatch) -> None:

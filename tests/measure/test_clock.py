@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cs336_systems.config import Phase
-from cs336_systems.measure.clock import Clock, EventClock, HostClock, StepTimes
+from cs336.config import Phase
+from cs336.measure.clock import Clock, EventClock, HostClock, StepTimes
 from tests.conftest import HostTime
 
 DELAY_S = 0.05

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.config import Device
-from cs336_systems.measure import environment as module
-from cs336_systems.measure.environment import (
+from cs336.config import Device
+from cs336.measure import environment as module
+from cs336.measure.environment import (
     PACKAGE,
     code_digest,
     cpu_name,
@@ -20,7 +20,7 @@ from cs336_systems.measure.environment import (
     identity,
     measuring_files,
 )
-from cs336_systems.measure.nvml import Gpu
+from cs336.measure.nvml import Gpu
 
 GPU = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**36, driver="580.1")
 

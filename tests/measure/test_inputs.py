@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import cs336_systems
-from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.measure import inputs
-from cs336_systems.measure.inputs import all_inputs, check_factory, inputs_of, source_digest
+from cs336.config import ModelConfig, RunConfig
+from cs336.measure.inputs import all_inputs, check_factory, inputs_of, source_digest
 
 CONFIG = RunConfig(size="custom", model=ModelConfig(d_model=8, d_ff=16, num_layers=1, num_heads=2))
 FILES = {
@@ -35,7 +33,6 @@ FILES = {
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cs336_systems, "__path__", [*cs336_systems.__path__])
     write(tmp_path)
     return tmp_path
 
@@ -118,25 +115,21 @@ def test_a_folder_that_an_installed_package_comes_before_does_not_count(here: Pa
     assert source_digest("mine") not in (first, second)
 
 
-def test_this_package_has_a_digest_of_its_own_and_the_users_of_that_name_counts(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("package", "counts"), [("cs336_systems", True), ("cs336", False)])
+def test_the_package_of_the_course_is_the_users_and_this_one_has_a_digest_of_its_own(
+    here: Path, package: str, counts: bool
 ) -> None:
-    def changes() -> bool:
-        write(here, {"cs336_systems/theirs.py": ""})
-        first = source_digest("mine")
-        write(here, {"cs336_systems/theirs.py": "# changed\n"})
-        return source_digest("mine") != first
-
-    write(here, {"mine.py": "import cs336_systems.theirs\n", "cs336_systems/__init__.py": ""})
-    assert changes()
-    monkeypatch.setattr(inputs, "_OWN_PACKAGE", [str(here / "cs336_systems")])
-    assert not changes()
+    write(here, {"mine.py": f"import {package}.theirs\n", f"{package}/__init__.py": ""})
+    write(here, {f"{package}/theirs.py": ""})
+    first = source_digest("mine")
+    write(here, {f"{package}/theirs.py": "# changed\n"})
+    assert (source_digest("mine") != first) is counts
 
 
-def test_modules_of_this_package_and_of_the_users_of_that_name_are_found(here: Path) -> None:
+def test_modules_of_this_package_and_of_the_course_s_are_found(here: Path) -> None:
     write(here, {"cs336_systems/__init__.py": "", "cs336_systems/theirs.py": "def make(): pass\n"})
     check_factory("cs336_systems.theirs:make")
-    check_factory("cs336_systems.model.transformer:TransformerLM")
+    check_factory("cs336.model.transformer:TransformerLM")
 
 
 def test_a_factory_is_refused_if_its_name_is_nowhere_in_the_source(here: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.analysis.memory.profile import (
+from cs336.analysis.memory.profile import (
     Kind,
     MemoryNotes,
     Sighting,
@@ -20,20 +20,12 @@ from cs336_systems.analysis.memory.profile import (
     read_notes,
     short_name,
 )
-from cs336_systems.config import (
-    Arch,
-    Device,
-    ModelConfig,
-    OptimizerKind,
-    Phase,
-    Precision,
-    RunConfig,
-)
-from cs336_systems.costs.accounting import count_parameters
-from cs336_systems.measure.clock import HostClock, ObservedClock
-from cs336_systems.measure.memory import CHECKPOINT, MemoryRecorder
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.annotate import Annotator, set_annotator
+from cs336.config import Arch, Device, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
+from cs336.costs.accounting import count_parameters
+from cs336.measure.clock import HostClock, ObservedClock
+from cs336.measure.memory import CHECKPOINT, MemoryRecorder
+from cs336.measure.step import TrainingStep
+from cs336.model.annotate import Annotator, set_annotator
 from tests.measure.allocator import make_up_allocator
 
 LAYERS, BATCH, CONTEXT, D_MODEL = 5, 3, 10, 24

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.measure import nvml
-from cs336_systems.measure.nvml import (
+from cs336.costs.hardware import find_device
+from cs336.measure import nvml
+from cs336.measure.nvml import (
     Gpu,
     GpuMonitor,
     select,

@@ -5,10 +5,10 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from cs336_systems.config import Device, Precision
-from cs336_systems.measure.precision import apply_math_mode, autocast, math_modes
-from cs336_systems.sweep.isolation import WorkerProcess
-from cs336_systems.sweep.process import begin_worker
+from cs336.config import Device, Precision
+from cs336.measure.precision import apply_math_mode, autocast, math_modes
+from cs336.sweep.isolation import WorkerProcess
+from cs336.sweep.process import begin_worker
 
 EARLIER_SETTINGS = [
     "pass",

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Work, decode_profile
-from cs336_systems.config import SIZES, Mode, Phase, Profiler, RunConfig
-from cs336_systems.measure.run import measure
-from cs336_systems.model.annotate import Annotator, set_annotator
-from cs336_systems.record import Status, load_records
-from cs336_systems.sweep.keep import explain_run
-from cs336_systems.sweep.store import explanation_path, raw_profile_path
-from cs336_systems.sweep.worker import run_here
+from cs336 import cli
+from cs336.analysis.kernels.phases import LaunchPhase
+from cs336.analysis.kernels.step_profile import Work, decode_profile
+from cs336.config import SIZES, Mode, Phase, Profiler, RunConfig
+from cs336.measure.run import measure
+from cs336.model.annotate import Annotator, set_annotator
+from cs336.record import Status, load_records
+from cs336.sweep.keep import explain_run
+from cs336.sweep.store import explanation_path, raw_profile_path
+from cs336.sweep.worker import run_here
 from tests.analysis.kernels.tracing import num_matmuls
 
 MODEL = replace(SIZES["tiny"], context_length=32, d_model=32, d_ff=48, vocab_size=50)

@@ -22,22 +22,15 @@ from torch import Tensor, nn
 from torch._dynamo.utils import clear_compilation_metrics
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cs336_systems.analysis.warnings import judged
-from cs336_systems.config import CompileMode, Device, Mode, ModelConfig, Phase, Precision, RunConfig
-from cs336_systems.measure import run as measurement
-from cs336_systems.measure.clock import HostClock, StepTimes
-from cs336_systems.measure.failure import classify, requested_bytes
-from cs336_systems.measure.nvml import Gpu
-from cs336_systems.measure.run import MAX_EXTRA_WARMUP_STEPS, Progress, measure
-from cs336_systems.model.batches import FileBatches
-from cs336_systems.record import (
-    RunRecord,
-    Status,
-    WarningCode,
-    encode_record,
-    read_record,
-    write_record,
-)
+from cs336.analysis.warnings import judged
+from cs336.config import CompileMode, Device, Mode, ModelConfig, Phase, Precision, RunConfig
+from cs336.measure import run as measurement
+from cs336.measure.clock import HostClock, StepTimes
+from cs336.measure.failure import classify, requested_bytes
+from cs336.measure.nvml import Gpu
+from cs336.measure.run import MAX_EXTRA_WARMUP_STEPS, Progress, measure
+from cs336.model.batches import FileBatches
+from cs336.record import RunRecord, Status, WarningCode, encode_record, read_record, write_record
 from tests.conftest import HostTime
 from tests.own_models import PrefersTf32
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from cs336_systems.config import (
+from cs336.config import (
     CompileMode,
     Device,
     Mode,
@@ -20,10 +20,10 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.trainable import call_factory
-from cs336_systems.model.transformer import TransformerLM
+from cs336.measure.clock import HostClock
+from cs336.measure.step import TrainingStep
+from cs336.model.trainable import call_factory
+from cs336.model.transformer import TransformerLM
 from tests.conftest import HostTime
 from tests.model.fast.steps import EPS, OF_AN_UPDATE, of_losses, roundings, with_smooth_updates
 from tests.rounding import of_chain, of_walk

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.config import (
+from cs336.config import (
     EAGER_STEPS_BEFORE_GRAPH,
     Arch,
     CompileMode,
@@ -31,13 +31,13 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.measure.clock import StepTimes
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.measure.watchers import Watch, annotator_of
-from cs336_systems.model import annotate as profiling
-from cs336_systems.model.annotate import Annotator, annotate, set_annotator
-from cs336_systems.model.fast import model as fast_model
-from cs336_systems.model.fast.step_graph import StepGraph
+from cs336.measure.clock import StepTimes
+from cs336.measure.step import TrainingStep
+from cs336.measure.watchers import Watch, annotator_of
+from cs336.model import annotate as profiling
+from cs336.model.annotate import Annotator, annotate, set_annotator
+from cs336.model.fast import model as fast_model
+from cs336.model.fast.step_graph import StepGraph
 from tests.measure.allocator import make_up_allocator
 from tests.own_models import Uneven
 from tests.plain import plain_blocks, plain_model

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.model import annotate as profiling
-from cs336_systems.model.annotate import (
+from cs336.config import Arch, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336.model import annotate as profiling
+from cs336.model.annotate import (
     Annotator,
     annotate,
     backward_ranges,
@@ -26,9 +26,9 @@ from cs336_systems.model.annotate import (
     own_names,
     set_annotator,
 )
-from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.ranges import Range
+from cs336.model.fast.model import FastLM
+from cs336.model.transformer import TransformerLM
+from cs336.ranges import Range
 
 LAYERS = 2
 NAMES = {str(name) for name in Range} | {f"block.{i}" for i in range(LAYERS)}
@@ -229,10 +229,8 @@ def test_backward_ranges(arch, is_fused, recording) -> None:
     expected = ["lm_head", "norm", "block.1", block, "block.0", block, "embedding"]
     assert spans(prof.events()).names() == expected
     if is_fused:
-        assert innermost(prof.events(), "cs336_systems::add_norm_backward") == {
-            "norm": 2 * LAYERS + 1
-        }
-        assert innermost(prof.events(), "cs336_systems::lookup_backward") == {"embedding": 1}
+        assert innermost(prof.events(), "cs336::add_norm_backward") == {"norm": 2 * LAYERS + 1}
+        assert innermost(prof.events(), "cs336::lookup_backward") == {"embedding": 1}
 
 
 def test_backward_operators_are_in_their_ranges(recording) -> None:

@@ -12,9 +12,9 @@ import psutil
 import pytest
 import torch
 
-from cs336_systems.config import Device, ModelConfig, Parallel, RunConfig
-from cs336_systems.model.batches import Batch, make_batches
-from cs336_systems.model.tokens import open_tokens
+from cs336.config import Device, ModelConfig, Parallel, RunConfig
+from cs336.model.batches import Batch, make_batches
+from cs336.model.tokens import open_tokens
 
 MODEL = ModelConfig(
     vocab_size=50_000, context_length=8, d_model=8, d_ff=12, num_layers=1, num_heads=2

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from cs336_systems.config import OptimizerKind
-from cs336_systems.model.fast.master_adamw import MasterAdamW
-from cs336_systems.model.fast.weights import whole
-from cs336_systems.model.optimizer import AdamW, make_optimizer
+from cs336.config import OptimizerKind
+from cs336.model.fast.master_adamw import MasterAdamW
+from cs336.model.fast.weights import whole
+from cs336.model.optimizer import AdamW, make_optimizer
 from tests.model.fast.steps import OF_AN_UPDATE
 from tests.rounding import of_chain
 

@@ -13,17 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import cross_entropy
 
-from cs336_systems.cli import main
-from cs336_systems.config import SIZES, LossKind, Mode, RunConfig
-from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.trainable import (
-    check_logits,
-    checkpoint_each_block,
-    own_loss,
-    told,
-    vocabulary_of,
-)
+from cs336.cli import main
+from cs336.config import SIZES, LossKind, Mode, RunConfig
+from cs336.measure.clock import HostClock
+from cs336.measure.step import TrainingStep
+from cs336.model.trainable import check_logits, checkpoint_each_block, own_loss, told, vocabulary_of
 
 KNOWN, PADDED = 37, 40
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)

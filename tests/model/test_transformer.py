@@ -13,10 +13,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.config import SIZES, Arch, Attention, ModelConfig, RunConfig, SdpaBackend
-from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.trainable import call_factory
-from cs336_systems.model.transformer import (
+from cs336.config import SIZES, Arch, Attention, ModelConfig, RunConfig, SdpaBackend
+from cs336.model.fast.model import FastLM
+from cs336.model.trainable import call_factory
+from cs336.model.transformer import (
     LayerNorm,
     RMSNorm,
     TransformerLM,

@@ -11,22 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.analysis.memory.profile import notes_path, read_notes
-from cs336_systems.config import Arch, ModelConfig
-from cs336_systems.measure.clock import HostClock, ObservedClock
-from cs336_systems.measure.memory import MemoryRecorder
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.parallel.collectives import TrafficCounter
-from cs336_systems.parallel.data_parallel import (
-    FlatDDP,
-    NaiveDDP,
-    OverlapDDP,
-    PushDDP,
-    ShardedOptimizer,
-)
-from cs336_systems.parallel.fully_sharded import FSDP
-from cs336_systems.parallel.ways import TorchDDP, TorchFSDP
+from cs336.analysis.memory.profile import notes_path, read_notes
+from cs336.config import Arch, ModelConfig
+from cs336.measure.clock import HostClock, ObservedClock
+from cs336.measure.memory import MemoryRecorder
+from cs336.measure.step import TrainingStep
+from cs336.model.transformer import TransformerLM
+from cs336.parallel.collectives import TrafficCounter
+from cs336.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
+from cs336.parallel.fully_sharded import FSDP
+from cs336.parallel.ways import TorchDDP, TorchFSDP
 from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, of_all_ranks, sent_by
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.config import Device
-from cs336_systems.parallel.collectives import Rank, devices_of, group_of
-from cs336_systems.sweep.isolation import fork_server, start
-from cs336_systems.sweep.process import die_with_parent
+from cs336.config import Device
+from cs336.parallel.collectives import Rank, devices_of, group_of
+from cs336.sweep.isolation import fork_server, start
+from cs336.sweep.process import die_with_parent
 from tests.rounding import enter_other_processor
 
 PATIENCE_S = 200

@@ -5,7 +5,7 @@ itself.
 import torch
 import torch.distributed as dist
 
-from cs336_systems.config import (
+from cs336.config import (
     Arch,
     Attention,
     Device,
@@ -15,14 +15,14 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.measure.clock import EventClock, HostClock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.batches import make_batches
-from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
-from cs336_systems.model.fast.weights import whole
-from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.parallel.collectives import TrafficCounter
-from cs336_systems.parallel.fully_sharded import OwnsWeights, ShardedMasterAdamW
+from cs336.measure.clock import EventClock, HostClock
+from cs336.measure.step import TrainingStep
+from cs336.model.batches import make_batches
+from cs336.model.fast.master_adamw import MasterAdamW, storage_of
+from cs336.model.fast.weights import whole
+from cs336.model.transformer import TransformerLM
+from cs336.parallel.collectives import TrafficCounter
+from cs336.parallel.fully_sharded import OwnsWeights, ShardedMasterAdamW
 from tests.model.fast.steps import EPS, with_smooth_updates
 
 STEPS, LEARNING_RATE = 3, 1e-2

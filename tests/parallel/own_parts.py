@@ -63,8 +63,8 @@ class Sharded(torch.optim.Optimizer):
 
 def losses(config):
     """The loss of each of three steps of this rank, and the bucket sizes that were asked for."""
-    from cs336_systems.measure.clock import HostClock
-    from cs336_systems.measure.step import TrainingStep
+    from cs336.measure.clock import HostClock
+    from cs336.measure.step import TrainingStep
 
     torch.manual_seed(0)
     step = TrainingStep(config, rank=dist.get_rank())

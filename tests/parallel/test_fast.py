@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.parallel import fully_sharded
+from cs336.measure.step import TrainingStep
+from cs336.parallel import fully_sharded
 from tests.model.fast.steps import OF_AN_UPDATE
 from tests.parallel import fast
 from tests.rounding import of_chain

@@ -8,12 +8,12 @@ import pynvml
 import pytest
 import torch
 
-from cs336_systems.config import Device, Parallel
-from cs336_systems.measure.nvml import visible_gpus
-from cs336_systems.model.fast.choose import FLASH_4, is_installed
-from cs336_systems.record import Status
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.run import run_sweep
+from cs336.config import Device, Parallel
+from cs336.measure.nvml import visible_gpus
+from cs336.model.fast.choose import FLASH_4, is_installed
+from cs336.record import Status
+from cs336.sweep.keep import Listener
+from cs336.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in
 from tests.model.fast.steps import roundings
 from tests.parallel import fast

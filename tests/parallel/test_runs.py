@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
-from cs336_systems.record import Status, WarningCode, read_record
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.run import run_sweep
+from cs336.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
+from cs336.record import Status, WarningCode, read_record
+from cs336.sweep.keep import Listener
+from cs336.sweep.run import run_sweep
 from tests.faults.harness import eventually, processes_in, time_is_up
 from tests.model.fast.steps import of_losses
 from tests.parallel.models import SLEEP_S

@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from cs336_systems.config import Mode, ModelConfig, Parallel, Precision, RunConfig
-from cs336_systems.costs.accounting import count_parameters
+from cs336.config import Mode, ModelConfig, Parallel, Precision, RunConfig
+from cs336.costs.accounting import count_parameters
 from tests.costs.live import sent_bytes
 from tests.model.fast.steps import OF_AN_UPDATE, roundings
 from tests.parallel import checks

@@ -1,8 +1,8 @@
 """Hand-made studies of ceilings, small enough to work out by hand."""
 
-from cs336_systems.config import Device
-from cs336_systems.record import Failure, Status
-from cs336_systems.studies.ceilings_records import (
+from cs336.config import Device
+from cs336.record import Failure, Status
+from cs336.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
     CollectiveCell,

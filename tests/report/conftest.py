@@ -2,8 +2,8 @@
 
 import pytest
 
-from cs336_systems.config import Precision
-from cs336_systems.record import Status
+from cs336.config import Precision
+from cs336.record import Status
 from tests.report.making import make_config, make_failure, make_record
 
 

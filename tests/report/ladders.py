@@ -4,10 +4,10 @@ from 12 to 10.
 
 from dataclasses import replace
 
-from cs336_systems.config import SIZES, Device, RunConfig
-from cs336_systems.record import Compilation
-from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.sweep.ladder import GATE_STEPS, chosen, reason_run, rungs
+from cs336.config import SIZES, Device, RunConfig
+from cs336.record import Compilation
+from cs336.report.sections.kernels.tables import Explained
+from cs336.sweep.ladder import GATE_STEPS, chosen, reason_run, rungs
 from tests.report.making import H200, make_record
 from tests.report.sections.kernels.profiles import make_profile
 

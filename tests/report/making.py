@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cs336_systems.config import SIZES, Device, Phase, RunConfig
-from cs336_systems.record import (
+from cs336.config import SIZES, Device, Phase, RunConfig
+from cs336.record import (
     Environment,
     Failure,
     Identity,

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from cs336_systems.report.formats import csv_of
+from cs336.report.formats import csv_of
 
 
 def column(table, name, number=0):

@@ -1,8 +1,8 @@
 """Hand-made studies of attention and fusion, small enough to work out by hand."""
 
-from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.record import Failure, Measurement, Status
-from cs336_systems.studies.operators import (
+from cs336.config import Device, Phase, Precision
+from cs336.record import Failure, Measurement, Status
+from cs336.studies.operators import (
     AttentionCell,
     AttentionGrid,
     AttentionStudy,

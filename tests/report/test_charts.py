@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from matplotlib.colors import to_hex
 
-from cs336_systems.report.charts import (
+from cs336.report.charts import (
     CATEGORY_COLOURS,
     CLASS_COLOURS,
     PHASE_COLOURS,
@@ -16,7 +16,7 @@ from cs336_systems.report.charts import (
     contrast,
     ink,
 )
-from cs336_systems.report.draw import figure_of, svg_of
+from cs336.report.draw import figure_of, svg_of
 from tests.report.drawn import overlaps, texts
 
 STYLES = {

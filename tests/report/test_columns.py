@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from cs336_systems.report.columns import COLUMNS, Column, column
-from cs336_systems.report.words import interval_text
+from cs336.report.columns import COLUMNS, Column, column
+from cs336.report.words import interval_text
 
 
 def test_a_value_is_scaled_and_unknown_is_empty() -> None:

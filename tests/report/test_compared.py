@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.config import Mode, Phase
-from cs336_systems.record import WarningCode
-from cs336_systems.report.compared import Sides, compare_sides
-from cs336_systems.report.formats import csv_of, texts_of
+from cs336.config import Mode, Phase
+from cs336.record import WarningCode
+from cs336.report.compared import Sides, compare_sides
+from cs336.report.formats import csv_of, texts_of
 from tests.report.making import make_config, make_failure, make_record
 
 

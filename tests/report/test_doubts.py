@@ -7,15 +7,15 @@ import re
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.warnings import timing_warnings
-from cs336_systems.config import Precision
-from cs336_systems.record import Status, WarningCode
-from cs336_systems.report.frame import to_frame
-from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
-from cs336_systems.report.sections.operators import attention_section, fusion_section
-from cs336_systems.report.sections.steps import results_table
-from cs336_systems.studies.ceilings_records import (
+from cs336.analysis.warnings import timing_warnings
+from cs336.config import Precision
+from cs336.record import Status, WarningCode
+from cs336.report.frame import to_frame
+from cs336.report.sections.ceilings import ceilings_sections
+from cs336.report.sections.ladder import ladder_rows, ladder_section
+from cs336.report.sections.operators import attention_section, fusion_section
+from cs336.report.sections.steps import results_table
+from cs336.studies.ceilings_records import (
     CollectiveCell,
     Launch,
     LaunchCell,
@@ -26,7 +26,7 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
     Timing,
 )
-from cs336_systems.studies.operators import Implementation, Version
+from cs336.studies.operators import Implementation, Version
 from tests.report.ceilings import MIB, make_ceilings, square
 from tests.report.ladders import make_ladder, make_process
 from tests.report.making import make_config, make_record

@@ -6,12 +6,12 @@ import re
 import pytest
 import rich.console
 
-from cs336_systems.report.columns import Column
-from cs336_systems.report.formats import to_csv, to_latex, to_markdown, to_typst
-from cs336_systems.report.section import Table, make_table
-from cs336_systems.report.terminal import to_rich
-from cs336_systems.report.words import mean_and_std, significant
-from cs336_systems.text import inert_line
+from cs336.report.columns import Column
+from cs336.report.formats import to_csv, to_latex, to_markdown, to_typst
+from cs336.report.section import Table, make_table
+from cs336.report.terminal import to_rich
+from cs336.report.words import mean_and_std, significant
+from cs336.text import inert_line
 from tests.report.making import HOSTILE
 
 PUNCTUATION = "".join(chr(code) for code in range(32, 127) if not chr(code).isalnum())

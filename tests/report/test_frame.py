@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -18,15 +18,15 @@ from cs336_systems.config import (
     Precision,
     SdpaBackend,
 )
-from cs336_systems.costs.accounting import mfu, step_flops
-from cs336_systems.costs.memory import predict_memory
-from cs336_systems.costs.time import step_time
-from cs336_systems.record import Measurement, Phase, Status, WarningCode
-from cs336_systems.report import frame as frame_module
-from cs336_systems.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
-from cs336_systems.report.identity import names_of
-from cs336_systems.studies.ceilings_files import Ceilings
-from cs336_systems.studies.ceilings_records import CollectiveCell
+from cs336.costs.accounting import mfu, step_flops
+from cs336.costs.memory import predict_memory
+from cs336.costs.time import step_time
+from cs336.record import Measurement, Phase, Status, WarningCode
+from cs336.report import frame as frame_module
+from cs336.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
+from cs336.report.identity import names_of
+from cs336.studies.ceilings_files import Ceilings
+from cs336.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
 from tests.report.making import CODES, make_config, make_failure, make_record
 

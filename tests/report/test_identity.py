@@ -12,21 +12,15 @@ from functools import cache
 
 import pytest
 
-from cs336_systems.config import Arch, Mode, ModelConfig, Profiler, RunConfig
-from cs336_systems.report.frame import to_frame
-from cs336_systems.report.identity import (
-    PARALLEL,
-    file_names,
-    identities,
-    names_of,
-    shared_settings,
-)
-from cs336_systems.report.section import labels
-from cs336_systems.report.sections.kernels import files as kernel_files
-from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.report.sections.memory.findings import MemoryEntry
-from cs336_systems.report.sections.memory.tables import sections_of as memory_sections
-from cs336_systems.report.sections.steps import results_table
+from cs336.config import Arch, Mode, ModelConfig, Profiler, RunConfig
+from cs336.report.frame import to_frame
+from cs336.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
+from cs336.report.section import labels
+from cs336.report.sections.kernels import files as kernel_files
+from cs336.report.sections.kernels.tables import Explained
+from cs336.report.sections.memory.findings import MemoryEntry
+from cs336.report.sections.memory.tables import sections_of as memory_sections
+from cs336.report.sections.steps import results_table
 from tests.neighbours import make_bases, settings_of
 from tests.neighbours import neighbours as pairs_of
 from tests.report.making import make_record

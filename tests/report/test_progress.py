@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from cs336_systems.report import progress
-from cs336_systems.report.progress import StatusLine
+from cs336.report import progress
+from cs336.report.progress import StatusLine
 from tests.report.making import make_config, make_failure, make_record
 
 ESCAPE = re.compile(r"\x1b\[(\??)(\d*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n]+)")

@@ -13,28 +13,28 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from cs336_systems.commands.account import AccountArguments
-from cs336_systems.config import Precision
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.report.columns import Column
-from cs336_systems.report.compared import Sides, compare_sides
-from cs336_systems.report.frame import to_frame
-from cs336_systems.report.section import FINDING, Table
-from cs336_systems.report.sections.account import Account, account_section, days_table
-from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.report.sections.kernels.files import tables_of, tables_of_one
-from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.report.sections.ladder import ladder_rows, ladder_section
-from cs336_systems.report.sections.memory.findings import MemoryEntry
-from cs336_systems.report.sections.memory.tables import memory_tables
-from cs336_systems.report.sections.memory.tables import tables_of_one as snapshot_tables
-from cs336_systems.report.sections.operators import attention_section, fusion_section
-from cs336_systems.report.sections.steps import results_table, warmup_table
-from cs336_systems.report.sections.study import accumulation_section
-from cs336_systems.report.terminal import print_table
-from cs336_systems.studies.operators import Implementation, Version
-from cs336_systems.studies.precision import accumulation_study
-from cs336_systems.text import inert_line
+from cs336.commands.account import AccountArguments
+from cs336.config import Precision
+from cs336.costs.hardware import find_device
+from cs336.report.columns import Column
+from cs336.report.compared import Sides, compare_sides
+from cs336.report.frame import to_frame
+from cs336.report.section import FINDING, Table
+from cs336.report.sections.account import Account, account_section, days_table
+from cs336.report.sections.ceilings import ceilings_sections
+from cs336.report.sections.kernels.files import tables_of, tables_of_one
+from cs336.report.sections.kernels.tables import Explained
+from cs336.report.sections.ladder import ladder_rows, ladder_section
+from cs336.report.sections.memory.findings import MemoryEntry
+from cs336.report.sections.memory.tables import memory_tables
+from cs336.report.sections.memory.tables import tables_of_one as snapshot_tables
+from cs336.report.sections.operators import attention_section, fusion_section
+from cs336.report.sections.steps import results_table, warmup_table
+from cs336.report.sections.study import accumulation_section
+from cs336.report.terminal import print_table
+from cs336.studies.operators import Implementation, Version
+from cs336.studies.precision import accumulation_study
+from cs336.text import inert_line
 from tests.report.ceilings import all_tables, make_whole
 from tests.report.ladders import make_entry, make_ladder, make_records
 from tests.report.making import CODES, H200, make_config, make_failure, make_record

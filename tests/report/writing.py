@@ -1,7 +1,7 @@
 """Files of step times, of records without profiles."""
 
-from cs336_systems.report.formats import pngs_of, texts_of, write_files
-from cs336_systems.report.results import Results
+from cs336.report.formats import pngs_of, texts_of, write_files
+from cs336.report.results import Results
 
 
 def write_tables(records, directory):

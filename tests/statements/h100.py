@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from cs336_systems.costs.hardware import find_device
+from cs336.costs.hardware import find_device
 from tests.statements.documents import Value, claim, linked, one, some, table, table_claim
 from tests.statements.results import H100, H200, README, RESULTS, number, records
 

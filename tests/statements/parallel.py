@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from itertools import product
 
-from cs336_systems.config import Parallel
-from cs336_systems.costs.accounting import component_flops
-from cs336_systems.record import RunRecord
+from cs336.config import Parallel
+from cs336.costs.accounting import component_flops
+from cs336.record import RunRecord
 from tests.statements.documents import Row, Value, claim, linked, one, some, table, table_claim
 from tests.statements.results import RESULTS, mean_ms, number, records
 

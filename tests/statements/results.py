@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from cs336_systems.analysis.kernels.step_profile import IdleCause, read_profile
-from cs336_systems.commands.sweep import make_plan
-from cs336_systems.config import CompileMode, Phase, Precision, RunConfig
-from cs336_systems.costs.accounting import component_flops
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.costs.memory import predicted_peak_bytes
-from cs336_systems.record import RunRecord, Status, load_records, read_record
+from cs336.analysis.kernels.step_profile import IdleCause, read_profile
+from cs336.commands.sweep import make_plan
+from cs336.config import CompileMode, Phase, Precision, RunConfig
+from cs336.costs.accounting import component_flops
+from cs336.costs.hardware import find_device
+from cs336.costs.memory import predicted_peak_bytes
+from cs336.record import RunRecord, Status, load_records, read_record
 from tests.committed import committed_runs
 from tests.statements.documents import (
     ROOT,

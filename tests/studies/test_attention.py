@@ -14,22 +14,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
-from cs336_systems.cli import main
-from cs336_systems.commands.flags import parse
-from cs336_systems.commands.study import AttentionArguments
-from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.measure.inputs import source_digest
-from cs336_systems.record import Status
-from cs336_systems.report.sections.operators import attention_section
-from cs336_systems.studies import operator_cell
-from cs336_systems.studies.cell import make_generator
-from cs336_systems.studies.operator_cell import (
-    exact_attention,
-    make_attention,
-    make_inputs,
-    measure_cell,
-)
-from cs336_systems.studies.operators import (
+from cs336.cli import main
+from cs336.commands.flags import parse
+from cs336.commands.study import AttentionArguments
+from cs336.config import Device, Phase, Precision
+from cs336.measure.inputs import source_digest
+from cs336.record import Status
+from cs336.report.sections.operators import attention_section
+from cs336.studies import operator_cell
+from cs336.studies.cell import make_generator
+from cs336.studies.operator_cell import exact_attention, make_attention, make_inputs, measure_cell
+from cs336.studies.operators import (
     AttentionCell,
     AttentionGrid,
     AttentionStudy,
@@ -41,8 +36,8 @@ from cs336_systems.studies.operators import (
     naive_saved_bytes,
     wrong_quantities,
 )
-from cs336_systems.studies.records import read_study
-from cs336_systems.studies.runner import run_study
+from cs336.studies.records import read_study
+from cs336.studies.runner import run_study
 from tests import own_kernels
 
 SMALL = AttentionGrid(

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cs336_systems.config import Device, Precision
-from cs336_systems.costs.hardware import bare_name
-from cs336_systems.files import encode_json
-from cs336_systems.record import Failure, RecordError, Status
-from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings, shipped
-from cs336_systems.studies.ceilings_records import (
+from cs336.config import Device, Precision
+from cs336.costs.hardware import bare_name
+from cs336.files import encode_json
+from cs336.record import Failure, RecordError, Status
+from cs336.studies.ceilings_files import ceilings_beside, load_ceilings, shipped
+from cs336.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
     Loops,
@@ -22,7 +22,7 @@ from cs336_systems.studies.ceilings_records import (
     ProductPrecision,
     joined,
 )
-from cs336_systems.studies.records import read_study
+from cs336.studies.records import read_study
 from tests.committed import DATA
 from tests.report.ceilings import (
     BF16,

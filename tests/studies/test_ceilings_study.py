@@ -19,12 +19,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336_systems.costs.communication import Collective
-from cs336_systems.costs.tape import Form, Kind, Pass
-from cs336_systems.costs.time import operations, step_time
-from cs336_systems.record import Status
-from cs336_systems.studies.ceilings_cell import (
+from cs336.config import SIZES, Attention, Device, Precision, RunConfig
+from cs336.costs.communication import Collective
+from cs336.costs.tape import Form, Kind, Pass
+from cs336.costs.time import operations, step_time
+from cs336.record import Status
+from cs336.studies.ceilings_cell import (
     NARROW,
     make_fused_attention,
     make_matmul,
@@ -39,7 +39,7 @@ from cs336_systems.studies.ceilings_cell import (
     timed_loops,
     why_unavailable,
 )
-from cs336_systems.studies.ceilings_records import (
+from cs336.studies.ceilings_records import (
     PASS_BYTES,
     PASS_UNIT,
     STREAM_BYTES,
@@ -55,8 +55,8 @@ from cs336_systems.studies.ceilings_records import (
     kernel_cells,
     pass_cells,
 )
-from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.runner import run_study
+from cs336.studies.cell import attempt
+from cs336.studies.runner import run_study
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square, stream_at
 from tests.rounding import of_chain, of_sum
 
@@ -374,7 +374,7 @@ def test_backward_of_attention_is_what_both_take_more_than_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times_s = iter([lasting(2.0).loops, lasting(7.0, count=3).loops])
-    monkeypatch.setattr("cs336_systems.studies.ceilings_cell.measure", lambda *_: next(times_s))
+    monkeypatch.setattr("cs336.studies.ceilings_cell.measure", lambda *_: next(times_s))
     row = measure_kernel(STEPS_GRID, kernel(Form.ATTENTION_BACKWARD, 8, 4, 8))
     assert row.timing.time_s == pytest.approx(5.0)
 

@@ -15,20 +15,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems.config import Device, Phase, Precision
-from cs336_systems.record import Status
-from cs336_systems.studies.cell import attempt
-from cs336_systems.studies.operator_cell import OPS, Watcher, measure_fusion
-from cs336_systems.studies.operators import (
-    FusionGrid,
-    FusionRow,
-    Op,
-    Version,
-    input_shapes,
-    version_rows,
-)
-from cs336_systems.studies.records import Cell
-from cs336_systems.studies.runner import run_study
+from cs336.config import Device, Phase, Precision
+from cs336.record import Status
+from cs336.studies.cell import attempt
+from cs336.studies.operator_cell import OPS, Watcher, measure_fusion
+from cs336.studies.operators import FusionGrid, FusionRow, Op, Version, input_shapes, version_rows
+from cs336.studies.records import Cell
+from cs336.studies.runner import run_study
 
 GRID = FusionGrid(
     device=Device.CPU,

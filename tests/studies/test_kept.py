@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.config import Device
-from cs336_systems.interrupt import end_at_once
-from cs336_systems.measure.environment import identity
-from cs336_systems.record import Failure, Measurement, Status
-from cs336_systems.report.results import STUDIES
-from cs336_systems.studies import runner
-from cs336_systems.studies.ceilings_records import Loops, Timing
-from cs336_systems.studies.operators import PHASES
-from cs336_systems.studies.records import read_study
-from cs336_systems.studies.runner import Cells
-from cs336_systems.sweep.process import STOP_SIGNALS
+from cs336 import cli
+from cs336.config import Device
+from cs336.interrupt import end_at_once
+from cs336.measure.environment import identity
+from cs336.record import Failure, Measurement, Status
+from cs336.report.results import STUDIES
+from cs336.studies import runner
+from cs336.studies.ceilings_records import Loops, Timing
+from cs336.studies.operators import PHASES
+from cs336.studies.records import read_study
+from cs336.studies.runner import Cells
+from cs336.sweep.process import STOP_SIGNALS
 from tests.faults.harness import ROOT
 from tests.report.making import make_environment
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from cs336_systems.config import Device, Precision
-from cs336_systems.studies.precision import (
+from cs336.config import Device, Precision
+from cs336.studies.precision import (
     TOY_OUTPUTS,
     TRANSFORMER_OUTPUTS,
     ToyModel,
@@ -22,7 +22,7 @@ from cs336_systems.studies.precision import (
     normalise,
     observed_dtypes,
 )
-from cs336_systems.studies.records import Accumulation
+from cs336.studies.records import Accumulation
 
 DTYPES = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 

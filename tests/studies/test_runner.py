@@ -16,12 +16,12 @@ import psutil
 import pytest
 import torch
 
-from cs336_systems.config import Device
-from cs336_systems.record import Environment, Failure, Status
-from cs336_systems.studies.records import Cell, Grid, Row
-from cs336_systems.studies.runner import Cells, run_study
-from cs336_systems.sweep import isolation
-from cs336_systems.sweep.store import SweepError
+from cs336.config import Device
+from cs336.record import Environment, Failure, Status
+from cs336.studies.records import Cell, Grid, Row
+from cs336.studies.runner import Cells, run_study
+from cs336.sweep import isolation
+from cs336.sweep.store import SweepError
 
 ROOT = Path(__file__).parents[2]
 CELLS = 3
@@ -197,9 +197,9 @@ INTERRUPTED = """
 import multiprocessing, sys
 from pathlib import Path
 import psutil
-from cs336_systems.config import Device
-from cs336_systems.studies.operators import AttentionGrid, Implementation
-from cs336_systems.studies.runner import Cells, run_study
+from cs336.config import Device
+from cs336.studies.operators import AttentionGrid, Implementation
+from cs336.studies.runner import Cells, run_study
 
 KEPT = []
 

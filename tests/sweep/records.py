@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from cs336_systems.config import ModelConfig, Phase, RunConfig
-from cs336_systems.record import Environment, Identity, Measurement, RunRecord, Status
+from cs336.config import ModelConfig, Phase, RunConfig
+from cs336.record import Environment, Identity, Measurement, RunRecord, Status
 
 IDENTITY = Identity(
     device_name="NVIDIA H200", driver="570.1", torch="2.13.0", code="0123456789abcdef"

@@ -15,14 +15,14 @@ pytest.importorskip("ray", reason="needs Ray: pip install ray")
 
 import ray
 
-from cs336_systems.analysis.kernels.explain import explain
-from cs336_systems.config import Device, Parallel, Profiler
-from cs336_systems.measure import nvml
-from cs336_systems.record import Status, encode_record
-from cs336_systems.sweep import cluster
-from cs336_systems.sweep.cluster import Needs, Node, Reply, Request, sweep_on_cluster
-from cs336_systems.sweep.keep import Listener
-from cs336_systems.sweep.store import SweepError, raw_profile_path
+from cs336.analysis.kernels.explain import explain
+from cs336.config import Device, Parallel, Profiler
+from cs336.measure import nvml
+from cs336.record import Status, encode_record
+from cs336.sweep import cluster
+from cs336.sweep.cluster import Needs, Node, Reply, Request, sweep_on_cluster
+from cs336.sweep.keep import Listener
+from cs336.sweep.store import SweepError, raw_profile_path
 from tests.fake_nvml import fake_driver
 from tests.sweep.records import IDENTITY, grid, record_of
 

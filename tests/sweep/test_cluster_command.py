@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems import cli
-from cs336_systems.commands.flags import parse
-from cs336_systems.commands.sweep import SweepArguments
-from cs336_systems.measure import nvml
+from cs336 import cli
+from cs336.commands.flags import parse
+from cs336.commands.sweep import SweepArguments
+from cs336.measure import nvml
 from tests.committed import ROOT
 from tests.sweep.records import IDENTITY
 
@@ -48,7 +48,7 @@ def test_what_cannot_be(words, what, capsys):
 
 def test_a_dry_run_on_this_machine_imports_neither_ray_nor_numpy(here):
     code = (
-        "import sys; sys.modules |= dict(ray=None, numpy=None); from cs336_systems.cli import "
+        "import sys; sys.modules |= dict(ray=None, numpy=None); from cs336.cli import "
         "main; sys.exit(main())"
     )
     words = [sys.executable, "-c", code, "sweep", *SMALL, "--dry-run"]
@@ -69,7 +69,7 @@ def test_gpus_of_a_cluster_need_not_be_in_this_machine(monkeypatch):
 
 def test_a_dry_run_shows_the_machines_and_fails_if_none_is_used(monkeypatch, capsys):
     pytest.importorskip("ray", reason="needs Ray: pip install ray")
-    from cs336_systems.sweep import cluster
+    from cs336.sweep import cluster
 
     def machine(number, refused):
         node = cluster.Node(replace(IDENTITY, torch=f"2.{number}"), has_nsys=True)

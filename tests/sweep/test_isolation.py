@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cs336_systems.sweep.process import FORKER_VARIABLE, child_environment
+from cs336.sweep.process import FORKER_VARIABLE, child_environment
 
 
 def test_a_run_finds_imported_what_it_needs_and_a_plain_one_nothing_else(tmp_path: Path) -> None:
@@ -16,9 +16,9 @@ def test_a_run_finds_imported_what_it_needs_and_a_plain_one_nothing_else(tmp_pat
     code = """
 import gc, sys
 from pathlib import Path
-from cs336_systems.config import *
-from cs336_systems.sweep import isolation
-from cs336_systems.sweep.run import modules_of
+from cs336.config import *
+from cs336.sweep import isolation
+from cs336.sweep.run import modules_of
 
 shape = ModelConfig(vocab_size=11, context_length=8, d_model=8, d_ff=16, num_layers=1, num_heads=2)
 for changes in ({}, {"checkpoint_blocks": 1}, {"profiler": Profiler.KINETO}):
@@ -27,17 +27,17 @@ for changes in ({}, {"checkpoint_blocks": 1}, {"profiler": Profiler.KINETO}):
         __import__(name)
     assert changes or not gc.isenabled(), "collections slow the imports"
     before = set(sys.modules)
-    from cs336_systems.sweep.worker import run_here
+    from cs336.sweep.worker import run_here
 
     record = run_here(config, Path("runs").absolute())
     assert record.status == "ok", record.failure
     own = [
         name
         for name in set(sys.modules) - before
-        if name.startswith(("cs336_systems", "torch._", "pandas"))
+        if name.startswith(("cs336", "torch._", "pandas"))
     ]
     assert not own, own
-    others = {"tyro", "rich", "pandas", "torch._dynamo", "cs336_systems.model.fast.model"} & set(
+    others = {"tyro", "rich", "pandas", "torch._dynamo", "cs336.model.fast.model"} & set(
         sys.modules
     )
     assert changes or not others, others
@@ -61,7 +61,7 @@ SUPERVISOR = """
 import os, subprocess, sys, time
 
 subprocess.Popen(["sleep", "300"], start_new_session=True)
-watched = "import sys, time; from cs336_systems.sweep.process import die_with;"
+watched = "import sys, time; from cs336.sweep.process import die_with;"
 watched += "die_with(int(sys.argv[1]));"
 watched += "print('on'); sys.stdout.flush(); time.sleep(300)"
 subprocess.Popen(
@@ -94,7 +94,7 @@ def test_a_process_that_comes_too_late_ends_at_once() -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
     code = (
-        f"from cs336_systems.sweep.process import die_with; die_with({dead.pid}); import "
+        f"from cs336.sweep.process import die_with; die_with({dead.pid}); import "
         "time; time.sleep(60)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
@@ -104,7 +104,7 @@ def test_a_process_that_comes_too_late_ends_at_once() -> None:
 def test_a_fork_server_that_comes_too_late_ends_before_it_imports_torch() -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    code = "import cs336_systems.sweep.server; print('on')"  # the first module that it imports
+    code = "import cs336.sweep.server; print('on')"  # the first module that it imports
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parents[2],

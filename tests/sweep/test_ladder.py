@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Arch,
     Attention,
@@ -20,12 +20,12 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.files import FileError
-from cs336_systems.measure.clock import make_clock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.fast import fp8
-from cs336_systems.model.fast.choose import FLASH_4, QUACK
-from cs336_systems.sweep.ladder import (
+from cs336.files import FileError
+from cs336.measure.clock import make_clock
+from cs336.measure.step import TrainingStep
+from cs336.model.fast import fp8
+from cs336.model.fast.choose import FLASH_4, QUACK
+from cs336.sweep.ladder import (
     BOUNDS,
     FP8_BOUND,
     GATE_STEPS,
@@ -136,9 +136,7 @@ def test_packages_that_are_installed_give_hopper_a_rung_more(
     monkeypatch, package, base, name, fields
 ):
     without = names(rungs(base, H200))
-    monkeypatch.setattr(
-        "cs336_systems.model.fast.choose.is_installed", lambda wanted: wanted == package
-    )
+    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda wanted: wanted == package)
     ladder = rungs(base, H200)
     steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
     assert steps.get(name) == fields

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.config import SIZES, Device, Parallel, Profiler, RunConfig
-from cs336_systems.record import RunRecord, Status, load_records
-from cs336_systems.sweep.keep import explain_run
-from cs336_systems.sweep.run import run_sweep
-from cs336_systems.sweep.store import explanation_path, raw_profile_path
-from cs336_systems.sweep.worker import run_here
+from cs336.analysis.kernels.phases import LaunchPhase
+from cs336.analysis.kernels.step_profile import decode_profile
+from cs336.config import SIZES, Device, Parallel, Profiler, RunConfig
+from cs336.record import RunRecord, Status, load_records
+from cs336.sweep.keep import explain_run
+from cs336.sweep.run import run_sweep
+from cs336.sweep.store import explanation_path, raw_profile_path
+from cs336.sweep.worker import run_here
 from tests.faults.harness import Witness
 
 ROOT = Path(__file__).parents[2]

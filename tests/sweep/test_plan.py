@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.commands.sweep import make_plan
-from cs336_systems.config import SIZES, Attention, CompileMode, Device, Mode, Parallel, RunConfig
-from cs336_systems.costs import traces
-from cs336_systems.costs.memory import predict_memory
-from cs336_systems.record import Status, load_records
+from cs336.commands.sweep import make_plan
+from cs336.config import SIZES, Attention, CompileMode, Device, Mode, Parallel, RunConfig
+from cs336.costs import traces
+from cs336.costs.memory import predict_memory
+from cs336.record import Status, load_records
 
 GIB = 2**30
 H200_BYTES = round(139.8 * GIB)

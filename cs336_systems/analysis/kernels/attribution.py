@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
-from cs336_systems.analysis.kernels import phases
-from cs336_systems.analysis.kernels.classes import NO_COLLECTIVE, Call, collective_codes
-from cs336_systems.analysis.kernels.trace import DeviceWork, GroupNesting, Nesting, Trace
-from cs336_systems.ranges import PhaseNames
+from ...ranges import PhaseNames
+from ..columns import Columns, Ints, Mask, chosen, joined
+from . import phases
+from .classes import NO_COLLECTIVE, Call, collective_codes
+from .trace import DeviceWork, GroupNesting, Nesting, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a

@@ -9,10 +9,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, Mask
-from cs336_systems.analysis.kernels.phases import Codes
-from cs336_systems.analysis.kernels.trace import of_names
-from cs336_systems.costs.communication import Collective
+from ...costs.communication import Collective
+from ..columns import Ints, Mask
+from .phases import Codes
+from .trace import of_names
 
 MAX_NAME = 8192
 """Characters of a name that are read. Real names are at most a few thousand long, and their

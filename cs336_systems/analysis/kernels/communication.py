@@ -8,20 +8,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Ints, Mask, chosen
-from cs336_systems.analysis.kernels.attribution import Attribution, Jobs, by_step, select
-from cs336_systems.analysis.kernels.classes import COLLECTIVES, NO_COLLECTIVE
-from cs336_systems.analysis.kernels.device_time import Busy, DeviceWindows, alone_ns
-from cs336_systems.analysis.kernels.phases import PHASES
-from cs336_systems.analysis.kernels.step_profile import (
-    CommunicationTimes,
-    RankTimes,
-    StepProfile,
-    Work,
-)
-from cs336_systems.analysis.kernels.trace import NOWHERE, Trace
-from cs336_systems.config import MAX_RANKS
-from cs336_systems.costs.communication import Collective
+from ...config import MAX_RANKS
+from ...costs.communication import Collective
+from ..columns import Ints, Mask, chosen
+from .attribution import Attribution, Jobs, by_step, select
+from .classes import COLLECTIVES, NO_COLLECTIVE
+from .device_time import Busy, DeviceWindows, alone_ns
+from .phases import PHASES
+from .step_profile import CommunicationTimes, RankTimes, StepProfile, Work
+from .trace import NOWHERE, Trace
 
 
 def communication_times(

@@ -33,40 +33,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
-from cs336_systems.analysis.kernels.attribution import (
-    HostWindows,
-    Jobs,
-    Selection,
-    frame_of,
-    phase_at,
-    totals,
-)
-from cs336_systems.analysis.kernels.classes import (
-    NO_COLLECTIVE,
-    TO_HOST,
-    Call,
-    call_name,
-    short_name,
-)
-from cs336_systems.analysis.kernels.modules import RangeParts
-from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase, Steps
-from cs336_systems.analysis.kernels.step_profile import (
-    CopyTimes,
-    Gap,
-    HostCalls,
-    IdleCause,
-    IdleTimes,
-)
-from cs336_systems.analysis.kernels.trace import (
-    MAX_TIME_NS,
-    DeviceWork,
-    Nesting,
-    Strings,
-    Trace,
-    Union,
-    of_names,
-)
+from ..columns import Columns, Ints, Mask, chosen, groups, joined
+from .attribution import HostWindows, Jobs, Selection, frame_of, phase_at, totals
+from .classes import NO_COLLECTIVE, TO_HOST, Call, call_name, short_name
+from .modules import RangeParts
+from .phases import CODES, PHASES, Codes, LaunchPhase, Steps
+from .step_profile import CopyTimes, Gap, HostCalls, IdleCause, IdleTimes
+from .trace import MAX_TIME_NS, DeviceWork, Nesting, Strings, Trace, Union, of_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

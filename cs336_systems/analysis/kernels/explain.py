@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import (
+from ...config import ModelConfig, RunConfig
+from ...ranges import PhaseNames
+from ...temporary import temporary_directory
+from ...text import inert_line
+from ..columns import (
     GZIP_MAGIC,
     SQLITE_MAGIC,
     ZIP_MAGIC,
@@ -22,32 +26,16 @@ from cs336_systems.analysis.columns import (
     read_head,
     what_it_is,
 )
-from cs336_systems.analysis.kernels import communication, device_time, modules, step_profile
-from cs336_systems.analysis.kernels.attribution import (
-    Attribution,
-    attribute,
-    by_step,
-    frame_of,
-    select,
-)
-from cs336_systems.analysis.kernels.device_time import (
-    Busy,
-    DeviceSteps,
-    DeviceWindows,
-    Host,
-    host_calls,
-)
-from cs336_systems.analysis.kernels.kineto import NEEDED as KINETO_FILE
-from cs336_systems.analysis.kernels.kineto import read_kineto
-from cs336_systems.analysis.kernels.modules import CLASSES
-from cs336_systems.analysis.kernels.nsys import NEEDED as NSYS_FILE
-from cs336_systems.analysis.kernels.nsys import export, read_nsys
-from cs336_systems.analysis.kernels.phases import PHASES, check_names
-from cs336_systems.analysis.kernels.trace import Trace, Union
-from cs336_systems.config import ModelConfig, RunConfig
-from cs336_systems.ranges import PhaseNames
-from cs336_systems.temporary import temporary_directory
-from cs336_systems.text import inert_line
+from . import communication, device_time, modules, step_profile
+from .attribution import Attribution, attribute, by_step, frame_of, select
+from .device_time import Busy, DeviceSteps, DeviceWindows, Host, host_calls
+from .kineto import NEEDED as KINETO_FILE
+from .kineto import read_kineto
+from .modules import CLASSES
+from .nsys import NEEDED as NSYS_FILE
+from .nsys import export, read_nsys
+from .phases import PHASES, check_names
+from .trace import Trace, Union
 
 HEAD_BYTES = 100
 

@@ -21,7 +21,8 @@ from typing import IO, Any, Generic, TypeVar, cast
 import msgspec
 import numpy as np
 
-from cs336_systems.analysis.columns import (
+from ...files import refuse_another_kind
+from ..columns import (
     GZIP_MAGIC,
     SQLITE_MAGIC,
     ZIP_MAGIC,
@@ -31,7 +32,7 @@ from cs336_systems.analysis.columns import (
     read_head,
     what_it_is,
 )
-from cs336_systems.analysis.kernels.trace import (
+from .trace import (
     MAX_TIME_NS,
     NOWHERE,
     ApiCalls,
@@ -45,7 +46,6 @@ from cs336_systems.analysis.kernels.trace import (
     durations,
     with_copies_apart,
 )
-from cs336_systems.files import refuse_another_kind
 
 MAX_BYTES = 8 * 2**30
 """Largest decompressed JSON that is read: some thirty million events."""

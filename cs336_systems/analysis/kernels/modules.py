@@ -8,26 +8,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.analysis.columns import Ints
-from cs336_systems.analysis.kernels.attribution import Attribution, by_phase, totals
-from cs336_systems.analysis.kernels.classes import (
-    MAX_NAME,
-    KernelClass,
-    classify_kernel,
-    short_name,
-)
-from cs336_systems.analysis.kernels.phases import CODES, PHASES, Codes, LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import (
-    AttentionPart,
-    AttentionTimes,
-    ClassTimes,
-    KernelTimes,
-    ModuleTimes,
-)
-from cs336_systems.analysis.kernels.trace import of_names
-from cs336_systems.config import ModelConfig
-from cs336_systems.costs.accounting import attention_forward_flops
-from cs336_systems.ranges import Range
+from ...config import ModelConfig
+from ...costs.accounting import attention_forward_flops
+from ...ranges import Range
+from ..columns import Ints
+from .attribution import Attribution, by_phase, totals
+from .classes import MAX_NAME, KernelClass, classify_kernel, short_name
+from .phases import CODES, PHASES, Codes, LaunchPhase
+from .step_profile import AttentionPart, AttentionTimes, ClassTimes, KernelTimes, ModuleTimes
+from .trace import of_names
 
 PARTS = tuple(AttentionPart)
 NO_PART = -1

@@ -16,17 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cs336_systems.analysis.columns import (
-    SQLITE_MAGIC,
-    Ints,
-    ProfileError,
-    chosen,
-    joined,
-    read_head,
-    what_it_is,
-)
-from cs336_systems.analysis.kernels import NsysError, find_nsys
-from cs336_systems.analysis.kernels.trace import (
+from ...temporary import run_for_this_process
+from ..columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
+from . import NsysError, find_nsys
+from .trace import (
     ApiCalls,
     DeviceWork,
     Launches,
@@ -37,7 +30,6 @@ from cs336_systems.analysis.kernels.trace import (
     of_names,
     with_copies_apart,
 )
-from cs336_systems.temporary import run_for_this_process
 
 
 def export(report: Path, directory: Path) -> Path:

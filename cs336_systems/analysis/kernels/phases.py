@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace
-from cs336_systems.ranges import PhaseNames
+from ...ranges import PhaseNames
+from ..columns import Columns, Ints, Mask
+from .trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace
 
 Codes = NDArray[np.int8]
 """Phases as indices into `PHASES`."""

@@ -14,12 +14,12 @@ from typing import Annotated
 
 import msgspec
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
-from cs336_systems.costs.communication import Collective
-from cs336_systems.files import encode_json, write_atomically
-from cs336_systems.record import MAX_TIME_S, Count
+from ...costs.communication import Collective
+from ...files import encode_json, write_atomically
+from ...record import MAX_TIME_S, Count
+from ..columns import ProfileError
+from .classes import KernelClass
+from .phases import LaunchPhase, PhaseSource
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=MAX_TIME_S)]
 PROFILE_FORMAT_VERSION = 5

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, groups, joined
+from ..columns import Columns, Ints, Mask, chosen, groups, joined
 
 _DRIVERS_OWN = re.compile(
     r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?|__amd_rocclr_(?:copy|fill)\w{1,40}",

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Ints, ProfileError
-from cs336_systems.analysis.memory import groups
-from cs336_systems.analysis.memory.profile import (
+from ...text import counted, inert_line
+from ..columns import Ints, ProfileError
+from . import groups
+from .profile import (
     CODES,
     NO_PHASES,
     NOWHERE,
@@ -34,14 +35,7 @@ from cs336_systems.analysis.memory.profile import (
     read_notes,
     times_s,
 )
-from cs336_systems.analysis.memory.snapshot import (
-    HOW_TO_RECORD,
-    Action,
-    DeviceMemory,
-    Snapshot,
-    read_snapshot,
-)
-from cs336_systems.text import counted, inert_line
+from .snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
 
 MAX_POINTS = 2000
 """Points of a timeline."""

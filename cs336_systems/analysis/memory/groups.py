@@ -23,8 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from cs336_systems.analysis.columns import Columns, Ints, Mask, chosen, joined
-from cs336_systems.analysis.memory.profile import (
+from ...config import Phase
+from ...ranges import block_range
+from ...text import counted
+from ..columns import Columns, Ints, Mask, chosen, joined
+from .profile import (
     CATEGORIES,
     CODES,
     MIN_LATER,
@@ -43,18 +46,7 @@ from cs336_systems.analysis.memory.profile import (
     short_name,
     within_block,
 )
-from cs336_systems.analysis.memory.snapshot import (
-    NO_STACK,
-    Action,
-    BlockState,
-    DeviceMemory,
-    Events,
-    Frame,
-    Stack,
-)
-from cs336_systems.config import Phase
-from cs336_systems.ranges import block_range
-from cs336_systems.text import counted
+from .snapshot import NO_STACK, Action, BlockState, DeviceMemory, Events, Frame, Stack
 
 BEFORE = -1
 """In place of an event's number: the event happened before the recording."""

@@ -23,18 +23,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.columns import Ints, ProfileError
-from cs336_systems.analysis.memory.snapshot import Action, Events
-from cs336_systems.config import Phase
-from cs336_systems.files import (
-    MEMORY_NOTES,
-    MEMORY_PROFILE,
-    encode_json,
-    read_json,
-    write_atomically,
-)
-from cs336_systems.ranges import Range
-from cs336_systems.record import Count
+from ...config import Phase
+from ...files import MEMORY_NOTES, MEMORY_PROFILE, encode_json, read_json, write_atomically
+from ...ranges import Range
+from ...record import Count
+from ..columns import Ints, ProfileError
+from .snapshot import Action, Events
 
 NOTES_FORMAT_VERSION = 1
 MAX_NOTES_BYTES = 256 * 2**20

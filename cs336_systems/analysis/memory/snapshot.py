@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import psutil
 
-from cs336_systems.analysis.columns import Columns, Ints, ProfileError, read_head, what_it_is
-from cs336_systems.text import counted
+from ...text import counted
+from ..columns import Columns, Ints, ProfileError, read_head, what_it_is
 
 NEEDED = "a memory snapshot of PyTorch"
 HOW_TO_RECORD = (

@@ -10,7 +10,7 @@ import torch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
-from cs336_systems.model.fast import packed_kernel
+from . import packed_kernel
 
 SHORT, LONG = 512, 2048
 """Contexts up to and from which FlashAttention 4 is faster than cuDNN in forward with heads of 64.

@@ -18,18 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.model.annotate import annotate
-from cs336_systems.model.fast.fp8 import Largest, Tag
-from cs336_systems.model.fast.fused_blocks import add_norm, bias_gelu, lookup, norm
-from cs336_systems.model.fast.packed import (
-    cut_heads,
-    feed_forward,
-    packed_attention,
-    rope_heads,
-    swiglu,
-)
-from cs336_systems.model.fast.weights import Copies, CopyMaker
-from cs336_systems.model.transformer import (
+from ...ranges import Range
+from ..annotate import annotate
+from ..transformer import (
     Block,
     Embedding,
     GeluMLP,
@@ -44,7 +35,10 @@ from cs336_systems.model.transformer import (
     naive_attention,
     to_autocast_dtype,
 )
-from cs336_systems.ranges import Range
+from .fp8 import Largest, Tag
+from .fused_blocks import add_norm, bias_gelu, lookup, norm
+from .packed import cut_heads, feed_forward, packed_attention, rope_heads, swiglu
+from .weights import Copies, CopyMaker
 
 Stream = Float[Tensor, "batch seq d_model"]
 Hidden = Float[Tensor, "tokens d_hidden"]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from cs336_systems import __version__
-from cs336_systems.config import (
+from ... import __version__
+from ...config import (
     EAGER_STEPS_BEFORE_GRAPH,
     FLASH_4_HEADS,
     PACKED_MULTIPLE,
@@ -35,11 +35,11 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.costs.fast_memory import peak_bytes
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.files import user_cache, write_atomically
-from cs336_systems.settings import declared, flag_of, in_note
-from cs336_systems.text import print_aside
+from ...costs.fast_memory import peak_bytes
+from ...costs.hardware import find_device
+from ...files import user_cache, write_atomically
+from ...settings import declared, flag_of, in_note
+from ...text import print_aside
 
 NICE_VOCABULARY = 128
 """Multiple to pad a vocabulary to."""

@@ -16,7 +16,7 @@ from quack.epilogue.ops import RowVecReduce
 from quack.gemm_config import GemmConfig
 from torch import Tensor
 
-from cs336_systems.model.fast.fused_blocks_kernel import summed
+from .fused_blocks_kernel import summed
 
 TILE_ROWS, TILE_COLUMNS = 128, (192, 160, 128)
 """Rows of a tile of the result, and the numbers of columns that there may be."""

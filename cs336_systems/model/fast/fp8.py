@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.fast.operators import operator
+from .operators import operator
 
 DTYPE = torch.float8_e4m3fn
 """Type of all factors: 3 bits of mantissa, and a range of 2^18.

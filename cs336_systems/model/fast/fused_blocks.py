@@ -18,8 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import Largest, Tag, magnitudes, own_scale
-from cs336_systems.model.fast.operators import operator
+from .fp8 import Largest, Tag, magnitudes, own_scale
+from .operators import operator
 
 GELU_PART = 2, 512
 """Rows and columns of a tile of GELU's result, of which the kernel finds the largest magnitude."""

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import DTYPE, MAX, TINY
-from cs336_systems.model.fast.fused_blocks import GELU_PART
+from .fp8 import DTYPE, MAX, TINY
+from .fused_blocks import GELU_PART
 
 NUM_WARPS = 4
 MAX_STAGED = 4096

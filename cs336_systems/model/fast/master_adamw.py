@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from cs336_systems.config import RunConfig
-from cs336_systems.model.fast.weights import Weight, drop_gradients
-from cs336_systems.model.optimizer import DEFAULTS, EagerOptimizer, Hyperparameters
+from ...config import RunConfig
+from ..optimizer import DEFAULTS, EagerOptimizer, Hyperparameters
+from .weights import Weight, drop_gradients
 
 if TYPE_CHECKING:
-    from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW
+    from .adamw_kernel import ChunkedAdamW
 
 
 class _Kind(NamedTuple):
@@ -116,7 +116,7 @@ class MasterAdamW(EagerOptimizer):
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
         # Triton, which only comes with PyTorch for GPUs
-        from cs336_systems.model.fast.adamw_kernel import ChunkedAdamW
+        from .adamw_kernel import ChunkedAdamW
 
         if kind not in self._kernels:
             states = [self.state[weight.master] for weight in weights]

@@ -12,9 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.config import RunConfig, SdpaBackend
-from cs336_systems.model.annotate import annotate
-from cs336_systems.model.fast.blocks import (
+from ...config import RunConfig, SdpaBackend
+from ...ranges import Range, block_range
+from ..annotate import annotate
+from ..trainable import Loss, Trainable, mode_of
+from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
+from .blocks import (
     AddNorm,
     CopiedBlock,
     Deferred,
@@ -23,14 +26,11 @@ from cs336_systems.model.fast.blocks import (
     PaddedHead,
     SelectiveBlock,
 )
-from cs336_systems.model.fast.choose import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
-from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
-from cs336_systems.model.fast.fp8 import update_scales
-from cs336_systems.model.fast.master_adamw import MasterAdamW, storage_of
-from cs336_systems.model.fast.weights import CopyMaker, drop_gradients
-from cs336_systems.model.trainable import Loss, Trainable, mode_of
-from cs336_systems.model.transformer import Block, Mask, Rotations, TransformerLM, attention_backend
-from cs336_systems.ranges import Range, block_range
+from .choose import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
+from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
+from .fp8 import update_scales
+from .master_adamw import MasterAdamW, storage_of
+from .weights import CopyMaker, drop_gradients
 
 HOPPER = (9, 0)
 """Compute capability of the GPUs for which QuACK's tiles and FlashAttention 4's were chosen."""

@@ -30,7 +30,7 @@ def operator(
         return found
 
     def make(plain: Callable[..., Any]) -> CustomOpDef:
-        label = f"cs336_systems::{plain.__name__.lstrip('_')}"
+        label = f"cs336::{plain.__name__.lstrip('_')}"
         made = torch.library.custom_op(
             label, plain, mutates_args=mutates, device_types="cpu" if kernel else None
         )

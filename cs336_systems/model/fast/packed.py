@@ -25,9 +25,9 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor
 
-from cs336_systems.model.fast.fp8 import Tag, own_scale
-from cs336_systems.model.fast.operators import operator
-from cs336_systems.model.transformer import Rotations, rotate_pairs
+from ..transformer import Rotations, rotate_pairs
+from .fp8 import Tag, own_scale
+from .operators import operator
 
 Heads = Float[Tensor, "batch seq heads d_head"]
 

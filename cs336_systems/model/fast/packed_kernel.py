@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.model.fast.fused_blocks_kernel import STAGES, magnitude, num_programs, summed
+from .fused_blocks_kernel import STAGES, magnitude, num_programs, summed
 
 BLOCK = 1024
 """Elements of a part in one program; each thread has 8, which are 16 bytes."""

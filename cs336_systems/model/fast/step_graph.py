@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Phase
-from cs336_systems.model.annotate import annotate
-from cs336_systems.model.batches import Batch
+from ...config import EAGER_STEPS_BEFORE_GRAPH, Phase
+from ..annotate import annotate
+from ..batches import Batch
 
 Phases = Callable[[Batch], Iterator[Phase]]
 """Launches the phases of a step, and yields each after it was launched."""

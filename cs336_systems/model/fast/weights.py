@@ -20,8 +20,8 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from cs336_systems.model.fast.fp8 import KeptScale, Largest, Scale, Tag, fp8_linear
-from cs336_systems.model.transformer import Linear
+from ..transformer import Linear
+from .fp8 import KeptScale, Largest, Scale, Tag, fp8_linear
 
 ALIGNMENT = 16
 """Each part of a packed weight starts at a multiple of this many bytes, which one thread of a

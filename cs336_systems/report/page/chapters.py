@@ -25,30 +25,30 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import Phase, Profiler
-from cs336_systems.files import write_atomically
-from cs336_systems.record import Environment, RunRecord, Status
-from cs336_systems.report import headlines, words
-from cs336_systems.report.charts import Bar, Chart, Style, visible
-from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.compared import Compared
-from cs336_systems.report.draw import svg_of
-from cs336_systems.report.frame import codes_of, order, rows_of, to_frame
-from cs336_systems.report.headlines import Headline, NamedRows
-from cs336_systems.report.results import KERNELS, MEMORY, STEPS, Results, StudyResults
-from cs336_systems.report.section import Section, Table, known, labels, make_table
-from cs336_systems.report.sections.kernels.files import modules_section
-from cs336_systems.report.sections.kernels.plots import STYLES, configuration_chart, parts_ms
-from cs336_systems.report.sections.kernels.tables import Explained, phase_rows
-from cs336_systems.report.sections.ladder import ladder_section
-from cs336_systems.report.sections.memory.findings import MemoryEntry, check_words, difference_bytes
-from cs336_systems.report.sections.memory.plots import CATEGORIES, peak_bar, peak_charts
-from cs336_systems.report.sections.steps import BY_PHASE, PARTS, phase_bars
-from cs336_systems.report.words import in_percent, significant
-from cs336_systems.studies.records import PrecisionStudy
-from cs336_systems.sweep.store import VIEWERS, command_in, raw_profile_path
-from cs336_systems.text import counted, inert_line, shortened
+from ...analysis.warnings import DOUBTFUL, in_doubt
+from ...config import Phase, Profiler
+from ...files import write_atomically
+from ...record import Environment, RunRecord, Status
+from ...studies.records import PrecisionStudy
+from ...sweep.store import VIEWERS, command_in, raw_profile_path
+from ...text import counted, inert_line, shortened
+from .. import headlines, words
+from ..charts import Bar, Chart, Style, visible
+from ..columns import Column, Row, column, three_digits
+from ..compared import Compared
+from ..draw import svg_of
+from ..frame import codes_of, order, rows_of, to_frame
+from ..headlines import Headline, NamedRows
+from ..results import KERNELS, MEMORY, STEPS, Results, StudyResults
+from ..section import Section, Table, known, labels, make_table
+from ..sections.kernels.files import modules_section
+from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
+from ..sections.kernels.tables import Explained, phase_rows
+from ..sections.ladder import ladder_section
+from ..sections.memory.findings import MemoryEntry, check_words, difference_bytes
+from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
+from ..sections.steps import BY_PHASE, PARTS, phase_bars
+from ..words import in_percent, significant
 
 TABLES = ("itables", "html/dt_bundle.js")
 """The package that sorts tables, and its file, which the page embeds."""

@@ -5,30 +5,20 @@ holds, what fits.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
-from cs336_systems.config import Mode, Phase, RunConfig
-from cs336_systems.costs import accounting, memory
-from cs336_systems.costs.communication import Call, Collective, calls, sent_share
-from cs336_systems.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
-from cs336_systems.costs.curves import Curves as DeviceCurves
-from cs336_systems.costs.hardware import DeviceSpec
-from cs336_systems.costs.ranks_time import predicted_time
-from cs336_systems.costs.shards import FP32_BYTES
-from cs336_systems.costs.tape import Category
-from cs336_systems.costs.time import Limit, TimePrediction, costs_by_module
-from cs336_systems.costs.traces import idle_parameters, own_parameters, why_untraced
-from cs336_systems.report.columns import Row, column, columns_of
-from cs336_systems.report.section import Section, Table, make_table, quantity_table
-from cs336_systems.report.words import (
-    DOUBTED_FORECAST,
-    GIB,
-    MIB,
-    SHIPPED,
-    TERA,
-    amount,
-    ratio,
-    rounded,
-    significant,
-)
+from ...config import Mode, Phase, RunConfig
+from ...costs import accounting, memory
+from ...costs.communication import Call, Collective, calls, sent_share
+from ...costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
+from ...costs.curves import Curves as DeviceCurves
+from ...costs.hardware import DeviceSpec
+from ...costs.ranks_time import predicted_time
+from ...costs.shards import FP32_BYTES
+from ...costs.tape import Category
+from ...costs.time import Limit, TimePrediction, costs_by_module
+from ...costs.traces import idle_parameters, own_parameters, why_untraced
+from ..columns import Row, column, columns_of
+from ..section import Section, Table, make_table, quantity_table
+from ..words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
 
 ALL = "all"
 QUANTITY_KEYS = ("quantity", "amount", "unit", "how")

@@ -3,22 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
-from cs336_systems.analysis.warnings import LOOPS
-from cs336_systems.config import Device, Precision
-from cs336_systems.costs.communication import sent_share
-from cs336_systems.costs.hardware import DeviceSpec, find_device
-from cs336_systems.report.columns import Column, Row, column, columns_of
-from cs336_systems.report.section import Section, Table, known, make_table
-from cs336_systems.report.sections.study import (
-    derived,
-    doubt_notes,
-    doubts_of,
-    end_of,
-    has_failed,
-    promised_bandwidth,
-)
-from cs336_systems.report.words import GIGA, MIB, TERA, ratio, significant
-from cs336_systems.studies.ceilings_records import (
+from ...analysis.warnings import LOOPS
+from ...config import Device, Precision
+from ...costs.communication import sent_share
+from ...costs.hardware import DeviceSpec, find_device
+from ...studies.ceilings_records import (
     QUEUED_BYTES,
     CeilingsStudy,
     CollectiveCell,
@@ -30,6 +19,10 @@ from cs336_systems.studies.ceilings_records import (
     StreamCell,
     TimedRow,
 )
+from ..columns import Column, Row, column, columns_of
+from ..section import Section, Table, known, make_table
+from ..words import GIGA, MIB, TERA, ratio, significant
+from .study import derived, doubt_notes, doubts_of, end_of, has_failed, promised_bandwidth
 
 SUMMARY = ("ceiling", "measured", "unit", "data_sheet", "data_sheet_share", "reached_at")
 _ENDS = ("device_name", "status", "error", "median_ms", "loop_spread")

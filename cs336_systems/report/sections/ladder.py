@@ -5,24 +5,24 @@ counts, and a picture.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from cs336_systems.analysis.compare import Blocks, Verdict, compare_in_turn, measured_steps
-from cs336_systems.analysis.kernels.step_profile import StepProfile, Work
-from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.analysis.warnings import in_doubt
-from cs336_systems.config import SETTINGS, Device, RunConfig
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.charts import Bar, Chart, Panel, Style
-from cs336_systems.report.columns import Row, column, columns_of, short
-from cs336_systems.report.formats import pngs_of, texts_of, write_files
-from cs336_systems.report.frame import RESULTS, codes_of, rows_of, to_frame
-from cs336_systems.report.identity import size_text
-from cs336_systems.report.section import Section, known, make_table
-from cs336_systems.report.sections.kernels.tables import Explained
-from cs336_systems.report.sections.steps import warning_notes
-from cs336_systems.report.sections.study import derived
-from cs336_systems.report.words import CHANCE, DOUBT, STATUS_WORDS, ratio, significant
-from cs336_systems.studies.ceilings_files import NO_CEILINGS, Ceilings
-from cs336_systems.sweep.ladder import GATE_STEPS, Rung, judge, reason_run
+from ...analysis.compare import Blocks, Verdict, compare_in_turn, measured_steps
+from ...analysis.kernels.step_profile import StepProfile, Work
+from ...analysis.statistics import FEWEST
+from ...analysis.warnings import in_doubt
+from ...config import SETTINGS, Device, RunConfig
+from ...record import RunRecord, Status
+from ...studies.ceilings_files import NO_CEILINGS, Ceilings
+from ...sweep.ladder import GATE_STEPS, Rung, judge, reason_run
+from ..charts import Bar, Chart, Panel, Style
+from ..columns import Row, column, columns_of, short
+from ..formats import pngs_of, texts_of, write_files
+from ..frame import RESULTS, codes_of, rows_of, to_frame
+from ..identity import size_text
+from ..section import Section, known, make_table
+from ..words import CHANCE, DOUBT, STATUS_WORDS, ratio, significant
+from .kernels.tables import Explained
+from .steps import warning_notes
+from .study import derived
 
 Rows = Sequence[Row]
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
-from cs336_systems.analysis.warnings import PASSES
-from cs336_systems.config import Device, Phase
-from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, Row, column, three_digits
-from cs336_systems.report.section import Section, Table, known, make_table
-from cs336_systems.report.sections.study import (
+from ...analysis.warnings import PASSES
+from ...config import Device, Phase
+from ...record import Status
+from ...studies import operators
+from ...text import counted
+from ..columns import Column, Row, column, three_digits
+from ..section import Section, Table, known, make_table
+from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
+from .study import (
     across,
     derived,
     doubt_notes,
@@ -21,19 +24,6 @@ from cs336_systems.report.sections.study import (
     promised_bandwidth,
     times_ms,
 )
-from cs336_systems.report.words import (
-    CHANCE,
-    GIB,
-    GIGA,
-    MIB,
-    TERA,
-    place_in,
-    ratio,
-    scientific,
-    significant,
-)
-from cs336_systems.studies import operators
-from cs336_systems.text import counted
 
 Rows = Sequence[Row]
 CSV_COLUMNS = (

@@ -5,13 +5,13 @@ communication limits it.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cs336_systems.config import RunConfig
-from cs336_systems.costs.curves import MATMUL_EFFICIENCY, Curves
-from cs336_systems.costs.scale import Paper, ScaleStep, Scheme, largest_ranks
-from cs336_systems.report.columns import Row, columns_of
-from cs336_systems.report.section import Section, Table, make_table
-from cs336_systems.report.sections.account import by_data_sheet
-from cs336_systems.report.words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, TERA, ratio
+from ...config import RunConfig
+from ...costs.curves import MATMUL_EFFICIENCY, Curves
+from ...costs.scale import Paper, ScaleStep, Scheme, largest_ranks
+from ..columns import Row, columns_of
+from ..section import Section, Table, make_table
+from ..words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, TERA, ratio
+from .account import by_data_sheet
 
 WORDS = {
     Scheme.DATA: "data parallel",

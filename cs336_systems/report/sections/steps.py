@@ -9,32 +9,17 @@ from types import MappingProxyType
 
 import pandas as pd
 
-from cs336_systems.analysis.statistics import FEWEST
-from cs336_systems.analysis.warnings import DOUBTFUL, in_doubt
-from cs336_systems.config import UNSIZED, Phase, Profiler, RunConfig
-from cs336_systems.record import RunRecord, Status, WarningCode
-from cs336_systems.report.charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
-from cs336_systems.report.columns import VALUES, Row, column, columns_of, three_digits
-from cs336_systems.report.frame import (
-    RESULTS,
-    SHARED,
-    SPEED_UPS,
-    codes_of,
-    describe,
-    over_warmup,
-    rows_of,
-    steady,
-)
-from cs336_systems.report.identity import (
-    UNLISTED,
-    by_name,
-    identity_columns,
-    names_of,
-    settings_of,
-    trailing,
-)
-from cs336_systems.report.section import Section, Table, known, make_table
-from cs336_systems.report.words import (
+from ...analysis.statistics import FEWEST
+from ...analysis.warnings import DOUBTFUL, in_doubt
+from ...config import UNSIZED, Phase, Profiler, RunConfig
+from ...record import RunRecord, Status, WarningCode
+from ...text import counted, text_of
+from ..charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
+from ..columns import VALUES, Row, column, columns_of, three_digits
+from ..frame import RESULTS, SHARED, SPEED_UPS, codes_of, describe, over_warmup, rows_of, steady
+from ..identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
+from ..section import Section, Table, known, make_table
+from ..words import (
     CHANCE,
     DOUBT,
     DOUBTED_FORECAST,
@@ -44,7 +29,6 @@ from cs336_systems.report.words import (
     status_text,
     warning_counts,
 )
-from cs336_systems.text import counted, text_of
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""

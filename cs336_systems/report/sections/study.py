@@ -5,20 +5,15 @@ that of precision.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 
-from cs336_systems.analysis.statistics import quotient_stdev
-from cs336_systems.analysis.warnings import PASSES, Repeated, in_doubt, measurement_warnings
-from cs336_systems.config import Device
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.record import Failure, Measurement, RunWarning, Status
-from cs336_systems.report.columns import Column, Row, column, columns_of
-from cs336_systems.report.section import Section, make_table
-from cs336_systems.report.words import DOUBT, STATUS_WORDS, warning_counts
-from cs336_systems.studies.records import (
-    Accumulation,
-    NormalisedActivations,
-    ObservedDtype,
-    PrecisionStudy,
-)
+from ...analysis.statistics import quotient_stdev
+from ...analysis.warnings import PASSES, Repeated, in_doubt, measurement_warnings
+from ...config import Device
+from ...costs.hardware import find_device
+from ...record import Failure, Measurement, RunWarning, Status
+from ...studies.records import Accumulation, NormalisedActivations, ObservedDtype, PrecisionStudy
+from ..columns import Column, Row, column, columns_of
+from ..section import Section, make_table
+from ..words import DOUBT, STATUS_WORDS, warning_counts
 
 
 def end_of(status: Status, failure: Failure | None) -> Row:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.attribution import Attribution, attribute
-from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
+from cs336.analysis.kernels.attribution import Attribution, attribute
+from cs336.analysis.kernels.phases import PHASES, PhaseSource
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
     MAIN,

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cs336_systems.analysis.kernels.classes import RULES, KernelClass, classify_kernel, short_name
+from cs336.analysis.kernels.classes import RULES, KernelClass, classify_kernel, short_name
 
 NATIVE = "void at::native::"
 UNNAMED = "void at::native::(anonymous namespace)::"
@@ -236,7 +236,7 @@ NORMALISATION = (
     "triton_per_fused__to_copy_add_embedding_dense_backward_native_dropout_backward_native_layer_n"
     "orm_backward_nll_loss_forward_30",
     "aten::native_layer_norm_backward",
-    "cs336_systems::rms_or_layer_norm",  # this project's operator
+    "cs336::rms_or_layer_norm",  # this project's operator
     "_add_norm_values",
     "_add_norm_grads",
     "kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensorptrbf16gmem",

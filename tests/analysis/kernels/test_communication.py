@@ -15,25 +15,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.classes import collective_of
-from cs336_systems.analysis.kernels.communication import (
-    by_rank,
-    collectives_of,
-    rank_times,
-    without_rank,
-)
-from cs336_systems.analysis.kernels.explain import explain, summarise
-from cs336_systems.analysis.kernels.step_profile import (
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.classes import collective_of
+from cs336.analysis.kernels.communication import by_rank, collectives_of, rank_times, without_rank
+from cs336.analysis.kernels.explain import explain, summarise
+from cs336.analysis.kernels.step_profile import (
     PhaseTimes,
     StepProfile,
     decode_profile,
     encode_profile,
 )
-from cs336_systems.config import SIZES, Parallel, RunConfig
-from cs336_systems.costs.communication import Collective
-from cs336_systems.ranges import rank_range
+from cs336.config import SIZES, Parallel, RunConfig
+from cs336.costs.communication import Collective
+from cs336.ranges import rank_range
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,

@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.kernels.classes import Call as RuntimeCall
-from cs336_systems.analysis.kernels.classes import call_name
-from cs336_systems.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
-from cs336_systems.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
-from cs336_systems.analysis.kernels.trace import Union
+from cs336.analysis.kernels.classes import Call as RuntimeCall
+from cs336.analysis.kernels.classes import call_name
+from cs336.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
+from cs336.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
+from cs336.analysis.kernels.trace import Union
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
     MAIN,

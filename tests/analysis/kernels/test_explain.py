@@ -12,17 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels import explain as explaining
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import read_trace
-from cs336_systems.analysis.kernels.phases import PHASES, PhaseSource
-from cs336_systems.analysis.kernels.step_profile import (
-    StepProfile,
-    Work,
-    decode_profile,
-    encode_profile,
-)
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.kernels import explain as explaining
+from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.explain import read_trace
+from cs336.analysis.kernels.phases import PHASES, PhaseSource
+from cs336.analysis.kernels.step_profile import StepProfile, Work, decode_profile, encode_profile
 from tests.analysis.kernels.kineto_files import events_of, write_trace
 from tests.analysis.kernels.tracing import (
     STEP,

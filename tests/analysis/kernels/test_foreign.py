@@ -13,15 +13,15 @@ from typing import cast
 
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import explain, read_trace
-from cs336_systems.analysis.kernels.kineto import BOOKKEEPING
-from cs336_systems.analysis.kernels.phases import RangeNameError, check_names
-from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
-from cs336_systems.ranges import PhaseNames
-from cs336_systems.report.sections.kernels.findings import findings
-from cs336_systems.report.sections.kernels.tables import Explained
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.explain import explain, read_trace
+from cs336.analysis.kernels.kineto import BOOKKEEPING
+from cs336.analysis.kernels.phases import RangeNameError, check_names
+from cs336.analysis.kernels.step_profile import IdleCause, StepProfile
+from cs336.ranges import PhaseNames
+from cs336.report.sections.kernels.findings import findings
+from cs336.report.sections.kernels.tables import Explained
 from tests.analysis.kernels.kineto_files import Event, complete, write_trace
 from tests.analysis.kernels.tracing import Recording, Span, ns, training, write_export
 

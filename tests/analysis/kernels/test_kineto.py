@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels import kineto as events_module
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel
-from cs336_systems.analysis.kernels.kineto import BOOKKEEPING, read_kineto, self_times
-from cs336_systems.analysis.kernels.trace import Trace
-from cs336_systems.config import Device, ModelConfig, RunConfig
-from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.annotate import Annotator, backward_ranges, own_names, set_annotator
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.kernels import kineto as events_module
+from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.classes import KernelClass, classify_kernel
+from cs336.analysis.kernels.kineto import BOOKKEEPING, read_kineto, self_times
+from cs336.analysis.kernels.trace import Trace
+from cs336.config import Device, ModelConfig, RunConfig
+from cs336.measure.clock import HostClock
+from cs336.measure.step import TrainingStep
+from cs336.model.annotate import Annotator, backward_ranges, own_names, set_annotator
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
     Kernel,

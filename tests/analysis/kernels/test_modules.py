@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.modules import is_matmul_itself
-from cs336_systems.analysis.kernels.step_profile import StepProfile
-from cs336_systems.config import ModelConfig
-from cs336_systems.costs.accounting import attention_forward_flops
+from cs336.analysis.kernels.modules import is_matmul_itself
+from cs336.analysis.kernels.step_profile import StepProfile
+from cs336.config import ModelConfig
+from cs336.costs.accounting import attention_forward_flops
 from tests.analysis.kernels.tracing import AUTOGRAD, Kernel, Recording, Span, ns, profile
 
 OURS = ("attention", "attention.scores", "attention.softmax", "attention.values")

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.nsys import read_nsys
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.nsys import read_nsys
 from tests.analysis.kernels.tracing import (
     MAIN,
     PROCESS,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.kernels.attribution import attribute
-from cs336_systems.analysis.kernels.explain import read_trace, summarise
+from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.explain import read_trace, summarise
 from tests.analysis.kernels.kineto_files import complete, events_of, write_trace
 from tests.analysis.kernels.tracing import Recording, training, write_export
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.step_profile import encode_profile, read_profile, write_profile
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.kernels.step_profile import encode_profile, read_profile, write_profile
 from tests.report.sections.kernels.profiles import make_cpu_profile, make_profile
 
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.kernels.trace import MAX_TIME_NS, Nesting, durations
+from cs336.analysis.kernels.trace import MAX_TIME_NS, Nesting, durations
 from tests.analysis.kernels.tracing import ints, make_trace, training
 
 

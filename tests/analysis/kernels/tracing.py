@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels.attribution import Attribution, attribute
-from cs336_systems.analysis.kernels.explain import summarise
-from cs336_systems.analysis.kernels.modules import is_matmul_itself
-from cs336_systems.analysis.kernels.phases import PHASES, LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import StepProfile
-from cs336_systems.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.kernels.attribution import Attribution, attribute
+from cs336.analysis.kernels.explain import summarise
+from cs336.analysis.kernels.modules import is_matmul_itself
+from cs336.analysis.kernels.phases import PHASES, LaunchPhase
+from cs336.analysis.kernels.step_profile import StepProfile
+from cs336.analysis.kernels.trace import ApiCalls, DeviceWork, Ranges, Trace
 
 PROCESS = 7 << 24
 MAIN, AUTOGRAD = PROCESS + 100, PROCESS + 101

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from cs336_systems.analysis.memory.profile import (
+from cs336.analysis.memory.profile import (
     Kind,
     Mark,
     MemoryNotes,
@@ -15,7 +15,7 @@ from cs336_systems.analysis.memory.profile import (
     notes_path,
     write_notes,
 )
-from cs336_systems.config import ModelConfig
+from cs336.config import ModelConfig
 from tests.analysis.memory.snapshots import MIB, NOTHING, Allocator, snapshot_of, write
 
 BEFORE = -1

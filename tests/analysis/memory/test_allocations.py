@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.memory.groups import BEFORE, Replay, replay
-from cs336_systems.analysis.memory.snapshot import read_snapshot
+from cs336.analysis.memory.groups import BEFORE, Replay, replay
+from cs336.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.snapshots import (
     MIB,
     SETTINGS,

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.memory.explain import MAX_POINTS, explain_memory
-from cs336_systems.analysis.memory.groups import NOT_SIGHTED, replay, resolve
-from cs336_systems.analysis.memory.profile import (
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.memory.explain import MAX_POINTS, explain_memory
+from cs336.analysis.memory.groups import NOT_SIGHTED, replay, resolve
+from cs336.analysis.memory.profile import (
     NOWHERE,
     OPTIONAL,
     Category,
@@ -26,7 +26,7 @@ from cs336_systems.analysis.memory.profile import (
     notes_path,
     write_notes,
 )
-from cs336_systems.analysis.memory.snapshot import read_snapshot
+from cs336.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BEFORE, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
 

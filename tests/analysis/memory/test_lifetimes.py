@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.analysis.memory.explain import explain_memory
-from cs336_systems.analysis.memory.groups import makers_of
-from cs336_systems.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
-from cs336_systems.analysis.memory.snapshot import Frame
-from cs336_systems.report.sections.memory.findings import answer, findings
+from cs336.analysis.memory.explain import explain_memory
+from cs336.analysis.memory.groups import makers_of
+from cs336.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
+from cs336.analysis.memory.snapshot import Frame
+from cs336.report.sections.memory.findings import answer, findings
 from tests.analysis.memory.programs import BEFORE, STACK, Program
 from tests.analysis.memory.snapshots import MIB, snapshot_of, use_at_random, write
 

@@ -16,14 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.memory.snapshot import (
-    Action,
-    BlockState,
-    Frame,
-    Snapshot,
-    read_snapshot,
-)
+from cs336.analysis.columns import ProfileError
+from cs336.analysis.memory.snapshot import Action, BlockState, Frame, Snapshot, read_snapshot
 from tests.analysis.memory.snapshots import (
     MIB,
     Allocator,
@@ -308,8 +302,8 @@ MAX_SLOWDOWN, MAX_MEMORY = 3.5, 12
 MEASURE = """
 import gc, pickle, sys, time
 from pathlib import Path
-from cs336_systems.analysis.memory.groups import replay
-from cs336_systems.analysis.memory.snapshot import read_snapshot
+from cs336.analysis.memory.groups import replay
+from cs336.analysis.memory.snapshot import read_snapshot
 
 
 def peak_bytes():

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.transformer import TransformerLM
+from cs336.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336.measure.step import TrainingStep
+from cs336.model.transformer import TransformerLM
 from tests.rounding import of_walk
 
 MODEL = ModelConfig(

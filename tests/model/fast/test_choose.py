@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from cs336_systems.config import (
+from cs336.config import (
     SIZES,
     Attention,
     CompileMode,
@@ -26,8 +26,8 @@ from cs336_systems.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336_systems.model.fast import choose
-from cs336_systems.model.fast.choose import (
+from cs336.model.fast import choose
+from cs336.model.fast.choose import (
     FLASH_4,
     OF_PACKAGE,
     QUACK,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
+from cs336.model.fast.cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from tests.rounding import of_chain, of_walk
 
 SHAPES = [(37, 37), (37, 40), (4096, 4096), (5000, 5120), (50_257, 50_304)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.fast import fp8
+from cs336.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
+from cs336.measure.step import TrainingStep
+from cs336.model.fast import fp8
 from tests.operators import Calls
 from tests.rounding import of_chain, of_sum, of_walk
 

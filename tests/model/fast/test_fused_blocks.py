@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.model.fast import fused_blocks, packed
-from cs336_systems.model.fast.fp8 import scale_of
+from cs336.model.fast import fused_blocks, packed
+from cs336.model.fast.fp8 import scale_of
 from tests.operators import check_operator
 from tests.rounding import of_chain, of_walk
 

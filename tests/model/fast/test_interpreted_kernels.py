@@ -63,7 +63,7 @@ def same(operator, kernel, *given, has_maxima=False):
 """
 
 ADAMW = """
-from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
+from cs336.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
 
 wide, narrow = torch.float32, torch.bfloat16
 for name, types in (
@@ -103,8 +103,8 @@ print(json.dumps(found))
 """
 
 SPLIT = """
-from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
-from cs336_systems.model.fast.weights import joined_values, split_values
+from cs336.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
+from cs336.model.fast.weights import joined_values, split_values
 
 sizes, types = (1, 37, 130, CHUNK, 3 * CHUNK + 5), [torch.bfloat16]
 whole = [torch.randn(n) for n in sizes]
@@ -141,7 +141,7 @@ print(json.dumps(found))
 """
 
 MOMENTS = """
-from cs336_systems.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
+from cs336.model.fast.adamw_kernel import CHUNK, ChunkedAdamW
 
 theirs = [torch.nn.Parameter(torch.ones(n)) for n in (16 * CHUNK, 16 * CHUNK, CHUNK + 37)]
 masters = [p.detach().clone() for p in theirs]
@@ -176,7 +176,7 @@ print(json.dumps({"away": away, "kept": kept, "alike": alike, "infinite": infini
 """
 
 LOSS = """
-from cs336_systems.model.fast import cross_entropy_kernel as kernel
+from cs336.model.fast import cross_entropy_kernel as kernel
 
 block, found = kernel.BLOCK, {"loss": [], "alone": [], "gradient": [], "padding": []}
 # 8 rows are more than there are programs
@@ -218,8 +218,8 @@ print(json.dumps(found))
 """
 
 PACKED = """
-from cs336_systems.model.fast import fused_blocks_kernel, packed, packed_kernel as kernel
-from cs336_systems.model.transformer import rope_rotations
+from cs336.model.fast import fused_blocks_kernel, packed, packed_kernel as kernel
+from cs336.model.transformer import rope_rotations
 
 fused_blocks_kernel.SUM_ROWS, fused_blocks_kernel.SUM_COLUMNS = (
     2,
@@ -265,7 +265,7 @@ print(json.dumps(found))
 BLOCKS = """
 import numpy
 from triton.runtime.interpreter import InterpreterBuilder
-from cs336_systems.model.fast import fused_blocks, fused_blocks_kernel as kernel
+from cs336.model.fast import fused_blocks, fused_blocks_kernel as kernel
 
 # a maximum that was not told to keep NaN drops it, as on a GPU
 InterpreterBuilder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, numpy.fmax)
@@ -346,7 +346,7 @@ print(json.dumps(found))
 """
 
 CASTS = """
-from cs336_systems.model.fast import fp8, fused_blocks_kernel as kernel
+from cs336.model.fast import fp8, fused_blocks_kernel as kernel
 
 found = []
 # one program, several, and parts that a matrix fills or not; nothing is rounded, which the

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Arch, Attention, Device, ModelConfig, RunConfig, SdpaBackend
-from cs336_systems.measure.clock import HostClock
-from cs336_systems.model.fast import cross_entropy
-from cs336_systems.model.fast.choose import IMPORTED_BY
-from cs336_systems.model.fast.model import FastLM, check_device
-from cs336_systems.model.transformer import TransformerLM
+from cs336.config import Arch, Attention, Device, ModelConfig, RunConfig, SdpaBackend
+from cs336.measure.clock import HostClock
+from cs336.model.fast import cross_entropy
+from cs336.model.fast.choose import IMPORTED_BY
+from cs336.model.fast.model import FastLM, check_device
+from cs336.model.transformer import TransformerLM
 from tests.model.fast.steps import COPIED, drawn_step, loss_and_gradients, of_losses, roundings
 from tests.operators import Calls
 from tests.rounding import of_sum, of_walk
@@ -212,7 +212,7 @@ def test_a_gpu_of_another_generation_and_a_package_that_fails_are_named(
     with pytest.raises(ValueError, match=rf"{flag} needs a Hopper GPU.*got NVIDIA A100 \(8.0\)"):
         check_device(asked, device)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setitem(sys.modules, f"cs336_systems.model.fast.{IMPORTED_BY[package]}", None)
+    monkeypatch.setitem(sys.modules, f"cs336.model.fast.{IMPORTED_BY[package]}", None)
     with pytest.raises(
         ValueError, match=rf"{flag} needs {package} \S+, which cannot be imported: .*: pip install"
     ):
@@ -220,8 +220,6 @@ def test_a_gpu_of_another_generation_and_a_package_that_fails_are_named(
     check_device(asked, torch.device("cpu"))
     check_device(FUSED, device)
     seen = []
-    monkeypatch.setattr(
-        "cs336_systems.model.fast.model.check_device", lambda *given: seen.append(given)
-    )
+    monkeypatch.setattr("cs336.model.fast.model.check_device", lambda *given: seen.append(given))
     FastLM(TransformerLM(asked.model), asked)
     assert seen == [(asked, torch.device("cpu"))]

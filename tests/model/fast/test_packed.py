@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from cs336_systems.model.fast import packed
-from cs336_systems.model.fast.choose import FLASH_4, QUACK, is_installed
-from cs336_systems.model.fast.packed import _contract_backward, _expand, feed_forward
-from cs336_systems.model.transformer import rope_rotations, rotate_pairs
+from cs336.model.fast import packed
+from cs336.model.fast.choose import FLASH_4, QUACK, is_installed
+from cs336.model.fast.packed import _contract_backward, _expand, feed_forward
+from cs336.model.transformer import rope_rotations, rotate_pairs
 from tests.operators import check_operator
 from tests.rounding import of_chain, of_sum
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.config import Arch, RunConfig
-from cs336_systems.costs.fast_memory import saved_bytes
+from cs336.config import Arch, RunConfig
+from cs336.costs.fast_memory import saved_bytes
 from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
 from tests.operators import Calls
 

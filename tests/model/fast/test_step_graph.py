@@ -9,11 +9,11 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from cs336_systems.config import EAGER_STEPS_BEFORE_GRAPH, Mode, ModelConfig, Phase, RunConfig
-from cs336_systems.measure.clock import EventClock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.batches import Batch
-from cs336_systems.model.fast.step_graph import StepGraph
+from cs336.config import EAGER_STEPS_BEFORE_GRAPH, Mode, ModelConfig, Phase, RunConfig
+from cs336.measure.clock import EventClock
+from cs336.measure.step import TrainingStep
+from cs336.model.batches import Batch
+from cs336.model.fast.step_graph import StepGraph
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 SHARED = (Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION, Phase.OPTIMIZER)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.config import (
+from cs336.config import (
     Arch,
     Attention,
     Device,
@@ -20,12 +20,12 @@ from cs336_systems.config import (
     Precision,
     RunConfig,
 )
-from cs336_systems.measure.clock import HostClock
-from cs336_systems.measure.step import TrainingStep
-from cs336_systems.model.fast.master_adamw import MasterAdamW, Storage
-from cs336_systems.model.fast.model import FastLM
-from cs336_systems.model.fast.weights import Weight, joined_values, split_values, whole
-from cs336_systems.model.transformer import TransformerLM
+from cs336.measure.clock import HostClock
+from cs336.measure.step import TrainingStep
+from cs336.model.fast.master_adamw import MasterAdamW, Storage
+from cs336.model.fast.model import FastLM
+from cs336.model.fast.weights import Weight, joined_values, split_values, whole
+from cs336.model.transformer import TransformerLM
 from tests.model.fast.steps import OF_AN_UPDATE, of_losses, roundings, with_smooth_updates
 from tests.rounding import of_chain, of_walk
 
@@ -215,7 +215,7 @@ def test_a_replayed_graph_trains_as_the_step_itself_does(settings: dict[str, obj
 def trained_on_gpu(
     config: RunConfig, model: nn.Module, steps: int
 ) -> tuple[TrainingStep, list[float]]:
-    from cs336_systems.measure.clock import make_clock
+    from cs336.measure.clock import make_clock
 
     step, clock, losses = TrainingStep(config, model), make_clock(config), []
     for _ in range(steps):

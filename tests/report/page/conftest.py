@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from cs336_systems.record import load_records
-from cs336_systems.report.page.chapters import Directory, page_of, to_html
-from cs336_systems.report.results import Results
-from cs336_systems.studies.ceilings_files import ceilings_beside, load_ceilings
+from cs336.record import load_records
+from cs336.report.page.chapters import Directory, page_of, to_html
+from cs336.report.results import Results
+from cs336.studies.ceilings_files import ceilings_beside, load_ceilings
 from tests.report.page.grid import GRID
 
 

@@ -6,7 +6,7 @@ import statistics
 from functools import cache
 from pathlib import Path
 
-from cs336_systems.config import SIZES
+from cs336.config import SIZES
 
 GRID = Path(__file__).parents[3] / "data/published/e2e_benchmark/train"
 VOCABULARY = 10_000

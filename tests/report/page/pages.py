@@ -1,9 +1,9 @@
 """Hand-made pages."""
 
-from cs336_systems.report.charts import Bar, Chart, Panel, Style
-from cs336_systems.report.columns import Column
-from cs336_systems.report.draw import svg_of
-from cs336_systems.report.page.chapters import (
+from cs336.report.charts import Bar, Chart, Panel, Style
+from cs336.report.columns import Column
+from cs336.report.draw import svg_of
+from cs336.report.page.chapters import (
     Bars,
     Chapter,
     Closed,
@@ -15,7 +15,7 @@ from cs336_systems.report.page.chapters import (
     TableBlock,
     Tile,
 )
-from cs336_systems.report.section import make_table
+from cs336.report.section import make_table
 from tests.report.making import HOSTILE
 
 ATTACK = (

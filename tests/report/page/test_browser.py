@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from cs336_systems.commands.rebuild import load
-from cs336_systems.report.page.chapters import TABLES, page_of, to_html
-from cs336_systems.text import inert_line
+from cs336.commands.rebuild import load
+from cs336.report.page.chapters import TABLES, page_of, to_html
+from cs336.text import inert_line
 from tests.committed import DATA
 from tests.report.page.pages import HOSTILE_TEXTS, page_with, table_page
 

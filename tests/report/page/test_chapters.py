@@ -8,26 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.commands.rebuild import load
-from cs336_systems.commands.sweep import show_results
-from cs336_systems.config import Profiler
-from cs336_systems.record import Status
-from cs336_systems.report.compared import Sides, compare_sides
-from cs336_systems.report.page.chapters import (
-    Climbed,
-    Directory,
-    glance_at,
-    list_of,
-    page_of,
-    to_html,
-)
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.report.results import Results, StudyResults
-from cs336_systems.report.sections.ladder import ladder_rows
-from cs336_systems.report.sections.memory.findings import MemoryEntry
-from cs336_systems.report.words import status_text
-from cs336_systems.studies.operators import Implementation, Version
-from cs336_systems.studies.records import PrecisionStudy, read_study
+from cs336.commands.rebuild import load
+from cs336.commands.sweep import show_results
+from cs336.config import Profiler
+from cs336.record import Status
+from cs336.report.compared import Sides, compare_sides
+from cs336.report.page.chapters import Climbed, Directory, glance_at, list_of, page_of, to_html
+from cs336.report.progress import StatusLine
+from cs336.report.results import Results, StudyResults
+from cs336.report.sections.ladder import ladder_rows
+from cs336.report.sections.memory.findings import MemoryEntry
+from cs336.report.words import status_text
+from cs336.studies.operators import Implementation, Version
+from cs336.studies.records import PrecisionStudy, read_study
 from tests.committed import DATA
 from tests.report import ceilings
 from tests.report.ladders import make_ladder, make_records, shifted

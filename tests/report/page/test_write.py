@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cs336_systems.report.page import chapters
-from cs336_systems.report.page.chapters import TableBlock, to_html, write_page
+from cs336.report.page import chapters
+from cs336.report.page.chapters import TableBlock, to_html, write_page
 from tests.report.page.pages import (
     HOSTILE_TEXTS,
     make_page,

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import SIZES, Attention, Device, Mode, Parallel, Precision, RunConfig
-from cs336_systems.costs.accounting import Component, component_flops, count_parameters
-from cs336_systems.costs.communication import TIMED
-from cs336_systems.costs.hardware import find_device
-from cs336_systems.costs.memory import predict_memory
-from cs336_systems.report.formats import csv_of
-from cs336_systems.report.sections.account import CSV_COLUMNS, Account, account_section
+from cs336.config import SIZES, Attention, Device, Mode, Parallel, Precision, RunConfig
+from cs336.costs.accounting import Component, component_flops, count_parameters
+from cs336.costs.communication import TIMED
+from cs336.costs.hardware import find_device
+from cs336.costs.memory import predict_memory
+from cs336.report.formats import csv_of
+from cs336.report.sections.account import CSV_COLUMNS, Account, account_section
 from tests.costs.live import sent_bytes
 
 H200 = find_device("NVIDIA H200")

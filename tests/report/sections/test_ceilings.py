@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cs336_systems.config import Device
-from cs336_systems.report.sections.ceilings import ceilings_sections
-from cs336_systems.studies.ceilings_records import Launch, LaunchCell, ProductCell
+from cs336.config import Device
+from cs336.report.sections.ceilings import ceilings_sections
+from cs336.studies.ceilings_records import Launch, LaunchCell, ProductCell
 from tests.report.ceilings import (
     FP32,
     all_tables,

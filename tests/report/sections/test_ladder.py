@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336_systems.config import Phase
-from cs336_systems.record import Measurement, Status
-from cs336_systems.report.draw import figure_of
-from cs336_systems.report.sections.ladder import (
+from cs336.config import Phase
+from cs336.record import Measurement, Status
+from cs336.report.draw import figure_of
+from cs336.report.sections.ladder import (
     UNCREDITED,
     counts_of,
     fastest_row,

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.config import Device, Phase
-from cs336_systems.record import Failure, Input, Status
-from cs336_systems.report.sections.operators import (
+from cs336.config import Device, Phase
+from cs336.record import Failure, Input, Status
+from cs336.report.sections.operators import (
     CSV_COLUMNS,
     ERROR_COLUMNS,
     attention_section,
     fusion_section,
 )
-from cs336_systems.studies.operators import ExactError, Implementation, Quantity, Version
+from cs336.studies.operators import ExactError, Implementation, Quantity, Version
 from tests.report.reading import column, csv_rows
 from tests.report.studies import (
     MIB,
@@ -125,7 +125,7 @@ def own_study():
     raised = Failure(
         message="ValueError: no block",
         traceback="Traceback (most recent call last):\n"
-        '  File "cs336_systems/studies/cell.py", line 9, '
+        '  File "cs336/studies/cell.py", line 9, '
         'in attempt\n  File "mine.py", line 7, in flash\n    block()\n  File "torch/x.py", '
         "line 3, in y\nValueError: no block\n",
     )

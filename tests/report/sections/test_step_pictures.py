@@ -1,7 +1,7 @@
 import pytest
 
-from cs336_systems.config import Precision
-from cs336_systems.report import draw
+from cs336.config import Precision
+from cs336.report import draw
 from tests.report.drawn import overlaps, texts
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.writing import write_plots

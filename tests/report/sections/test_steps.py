@@ -7,11 +7,11 @@ import pytest
 import rich.console
 import scipy.stats
 
-from cs336_systems.config import Precision
-from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.frame import QUANTITIES, RESULTS, to_frame
-from cs336_systems.report.sections.steps import results_table, step_findings, warmup_table
-from cs336_systems.report.terminal import to_rich
+from cs336.config import Precision
+from cs336.report.formats import WRITERS
+from cs336.report.frame import QUANTITIES, RESULTS, to_frame
+from cs336.report.sections.steps import results_table, step_findings, warmup_table
+from cs336.report.terminal import to_rich
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column
 from tests.report.writing import write_tables

@@ -3,14 +3,10 @@
 import msgspec
 import torch
 
-from cs336_systems.config import Device, Precision
-from cs336_systems.report.sections.study import (
-    dtype_section,
-    layer_norm_section,
-    precision_sections,
-)
-from cs336_systems.studies.precision import accumulation_study, normalise
-from cs336_systems.studies.records import NORM_INPUT, NORM_OUTPUT, ObservedDtype, PrecisionStudy
+from cs336.config import Device, Precision
+from cs336.report.sections.study import dtype_section, layer_norm_section, precision_sections
+from cs336.studies.precision import accumulation_study, normalise
+from cs336.studies.records import NORM_INPUT, NORM_OUTPUT, ObservedDtype, PrecisionStudy
 from tests.committed import DATA
 
 

@@ -12,27 +12,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import StepProfile, Work, encode_profile
-from cs336_systems.report.columns import Column, Row, column, columns_of
-from cs336_systems.report.draw import Drawing, Picture
-from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
-from cs336_systems.report.identity import file_names
-from cs336_systems.report.section import (
-    Section,
-    Table,
-    findings_table,
-    labels,
-    make_table,
-    with_note,
-)
-from cs336_systems.report.sections.kernels.findings import MIN_SHARE, answer, findings
-from cs336_systems.report.sections.kernels.plots import (
-    communication_chart,
-    configuration_chart,
-    draw_timeline,
-)
-from cs336_systems.report.sections.kernels.tables import (
+from ....analysis.kernels.phases import LaunchPhase
+from ....analysis.kernels.step_profile import StepProfile, Work, encode_profile
+from ...columns import Column, Row, column, columns_of
+from ...draw import Drawing, Picture
+from ...formats import pngs_of, texts_of, to_markdown, write_files
+from ...identity import file_names
+from ...section import Section, Table, findings_table, labels, make_table, with_note
+from ...words import percent, ratio, rounded
+from .findings import MIN_SHARE, answer, findings
+from .plots import communication_chart, configuration_chart, draw_timeline
+from .tables import (
     OF_ONE,
     PRINTED,
     SUBJECTS,
@@ -46,7 +36,6 @@ from cs336_systems.report.sections.kernels.tables import (
     terms,
     wall_s,
 )
-from cs336_systems.report.words import percent, ratio, rounded
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:

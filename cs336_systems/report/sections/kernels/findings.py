@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import TypeAlias
 
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, Work
-from cs336_systems.analysis.warnings import OF_PRECISION, Remedy, against_launches, remedies
-from cs336_systems.config import Precision
-from cs336_systems.costs.hardware import faster_precisions, find_device
-from cs336_systems.record import WarningCode
-from cs336_systems.report.sections.kernels.tables import (
+from ....analysis.kernels.classes import KernelClass
+from ....analysis.kernels.phases import LaunchPhase
+from ....analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, Work
+from ....analysis.warnings import OF_PRECISION, Remedy, against_launches, remedies
+from ....config import Precision
+from ....costs.hardware import faster_precisions, find_device
+from ....record import WarningCode
+from ...words import label, percent_of, significant
+from .tables import (
     Explained,
     added,
     collectives_s,
@@ -29,7 +30,6 @@ from cs336_systems.report.sections.kernels.tables import (
     path_text,
     terms,
 )
-from cs336_systems.report.words import label, percent_of, significant
 
 MIN_LATE_SHARE = 0.2
 """Share of the step that the GPU is idle because the next kernel was launched late. A step that the

@@ -9,30 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, StepPatch
 from numpy.typing import NDArray
 
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import (
-    PicturedStep,
-    Piece,
-    StepProfile,
-    Window,
-    Work,
-)
-from cs336_systems.report import draw
-from cs336_systems.report.charts import (
-    CLASS_COLOURS,
-    FAILURE_COLOUR,
-    REST_COLOUR,
-    Bar,
-    Chart,
-    Panel,
-    Style,
-    distinct,
-)
-from cs336_systems.report.draw import LONGEST_SOURCE
-from cs336_systems.report.sections.kernels.tables import collectives_s, grouped, wall_s
-from cs336_systems.report.words import significant
-from cs336_systems.text import shorten
+from ....analysis.kernels.classes import KernelClass
+from ....analysis.kernels.phases import LaunchPhase
+from ....analysis.kernels.step_profile import PicturedStep, Piece, StepProfile, Window, Work
+from ....text import shorten
+from ... import draw
+from ...charts import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR, Bar, Chart, Panel, Style, distinct
+from ...draw import LONGEST_SOURCE
+from ...words import significant
+from .tables import collectives_s, grouped, wall_s
 
 Times = NDArray[np.float64]
 CELLS = 260

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from cs336_systems.analysis.columns import ProfileError
-from cs336_systems.analysis.kernels import step_profile
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.config import Phase, Profiler, RunConfig
-from cs336_systems.costs.communication import Collective
-from cs336_systems.record import RunRecord, Status
-from cs336_systems.report.columns import Column, Row, column, columns_of
-from cs336_systems.report.section import Section, load_entries, over_configurations, rows_of
-from cs336_systems.report.words import in_percent, label, mean_and_std, ratio, rounded
-from cs336_systems.sweep.store import explanation_path
-from cs336_systems.text import counted
+from ....analysis.columns import ProfileError
+from ....analysis.kernels import step_profile
+from ....analysis.kernels.classes import KernelClass
+from ....analysis.kernels.phases import LaunchPhase
+from ....config import Phase, Profiler, RunConfig
+from ....costs.communication import Collective
+from ....record import RunRecord, Status
+from ....sweep.store import explanation_path
+from ....text import counted
+from ...columns import Column, Row, column, columns_of
+from ...section import Section, load_entries, over_configurations, rows_of
+from ...words import in_percent, label, mean_and_std, ratio, rounded
 
 KERNEL_PROFILERS = (Profiler.NSYS, Profiler.KINETO)
 WHOLE_STEP = "step"

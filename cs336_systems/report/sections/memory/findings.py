@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336_systems.analysis.memory.profile import (
+from ....analysis.memory.profile import (
     MIN_LATER,
     BlockMemory,
     Category,
@@ -22,14 +22,14 @@ from cs336_systems.analysis.memory.profile import (
     Place,
     read_memory_profile,
 )
-from cs336_systems.config import Profiler, RunConfig
-from cs336_systems.costs.memory import predicted_peak_bytes, residual_stream_bytes
-from cs336_systems.record import RunRecord
-from cs336_systems.report.columns import Column, column
-from cs336_systems.report.section import load_entries
-from cs336_systems.report.words import GIB, MIB, label, percent_of, significant
-from cs336_systems.sweep.store import explanation_path
-from cs336_systems.text import counted
+from ....config import Profiler, RunConfig
+from ....costs.memory import predicted_peak_bytes, residual_stream_bytes
+from ....record import RunRecord
+from ....sweep.store import explanation_path
+from ....text import counted
+from ...columns import Column, column
+from ...section import load_entries
+from ...words import GIB, MIB, label, percent_of, significant
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -11,21 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cs336_systems.analysis.memory.profile import MemoryProfile
-from cs336_systems.report import charts, draw
-from cs336_systems.report.charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style, distinct
-from cs336_systems.report.draw import LONGEST_SOURCE
-from cs336_systems.report.section import labels, settings
-from cs336_systems.report.sections.memory.findings import (
-    START,
-    MemoryEntry,
-    by_category,
-    moment_ms,
-    size,
-    unit_for,
-)
-from cs336_systems.report.words import GIB
-from cs336_systems.text import shorten
+from ....analysis.memory.profile import MemoryProfile
+from ....text import shorten
+from ... import charts, draw
+from ...charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style, distinct
+from ...draw import LONGEST_SOURCE
+from ...section import labels, settings
+from ...words import GIB
+from .findings import START, MemoryEntry, by_category, moment_ms, size, unit_for
 
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""

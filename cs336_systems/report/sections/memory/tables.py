@@ -10,7 +10,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
-from cs336_systems.analysis.memory.profile import (
+from ....analysis.memory.profile import (
     Category,
     CategoryBytes,
     LikeAllocations,
@@ -19,13 +19,14 @@ from cs336_systems.analysis.memory.profile import (
     SavedTensor,
     encode_memory_profile,
 )
-from cs336_systems.record import Status
-from cs336_systems.report.columns import Column, Row, column, columns_of
-from cs336_systems.report.draw import Drawing
-from cs336_systems.report.formats import pngs_of, texts_of, to_markdown, write_files
-from cs336_systems.report.frame import order
-from cs336_systems.report.identity import file_names
-from cs336_systems.report.section import (
+from ....record import Status
+from ....text import counted
+from ...columns import Column, Row, column, columns_of
+from ...draw import Drawing
+from ...formats import pngs_of, texts_of, to_markdown, write_files
+from ...frame import order
+from ...identity import file_names
+from ...section import (
     Section,
     Table,
     findings_table,
@@ -37,7 +38,8 @@ from cs336_systems.report.section import (
     settings,
     with_note,
 )
-from cs336_systems.report.sections.memory.findings import (
+from ...words import GIB, MIB, count, label, percent, ratio
+from .findings import (
     GIB_CELL,
     MIB_CELL,
     START,
@@ -57,9 +59,7 @@ from cs336_systems.report.sections.memory.findings import (
     typical,
     unit_for,
 )
-from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
-from cs336_systems.report.words import GIB, MIB, count, label, percent, ratio
-from cs336_systems.text import counted
+from .plots import draw_memory, peak_charts
 
 SMALL = 0.01
 """Part of the largest total below which a category is dropped first on a narrow terminal."""

@@ -14,9 +14,9 @@ import dataclasses
 from dataclasses import replace
 from functools import partial
 
-from cs336_systems.analysis.kernels.classes import KernelClass, classify_kernel, short_name
-from cs336_systems.analysis.kernels.phases import LaunchPhase, PhaseSource
-from cs336_systems.analysis.kernels.step_profile import (
+from cs336.analysis.kernels.classes import KernelClass, classify_kernel, short_name
+from cs336.analysis.kernels.phases import LaunchPhase, PhaseSource
+from cs336.analysis.kernels.step_profile import (
     AttentionPart,
     AttentionTimes,
     ClassTimes,
@@ -36,9 +36,9 @@ from cs336_systems.analysis.kernels.step_profile import (
     Window,
     Work,
 )
-from cs336_systems.config import Profiler
-from cs336_systems.costs.communication import Collective
-from cs336_systems.report.sections.kernels.tables import Explained
+from cs336.config import Profiler
+from cs336.costs.communication import Collective
+from cs336.report.sections.kernels.tables import Explained
 from tests.report.making import H200, make_config, make_record
 from tests.report.reading import csv_rows
 

@@ -3,13 +3,13 @@
 import pytest
 from matplotlib.image import imread
 
-from cs336_systems.analysis.kernels.step_profile import decode_profile
-from cs336_systems.report.formats import WRITERS
-from cs336_systems.report.progress import StatusLine
-from cs336_systems.report.results import Results
-from cs336_systems.report.sections.kernels import files as kernel_files
-from cs336_systems.report.sections.kernels import findings as kernel_findings
-from cs336_systems.report.sections.kernels.files import (
+from cs336.analysis.kernels.step_profile import decode_profile
+from cs336.report.formats import WRITERS
+from cs336.report.progress import StatusLine
+from cs336.report.results import Results
+from cs336.report.sections.kernels import files as kernel_files
+from cs336.report.sections.kernels import findings as kernel_findings
+from cs336.report.sections.kernels.files import (
     MAX_MODULES,
     answer_of,
     collapsed,
@@ -21,7 +21,7 @@ from cs336_systems.report.sections.kernels.files import (
     tables_of_one,
     write_kernels,
 )
-from cs336_systems.report.sections.kernels.tables import Explained
+from cs336.report.sections.kernels.tables import Explained
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     FORWARD,

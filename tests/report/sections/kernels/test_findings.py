@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.step_profile import IdleCause, StepProfile
-from cs336_systems.config import (
+from cs336.analysis.kernels.classes import KernelClass
+from cs336.analysis.kernels.step_profile import IdleCause, StepProfile
+from cs336.config import (
     SIZES,
     Attention,
     CompileMode,
@@ -20,10 +20,10 @@ from cs336_systems.config import (
     Profiler,
     RunConfig,
 )
-from cs336_systems.record import WarningCode
-from cs336_systems.report.sections.kernels import findings as of_kernels
-from cs336_systems.report.sections.kernels.findings import Limit, limit_of
-from cs336_systems.report.sections.kernels.tables import Explained
+from cs336.record import WarningCode
+from cs336.report.sections.kernels import findings as of_kernels
+from cs336.report.sections.kernels.findings import Limit, limit_of
+from cs336.report.sections.kernels.tables import Explained
 from tests.report.making import H200, make_config, make_record
 from tests.report.sections.kernels.profiles import (
     BACKWARD,

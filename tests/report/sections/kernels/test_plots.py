@@ -7,12 +7,12 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Rectangle, StepPatch
 
-from cs336_systems.analysis.kernels.classes import KernelClass
-from cs336_systems.analysis.kernels.step_profile import PicturedStep, StepProfile
-from cs336_systems.report import charts, draw
-from cs336_systems.report.charts import Chart
-from cs336_systems.report.draw import figure_of
-from cs336_systems.report.sections.kernels.plots import (
+from cs336.analysis.kernels.classes import KernelClass
+from cs336.analysis.kernels.step_profile import PicturedStep, StepProfile
+from cs336.report import charts, draw
+from cs336.report.charts import Chart
+from cs336.report.draw import figure_of
+from cs336.report.sections.kernels.plots import (
     COMPUTING,
     COPIES,
     EXPOSED,

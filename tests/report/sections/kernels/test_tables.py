@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.kernels.phases import LaunchPhase
-from cs336_systems.analysis.kernels.step_profile import write_profile
-from cs336_systems.config import Parallel, Phase, Precision, Profiler
-from cs336_systems.record import Measurement
-from cs336_systems.report.formats import csv_of
-from cs336_systems.report.results import Results
-from cs336_systems.report.sections.kernels.tables import (
+from cs336.analysis.kernels.phases import LaunchPhase
+from cs336.analysis.kernels.step_profile import write_profile
+from cs336.config import Parallel, Phase, Precision, Profiler
+from cs336.record import Measurement
+from cs336.report.formats import csv_of
+from cs336.report.results import Results
+from cs336.report.sections.kernels.tables import (
     Explained,
     attention,
     classes,
@@ -22,7 +22,7 @@ from cs336_systems.report.sections.kernels.tables import (
     ranks,
     top_kernels,
 )
-from cs336_systems.sweep.store import explanation_path
+from cs336.sweep.store import explanation_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (

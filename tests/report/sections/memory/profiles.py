@@ -22,7 +22,7 @@ allocated, 900 reserved and 120 free.
 
 from dataclasses import replace
 
-from cs336_systems.analysis.memory.profile import (
+from cs336.analysis.memory.profile import (
     AllocatorWork,
     BlockMemory,
     Category,

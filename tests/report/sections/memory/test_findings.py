@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.memory.profile import Category, Place
-from cs336_systems.report.sections.memory.findings import answer, findings
+from cs336.analysis.memory.profile import Category, Place
+from cs336.report.sections.memory.findings import answer, findings
 from tests.report.sections.memory.profiles import (
     MIB,
     WEIGHTS,

@@ -7,11 +7,11 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 
-from cs336_systems.analysis.memory.profile import Category
-from cs336_systems.report import charts
-from cs336_systems.report.draw import figure_of
-from cs336_systems.report.sections.memory.findings import MemoryEntry
-from cs336_systems.report.sections.memory.plots import draw_memory, peak_charts
+from cs336.analysis.memory.profile import Category
+from cs336.report import charts
+from cs336.report.draw import figure_of
+from cs336.report.sections.memory.findings import MemoryEntry
+from cs336.report.sections.memory.plots import draw_memory, peak_charts
 from tests.report.drawn import overlaps, texts
 from tests.report.making import make_config
 from tests.report.sections.kernels.test_plots import SIGHT, lab

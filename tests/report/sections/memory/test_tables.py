@@ -4,16 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from cs336_systems.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
-from cs336_systems.config import Mode, Precision, Profiler
-from cs336_systems.report.sections.memory.findings import MemoryEntry, innermost, size
-from cs336_systems.report.sections.memory.tables import (
-    blocks,
-    boundaries,
-    largest,
-    peaks,
-    write_memory,
-)
+from cs336.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
+from cs336.config import Mode, Precision, Profiler
+from cs336.report.sections.memory.findings import MemoryEntry, innermost, size
+from cs336.report.sections.memory.tables import blocks, boundaries, largest, peaks, write_memory
 from tests.report.making import make_config
 from tests.report.reading import column, csv_rows
 from tests.report.sections.memory.profiles import (
