@@ -31,8 +31,8 @@ from tests.statements.results import METHOD, README, RESULTS
 Load = Callable[[Path], Directory]
 MOST_CHARACTERS = 180
 """Of a headline: two lines of a window of 1,280 pixels."""
-INPUTS = ("runs", "kernels", "memory", "examples")
-"""Folders of what was measured and explained; JSON files are such too."""
+INPUTS = ("runs.jsonl", "kernels", "memory", "examples")
+"""What was measured and explained, besides JSON files."""
 COMMITTED = (".csv", ".md")
 OF_OTHERS = ("nvtx_kern_sum_small_ctx512.csv", "by_hand_or_traced.csv")
 """Tables of another program, and of an earlier version of this one."""

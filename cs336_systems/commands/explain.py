@@ -12,7 +12,7 @@ import msgspec
 import tyro
 
 from ..ranges import PhaseNames
-from ..record import load_records, read_record
+from ..record import RUNS, RunRecord, load_records, read_record
 from .flags import Flat, Switch, unset
 from .outcome import OK, UsageError, existing, show
 
@@ -70,8 +70,7 @@ class KernelsArguments(FileArguments):
 
     def explained(self) -> Explanation:
         """The explanation; raise UsageError for names of ranges that cannot be."""
-        path = record_path(self)
-        record = None if path is None else read_record(path)
+        record, others = self.record_and_others()
         from ..analysis.kernels.explain import explain
         from ..analysis.kernels.phases import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
@@ -84,12 +83,31 @@ class KernelsArguments(FileArguments):
             )
         except RangeNameError as error:
             raise UsageError(f"{self.file}: {error}") from error
-        plain = plain_run(record, load_records(path.parent)[0]) if record and path else None
+        plain = None if record is None else plain_run(record, others)
         entry = Explained(profile=profile, profiled=record, plain=plain)
         ways = (write_kernels, tables_of_one, answer_of)
         return *(functools.partial(each, entry) for each in ways), functools.partial(
             _with_statistics, profile
         )
+
+    def record_and_others(self) -> tuple[RunRecord | None, list[RunRecord]]:
+        """The record of the profiled run, given or kept by its sweep, and all records beside it.
+
+        Raises RecordError if it is damaged.
+        """
+        if self.record is not None:
+            record = read_record(existing(self.record, "a record of a run, in JSON"))
+            return record, load_records(self.record.parent)[0]
+        from ..analysis.kernels.communication import without_rank
+
+        key = without_rank(self.file.name)
+        for ending in (".gz", ".json", ".nsys-rep"):
+            key = key.removesuffix(ending)
+        records, problems = load_records(self.file.parent.parent / RUNS)
+        for problem in problems:
+            if problem.path.stem == key:
+                raise problem
+        return next((record for record in records if record.key == key), None), records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,19 +168,3 @@ def _with_statistics(profile: "StepProfile") -> bytes:
     }
     found = {name: summary(times_s) for name, times_s in walls_s.items() if times_s}
     return encode_json({"statistics": found, **msgspec.to_builtins(profile)})
-
-
-def record_path(arguments: KernelsArguments) -> Path | None:
-    """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
-    if arguments.record is not None:
-        return existing(arguments.record, "a record of a run, in JSON")
-    from ..analysis.kernels.communication import without_rank
-
-    stem = (
-        without_rank(arguments.file.name)
-        .removesuffix(".gz")
-        .removesuffix(".json")
-        .removesuffix(".nsys-rep")
-    )
-    beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
-    return beside if beside.is_file() else None

@@ -21,7 +21,7 @@ from ..costs.curves import Curves
 from ..costs.ranks_time import predicted_time
 from ..costs.time import Limit, TimePrediction, measured_share, without_own_products
 from ..files import in_one_line
-from ..record import RunRecord, Status, WarningCode, load_records
+from ..record import RUNS, RunRecord, Status, WarningCode, load_records, published_runs
 from ..report.columns import Row, columns_of
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
@@ -369,13 +369,13 @@ def _study(directory: Path, _: object, subject: str) -> Directory:
     return Directory(path=directory, study=StudyResults(study))
 
 
-RUNS = "runs"
 _KINDS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = {
     ladder.LADDER_FILE: lambda path, at: Directory(
         path=path, climbed=ladder.load(path, at(ceilings_beside(path)))
     ),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES},
     RUNS: _sweep,
+    published_runs(Path(RUNS)).name: _sweep,
 }
 """The function that reads a directory, by a file or folder that it contains; the first match in
 this order decides.

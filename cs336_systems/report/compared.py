@@ -14,7 +14,7 @@ from ..analysis.statistics import FEWEST
 from ..analysis.warnings import in_doubt
 from ..config import RunConfig
 from ..files import read_json
-from ..record import RecordError, RunRecord, load_records, read_record
+from ..record import RUNS, RecordError, RunRecord, load_records, read_record
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
 from .formats import texts_of, write_files
@@ -143,7 +143,7 @@ def load_compared(directory: Path, records: Sequence[RunRecord] | None = None) -
     """
     what = "the names of both sides of a comparison"
     sides = read_json(directory / COMPARISON_FILE, Sides, what, version=1, error=RecordError)
-    own = load_records(directory / "runs")[0] if records is None else records
+    own = load_records(directory / RUNS)[0] if records is None else records
     return compare_sides(sides, by_parity(own), are_alternate=True)
 
 
@@ -161,8 +161,9 @@ def records_at(path: Path) -> Sequence[RunRecord]:
     """
     if path.is_file():
         return [read_record(path)]
-    runs = path / "runs" if (path / "runs").is_dir() else path
-    found, problems = load_records(runs)
+    found, problems = load_records(path / RUNS)
+    if not found and not problems:
+        found, problems = load_records(path)
     if not found:
         others = f" ({problems[0]})" if problems else ""
         raise ValueError(f"{path}: no records of runs{others}; needed the directory of a sweep")

@@ -12,6 +12,7 @@ from cs336.cli import main
 from cs336.config import SIZES, OptimizerKind, RunConfig
 from cs336.record import RunRecord, Status, write_record
 from tests.analysis.kernels.tracing import Recording, training, write_export
+from tests.publish import publish
 from tests.report.sections.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -89,19 +90,22 @@ def test_a_range_that_the_file_has_not_is_refused(
 
 
 def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:
-    from cs336.commands.explain import KernelsArguments, record_path
+    from cs336.commands.explain import KernelsArguments
 
     (tmp_path / "reports").mkdir()
     (tmp_path / "runs").mkdir()
     config = RunConfig(size="tiny", model=SIZES["tiny"])
     record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
     path = write_record(record, tmp_path / "runs")
-    assert record_path(KernelsArguments(file=export)) is None
-    assert (
-        record_path(KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")) == path
-    )
-    assert record_path(KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")) == path
-    assert record_path(KernelsArguments(file=export, record=path)) == path
+    assert KernelsArguments(file=export).record_and_others() == (None, [])
+    given = KernelsArguments(file=export, record=path)
+    in_reports = KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")
+    in_traces = KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")
+    for arguments in (given, in_reports, in_traces):
+        assert arguments.record_and_others() == (record, [record])
+    publish(tmp_path)
+    for arguments in (in_reports, in_traces):
+        assert arguments.record_and_others() == (record, [record])
 
 
 def test_the_record_says_which_advice_is_followed(
