@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from ..config import Device, Precision, RunConfig
 from ..costs.accounting import SECONDS_PER_DAY, training_days
 from ..costs.curves import Curves, data_sheet_curves
@@ -88,7 +86,7 @@ class ParametersArguments:
     "module_depth",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )
-class AccountArguments(flags.Flags):
+class AccountArguments(flags.Flags, flags.OutputArguments):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
     model, the peak of memory by what it holds, and the time.
 
@@ -122,12 +120,6 @@ class AccountArguments(flags.Flags):
     """
     top: int = 12
     """Rows to show of what the peak consists of."""
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory for the tables (account.md, .tex, .typ) and the numbers of each part
-    (account.csv).
-    """
     json: flags.Switch = False
     """Print JSON instead of tables."""
 
@@ -320,7 +312,7 @@ def run(arguments: AccountArguments) -> int:
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:
-        write_files(texts_of(section), arguments.output)
+        write_files(texts_of(section), arguments.output, arguments.formats)
     show(
         section.tables,
         arguments.output,

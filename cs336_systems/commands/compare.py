@@ -142,7 +142,7 @@ def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunC
     with StatusLine() as line:
         own = load(directory)
         assert own.compared is not None
-        own.compared.write(directory)
+        own.compared.write(directory, arguments.formats)
         page, _ = write_page_of(own, line)
     return _show(own.compared, page)
 

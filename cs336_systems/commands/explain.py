@@ -13,7 +13,7 @@ import tyro
 
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
-from .flags import Flat, Switch, unset
+from .flags import Flat, OutputArguments, Switch, unset
 from .outcome import OK, UsageError, existing, show
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ with a number of rows to list; the lines of its answer; and its JSON.
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileArguments:
+class FileArguments(OutputArguments):
     """What both commands ask for."""
 
     NEEDED: ClassVar[str]
@@ -35,10 +35,6 @@ class FileArguments:
     """What a profiler or PyTorch wrote, as said above."""
     top: int = 10
     """Most kernels, or allocations, that a table lists."""
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
     json: Switch = False
     """Print JSON instead of tables."""
 
@@ -148,7 +144,7 @@ def run(arguments: FileArguments) -> int:
         write, tables, answer, encode = arguments.explained()
         if arguments.output is not None:
             status("drawing and writing")
-            write(arguments.output, arguments.top)
+            write(arguments.output, arguments.top, arguments.formats)
     show(
         tables(arguments.top), arguments.output, answer(), json=encode() if arguments.json else None
     )

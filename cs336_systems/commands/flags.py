@@ -419,8 +419,39 @@ class SweepStepArguments(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepingArguments:
-    """What becomes of earlier results in the same directory."""
+class FormatArguments:
+    """Formats of tables besides CSV and Markdown."""
+
+    tex: Switch = False
+    """Write the tables for LaTeX too (.tex)."""
+    typ: Switch = False
+    """Write the tables for Typst too (.typ)."""
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The endings of the files that are asked for."""
+        return tuple(ending for ending in ("tex", "typ") if getattr(self, ending))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputArguments(FormatArguments):
+    """Where a command writes that otherwise only prints."""
+
+    output: Annotated[
+        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
+    ] = None
+    """Directory for what is printed: tables (CSV, Markdown), and JSON, pictures or a page where
+    the command has them.
+    """
+
+    def __post_init__(self) -> None:
+        if self.formats and self.output is None:
+            raise ValueError(f"--{self.formats[0]} needs --output, the directory to write to")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepingArguments(FormatArguments):
+    """What becomes of earlier results in the same directory, and how new ones are written."""
 
     fresh: Switch = False
     """Measure everything again; earlier records are kept beside."""

@@ -2,7 +2,7 @@
 each checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -220,7 +220,9 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     )
 
 
-def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
+def _report(
+    _records: Sequence[RunRecord], directory: Path, status: StatusLine, formats: Collection[str]
+) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from ..report.page.chapters import Directory, write_page_of
     from ..report.sections.ladder import ladder_section, write_ladder_report
@@ -228,7 +230,7 @@ def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) 
     status("reading records and profiles")
     climbed = load(directory, load_ceilings_or_warn(ceilings_beside(directory)))
     status("drawing and writing")
-    write_ladder_report(climbed.rows, directory)
+    write_ladder_report(climbed.rows, directory, formats)
     page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
     status.end()
     show(ladder_section(climbed.rows).tables, directory)

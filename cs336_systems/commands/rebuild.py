@@ -9,7 +9,7 @@ forecast of another configuration is worth.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import cache, partial
@@ -271,9 +271,9 @@ def load(
     return _KINDS[_source(directory)](directory, ceilings_at)
 
 
-def rebuild_all(root: Path, status: StatusLine) -> int:
-    """Rebuild every results directory below `root` with its page, and report what was done;
-    continue after a failure.
+def rebuild_all(root: Path, status: StatusLine, formats: Collection[str] = ()) -> int:
+    """Rebuild every results directory below `root` with its page, tables also in `formats`, and
+    report what was done; continue after a failure.
 
     The page of the root lists all others.
     """
@@ -293,7 +293,7 @@ def rebuild_all(root: Path, status: StatusLine) -> int:
             )
             status(f"reading {directory}", number, len(directories))
             own = load(directory, ceilings_at)
-            write(own, status)
+            write(own, status, formats)
             page, made = write_page_of(own, status)
         except Exception as error:  # whatever its files hold, the others are written
             status.end()
@@ -307,7 +307,7 @@ def rebuild_all(root: Path, status: StatusLine) -> int:
     if found and directories == [root]:
         print_line(made.glance.answer if made.glance is not None else made.title)
     elif found:
-        score_forecast(found, root, status)
+        score_forecast(found, root, status, formats)
         print_line(f"rebuilt: {len(found)} of {len(directories)} directories")
         status("writing the list of all pages")
         # pages must not contain absolute paths of this machine
@@ -322,21 +322,23 @@ def rebuild_all(root: Path, status: StatusLine) -> int:
     return OK if is_explained and not problems else FAILED
 
 
-def write(found: Directory, status: StatusLine) -> None:
+def write(found: Directory, status: StatusLine, formats: Collection[str] = ()) -> None:
     """Write the tables and plots of the results into their directory."""
     if found.sweep is not None:
-        write_results(found.sweep, found.path, status)
+        write_results(found.sweep, found.path, status, formats)
     else:
         status("drawing and writing")
     if found.compared is not None:
-        found.compared.write(found.path)
+        found.compared.write(found.path, formats)
     if found.climbed is not None:
-        write_ladder_report(found.climbed.rows, found.path)
+        write_ladder_report(found.climbed.rows, found.path, formats)
     if found.study is not None:
-        found.study.write(found.path)
+        found.study.write(found.path, formats)
 
 
-def score_forecast(found: Sequence[Directory], root: Path, status: StatusLine) -> None:
+def score_forecast(
+    found: Sequence[Directory], root: Path, status: StatusLine, formats: Collection[str] = ()
+) -> None:
     """Write the errors of the step times predicted from ceilings, over all measured steps, if
     there are ceilings.
     """
@@ -346,7 +348,7 @@ def score_forecast(found: Sequence[Directory], root: Path, status: StatusLine) -
     rows, others = scored(sweeps, lambda path: measured[path].ceilings)
     status.end()
     if rows:
-        write_files(texts_of(forecast_section(rows, others)), root / FOLDER)
+        write_files(texts_of(forecast_section(rows, others)), root / FOLDER, formats)
         print_line(f"{root / FOLDER}: written from all records and ceilings")
 
 

@@ -5,8 +5,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from ..costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
 from ..costs.hardware import DeviceSpec
@@ -38,7 +36,7 @@ MAX_GB_PER_S = 1e6
         "optimizer": "fused",
     },
 )
-class ScaleArguments(flags.Flags):
+class ScaleArguments(flags.Flags, flags.OutputArguments):
     """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of
     ddp (data parallel, PyTorch's) and fsdp (fully sharded, ours), and from how many ranks on
     communication takes longer than computing, in tensor parallelism (tp) too.
@@ -70,10 +68,6 @@ class ScaleArguments(flags.Flags):
     A device without any takes its data sheet's rates at stated efficiencies.
     """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory for the tables (scale.md, .tex, .typ) and their values (scale.csv)."""
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other."""
@@ -220,6 +214,6 @@ def run(arguments: ScaleArguments) -> int:
     found = checked(functools.partial(_scale, arguments, config, ceilings_in(arguments.ceilings)))
     section = scale_section(found)
     if arguments.output is not None:
-        write_files(texts_of(section), arguments.output)
+        write_files(texts_of(section), arguments.output, arguments.formats)
     show(section.tables, arguments.output)
     return OK

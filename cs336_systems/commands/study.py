@@ -2,12 +2,10 @@
 printing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
-
-import tyro
 
 from ..config import SIZES, Device
 from ..files import encode_json, write_atomically
@@ -90,7 +88,7 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
             return run_study(grid, status, cells, on_progress)
 
         with writing(directory):
-            study = show_study(measure, directory)
+            study = show_study(measure, directory, self.formats)
         return OK if all(status.is_result for status in study.statuses) else FAILED
 
 
@@ -260,19 +258,13 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionArguments:
+class PrecisionArguments(flags.OutputArguments):
     """Show what accumulation, layer norm and autocast do to precision, as observed on this
     machine.
     """
 
     device: flags.DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON,
-    and index.html.
-    """
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
@@ -298,7 +290,7 @@ class PrecisionArguments:
 
             return run_precision_study(devices, status)
 
-        show_study(measure, self.output)
+        show_study(measure, self.output, self.formats)
         return OK
 
 
@@ -307,9 +299,11 @@ def run(arguments: StudyArguments | PrecisionArguments) -> int:
     return arguments.run()
 
 
-def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) -> StudyT:
-    """Measure, showing progress; write the results into the directory, if one is given; print
-    and return them.
+def show_study(
+    measure: Callable[[StatusLine], StudyT], directory: Path | None, formats: Collection[str]
+) -> StudyT:
+    """Measure, showing progress; write the results into the directory, if one is given, tables
+    also in `formats`; print and return them.
     """
     from ..report.page.chapters import Directory, write_page_of
     from ..report.results import StudyResults
@@ -321,7 +315,7 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
         if directory is not None:
             status("drawing and writing")
             write_atomically(directory / f"{results.subject}.json", encode_json(study))
-            results.write(directory)
+            results.write(directory, formats)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
     for section in results.sections:
         for table in section.tables:

@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,7 +114,7 @@ class SweepArguments(flags.Flags):
     Every flag that takes several values is an axis of the grid: --compile none default --attention
     naive sdpa makes four runs of each configuration.
 
-    Records, tables (CSV, Markdown, LaTeX, Typst) and plots go to OUTPUT/e2e_benchmark/NAME/. The
+    Records, tables (CSV, Markdown) and plots go to OUTPUT/e2e_benchmark/NAME/. The
     same command again goes on where an interrupted sweep stopped; what ran out of memory or failed
     has a row of its own.
     """
@@ -470,7 +470,7 @@ def measure_all(
     directory: Path,
     measuring: flags.MeasuringArguments,
     elsewhere: Callable[..., "Outcome"] | None = None,
-    show: Callable[[Sequence[RunRecord], Path, StatusLine], None] | None = None,
+    show: Callable[[Sequence[RunRecord], Path, StatusLine, Collection[str]], None] | None = None,
     names: Mapping[RunConfig, str] | None = None,
     begin: Callable[[], object] = lambda: None,
 ) -> int:
@@ -500,7 +500,7 @@ def measure_all(
             fresh=measuring.fresh,
             allow_mixed=measuring.allow_mixed,
         )
-        (show or show_results)(outcome.records, directory, status)
+        (show or show_results)(outcome.records, directory, status, measuring.formats)
     if outcome.interrupted:
         print_last("interrupted: the same command goes on from here")
         return INTERRUPTED
@@ -510,7 +510,9 @@ def measure_all(
     )
 
 
-def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
+def show_results(
+    records: Sequence[RunRecord], directory: Path, status: StatusLine, formats: Collection[str]
+) -> None:
     """Write tables, plots and page of the sweep in the directory, and print the tables."""
     status("reading records and profiles")
     from ..report.page.chapters import Directory, write_page_of
@@ -518,7 +520,7 @@ def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLi
     from ..report.terminal import print_sweep
 
     results = Results.load(records, directory, load_ceilings_or_warn(ceilings_beside(directory)))
-    write_results(results, directory, status)
+    write_results(results, directory, status, formats)
     page = write_page_of(Directory(path=directory, sweep=results), status)[0] if records else None
     status.end()
     print_sweep(results.tables(), records, directory)
@@ -527,8 +529,10 @@ def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLi
     print_profile_paths([record.config for record in records], directory / "runs")
 
 
-def write_results(results: "Results", directory: Path, status: StatusLine) -> None:
-    """Write the tables and pictures of the sweep into its directory.
+def write_results(
+    results: "Results", directory: Path, status: StatusLine, formats: Collection[str]
+) -> None:
+    """Write the tables and pictures of the sweep into its directory, tables also in `formats`.
 
     Tables of profiles that would lose runs, which cannot be explained any more, stay as they are,
     with a warning.
@@ -539,7 +543,7 @@ def write_results(results: "Results", directory: Path, status: StatusLine) -> No
         what = "the tables of profiles stay as they were; --fresh measures these runs again"
         print_aside(f"warning: {directory}: {results.lost}, and {what}")
         results = replace(results, kernels=(), memory=())
-    results.write(directory, status)
+    results.write(directory, status, formats)
 
 
 def note_unused_gpus(configs: Sequence[RunConfig]) -> None:

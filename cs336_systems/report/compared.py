@@ -5,7 +5,7 @@ What was measured alternately is kept with COMPARISON_FILE, from which the table
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +89,9 @@ class Compared:
         """The verdict in one sentence; of several configurations, how many have each."""
         return self.section.tables[0].findings[0]
 
-    def write(self, directory: Path) -> None:
-        """Write the table in every format."""
-        write_files(texts_of(self.section), directory)
+    def write(self, directory: Path, formats: Collection[str] = ()) -> None:
+        """Write the table as Markdown and CSV, and in the other `formats`."""
+        write_files(texts_of(self.section), directory, formats)
 
 
 def compare_sides(

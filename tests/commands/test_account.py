@@ -154,14 +154,19 @@ def test_every_known_device_can_be_named(name: str) -> None:
         assert name in device.names
 
 
+def test_a_format_without_a_directory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert account("--size", "tiny", "--typ") == 2
+    assert "--typ needs --output" in capsys.readouterr().err
+
+
 def test_tables_and_numbers_are_written_where_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place")) == 0
+    assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place"), "--tex") == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].endswith(str(tmp_path / "new" / "place"))
     written = {path.name: path.read_text() for path in (tmp_path / "new" / "place").iterdir()}
-    assert set(written) == {"account.csv", "account.md", "account.tex", "account.typ"}
+    assert set(written) == {"account.csv", "account.md", "account.tex"}
     titles = re.findall(r"^### (.*)$", written["account.md"], re.MULTILINE)
     assert len(titles) >= 4
     assert all(title.split(" ")[0] in printed for title in titles)

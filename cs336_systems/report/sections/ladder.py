@@ -2,7 +2,7 @@
 counts, and a picture.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...analysis.compare import Blocks, Verdict, compare_in_turn, measured_steps
@@ -356,10 +356,10 @@ def _gate_notes(rows: Rows) -> Iterator[str]:
     yield from (f"No verdict where {reason}." for reason in sorted(missing))
 
 
-def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
-    """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
+def write_ladder_report(rows: Rows, directory: Path, formats: Collection[str] = ()) -> list[Path]:
+    """Write ladder.csv, .md and the other `formats`, and plots/ladder.png; return their paths."""
     section = ladder_section(rows)
-    return write_files({**texts_of(section), **pngs_of(section)}, directory)
+    return write_files({**texts_of(section), **pngs_of(section)}, directory, formats)
 
 
 def settings(rows: Rows) -> str:
