@@ -1,7 +1,6 @@
 """`cs336 account`: the cost of a step, computed from its configuration alone."""
 
 import difflib
-import functools
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -283,15 +282,14 @@ def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     ceilings = ceilings_in(arguments.ceilings)
-    meant = functools.partial(
+    name, device = checked(
         machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
     )
-    name, device = checked(meant)
     # without a name, not the CPU that the user's own ceilings may be of
     if arguments.known.parameters is not None:
         return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
-    memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
+    memory_bytes = checked(arguments.memory_bytes, name, device)
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
         prepare_forecasts([config], of_users=True)
@@ -337,7 +335,7 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     precision = flags.one_precision(
         arguments.precision or Precision.BF16, arguments.mixed_precision
     )
-    peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
+    peak_flops_per_s, source = checked(known.peak, device, precision)
     days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
     del days["peak_tflops"]
     answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeAlias, TypeVar
 
 from .. import interrupt
 from ..config import Profiler, RunConfig
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..studies.ceilings_files import Ceilings
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, interrupt.STATUS
+P = ParamSpec("P")
 T = TypeVar("T")
 PrintJson: TypeAlias = Callable[[bytes], None]
 
@@ -39,10 +40,10 @@ class UsageError(ValueError):
     """The command line is wrong; the message says what to correct."""
 
 
-def checked(make: Callable[[], T]) -> T:
-    """Call `make`, and raise its ValueError as a UsageError."""
+def checked(make: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Return what `make` returns, and raise its ValueError as a UsageError."""
     try:
-        return make()
+        return make(*args, **options)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -362,7 +362,7 @@ def _sweep(directory: Path, ceilings_at: Callable[[Path], Ceilings]) -> Director
         raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
     sweep = Results.load(records, directory, ceilings_at(ceilings_beside(directory)))
     is_compared = (directory / COMPARISON_FILE).is_file()
-    compared = checked(partial(load_compared, directory, records)) if is_compared else None
+    compared = checked(load_compared, directory, records) if is_compared else None
     return Directory(path=directory, sweep=sweep, compared=compared)
 
 

@@ -1,6 +1,5 @@
 """`cs336 scale`: a training step on many GPUs, on paper."""
 
-import functools
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated
@@ -211,7 +210,7 @@ def run(arguments: ScaleArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
-    found = checked(functools.partial(_scale, arguments, config, ceilings_in(arguments.ceilings)))
+    found = checked(_scale, arguments, config, ceilings_in(arguments.ceilings))
     section = scale_section(found)
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
