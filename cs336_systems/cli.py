@@ -118,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    from .commands.flags import FIELDS, flag_names, in_flags, parse
+    from .commands.flags import FIELDS
+    from .commands.parse import flag_names, in_flags, parse
 
     arguments = _arguments(name)
     words = list(sys.argv[1:] if argv is None else argv)

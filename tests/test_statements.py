@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cs336 import cli
-from cs336.commands.flags import parse
+from cs336.commands.parse import parse
 from cs336.commands.rebuild import FOLDER, load, score_forecast, write
 from cs336.record import load_records
 from cs336.report.page.chapters import Directory, headline_of, times_of

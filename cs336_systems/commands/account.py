@@ -22,6 +22,7 @@ from ..measure.nvml import usable_gpu_bytes, visible_gpus
 from ..studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 from ..text import print_aside
 from . import flags
+from .configure import checked_factory, make_config, one_precision
 from .outcome import OK, UsageError, checked, load_ceilings_or_warn, show
 
 GIB = 2**30
@@ -126,10 +127,10 @@ class AccountArguments(flags.Flags, flags.OutputArguments):
         """The configuration of these flags; raise ValueError for flags that contradict each
         other.
         """
-        precision = flags.one_precision(self.precision, self.mixed_precision)
+        precision = one_precision(self.precision, self.mixed_precision)
         settings = {"size": "small", **self.given(), **self.model.given(), "precision": precision}
         given = self.given() | self.model.given()
-        return flags.checked_factory(flags.make_config(Device.CUDA, **settings), given)
+        return checked_factory(make_config(Device.CUDA, **settings), given)
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
@@ -332,9 +333,7 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     from ..report.sections.account import days_table
 
     known = arguments.known
-    precision = flags.one_precision(
-        arguments.precision or Precision.BF16, arguments.mixed_precision
-    )
+    precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
     peak_flops_per_s, source = checked(known.peak, device, precision)
     days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
     del days["peak_tflops"]

@@ -19,7 +19,9 @@ from ..temporary import temporary_directory
 from ..text import print_aside, print_line
 from . import flags
 from .benchmark import BenchmarkArguments
+from .machine import DeviceChoice, explain_cpu_fallback
 from .outcome import OK, UsageError, checked, load_records_or_warn
+from .parse import HELP, HELP_ALL, flag_names, parse
 from .sweep import measure_all
 
 if TYPE_CHECKING:
@@ -211,8 +213,8 @@ def is_side(word: str, words: Sequence[str]) -> bool:
     `compare` lacks.
     """
     flag = word.partition("=")[0].replace("_", "-")
-    known = {flag_of(name) for name in flags.flag_names(CompareArguments)}
-    is_known = flag in (*flags.HELP, flags.HELP_ALL, *known)
+    known = {flag_of(name) for name in flag_names(CompareArguments)}
+    is_known = flag in (*HELP, HELP_ALL, *known)
     is_alone = words[0] == "compare" and word.startswith("--") and not is_known
     return word.startswith("-") and (" " in word or is_alone)
 
@@ -248,10 +250,10 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     """The configuration that the flags of each side name; raise UsageError for a profiler, and
     for flags of output.
     """
-    configs, devices = [], dict[flags.DeviceChoice, None]()
+    configs, devices = [], dict[DeviceChoice, None]()
     for side in sides:
         words = checked(shlex.split, side)
-        asked = flags.parse(BenchmarkArguments, "benchmark.py", words)
+        asked = parse(BenchmarkArguments, "benchmark.py", words)
         config = checked(asked.config)
         if config.profiler is not Profiler.NONE:
             raise UsageError(
@@ -264,5 +266,5 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
         configs.append(config)
         devices[asked.step.device] = None
     for device in devices:
-        flags.explain_cpu_fallback(device)
+        explain_cpu_fallback(device)
     return configs

@@ -28,6 +28,8 @@ from ..sweep.ladder import (
 from ..sweep.nsys import is_under_nsys
 from ..text import counted, plain_word, print_line
 from . import flags
+from .configure import checked_factory, make_config
+from .machine import DeviceFlag, device_word, explain_cpu_fallback, resolve_device
 from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
 from .sweep import measure_all
 
@@ -90,7 +92,7 @@ class LadderArguments(flags.Flags):
     """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True
     """Run each rung once more under torch.profiler."""
-    device: flags.DeviceFlag = "auto"
+    device: DeviceFlag = "auto"
     name: Annotated[str | None, flags.unset("NAME", "size, context, batch and device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -113,7 +115,7 @@ class LadderArguments(flags.Flags):
         """The first rung's shape, batch, data and steps; raise ValueError where the flags mean
         none.
         """
-        device = flags.resolve_device(self.device)
+        device = resolve_device(self.device)
         on_gpu = device is Device.CUDA
         usual = (
             {"size": GPU_SIZE, "batch_size": GPU_BATCH}
@@ -121,7 +123,7 @@ class LadderArguments(flags.Flags):
             else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
         )
         given = self.given()
-        config = flags.checked_factory(flags.make_config(device, **{**usual, **given}), given)
+        config = checked_factory(make_config(device, **{**usual, **given}), given)
         if self.learning_rate is not None:
             return config
         return replace(config, learning_rate=gate_learning_rate(config.model.d_model))
@@ -152,7 +154,7 @@ class LadderArguments(flags.Flags):
         return (
             self.output
             / "ladder"
-            / "_".join((plain_word(base.size), shape, flags.device_word(base.device)))
+            / "_".join((plain_word(base.size), shape, device_word(base.device)))
         )
 
 
@@ -160,7 +162,7 @@ def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
-    flags.explain_cpu_fallback(arguments.device)
+    explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
         for rung in ladder:
             print(f"{rung.name}: {rung.change} ({rung.config.label})")

@@ -16,6 +16,7 @@ from ..report.words import GIGA
 from ..studies.ceilings_files import Ceilings
 from . import flags
 from .account import ceilings_in, check_ceilings, curves_meant, machine_meant
+from .configure import make_config
 from .outcome import OK, checked, show
 
 MAX_GB_PER_S = 1e6
@@ -76,7 +77,7 @@ class ScaleArguments(flags.Flags, flags.OutputArguments):
             "optimizer": OptimizerKind.FUSED,
             "attention": Attention.SDPA,
         }
-        config = flags.make_config(Device.CUDA, **usual | self.given() | self.model.given())
+        config = make_config(Device.CUDA, **usual | self.given() | self.model.given())
         if config.precision is Precision.FP16:
             raise ValueError(
                 "--precision fp16 is not predicted: its gradient scaler waits for the device; use "

@@ -19,6 +19,14 @@ from ..studies.operators import AttentionGrid, FusionGrid
 from ..sweep.store import make_writable, time_stamp, writing
 from ..text import print_aside, print_line
 from . import flags
+from .machine import (
+    DeviceChoice,
+    DeviceFlag,
+    device_word,
+    explain_cpu_fallback,
+    look_at_machine,
+    resolve_device,
+)
 from .outcome import FAILED, OK, checked
 
 if TYPE_CHECKING:
@@ -37,7 +45,7 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
-    device: flags.DeviceFlag = "auto"
+    device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
     name: Annotated[str | None, flags.unset("NAME", "precisions and device")] = None
@@ -49,7 +57,7 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         """The grid that the flags mean, with other fields; raise ValueError if there is no such
         grid.
         """
-        device = flags.resolve_device(self.device)
+        device = resolve_device(self.device)
         defaults = {
             each.name: setting.by_device.gpu if device is Device.CUDA else setting.by_device.cpu
             for each, setting in declared(self.GRID)
@@ -65,9 +73,9 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         """Measure the cells that have no result yet, keeping each, and write the results and
         print them.
         """
-        flags.explain_cpu_fallback(self.device)
+        explain_cpu_fallback(self.device)
         grid, directory = checked(self.grid), checked(self.directory)
-        flags.look_at_machine(flags.resolve_device(self.device))
+        look_at_machine(resolve_device(self.device))
         record = directory / f"{self.FOLDER}.json"
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
@@ -201,7 +209,7 @@ class CeilingsArguments(StudyArguments):
 
     def grid(self) -> CeilingsGrid:  # type: ignore[override] # it chooses all fields itself
         """The grid that the flags describe; raise ValueError for flags that describe none."""
-        on_gpu, num_gpus = flags.resolve_device(self.device) is Device.CUDA, len(visible_gpus())
+        on_gpu, num_gpus = resolve_device(self.device) is Device.CUDA, len(visible_gpus())
         sizes = flags.value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
         squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
         layers = layer_shapes(flags.value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
@@ -221,9 +229,7 @@ class CeilingsArguments(StudyArguments):
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
         name = (
-            flags.checked_name(self.name)
-            if self.name
-            else flags.device_word(flags.resolve_device(self.device))
+            flags.checked_name(self.name) if self.name else device_word(resolve_device(self.device))
         )
         return self.output / self.FOLDER / name
 
@@ -263,12 +269,12 @@ class PrecisionArguments(flags.OutputArguments):
     machine.
     """
 
-    device: flags.DeviceChoice = "auto"
+    device: DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
-        chosen = flags.resolve_device(self.device)
+        chosen = resolve_device(self.device)
         return (
             (Device.CPU, Device.CUDA)
             if self.device == "auto" and chosen is Device.CUDA
@@ -279,7 +285,7 @@ class PrecisionArguments(flags.OutputArguments):
         """Observe sums, layer norm and data types, print them, and write them into the directory
         if one is given.
         """
-        flags.explain_cpu_fallback(self.device)
+        explain_cpu_fallback(self.device)
         devices = checked(self.devices)
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)

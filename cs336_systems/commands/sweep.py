@@ -38,6 +38,15 @@ from ..sweep.nsys import is_under_nsys
 from ..sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
 from ..text import counted, plain_word, print_aside, print_line
 from . import flags
+from .configure import (
+    checked_here,
+    chosen_profiler,
+    config_of,
+    explain_fast,
+    one_precision,
+    profiled_config,
+)
+from .machine import device_word, explain_cpu_fallback, look_at_machine, resolve_device
 from .outcome import (
     FAILED,
     INTERRUPTED,
@@ -193,7 +202,7 @@ class SweepArguments(flags.Flags):
     def chosen_precisions(self) -> tuple[Precision, ...]:
         """The precisions of the grid, in order."""
         asked = self.precisions or (None,)
-        return tuple(flags.one_precision(precision, self.mixed_precision) for precision in asked)
+        return tuple(one_precision(precision, self.mixed_precision) for precision in asked)
 
     def plan(self) -> Plan:
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
@@ -201,7 +210,7 @@ class SweepArguments(flags.Flags):
         on_gpu = device is Device.CUDA
         given, grid = self._given(), self._grid(on_gpu)
         once = dict.fromkeys(
-            flags.config_of(device, given, point, fast=self.fast, many=True) for point in grid
+            config_of(device, given, point, fast=self.fast, many=True) for point in grid
         )
         # that of other machines is not known
         of_cpus = host_memory_bytes() if self.cluster is None else None
@@ -211,14 +220,14 @@ class SweepArguments(flags.Flags):
         repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
         if self.profiler is not Profiler.NONE:
             profiled = functools.partial(
-                flags.profiled_config, profiler=self.profiler, first_step=self.memory_first_step
+                profiled_config, profiler=self.profiler, first_step=self.memory_first_step
             )
             pairs = (
                 (plain, profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats
             )
             repeats = list(itertools.chain.from_iterable(pairs))
         if self.cluster is None:
-            repeats = list(map(flags.checked_here, repeats))
+            repeats = list(map(checked_here, repeats))
         return replace(plan, configs=tuple(repeats))
 
     def device(self) -> Device:
@@ -227,14 +236,14 @@ class SweepArguments(flags.Flags):
         """
         if self.cluster is not None and self.step.device == "cuda":
             return Device.CUDA
-        return flags.resolve_device(self.step.device)
+        return resolve_device(self.step.device)
 
     @property
     def profiler(self) -> Profiler:
         """The profiler of the additional run of each configuration; raise ValueError if several
         are asked for.
         """
-        return flags.chosen_profiler(self)
+        return chosen_profiler(self)
 
     def _axes(self, on_gpu: bool) -> dict[str, tuple[Any, ...]]:
         """The values of each axis of the grid by the name of its setting, in the order in which
@@ -296,7 +305,7 @@ def default_name(sweep: SweepArguments) -> str:
         *axes,
         *repeats,
         *itertools.chain.from_iterable(different),
-        flags.device_word(device),
+        device_word(device),
     ]
     name = "_".join(plain_word(part) for part in parts)
     if len(name) > flags.MAX_NAME_LENGTH:
@@ -321,9 +330,9 @@ def run(arguments: SweepArguments) -> int:
     """Measure a grid and write its tables and plots."""
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
-    flags.explain_cpu_fallback(arguments.step.device)
+    explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
-        flags.explain_fast(configs)
+        explain_fast(configs)
     if arguments.dry_run:
         machines, curves = _machines(arguments), _curves(arguments, directory)
         if curves is None and arguments.cluster is None:
@@ -552,7 +561,7 @@ def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
     """
     from ..sweep.run import gpus_left_out
 
-    flags.look_at_machine(configs[0].device if configs else Device.CPU)
+    look_at_machine(configs[0].device if configs else Device.CPU)
 
     for gpu in gpus_left_out(configs):
         print_aside(

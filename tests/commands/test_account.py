@@ -10,7 +10,7 @@ import pytest
 from cs336.cli import main
 from cs336.commands import account as command
 from cs336.commands.account import AccountArguments, device_meant
-from cs336.commands.flags import parse
+from cs336.commands.parse import parse
 from cs336.config import Precision
 from cs336.costs.accounting import component_flops
 from cs336.costs.hardware import DEVICES, find_device
@@ -152,6 +152,18 @@ def test_every_known_device_can_be_named(name: str) -> None:
         device = device_meant(given)
         assert device is not None
         assert name in device.names
+
+
+def test_a_parameter_of_a_factory_is_told_as_such_and_not_as_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a flag has its name: it would not help to give that flag."""
+    (tmp_path / "asks_much.py").write_text("def make(vocab_size, memory_gib, foo): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert account("--model", "asks_much:make") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "needs `memory_gib`, `foo`" in error
+    assert re.findall(r"--[a-z-]+", error) == ["--model"]
 
 
 def test_a_format_without_a_directory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

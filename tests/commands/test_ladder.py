@@ -14,7 +14,7 @@ import pytest
 
 import cs336.sweep.run
 from cs336.cli import main
-from cs336.commands import flags
+from cs336.commands import configure, machine
 from cs336.commands import ladder as command
 from cs336.commands.ladder import LadderArguments
 from cs336.config import Profiler, RunConfig
@@ -51,7 +51,7 @@ SMALL = [
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H200, as far as the command looks."""
-    for module in (flags, command):
+    for module in (configure, machine, command):
         monkeypatch.setattr(module, "visible_gpus", lambda: (SimpleNamespace(name="NVIDIA H200"),))
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from cs336.cli import main, precision
 from cs336.commands import study as command
-from cs336.commands.flags import parse
 from cs336.commands.outcome import FAILED, OK
+from cs336.commands.parse import parse
 from cs336.commands.study import CeilingsArguments, layer_shapes, run
 from cs336.config import SIZES, Device
 from cs336.measure.nvml import Gpu
@@ -181,7 +181,7 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for index in (0, 1)
     )
-    for module in ("cs336.commands.study", "cs336.commands.flags"):
+    for module in ("cs336.commands.study", "cs336.commands.machine"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
     grid = parsed().grid()
     assert (grid.device, grid.world_size, grid.precisions) == (
