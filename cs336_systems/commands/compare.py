@@ -20,9 +20,9 @@ from ..text import print_aside, print_line
 from . import flags
 from .benchmark import BenchmarkArguments
 from .machine import DeviceChoice, explain_cpu_fallback
+from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_records_or_warn
 from .parse import HELP, HELP_ALL, flag_names, parse
-from .sweep import measure_all
 
 if TYPE_CHECKING:
     from ..report.compared import Compared

@@ -30,8 +30,8 @@ from ..text import counted, plain_word, print_line
 from . import flags
 from .configure import checked_factory, make_config
 from .machine import DeviceFlag, device_word, explain_cpu_fallback, resolve_device
+from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
-from .sweep import measure_all
 
 if TYPE_CHECKING:
     from ..report.page.chapters import Climbed

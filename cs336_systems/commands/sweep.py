@@ -7,35 +7,22 @@ import hashlib
 import importlib.util
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..analysis.compare import interleave
 from ..analysis.kernels import NsysError, find_nsys
-from ..config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
+from ..config import USED_WITH, Device, Parallel, Precision, Profiler
 from ..costs.curves import Curves
-from ..costs.fast_memory import peak_bytes as fast_peak_bytes
 from ..costs.hardware import devices_called
-from ..costs.memory import (
-    fits,
-    host_bytes,
-    needs_tape,
-    outside_bytes,
-    predict_memory,
-    predicted_peak_bytes,
-)
-from ..costs.ranks_time import predicted_time
-from ..costs.time import prepare_forecasts
-from ..measure.environment import cpu_name, host_memory_bytes, lacking_memory
+from ..measure.environment import cpu_name, host_memory_bytes
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
-from ..record import RunRecord
-from ..report.progress import IMPORTING, StatusLine
-from ..report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
+from ..report.progress import StatusLine
+from ..report.words import DOUBTED_FORECAST, SHIPPED
 from ..studies.ceilings_files import ceilings_beside
-from ..sweep.nsys import is_under_nsys
-from ..sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
+from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import counted, plain_word, print_aside, print_line
 from . import flags
 from .configure import (
@@ -46,73 +33,14 @@ from .configure import (
     one_precision,
     profiled_config,
 )
-from .machine import device_word, explain_cpu_fallback, look_at_machine, resolve_device
-from .outcome import (
-    FAILED,
-    INTERRUPTED,
-    OK,
-    UsageError,
-    checked,
-    load_ceilings_or_warn,
-    print_last,
-    print_profile_paths,
-    status_of,
-)
+from .machine import device_word, explain_cpu_fallback, resolve_device
+from .measuring import measure_all
+from .outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
+from .plan import Plan, make_plan, outlook, print_plan
 
 if TYPE_CHECKING:
-    from ..report.results import Results
     from ..sweep.cluster import Machine
     from ..sweep.run import Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Configurations in the order to run them, and those that will not fit."""
-
-    configs: tuple[RunConfig, ...]
-    """Configurations by predicted peak, the smallest first; those predicted not to fit are last."""
-    too_large: tuple[RunConfig, ...]
-    """Configurations that are predicted to run out of memory."""
-
-
-def make_plan(
-    configs: Sequence[RunConfig], memory_bytes: int | None, *, of_users: bool = False
-) -> Plan:
-    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` of their
-    device.
-
-    Memory that is not known is None. It is predicted only without shortcuts. So a configuration
-    with shortcuts, such as a compiled model, is ordered by the peak that it would have without
-    them, and on a GPU it is never in `too_large`. Configurations without any prediction (on a CPU,
-    and users' own models unless `of_users`, which traces them) follow in their given order.
-    """
-    wanted = [each for config in configs for each in (config, config.without_shortcuts)]
-    if memory_bytes is not None:  # a tape is that of a GPU
-        wanted += [
-            replace(each, device=Device.CUDA) for each in configs if needs_tape(each, memory_bytes)
-        ]
-    prepare_forecasts(wanted, of_users=of_users)
-    too_large = {
-        config
-        for config in configs
-        if memory_bytes is not None and _is_too_large(config, memory_bytes)
-    }
-    peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
-    ordered = sorted(
-        configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0)
-    )
-    return Plan(
-        configs=tuple(ordered), too_large=tuple(config for config in ordered if config in too_large)
-    )
-
-
-def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
-    if config.device is Device.CPU:
-        return (host_bytes(config, memory_bytes) or 0) > memory_bytes
-    found = predict_memory(config)
-    if found is None or found.reserved_bytes + outside_bytes(config) <= memory_bytes:
-        return False
-    return fits(config, memory_bytes) is False
 
 
 @flags.with_flags(*flags.FIRST, many=flags.AXES)
@@ -334,93 +262,54 @@ def run(arguments: SweepArguments) -> int:
     if arguments.fast:
         explain_fast(configs)
     if arguments.dry_run:
-        machines, curves = _machines(arguments), _curves(arguments, directory)
-        if curves is None and arguments.cluster is None:
-            print_aside(
-                "note: no times are predicted, as `cs336 ceilings` has not measured this device"
-            )
-        elif curves is not None:
-            for note, is_true in (
-                (SHIPPED, curves.is_shipped),
-                (DOUBTED_FORECAST, curves.is_in_doubt),
-            ):
-                if is_true:
-                    print_aside(f"note: {note}")
-        _print_plan(plan, directory, curves)
-        if arguments.cluster is not None:
-            _print_machines(machines, arguments.device())
-        return FAILED if machines and all(machine.refused for machine in machines) else OK
+        return _say_what_would_run(arguments, plan, directory)
     for config in plan.too_large:
-        print_aside(f"{config.label} {_outlook(config)}")
+        print_aside(f"{config.label} {outlook(config)}")
     has_profiler = True
-    try:
-        if arguments.profiler is Profiler.NSYS:
+    if arguments.profiler is Profiler.NSYS:
+        try:
             find_nsys()
-    except NsysError as missing:
-        print_aside(f"error: no profile: {missing}. The times are measured all the same.")
-        configs, has_profiler = (
-            tuple(config for config in configs if config.profiler is Profiler.NONE),
-            False,
-        )
+        except NsysError as missing:
+            print_aside(f"error: no profile: {missing}. The times are measured all the same.")
+            configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
+            has_profiler = False
     status = measure_all(configs, directory, arguments.measuring, _elsewhere(arguments))
-    return status if has_profiler or status != OK else FAILED
+    return FAILED if status == OK and not has_profiler else status
+
+
+def _say_what_would_run(arguments: SweepArguments, plan: Plan, directory: Path) -> int:
+    """Print the plan, and the machines of a cluster; return the exit status, which says whether
+    any machine can measure.
+    """
+    machines, curves = _machines(arguments), _curves(arguments, directory)
+    if curves is None and arguments.cluster is None:
+        print_aside(
+            "note: no times are predicted, as `cs336 ceilings` has not measured this device"
+        )
+    if curves is not None and curves.is_shipped:
+        print_aside(f"note: {SHIPPED}")
+    if curves is not None and curves.is_in_doubt:
+        print_aside(f"note: {DOUBTED_FORECAST}")
+    print_plan(plan, directory, curves)
+    if arguments.cluster is not None:
+        _print_machines(machines, arguments.device())
+    return FAILED if machines and all(machine.refused for machine in machines) else OK
 
 
 def _curves(arguments: SweepArguments, directory: Path) -> Curves | None:
     """The ceilings of the device that measures the runs; None without any."""
+    names: list[str] = []
     if arguments.require_device is not None:
-        names = [
-            name for device in devices_called(arguments.require_device) for name in device.names
-        ]
+        for device in devices_called(arguments.require_device):
+            names += device.names
     elif arguments.cluster is not None:
-        names = []
+        return None
     elif arguments.device() is Device.CPU:
         names = [cpu_name()]
     else:
         names = [gpu.name for gpu in visible_gpus()[:1]]
     ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-    return next((found for name in names if (found := ceilings.curves(name)) is not None), None)
-
-
-def _print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
-    doubt = f" {DOUBT}" if curves is not None and curves.is_in_doubt else ""
-    for config in plan.configs:
-        is_slowed = config.profiler is not Profiler.NONE or config in plan.too_large
-        time = None if curves is None or is_slowed else predicted_time(config, curves)
-        step = (
-            "" if time is None else f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
-        )
-        print(
-            f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} "
-            f"steps{step}{_predicted(config)}"
-        )
-    for config in plan.too_large:
-        print(f"will not fit: {config.label} {_outlook(config)}")
-    print_line(f"{counted(len(plan.configs), 'run')} into {directory}")
-
-
-def _outlook(config: RunConfig) -> str:
-    """What becomes of a run that will not fit: a GPU fails at once, and a machine would hardly
-    answer any more.
-    """
-    if (lacking := lacking_memory(config)) is not None:
-        return f"is not run, and gets a row that says so: it {lacking}"
-    return f"will not fit on this GPU, and comes last{_predicted(config)}"
-
-
-def _predicted(config: RunConfig) -> str:
-    """The predicted peak of memory in words; that of `--fast` is in closed form, without the
-    allocator's rounding.
-    """
-    peak_bytes, about = predicted_peak_bytes(config), ""
-    is_fast = (
-        config.fused_blocks
-        and config.fused_loss
-        and config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    )
-    if peak_bytes is None and is_fast:
-        peak_bytes, about = fast_peak_bytes(config), "about "
-    return "" if peak_bytes is None else f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
+    return next(filter(None, map(ceilings.curves, names)), None)
 
 
 def _check_ray() -> None:
@@ -472,99 +361,3 @@ def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
         f"{counted(len(machines), 'machine')}, {counted(at_once, 'rank')} at a time ({what}); Ray "
         "places the runs"
     )
-
-
-def measure_all(
-    configs: Sequence[RunConfig],
-    directory: Path,
-    measuring: flags.MeasuringArguments,
-    elsewhere: Callable[..., "Outcome"] | None = None,
-    show: Callable[[Sequence[RunRecord], Path, StatusLine, Collection[str]], None] | None = None,
-    names: Mapping[RunConfig, str] | None = None,
-    begin: Callable[[], object] = lambda: None,
-) -> int:
-    """Run the configurations that have no result yet, and `show` what came of all, as
-    `show_results` does.
-
-    `elsewhere` measures them on other machines in place of `run_sweep`. `names` are shown while
-    they run. `begin` is called first, once no other process writes into the directory.
-    """
-    if is_under_nsys():
-        raise UsageError(
-            "a sweep under nsys would take its times for those of plain runs: leave nsys out, and "
-            "use --nsys instead"
-        )
-    from ..sweep.run import run_sweep
-
-    if elsewhere is None:
-        note_unused_gpus(configs)
-    first = IMPORTING if elsewhere is None else "connecting to the cluster"
-    with StatusLine(names, first) as status, writing(directory):
-        begin()
-        outcome = (elsewhere or run_sweep)(
-            configs,
-            directory,
-            status,
-            timeout_s=measuring.timeout_s,
-            fresh=measuring.fresh,
-            allow_mixed=measuring.allow_mixed,
-        )
-        (show or show_results)(outcome.records, directory, status, measuring.formats)
-    if outcome.interrupted:
-        print_last("interrupted: the same command goes on from here")
-        return INTERRUPTED
-    wanted = {config.key for config in configs}
-    return status_of(
-        [record for record in outcome.records if record.key in wanted], outcome.unexplained
-    )
-
-
-def show_results(
-    records: Sequence[RunRecord], directory: Path, status: StatusLine, formats: Collection[str]
-) -> None:
-    """Write tables, plots and page of the sweep in the directory, and print the tables."""
-    status("reading records and profiles")
-    from ..report.page.chapters import Directory, write_page_of
-    from ..report.results import Results
-    from ..report.terminal import print_sweep
-
-    results = Results.load(records, directory, load_ceilings_or_warn(ceilings_beside(directory)))
-    write_results(results, directory, status, formats)
-    page = write_page_of(Directory(path=directory, sweep=results), status)[0] if records else None
-    status.end()
-    print_sweep(results.tables(), records, directory)
-    if page is not None:
-        print_line(f"page: {page}")
-    print_profile_paths([record.config for record in records], directory / "runs")
-
-
-def write_results(
-    results: "Results", directory: Path, status: StatusLine, formats: Collection[str]
-) -> None:
-    """Write the tables and pictures of the sweep into its directory, tables also in `formats`.
-
-    Tables of profiles that would lose runs, which cannot be explained any more, stay as they are,
-    with a warning.
-    """
-    if not all(
-        raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile
-    ):
-        what = "the tables of profiles stay as they were; --fresh measures these runs again"
-        print_aside(f"warning: {directory}: {results.lost}, and {what}")
-        results = replace(results, kernels=(), memory=())
-    results.write(directory, status, formats)
-
-
-def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
-    """Say on standard error which visible GPUs a sweep of these does not use, and what may put
-    its times in doubt.
-    """
-    from ..sweep.run import gpus_left_out
-
-    look_at_machine(configs[0].device if configs else Device.CPU)
-
-    for gpu in gpus_left_out(configs):
-        print_aside(
-            f"note: GPU {gpu.index} ({gpu.name}) is left out: it is of another kind than the "
-            "first visible one; choose with CUDA_VISIBLE_DEVICES"
-        )

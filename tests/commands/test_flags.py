@@ -588,7 +588,7 @@ def test_help_is_as_wide_as_the_terminal(
     below = [(above, line) for above, line in pairwise(lines) if line.startswith(10 * " ")]
     assert below
     for above, line in below:
-        assert re.fullmatch(r" --\S+( \S+)*", above), (above, line)
+        assert re.fullmatch(r" *--\S+( \S+)*", above), (above, line)
 
 
 @pytest.mark.parametrize(
