@@ -206,13 +206,13 @@ def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> Blocks:
     """Step times per token of one configuration's runs that ended well; a block of runs has so
     many of its repeats.
     """
-    found = {}
+    blocks = {}
     for record in records:
-        tokens, measured = record.config.tokens_per_step, record.measurement(Phase.STEP)
+        config, measured = record.config, record.measurement(Phase.STEP)
         if record.status is Status.OK and measured is not None and measured.mean_s:
-            times_s = tuple(time_s / tokens for time_s in measured.times_s)
-            found[record.config.repeat // sides] = replace(measured, times_s=times_s)
-    return found
+            times_s = tuple(time_s / config.tokens_per_step for time_s in measured.times_s)
+            blocks[config.repeat // sides] = replace(measured, times_s=times_s)
+    return blocks
 
 
 Settings: TypeAlias = Mapping[str, Hashable]
@@ -239,21 +239,29 @@ def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
     out.
     """
     names = list(a[0] if a else ())
-    values = {name: ({row[name] for row in a}, {row[name] for row in b}) for name in names}
-    apart = [name for name, (of_a, of_b) in values.items() if of_a.isdisjoint(of_b)]
-    single = [name for name in apart if all(len(own) == 1 for own in values[name])]
+    apart, single = [], []
+    for name in names:
+        of_a, of_b = {row[name] for row in a}, {row[name] for row in b}
+        if of_a.isdisjoint(of_b):
+            apart.append(name)
+            if len(of_a) == len(of_b) == 1:
+                single.append(name)
     for differing in (apart, single):
         by = [name for name in names if name not in differing]
-        keys_a, keys_b = ([tuple(row[name] for name in by) for row in side] for side in (a, b))
-        if len({*keys_a}) == len(a) and len({*keys_b}) == len(b):
+        places_a, places_b = _places(a, by), _places(b, by)
+        if len(places_a) == len(a) and len(places_b) == len(b):
             break
-    place = {key: index for index, key in enumerate(keys_b)}
     return Matching(
-        pairs=tuple((index, place[key]) for index, key in enumerate(keys_a) if key in place),
-        only_a=tuple(index for index, key in enumerate(keys_a) if key not in place),
-        only_b=tuple(index for index, key in enumerate(keys_b) if key not in {*keys_a}),
+        pairs=tuple((index, places_b[key]) for key, index in places_a.items() if key in places_b),
+        only_a=tuple(index for key, index in places_a.items() if key not in places_b),
+        only_b=tuple(index for key, index in places_b.items() if key not in places_a),
         differing=tuple(differing),
     )
+
+
+def _places(side: Sequence[Settings], names: Sequence[str]) -> dict[Hashable, int]:
+    """The index of each row by the values of these settings."""
+    return {tuple(row[name] for name in names): index for index, row in enumerate(side)}
 
 
 def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
@@ -301,24 +309,24 @@ def _conditions_apart(records: Iterable[RunRecord]) -> str:
     """In what the conditions of the records differ: `driver 580 and 590`; empty where they do
     not.
     """
-    found: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
     for identity in {record.environment.identity for record in records if record.environment}:
         for name, value in msgspec.to_builtins(identity).items():
-            found.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
-    words = (
-        f"{name.replace('_', ' ')} {' and '.join(sorted(own))}"
-        for name, own in found.items()
-        if len(own) > 1
-    )
-    return ", ".join(words)
+            texts.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
+    apart = []
+    for name, values in texts.items():
+        if len(values) > 1:
+            apart.append(f"{name.replace('_', ' ')} {' and '.join(sorted(values))}")
+    return ", ".join(apart)
 
 
 def _has_changed_inputs(side: Sequence[RunRecord]) -> bool:
     """Whether records of one side come from different versions of a model's source or of a token
     file.
     """
-    states = {(found.name, found.state) for record in side for found in record.inputs}
-    of_configurations = {(record.config.configuration, record.inputs) for record in side}
-    return any(
-        len(found) > len({name for name, _ in found}) for found in (states, of_configurations)
-    )
+    states: dict[object, set[object]] = {}
+    for record in side:
+        states.setdefault(record.config.configuration, set()).add(record.inputs)
+        for source in record.inputs:
+            states.setdefault(source.name, set()).add(source.state)
+    return any(len(versions) > 1 for versions in states.values())

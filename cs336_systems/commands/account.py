@@ -1,7 +1,8 @@
 """`cs336 account`: the cost of a step, computed from its configuration alone."""
 
 import difflib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from ..costs.hardware import (
 from ..costs.time import has_large_matmuls, prepare_forecasts, steps_to_trace
 from ..costs.traces import is_at_hand, one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
+from ..settings import flag_of
 from ..studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 from ..text import print_aside
 from ..torch_needed import require_torch
@@ -47,11 +49,11 @@ class ParametersArguments:
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for numbers without --parameters."""
-        for name in ("parameters", "tokens", "peak_tflops", "count", "mfu"):
-            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+        for number in fields(self):
+            value, flag = getattr(self, number.name), flag_of(number.name)
             if value is not None and not 0 < value < 1e30:  # nor is NaN
                 raise ValueError(f"{flag} must be positive and below 1e30, got {str(value)[:40]}")
-            if self.parameters is None and value != getattr(type(self), name):
+            if self.parameters is None and value != number.default:
                 raise ValueError(f"{flag} needs --parameters, such as --parameters 70e9")
         if self.parameters is not None and self.tokens is None:
             raise ValueError("--parameters needs --tokens, such as --tokens 15e12")
@@ -129,8 +131,8 @@ class AccountArguments(flags.Flags, flags.OutputArguments):
         other.
         """
         precision = one_precision(self.precision, self.mixed_precision)
-        settings = {"size": "small", **self.given(), **self.model.given(), "precision": precision}
-        given = self.given() | self.model.given()
+        given = self.given()
+        settings = {"size": "small"} | given | {"precision": precision}
         return checked_factory(make_config(Device.CUDA, **settings), given)
 
     def check(self) -> None:
@@ -157,14 +159,14 @@ class AccountArguments(flags.Flags, flags.OutputArguments):
 
     def _of_a_configuration(self) -> list[str]:
         """Flags that describe a step, which a number of parameters alone has not."""
-        usual = AccountArguments()
-        settings, unchanged = self.given() | self.model.given(), usual.given() | usual.model.given()
-        names = [
-            name
-            for name, value in settings.items()
-            if name != "precision" and value != unchanged.get(name)
-        ]
-        return [f"--{name.replace('_', '-')}" for name in (*names, *(["fit"] if self.fit else []))]
+        unchanged = AccountArguments().given()
+        names = []
+        for name, value in self.given().items():
+            if name != "precision" and value != unchanged.get(name):
+                names.append(name)
+        if self.fit:
+            names.append("fit")
+        return [flag_of(name) for name in names]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
         """Memory that the step must fit, by default the data sheet's of a device that is named, or
@@ -222,15 +224,16 @@ def device_meant(name: str | None) -> DeviceSpec | None:
     if name is None:
         gpus = visible_gpus()
         return find_device(gpus[0].name) if gpus else None
-    if len(found := devices_called(name)) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(name for device in found for name in device.names)
+    devices = devices_called(name)
+    if len(devices) == 1:
+        return devices[0]
+    if devices:
+        names = ", ".join(", ".join(device.names) for device in devices)
         raise ValueError(
             f"--device-name {name[:40]!r} may be {names}, which differ in their data sheets: give "
             "one"
         )
-    known = [name for device in DEVICES for name in device.names]
+    known = [*chain.from_iterable(device.names for device in DEVICES)]
     alike = [other for other in known if name and name.casefold() in other.casefold()]
     close = alike or difflib.get_close_matches(name[:40], known, n=3) or known
     raise ValueError(
@@ -250,21 +253,19 @@ def machine_meant(
     """
     known, gpus = ceilings.device_names, visible_gpus()
     if name is not None:
-        exact = [each for each in known if each == bare_name(name)]
-        short = (
-            [each for each in names if is_short_for(name, each)]
-            for names in (ceilings.measured_names, known)
-        )
-        meant = exact or next(filter(None, short), [])
+        meant = [device for device in known if device == bare_name(name)]
+        for names in (ceilings.measured_names, known):
+            meant = meant or [device for device in names if is_short_for(name, device)]
     elif are_asked or not gpus:
         meant = ceilings.measured_names
     else:
-        meant = [each for each in known if each == bare_name(gpus[0].name)]
+        meant = [device for device in known if device == bare_name(gpus[0].name)]
     if len(meant) == 1:
         return meant[0], find_device(meant[0])
-    if (device := device_meant(name)) is None:
+    sheet = device_meant(name)
+    if sheet is None:
         return None, None
-    return next((each for each in device.names if each in known), device.names[0]), device
+    return next((device for device in sheet.names if device in known), sheet.names[0]), sheet
 
 
 def curves_meant(
@@ -321,12 +322,11 @@ def run(arguments: AccountArguments) -> int:
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:
-        choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
-        said = (
+        choices = " or ".join(f'--device-name "{known}"' for known in ceilings.device_names)
+        print_aside(
             "no times are predicted, as no GPU is named and this machine has none that is "
             f"known; try {choices}"
         )
-        print_aside(said)
     return OK
 
 

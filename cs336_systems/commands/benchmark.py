@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 
-import msgspec
-
-from ..analysis.statistics import summary
 from ..analysis.warnings import judged
 from ..config import Device, Profiler, RunConfig
-from ..files import encode_json
 from ..measure.environment import lacking_memory
 from ..measure.nvml import alike, visible_gpus
 from ..record import RunRecord, write_record
@@ -77,9 +73,8 @@ class BenchmarkArguments(flags.Flags):
 
     def __post_init__(self) -> None:
         flags.check_timeout(self.timeout_s)
-        if self.until_stable and (
-            self.profile or self.memory or self.memory_first_step or self.step.ranks
-        ):
+        is_profiled = self.profile or self.memory or self.memory_first_step
+        if self.until_stable and (is_profiled or self.step.ranks):
             raise ValueError(
                 "--until-stable goes on in one process without a profiler; leave out the other flag"
             )
@@ -87,7 +82,7 @@ class BenchmarkArguments(flags.Flags):
     def config(self) -> RunConfig:
         """The run that these flags describe; raise ValueError if they contradict each other."""
         device = resolve_device(self.step.device)
-        asked = {**self.given(), **self.model.given(), **self.step.given()}
+        asked = self.given()
         point = {
             "size": asked.get("size", default_on(device, "size")),
             "precision": one_precision(self.precision, self.mixed_precision),
@@ -163,8 +158,8 @@ def run(arguments: BenchmarkArguments) -> int:
 
                 unexplained = explain_again([record], runs, status)
         if print_json is not None:
-            found = {each.phase: summary(each.times_s) for each in record.measurements}
-            print_json(encode_json({"statistics": found, **msgspec.to_builtins(record)}))
+            times_s = {str(times.phase): times.times_s for times in record.measurements}
+            print_json(outcome.with_statistics(record, times_s))
             print_line(f"record: {runs / record.key}.json")
         else:
             print_measured(record, runs)

@@ -96,10 +96,13 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401
 
     def given(self) -> dict[str, Any]:
-        """The settings whose flags have a value, by name; the others are left to the
-        configuration's rules.
+        """The settings whose flags have a value, by name, with those of the groups in this one; the
+        others are left to the configuration's rules.
         """
         values = {name: getattr(self, flag) for flag, name in self.settings.items()}
+        for group in vars(self).values():
+            if isinstance(group, Flags):
+                values |= group.given()
         return {name: value for name, value in values.items() if value is not None}
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..analysis.compare import interleave
 from ..config import Device, RunConfig
 from ..measure.nvml import visible_gpus
-from ..record import RunRecord
+from ..record import RUNS, RunRecord
 from ..report.progress import StatusLine
 from ..studies.ceilings_files import Ceilings, ceilings_beside
 from ..sweep.ladder import (
@@ -209,12 +209,9 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     from ..report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)
-    own = _names(ladder)  # the directory may have runs of ladders with other flags
-    records = [
-        each
-        for each in load_records_or_warn(directory / "runs")
-        if each.config.configuration in own
-    ]
+    names = _names(ladder)  # the directory may have runs of ladders with other flags
+    records = load_records_or_warn(directory / RUNS)
+    records = [record for record in records if record.config.configuration in names]
     profiled = load_profiled(records, directory)
     rows = ladder_rows(ladder, records, profiled, beside)
     return Climbed(

@@ -21,13 +21,13 @@ def first_gpu() -> Gpu | None:
 
 def resolve_device(device: DeviceChoice) -> Device:
     """The device to use; raise ValueError for cuda where this process can see no GPU."""
-    found = bool(visible_gpus())
-    if device == "cuda" and not found:
+    gpu = first_gpu()
+    if device == "cuda" and gpu is None:
         raise ValueError(
             "--device cuda needs an NVIDIA GPU that this process can see (CUDA_VISIBLE_DEVICES), "
             "found none; try --device cpu"
         )
-    return Device.CUDA if device == "cuda" or (device == "auto" and found) else Device.CPU
+    return Device.CPU if device == "cpu" or gpu is None else Device.CUDA
 
 
 def explain_cpu_fallback(device: DeviceChoice) -> None:
@@ -40,8 +40,9 @@ def explain_cpu_fallback(device: DeviceChoice) -> None:
 
 def look_at_machine(device: Device) -> None:
     """Say on standard error, before a measurement, what may put its times in doubt."""
-    if found := disturbances(visible_gpus() if device is Device.CUDA else ()):
-        print_aside(f"in doubt: {'; '.join(found)}")
+    gpus = visible_gpus() if device is Device.CUDA else ()
+    if reasons := disturbances(gpus):
+        print_aside(f"in doubt: {'; '.join(reasons)}")
 
 
 def device_word(device: Device) -> str:

@@ -167,8 +167,8 @@ def _for_help(kind: Any, shown: Collection[str]) -> Any:  # noqa: ANN401 (a clas
 
     texts: dict[str, str] = {}
     for parent in reversed(kind.__mro__[:-1]):
-        documented = parse_from_object(parent).params
-        texts |= {each.arg_name: each.description or "" for each in documented}
+        for documented in parse_from_object(parent).params:
+            texts[documented.arg_name] = documented.description or ""
     members: dict[str, Any] = {"__annotations__": {}, "__doc__": kind.__doc__}
     for declared in fields(kind):
         group = _group_of(declared)

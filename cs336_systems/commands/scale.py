@@ -1,6 +1,7 @@
 """`cs336 scale`: a training step on many GPUs, on paper."""
 
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +78,7 @@ class ScaleArguments(flags.Flags, flags.OutputArguments):
             "optimizer": OptimizerKind.FUSED,
             "attention": Attention.SDPA,
         }
-        config = make_config(Device.CUDA, **usual | self.given() | self.model.given())
+        config = make_config(Device.CUDA, **usual | self.given())
         if config.precision is Precision.FP16:
             raise ValueError(
                 "--precision fp16 is not predicted: its gradient scaler waits for the device; use "
@@ -135,12 +136,12 @@ def _links(
     if it is not known.
     """
     size = arguments.gpus_per_node
-    network = None if arguments.network_gb_per_s is None else arguments.network_gb_per_s * GIGA
+    network = None
+    if arguments.network_gb_per_s is not None:
+        network = arguments.network_gb_per_s * GIGA
+    links = partial(Links, gpus_per_node=size, network_bytes_per_s=network)
     if arguments.node_gb_per_s is not None:
-        rate = arguments.node_gb_per_s * GIGA
-        return Links(
-            gpus_per_node=size, node_bytes_per_s=rate, network_bytes_per_s=network
-        ), "given"
+        return links(node_bytes_per_s=arguments.node_gb_per_s * GIGA), "given"
     if (measured := measured_links(ceilings.collectives(name), size, network)) is not None:
         return measured, f"best collective measured among {measured.measured_ranks} of them"
     promised = None if device is None else data_sheet_link(device)
@@ -150,7 +151,7 @@ def _links(
             "they are connected is not in its data sheet"
         )
     source = f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
-    return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), source
+    return links(node_bytes_per_s=promised), source
 
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:
@@ -161,23 +162,20 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
         arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
     )
     if name is None:
-        found = (
-            f"; there are ceilings of {', '.join(ceilings.device_names)}"
-            if ceilings.device_names
-            else ""
-        )
+        there = ""
+        if ceilings.device_names:
+            there = f"; there are ceilings of {', '.join(ceilings.device_names)}"
         raise ValueError(
-            f"needed --device-name: this machine has no GPU whose data sheet is known{found}"
+            f"needed --device-name: this machine has no GPU whose data sheet is known{there}"
         )
     links, source = _links(arguments, name, device, ceilings)
     curves = curves_meant(name, device, config, ceilings)
     peak = None if device is None else device.peak_flops_per_s.get(config.precision)
-    rate = (
-        ceilings.flops_per_s(name, config.precision)
-        if curves is not None and curves.is_measured
-        else None
-    )
-    rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
+    rate = None
+    if curves is not None and curves.is_measured:
+        rate = ceilings.flops_per_s(name, config.precision)
+    if rate is None and peak is not None:
+        rate = MATMUL_EFFICIENCY * peak
     if curves is None or rate is None:
         raise ValueError(
             f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a "
@@ -211,8 +209,7 @@ def run(arguments: ScaleArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
-    found = checked(_scale, arguments, config, ceilings_in(arguments.ceilings))
-    section = scale_section(found)
+    section = scale_section(checked(_scale, arguments, config, ceilings_in(arguments.ceilings)))
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
     show(section.tables, arguments.output)

@@ -2,8 +2,10 @@
 printing.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -59,11 +61,10 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         grid.
         """
         device = resolve_device(self.device)
-        defaults = {
-            each.name: setting.by_device.gpu if device is Device.CUDA else setting.by_device.cpu
-            for each, setting in declared(self.GRID)
-            if setting.by_device is not None
-        }
+        defaults = {}
+        for attribute, setting in declared(self.GRID):
+            if usual := setting.by_device:
+                defaults[attribute.name] = usual.gpu if device is Device.CUDA else usual.cpu
         return self.GRID(**defaults | self.given() | others | {"device": device, "seed": self.seed})
 
     def directory(self) -> Path:
@@ -247,21 +248,13 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
     shapes = []
     for name in dict.fromkeys(presets):
         model = SIZES[name]
-        tokens = BATCH_SIZE * model.context_length
-        shapes.append(
-            Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward")
-        )
+        columns = {"feed-forward": model.d_ff}
         if model.vocab_size % ALIGNMENT:
-            head = Shape(
-                rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head"
-            )
-            padded = -(-model.vocab_size // NICE_VOCABULARY) * NICE_VOCABULARY
-            shapes += [
-                head,
-                Shape(
-                    rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head{PADDED}"
-                ),
-            ]
+            columns["head"] = model.vocab_size
+            padded = math.ceil(model.vocab_size / NICE_VOCABULARY) * NICE_VOCABULARY
+            columns[f"head{PADDED}"] = padded
+        product = partial(Shape, rows=BATCH_SIZE * model.context_length, inner=model.d_model)
+        shapes += [product(columns=width, name=f"{name} {what}") for what, width in columns.items()]
     return tuple(shapes)
 
 
@@ -277,11 +270,8 @@ class PrecisionArguments(flags.OutputArguments):
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
         chosen = resolve_device(self.device)
-        return (
-            (Device.CPU, Device.CUDA)
-            if self.device == "auto" and chosen is Device.CUDA
-            else (chosen,)
-        )
+        has_both = self.device == "auto" and chosen is Device.CUDA
+        return (Device.CPU, Device.CUDA) if has_both else (chosen,)
 
     def run(self) -> int:
         """Observe sums, layer norm and data types, print them, and write them into the directory

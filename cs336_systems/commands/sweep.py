@@ -21,6 +21,7 @@ from ..measure.environment import cpu_name, host_memory_bytes
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
 from ..report.progress import StatusLine
 from ..report.words import DOUBTED_FORECAST, SHIPPED
+from ..settings import flag_of
 from ..studies.ceilings_files import ceilings_beside
 from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import counted, plain_word, print_aside, print_line
@@ -109,7 +110,7 @@ class SweepArguments(flags.Flags):
         for group in (self, self.model, self.step):
             for name in group.settings:
                 if getattr(group, name) == ():
-                    raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
+                    raise ValueError(f"{flag_of(name)} needs at least one value")
         flags.check_repeats(self.repeats)
         self._check_cluster()
 
@@ -136,7 +137,7 @@ class SweepArguments(flags.Flags):
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = self.device()
         on_gpu = device is Device.CUDA
-        given, grid = self._given(), self._grid(on_gpu)
+        given, grid = self.given(), self._grid(on_gpu)
         once = dict.fromkeys(
             config_of(device, given, point, fast=self.fast, many=True) for point in grid
         )
@@ -145,18 +146,15 @@ class SweepArguments(flags.Flags):
         memory_bytes = usable_gpu_bytes() if on_gpu else of_cpus
         plan = make_plan(list(once), memory_bytes, of_users=self.dry_run)
         order = interleave(len(plan.configs), self.repeats)
-        repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
-        if self.profiler is not Profiler.NONE:
-            profiled = functools.partial(
-                profiled_config, profiler=self.profiler, first_step=self.memory_first_step
-            )
-            pairs = (
-                (plain, profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats
-            )
-            repeats = list(itertools.chain.from_iterable(pairs))
+        runs = []
+        for index, repeat in order:
+            plain = replace(plan.configs[index], repeat=repeat)
+            runs.append(plain)
+            if self.profiler is not Profiler.NONE and repeat == 0:
+                runs.append(profiled_config(plain, self.profiler, self.memory_first_step))
         if self.cluster is None:
-            repeats = list(map(checked_here, repeats))
-        return replace(plan, configs=tuple(repeats))
+            runs = list(map(checked_here, runs))
+        return replace(plan, configs=tuple(runs))
 
     def device(self) -> Device:
         """The device to measure on; with --cluster, a device named by --device need not be in
@@ -177,14 +175,14 @@ class SweepArguments(flags.Flags):
         """The values of each axis of the grid by the name of its setting, in the order in which
         they are varied.
         """
-        usual = {
-            name: found.gpu_sweep if on_gpu else found.cpu_sweep
-            for name in flags.AXES
-            if (found := flags.FIELDS[name][1].by_device) is not None
-        }
-        values = usual | self._given() | {"precision": self.chosen_precisions}
-        for own, (name, (kind, *others)) in USED_WITH.items():
-            if own in values and not others and kind not in values.get(name, ()):
+        values: dict[str, Any] = {}
+        for name in flags.AXES:
+            usual = flags.FIELDS[name][1].by_device
+            if usual is not None:
+                values[name] = usual.gpu_sweep if on_gpu else usual.cpu_sweep
+        values |= self.given() | {"precision": self.chosen_precisions}
+        for part, (name, (kind, *others)) in USED_WITH.items():
+            if part in values and not others and kind not in values.get(name, ()):
                 values[name] = (*values.get(name, ()), kind)
         return {name: values[name] for name in flags.AXES if name in values}
 
@@ -198,25 +196,18 @@ class SweepArguments(flags.Flags):
         grid = [
             dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
         ]
-        if all(point["parallel"] is Parallel.NONE for point in grid):
-            return grid
-        return [
-            point | {"ranks": 1} if point["parallel"] is Parallel.NONE else point for point in grid
-        ]
-
-    def _given(self) -> dict[str, Any]:
-        """The flags of all groups by the names of their settings."""
-        return {**self.given(), **self.model.given(), **self.step.given()}
+        alone = [point for point in grid if point["parallel"] is Parallel.NONE]
+        if len(alone) < len(grid):
+            for point in alone:
+                point["ranks"] = 1
+        return grid
 
     def directory(self) -> Path:
         """Where this sweep's results go; raise ValueError for a name that is no plain directory
         name.
         """
-        return (
-            self.output
-            / PROFILE_DIRECTORIES[self.profiler]
-            / (default_name(self) if self.name is None else flags.checked_name(self.name))
-        )
+        name = default_name(self) if self.name is None else flags.checked_name(self.name)
+        return self.output / PROFILE_DIRECTORIES[self.profiler] / name
 
 
 def default_name(sweep: SweepArguments) -> str:
@@ -225,32 +216,27 @@ def default_name(sweep: SweepArguments) -> str:
     """
     device = sweep.device()
     groups = (sweep, sweep.model, sweep.step)
-    axes, *different = [_differences(group, skip=("modes", "precisions")) for group in groups]
-    repeats = [f"repeats-{sweep.repeats}"] if sweep.repeats > 1 else []
-    parts = [
-        "-".join(dict.fromkeys(sweep.modes)),
-        "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
-        *axes,
-        *repeats,
-        *itertools.chain.from_iterable(different),
-        device_word(device),
-    ]
+    axes, of_model, of_step = [_differences(group, ("modes", "precisions")) for group in groups]
+    precisions = "-".join(dict.fromkeys(sweep.chosen_precisions))
+    parts = ["-".join(dict.fromkeys(sweep.modes)), "fast" if sweep.fast else precisions, *axes]
+    if sweep.repeats > 1:
+        parts.append(f"repeats-{sweep.repeats}")
+    parts += [*of_model, *of_step, device_word(device)]
     name = "_".join(plain_word(part) for part in parts)
     if len(name) > flags.MAX_NAME_LENGTH:
-        name = (
-            f"{name[: flags.MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-        )
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: flags.MAX_NAME_LENGTH - 9]}_{digest}"
     return name
 
 
-def _differences(group: flags.Flags, skip: tuple[str, ...] = ()) -> Iterator[str]:
+def _differences(group: flags.Flags, skip: tuple[str, ...]) -> Iterator[str]:
     """The flags whose values are not the defaults, each with its value: `attention-sdpa`."""
     for flag, name in group.settings.items():
-        value, (each, setting) = getattr(group, flag), flags.FIELDS[name]
+        value, (attribute, setting) = getattr(group, flag), flags.FIELDS[name]
         if flag in skip or value == getattr(type(group), flag):
             continue
         values = dict.fromkeys(value if isinstance(value, tuple) else (value,))
-        if not (setting.chosen_by_fast and [*values] == [each.default]):
+        if not (setting.chosen_by_fast and [*values] == [attribute.default]):
             yield f"{flag}-{'-'.join(map(str, values))}"
 
 
