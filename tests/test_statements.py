@@ -14,7 +14,7 @@ import pytest
 
 from cs336 import cli
 from cs336.commands.parse import parse
-from cs336.commands.rebuild import FOLDER, load, score_forecast, write
+from cs336.commands.rebuild import FORECAST_FOLDER, load, score_forecast, write
 from cs336.record import load_records
 from cs336.report.page.chapters import Directory, headline_of, times_of
 from cs336.report.progress import StatusLine
@@ -85,7 +85,7 @@ def test_committed_errors_of_the_forecast_are_those_of_all_committed_records(loa
     root = loaded(first).path.parents[len(first.relative_to(DATA).parts) - 1]
     with StatusLine() as status:
         score_forecast([*map(loaded, committed_directories())], root, status)
-    assert outputs(root / FOLDER) == outputs(DATA / FOLDER)
+    assert outputs(root / FORECAST_FOLDER) == outputs(DATA / FORECAST_FOLDER)
 
 
 Rows = Sequence[Mapping[str, str]]

@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TypeAlias
 
 import msgspec
@@ -53,7 +54,7 @@ MAX_FREEDOM = 1e6
 """Degrees of freedom from which on Student's t is the normal distribution."""
 
 
-Blocks: TypeAlias = Mapping[int, Measurement]
+StepBlocks: TypeAlias = Mapping[int, Measurement]
 """Step times of a side's processes, by the number of the block of runs, one after the other,
 that each belongs to.
 """
@@ -110,7 +111,7 @@ class Comparison:
         )
 
 
-def compare_in_turn(a: Blocks, b: Blocks) -> Comparison:
+def compare_in_turn(a: StepBlocks, b: StepBlocks) -> Comparison:
     """Compare B with A by the blocks, given by number, in which both were measured one after the
     other.
 
@@ -120,18 +121,27 @@ def compare_in_turn(a: Blocks, b: Blocks) -> Comparison:
     blocks = a.keys() & b.keys()
     if len(blocks) < FEWEST:
         return compare_apart(a, b)
-    of_a, of_b = ([math.log(side[block].mean_s) for block in blocks] for side in (a, b))
+    of_a = _logarithms(a[block] for block in blocks)
+    of_b = _logarithms(b[block] for block in blocks)
     differences = [log_b - log_a for log_a, log_b in zip(of_a, of_b, strict=True)]
     return _comparison(of_a, of_b, _shown(differences))
 
 
-def compare_apart(a: Blocks, b: Blocks) -> Comparison:
+def compare_apart(a: StepBlocks, b: StepBlocks) -> Comparison:
     """Compare B with A, each at least one process, measured each at a time of its own."""
-    of_a, of_b = ([math.log(measured.mean_s) for measured in side.values()] for side in (a, b))
+    of_a, of_b = _logarithms(a.values()), _logarithms(b.values())
     variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
     for side, logarithms in ((a, of_a), (b, of_b)):
-        variances += _shown(logarithms) if len(side) >= FEWEST else _assumed([*side.values()])
+        if len(side) >= FEWEST:
+            variances += _shown(logarithms)
+        else:
+            variances += _assumed([*side.values()])
     return _comparison(of_a, of_b, variances)
+
+
+def _logarithms(processes: Iterable[Measurement]) -> list[float]:
+    """The logarithm of the mean of each process."""
+    return [math.log(measured.mean_s) for measured in processes]
 
 
 Variances: TypeAlias = list[tuple[float | None, float]]
@@ -194,15 +204,14 @@ def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
     The drift cancels exactly if `repeats` is even; with an odd number, the drift of one repeat
     remains.
     """
-    forward = range(num_configs)
-    return [
-        (config, repeat)
-        for repeat in range(repeats)
-        for config in (forward if repeat % 2 == 0 else reversed(forward))
-    ]
+    order = []
+    for repeat in range(repeats):
+        once = [(config, repeat) for config in range(num_configs)]
+        order += once[::-1] if repeat % 2 else once
+    return order
 
 
-def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> Blocks:
+def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> StepBlocks:
     """Step times per token of one configuration's runs that ended well; a block of runs has so
     many of its repeats.
     """
@@ -293,7 +302,7 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
             )
     if allow_mixed:
         return
-    if apart := _conditions_apart(record for side in sides for record in side):
+    if apart := _conditions_apart(chain.from_iterable(sides)):
         raise ValueError(
             f"the records come from different hardware or software ({apart}); compare them with "
             "--allow-mixed"

@@ -29,16 +29,16 @@ from .configure import checked_factory, make_config, one_precision
 from .outcome import OK, UsageError, checked, load_ceilings_or_warn, show
 
 GIB = 2**30
-CEILINGS = Path("data/ceilings")
+USUAL_CEILINGS = Path("data/ceilings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParametersArguments:
     """A model of which nothing is known but its number of parameters."""
 
-    parameters: Annotated[flags.Number | None, flags.unset("N", "those of the size")] = None
+    parameters: Annotated[flags.ScaledNumber | None, flags.unset("N", "those of the size")] = None
     """Parameters of the model, such as 70e9, in the place of a size."""
-    tokens: Annotated[flags.Number | None, flags.unset("T", "not asked")] = None
+    tokens: Annotated[flags.ScaledNumber | None, flags.unset("T", "not asked")] = None
     """Tokens to train on, such as 15e12."""
     peak_tflops: Annotated[float | None, flags.unset("TFLOP/S", "the device's")] = None
     """Dense peak of one GPU, in the place of a known device's."""
@@ -74,6 +74,60 @@ class ParametersArguments:
         return peak, f"{name}, {precision}, dense, by its data sheet"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForecastArguments(flags.OutputArguments):
+    """Which GPU a forecast is of, and what is known of it."""
+
+    device_name: Annotated[
+        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
+    ] = None
+    """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
+    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
+    """Directory of measured ceilings (`cs336 ceilings`), from which steps and collectives have
+    times. If all are of one device, that is the GPU, whether it is here or not. Those of an H100
+    and an H200 come with the program; a device without any takes its data sheet's rates at stated
+    efficiencies.
+    """
+
+    def known_ceilings(self) -> Ceilings:
+        """The ceilings; raise ValueError for a directory without any, unless it is the usual one.
+
+        Damage is an error if the directory is of one study, otherwise a warning.
+        """
+        if self.ceilings is not None and not ceilings_files(self.ceilings):
+            raise ValueError(
+                f"--ceilings {self.ceilings}: no directory with ceilings; `cs336 ceilings` makes "
+                "one"
+            )
+        directory = self.ceilings or USUAL_CEILINGS
+        is_one = (directory / FILE_NAME).exists()
+        return load_ceilings(directory) if is_one else load_ceilings_or_warn(directory)
+
+    def machine(self, ceilings: Ceilings) -> tuple[str | None, DeviceSpec | None]:
+        """The name by which ceilings have the device that is meant, or else its own, and its data
+        sheet.
+
+        A name may be short if it fits one device of the ceilings. Without a name this machine's GPU
+        is meant; if there is none, or ceilings are asked for, their only device. Both are None if
+        neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
+        """
+        name, known, gpus = self.device_name, ceilings.device_names, visible_gpus()
+        if name is not None:
+            meant = [device for device in known if device == bare_name(name)]
+            for names in (ceilings.measured_names, known):
+                meant = meant or [device for device in names if is_short_for(name, device)]
+        elif self.ceilings is not None or not gpus:
+            meant = ceilings.measured_names
+        else:
+            meant = [device for device in known if device == bare_name(gpus[0].name)]
+        if len(meant) == 1:
+            return meant[0], find_device(meant[0])
+        sheet = device_meant(name)
+        if sheet is None:
+            return None, None
+        return next((device for device in sheet.names if device in known), sheet.names[0]), sheet
+
+
 @flags.with_flags(
     "size",
     "context_length",
@@ -89,7 +143,7 @@ class ParametersArguments:
     "module_depth",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )
-class AccountArguments(flags.Flags, flags.OutputArguments):
+class AccountArguments(flags.Flags, ForecastArguments):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
     model, the peak of memory by what it holds, and the time.
 
@@ -111,15 +165,6 @@ class AccountArguments(flags.Flags, flags.OutputArguments):
     memory_gib: Annotated[float | None, flags.unset("GIB", "that of the GPU")] = None
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
     smallest; of a GPU that is not here, that of its data sheet.
-    """
-    device_name: Annotated[
-        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
-    ] = None
-    """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
-    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`), from which the step and the collectives of
-    --parallel have times. If all are of one device, that is the GPU, whether it is here or not.
-    Those of an H100 and an H200 come with the program.
     """
     top: int = 12
     """Rows to show of what the peak consists of."""
@@ -155,7 +200,6 @@ class AccountArguments(flags.Flags, flags.OutputArguments):
             )
         if self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
-        check_ceilings(self.ceilings)
 
     def _of_a_configuration(self) -> list[str]:
         """Flags that describe a step, which a number of parameters alone has not."""
@@ -197,24 +241,6 @@ class AccountArguments(flags.Flags, flags.OutputArguments):
         return usable_bytes
 
 
-def check_ceilings(directory: Path | None) -> None:
-    """Raise ValueError for a directory without ceilings; None is the usual one, which need not
-    exist.
-    """
-    if directory is not None and not ceilings_files(directory):
-        raise ValueError(
-            f"--ceilings {directory}: no directory with ceilings; `cs336 ceilings` makes one"
-        )
-
-
-def ceilings_in(directory: Path | None) -> Ceilings:
-    """The ceilings in the directory; damage is an error if it is the directory of one study,
-    otherwise a warning.
-    """
-    chosen = directory or CEILINGS
-    return (load_ceilings if (chosen / FILE_NAME).exists() else load_ceilings_or_warn)(chosen)
-
-
 def device_meant(name: str | None) -> DeviceSpec | None:
     """The data sheet of the device of this name, which may be short; by default of this machine's
     GPU, None if unknown.
@@ -241,33 +267,6 @@ def device_meant(name: str | None) -> DeviceSpec | None:
     )
 
 
-def machine_meant(
-    name: str | None, ceilings: Ceilings, *, are_asked: bool
-) -> tuple[str | None, DeviceSpec | None]:
-    """The name by which ceilings have the device that is meant, or else its own, and its data
-    sheet.
-
-    A name may be short if it fits one device of the ceilings. Without a name this machine's GPU is
-    meant; if there is none, or the ceilings `are_asked` for, their only device. Both are None if
-    neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
-    """
-    known, gpus = ceilings.device_names, visible_gpus()
-    if name is not None:
-        meant = [device for device in known if device == bare_name(name)]
-        for names in (ceilings.measured_names, known):
-            meant = meant or [device for device in names if is_short_for(name, device)]
-    elif are_asked or not gpus:
-        meant = ceilings.measured_names
-    else:
-        meant = [device for device in known if device == bare_name(gpus[0].name)]
-    if len(meant) == 1:
-        return meant[0], find_device(meant[0])
-    sheet = device_meant(name)
-    if sheet is None:
-        return None, None
-    return next((device for device in sheet.names if device in known), sheet.names[0]), sheet
-
-
 def curves_meant(
     name: str | None, device: DeviceSpec | None, config: RunConfig, ceilings: Ceilings
 ) -> Curves | None:
@@ -284,10 +283,8 @@ def curves_meant(
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
-    ceilings = ceilings_in(arguments.ceilings)
-    name, device = checked(
-        machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
-    )
+    ceilings = checked(arguments.known_ceilings)
+    name, device = checked(arguments.machine, ceilings)
     # without a name, not the CPU that the user's own ceilings may be of
     if arguments.known.parameters is not None:
         return _say_days(arguments, device if arguments.device_name else device_meant(None))

@@ -26,7 +26,7 @@ from ..measure.nvml import alike, visible_gpus
 from ..model.fast.choose import check_packages, describe_fast, fastest, missing_packages
 from ..settings import flag_of
 from ..text import print_aside
-from .flags import FIELDS, OF_MODEL, value_or
+from .flags import OF_MODEL, SETTING_FIELDS, value_or
 from .machine import first_gpu
 
 
@@ -129,7 +129,7 @@ def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
     makes useless.
     """
     for name, (other, values) in USED_WITH.items():
-        default = FIELDS[name][0].default
+        default = SETTING_FIELDS[name][0].default
         if settings.get(name, default) == default:
             continue
         if len(values) == 1 and settings.get(other) in (None, Parallel.NONE):
@@ -157,10 +157,10 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
     ignored: dict[str, object] = {}
     for name in shape:
         value = getattr(config.model, name)
-        if name not in taken and value != FIELDS[name][0].default:
+        if name not in taken and value != SETTING_FIELDS[name][0].default:
             ignored[name] = value
     preset = SIZES.get(config.size)
-    is_usual_vocabulary = preset and preset.vocab_size == FIELDS["vocab_size"][0].default
+    is_usual_vocabulary = preset and preset.vocab_size == SETTING_FIELDS["vocab_size"][0].default
     is_asked = config.size != default_on(config.device, "size")
     if is_usual_vocabulary and is_asked and taken.isdisjoint(shape):
         ignored["size"] = config.size
@@ -180,7 +180,7 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
 
 def _typed(name: str, many: bool = False) -> str:
     """The flag of a setting as it is typed, with `many` that of a sweep."""
-    setting = FIELDS[name][1]
+    setting = SETTING_FIELDS[name][1]
     return flag_of(setting.plural if many and setting.plural else name, setting)
 
 
@@ -208,14 +208,14 @@ def checked_here(config: RunConfig) -> RunConfig:
 
 def default_on(device: Device, name: str) -> Any:  # noqa: ANN401 (the type of the setting)
     """The default of a setting that depends on the device."""
-    usual = FIELDS[name][1].by_device
+    usual = SETTING_FIELDS[name][1].by_device
     assert usual is not None
     return usual.gpu if device is Device.CUDA else usual.cpu
 
 
 NOT_ALONE = tuple(
     name
-    for name, (attribute, setting) in FIELDS.items()
+    for name, (attribute, setting) in SETTING_FIELDS.items()
     if setting.rules
     and (attribute.default is False or (setting.is_shortcut and attribute.default == 0))
 )
@@ -248,7 +248,7 @@ def make_fast_config(
         first.setdefault("attention", Attention.SDPA)
     gpu = first_gpu() if device is Device.CUDA else None
     fast = fastest(make_config(device, **first), None if gpu is None else gpu.name)
-    for name, (_, setting) in FIELDS.items():
+    for name, (_, setting) in SETTING_FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
             flag = _typed(name, many)

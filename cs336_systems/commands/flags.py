@@ -69,15 +69,16 @@ def _all_settings() -> Iterator[tuple[Field[Any], Setting]]:
             yield attribute, setting
 
 
-FIELDS = {attribute.name: (attribute, setting) for attribute, setting in _all_settings()}
+SETTING_FIELDS = {attribute.name: (attribute, setting) for attribute, setting in _all_settings()}
 """The settings of a run by name; the model's settings replace the field `model`."""
-AXES = tuple(name for name, (_, setting) in FIELDS.items() if setting.plural)
+AXES = tuple(name for name, (_, setting) in SETTING_FIELDS.items() if setting.plural)
 """Settings that a sweep takes several values of."""
 FIRST = ("size", "context_length", "mode", "precision", "warmup_steps", "checkpoint_blocks")
 """Settings whose flags, and parts of default names, come before those of the model and of the
 step.
 """
-_WITH_FLAGS = [name for name, (_, setting) in FIELDS.items() if setting.help and name not in FIRST]
+_SHOWN = [name for name, (_, setting) in SETTING_FIELDS.items() if setting.help]
+_WITH_FLAGS = [name for name in _SHOWN if name not in FIRST]
 _OF_MODEL = {"model_factory", *(attribute.name for attribute, _ in declared(ModelConfig))}
 OF_MODEL = tuple(name for name in _WITH_FLAGS if name in _OF_MODEL)
 OF_STEP = tuple(name for name in _WITH_FLAGS if name not in _OF_MODEL)
@@ -120,7 +121,7 @@ def with_flags(
     """
     flags = {}
     for name in names:
-        attribute, setting = FIELDS[name]
+        attribute, setting = SETTING_FIELDS[name]
         default = defaults.get(name, attribute.default)
         flags[name] = _flag(attribute, setting, default, name in many, rules.get(name, ""))
     return lambda kind: _add_flags(kind, flags)
@@ -326,7 +327,7 @@ def _number(words: list[str]) -> float:
 
 
 SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-Number = Annotated[
+ScaledNumber = Annotated[
     float,
     PrimitiveConstructorSpec(
         nargs=1,

@@ -142,8 +142,10 @@ class LadderArguments(flags.Flags):
         order = interleave(
             len(ladder), flags.value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS)
         )
-        plain = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
-        return (*plain, *(map(reason_run, ladder) if self.reasons else ()))
+        runs = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
+        if self.reasons:
+            runs += map(reason_run, ladder)
+        return tuple(runs)
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
@@ -199,7 +201,7 @@ def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
     return names | {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
 
 
-def load(directory: Path, beside: Ceilings) -> "Climbed":
+def load_climbed(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the
     ceilings `beside`.
     """
@@ -227,7 +229,7 @@ def _report(
     from ..report.sections.ladder import ladder_section, write_ladder_report
 
     status("reading records and profiles")
-    climbed = load(directory, load_ceilings_or_warn(ceilings_beside(directory)))
+    climbed = load_climbed(directory, load_ceilings_or_warn(ceilings_beside(directory)))
     status("drawing and writing")
     write_ladder_report(climbed.rows, directory, formats)
     page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)

@@ -60,7 +60,7 @@ COMMON = frozenset(
 """Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
 FEW = 20
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
-NEEDED = {
+EXPECTED = {
     "could not convert string to float: (.*)": "a number",
     r"invalid literal for int\(\) with base 10: (.*)": "a whole number",
     r"Exceeds the limit .*value has (\d+ digits)": "a shorter number",
@@ -122,7 +122,7 @@ def _in_a_line(box: str) -> str:
     meant = [hint for hint in hints if re.match("--?[a-z]", hint)]
     if not flag.startswith("-"):
         return f"{message}; did you mean {meant[0].split()[0]}?" if meant else message
-    for pattern, needed in NEEDED.items():
+    for pattern, needed in EXPECTED.items():
         if wrong := re.search(pattern, message):
             return f"{meant[0]} needs {needed}, got {wrong[1]}"
     return message

@@ -23,7 +23,7 @@ from . import ladder
 from .measuring import write_results
 from .outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
 
-FOLDER = "forecast"
+FORECAST_FOLDER = "forecast"
 PUBLISHED = "published"
 """The folder of a results directory whose contents are under version control."""
 
@@ -140,8 +140,8 @@ def score_forecast(
     rows, others = scored(sweeps, lambda path: results[path].ceilings)
     status.end()
     if rows:
-        write_files(texts_of(forecast_section(rows, others)), root / FOLDER, formats)
-        print_line(f"{root / FOLDER}: written from all records and ceilings")
+        write_files(texts_of(forecast_section(rows, others)), root / FORECAST_FOLDER, formats)
+        print_line(f"{root / FORECAST_FOLDER}: written from all records and ceilings")
 
 
 def _source(directory: Path) -> str:
@@ -152,7 +152,7 @@ def _source(directory: Path) -> str:
 def _sweep(directory: Path, ceilings_at: Callable[[Path], Ceilings]) -> Directory:
     records, problems = load_records(directory / RUNS)
     if problems or not records:
-        raise problems[0] if problems else UsageError(f"no records in {directory / RUNS}")
+        raise next(iter(problems), UsageError(f"no records in {directory / RUNS}"))
     sweep = Results.load(records, directory, ceilings_at(ceilings_beside(directory)))
     is_compared = (directory / COMPARISON_FILE).is_file()
     compared = checked(load_compared, directory, records) if is_compared else None
@@ -166,7 +166,7 @@ def _study(directory: Path, _: object, subject: str) -> Directory:
 
 _READERS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = {
     ladder.LADDER_FILE: lambda path, at: Directory(
-        path=path, climbed=ladder.load(path, at(ceilings_beside(path)))
+        path=path, climbed=ladder.load_climbed(path, at(ceilings_beside(path)))
     ),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES},
     RUNS: _sweep,

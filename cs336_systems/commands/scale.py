@@ -2,7 +2,6 @@
 
 from dataclasses import field
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
@@ -16,7 +15,7 @@ from ..report.sections.scale import Scale, scale_section
 from ..report.words import GIGA
 from ..studies.ceilings_files import Ceilings
 from . import flags
-from .account import ceilings_in, check_ceilings, curves_meant, machine_meant
+from .account import ForecastArguments, curves_meant
 from .configure import make_config
 from .outcome import OK, checked, show
 
@@ -37,7 +36,7 @@ MAX_GB_PER_S = 1e6
         "optimizer": "fused",
     },
 )
-class ScaleArguments(flags.Flags, flags.OutputArguments):
+class ScaleArguments(flags.Flags, ForecastArguments):
     """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of
     ddp (data parallel, PyTorch's) and fsdp (fully sharded, ours), and from how many ranks on
     communication takes longer than computing, in tensor parallelism (tp) too.
@@ -60,14 +59,6 @@ class ScaleArguments(flags.Flags, flags.OutputArguments):
         float | None, flags.unset("GB/S", "measured, or else by the data sheet")
     ] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
-    device_name: Annotated[
-        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
-    ] = None
-    """GPU to train on, such as H200."""
-    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`). If all are of one device, that is the GPU.
-    A device without any takes its data sheet's rates at stated efficiencies.
-    """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
 
     def config(self) -> RunConfig:
@@ -94,7 +85,6 @@ class ScaleArguments(flags.Flags, flags.OutputArguments):
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
-        check_ceilings(self.ceilings)
         if self.model.model is not None:
             raise ValueError(
                 "the cost of a model of your own is not known from its flags: leave --model out"
@@ -158,9 +148,7 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
     """The forecast that the flags ask for; raise ValueError if too little is known of the
     device.
     """
-    name, device = machine_meant(
-        arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
-    )
+    name, device = arguments.machine(ceilings)
     if name is None:
         there = ""
         if ceilings.device_names:
@@ -209,7 +197,8 @@ def run(arguments: ScaleArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
-    section = scale_section(checked(_scale, arguments, config, ceilings_in(arguments.ceilings)))
+    ceilings = checked(arguments.known_ceilings)
+    section = scale_section(checked(_scale, arguments, config, ceilings))
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
     show(section.tables, arguments.output)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from ..config import SIZES, Device
+from ..costs.allocator import MIB
 from ..files import encode_json, write_atomically
 from ..measure.inputs import check_factory, source_of
 from ..measure.nvml import visible_gpus
@@ -167,8 +168,7 @@ class FusionArguments(StudyArguments):
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
 GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 128)
-BATCH_SIZE = 4
-MIB = 2**20
+LAYER_BATCH_SIZE = 4
 
 
 @with_grid
@@ -253,7 +253,7 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
             columns["head"] = model.vocab_size
             padded = math.ceil(model.vocab_size / NICE_VOCABULARY) * NICE_VOCABULARY
             columns[f"head{PADDED}"] = padded
-        product = partial(Shape, rows=BATCH_SIZE * model.context_length, inner=model.d_model)
+        product = partial(Shape, rows=LAYER_BATCH_SIZE * model.context_length, inner=model.d_model)
         shapes += [product(columns=width, name=f"{name} {what}") for what, width in columns.items()]
     return tuple(shapes)
 

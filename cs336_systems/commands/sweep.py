@@ -177,7 +177,7 @@ class SweepArguments(flags.Flags):
         """
         values: dict[str, Any] = {}
         for name in flags.AXES:
-            usual = flags.FIELDS[name][1].by_device
+            usual = flags.SETTING_FIELDS[name][1].by_device
             if usual is not None:
                 values[name] = usual.gpu_sweep if on_gpu else usual.cpu_sweep
         values |= self.given() | {"precision": self.chosen_precisions}
@@ -232,7 +232,7 @@ def default_name(sweep: SweepArguments) -> str:
 def _differences(group: flags.Flags, skip: tuple[str, ...]) -> Iterator[str]:
     """The flags whose values are not the defaults, each with its value: `attention-sdpa`."""
     for flag, name in group.settings.items():
-        value, (attribute, setting) = getattr(group, flag), flags.FIELDS[name]
+        value, (attribute, setting) = getattr(group, flag), flags.SETTING_FIELDS[name]
         if flag in skip or value == getattr(type(group), flag):
             continue
         values = dict.fromkeys(value if isinstance(value, tuple) else (value,))

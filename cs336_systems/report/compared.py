@@ -47,7 +47,7 @@ SWEEPS = (
     "a_processes",
     "b_processes",
 )
-VALUES = (
+COMPARED_COLUMNS = (
     "verdict",
     *RATIO,
     *(f"a_{name}" for name in OF_A_SIDE),
@@ -140,8 +140,10 @@ def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Split runs that were measured alternately into A's (even repeats) and B's (odd repeats),
     by repeat.
     """
-    ordered = sorted(records, key=lambda record: record.config.repeat)
-    return [[record for record in ordered if record.config.repeat % 2 == side] for side in (0, 1)]
+    sides: list[list[RunRecord]] = [[], []]
+    for record in sorted(records, key=lambda record: record.config.repeat):
+        sides[record.config.repeat % 2].append(record)
+    return sides
 
 
 def records_at(path: Path) -> Sequence[RunRecord]:
@@ -188,7 +190,7 @@ def _section(
     keys = without_unused([row["identity"] for row in rows])
     for name in differing:
         keys += (f"{name}_a", f"{name}_b")
-    return Section(name="comparison", tables=(table,), rows=rows, keys=(*keys, *VALUES))
+    return Section(name="comparison", tables=(table,), rows=rows, keys=(*keys, *COMPARED_COLUMNS))
 
 
 def _matched(results: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.Matching:
@@ -222,7 +224,7 @@ def _settings(row: Row) -> Row:
     return settings
 
 
-def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.Blocks]:
+def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.StepBlocks]:
     """The times per token of each process that ended well, by configuration."""
     repeats: dict[RunConfig, list[RunRecord]] = {}
     for record in side:
@@ -233,7 +235,7 @@ def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.Blo
 def _row(
     a: Row | None,
     b: Row | None,
-    times: Sequence[Mapping[RunConfig, compare.Blocks]],
+    times: Sequence[Mapping[RunConfig, compare.StepBlocks]],
     differing: Sequence[str],
     are_alternate: bool,
 ) -> Row:

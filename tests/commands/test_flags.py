@@ -23,7 +23,7 @@ from cs336.commands import parse as parser
 from cs336.commands import sweep as sweep_module
 from cs336.commands.account import AccountArguments
 from cs336.commands.benchmark import BenchmarkArguments
-from cs336.commands.flags import FIELDS, MAX_NAME_LENGTH
+from cs336.commands.flags import MAX_NAME_LENGTH, SETTING_FIELDS
 from cs336.commands.sweep import SweepArguments, default_name
 from cs336.config import SIZES, Device, Mode, ModelConfig, Phase, Precision, Profiler, RunConfig
 from cs336.costs.time import step_time
@@ -568,7 +568,7 @@ def test_help_shows_common_flags_and_help_all_every_one(
     assert len(common) <= 26
     parts_of_fast = {
         flag_of(name, setting)
-        for name, (_, setting) in FIELDS.items()
+        for name, (_, setting) in SETTING_FIELDS.items()
         if setting.is_shortcut and setting.help
     }
     assert parts_of_fast & common == {"--compile"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336.commands.rebuild import FOLDER
+from cs336.commands.rebuild import FORECAST_FOLDER
 from cs336.config import Phase
 from cs336.costs.tape import Kind
 from cs336.costs.time import Limit, operations, step_time
@@ -99,7 +99,7 @@ def test_what_is_not_predicted_is_counted() -> None:
 
 
 def committed_errors() -> list[dict[str, str]]:
-    with (DATA / FOLDER / "errors.csv").open() as file:
+    with (DATA / FORECAST_FOLDER / "errors.csv").open() as file:
         return list(csv.DictReader(file))
 
 

@@ -24,8 +24,8 @@ from ..columns import Row, columns_of
 from ..identity import settings_of
 from ..section import Section, Table, make_table
 
-PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP)
-COLUMNS = (
+SCORED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP)
+ERROR_COLUMNS = (
     "scored",
     "num_scored",
     "median_error",
@@ -34,7 +34,7 @@ COLUMNS = (
     "median_bias",
     "named_right",
 )
-SETTINGS = (
+SCORED_SETTINGS = (
     "size",
     "context_length",
     "batch_size",
@@ -45,7 +45,7 @@ SETTINGS = (
     "cuda_graph",
     "checkpoint_blocks",
 )
-GROUPS = (
+GROUPED_BY = (
     "device_name",
     "size",
     "context_length",
@@ -65,7 +65,7 @@ class Shapes(StrEnum):
     UNMEASURED = "unmeasured"
 
 
-TITLES = {
+ERROR_TITLES = {
     (Limit.DEVICE, Shapes.UNMEASURED): (
         "limited by the device, matmuls of shapes that were not measured"
     ),
@@ -136,10 +136,10 @@ def _row(
         "directory": directory.as_posix(),
         "key": config.key,
         "device_name": records[0].device_name,
-        **{key: settings[key] for key in SETTINGS},
+        **{key: settings[key] for key in SCORED_SETTINGS},
         "fast": config.fused_blocks,
     }
-    for phase in PHASES:
+    for phase in SCORED_PHASES:
         predicted_s = prediction.phases_s.get(phase)
         if phase is Phase.STEP:
             predicted_s = prediction.step_s
@@ -168,7 +168,7 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
     for row in rows:
         first.setdefault((row["directory"], row["key"]), row)
     tables = []
-    for (limit, shapes), title in TITLES.items():
+    for (limit, shapes), title in ERROR_TITLES.items():
         of_shapes = first.values() if shapes is None else rows
         scored_rows = [
             row for row in of_shapes if row["limit"] is limit and shapes in (None, row["shapes"])
@@ -190,19 +190,19 @@ def _table(title: str, rows: Sequence[Row], notes: Sequence[str]) -> Table:
     groups = {name: group for name, group in _groups(rows) if group}
     return make_table(
         f"Predicted times of steps {title}",
-        columns_of(*COLUMNS),
+        columns_of(*ERROR_COLUMNS),
         [_summary(name, group) for name, group in groups.items()],
         notes,
     )
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
-    """All rows, those that were stable, and those of each value of the columns GROUPS."""
+    """All rows, those that were stable, and those of each value of the columns GROUPED_BY."""
     yield "all", rows
     unstable = {WarningCode.UNSTABLE, WarningCode.DRIFT}
     stable = [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))]
     yield "without unstable ones", stable
-    for key in GROUPS:
+    for key in GROUPED_BY:
         by_value: dict[object, list[Row]] = {}
         for row in rows:
             by_value.setdefault(row[key], []).append(row)
