@@ -12,7 +12,7 @@ from ..analysis.warnings import judged
 from ..config import Device, Profiler, RunConfig
 from ..measure.environment import lacking_memory
 from ..measure.nvml import alike, visible_gpus
-from ..record import RunRecord, write_record
+from ..record import RUNS, RunRecord, write_record
 from ..report.progress import StatusLine
 from ..sweep import store
 from ..sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
@@ -120,38 +120,22 @@ def run(arguments: BenchmarkArguments) -> int:
             f"note: nsys records ranks only with {FORKED}, and whole with "
             f"{' '.join(CAPTURED_STEPS)}"
         )
-    runs = store.make_writable(
-        arguments.output / store.PROFILE_DIRECTORIES[config.profiler] / "single" / "runs"
-    )
-    gpus = alike(visible_gpus())[: config.ranks]
+    folder = store.PROFILE_DIRECTORIES[config.profiler]
+    runs = store.make_writable(arguments.output / folder / "single" / RUNS)
     with contextlib.ExitStack() as stack:
         print_json = stack.enter_context(outcome.json_alone(arguments.json))
-        for gpu in gpus if config.device is Device.CUDA else ():
-            stack.enter_context(
-                store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
-            )
-        stack.enter_context(
-            store.exclusive(runs.with_name(f".{config.key}.lock"), f"this configuration in {runs}")
-        )
+        _lock(config, runs, stack)
         look_at_machine(config.device)
         if (kept := store.set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:
-            # nsys writes its report to the path in its own command line
-            profile = (
-                None
-                if config.profiler is Profiler.NSYS
-                else store.fresh_profile_path(config, runs.absolute())
-            )
-            if config.is_shared:
-                from ..sweep.run import measure_one
-
-                status(f"measuring on {counted(config.ranks, 'rank')}")
-                record = measure_one(config, runs, timeout_s=arguments.timeout_s)
-            else:
-                record = _measure(config, profile, status, arguments.until_stable)
+            profile = None
+            if config.profiler is not Profiler.NSYS:  # whose command line has the report's path
+                profile = store.fresh_profile_path(config, runs.absolute())
+            record = _measure(config, runs, profile, arguments, status)
             write_record(record, runs)
-            write_record(record := judged(record), runs)
+            record = judged(record)
+            write_record(record, runs)
             unexplained: Sequence[RunConfig] = ()
             if profile is not None:
                 from ..sweep.run import explain_again
@@ -167,16 +151,35 @@ def run(arguments: BenchmarkArguments) -> int:
     return outcome.status_of([record], unexplained)
 
 
+def _lock(config: RunConfig, runs: Path, stack: contextlib.ExitStack) -> None:
+    """Lock the GPUs that the run takes, and its configuration, until the stack ends."""
+    gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
+    for gpu in gpus[: config.ranks]:
+        lock = store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
+        stack.enter_context(lock)
+    path = runs.with_name(f".{config.key}.lock")
+    stack.enter_context(store.exclusive(path, f"this configuration in {runs}"))
+
+
 def _measure(
-    config: RunConfig, profile: Path | None, status: StatusLine, until_stable: bool
+    config: RunConfig,
+    runs: Path,
+    profile: Path | None,
+    arguments: BenchmarkArguments,
+    status: StatusLine,
 ) -> RunRecord:
-    """Measure in this process."""
+    """Measure in this process, or several ranks in processes of their own."""
+    if config.is_shared:
+        from ..sweep.run import measure_one
+
+        status(f"measuring on {counted(config.ranks, 'rank')}")
+        return measure_one(config, runs, timeout_s=arguments.timeout_s)
     status("importing PyTorch")
     from ..measure.run import measure
 
     here = Path.cwd()
     with outcome.stdout_to_stderr():
-        record = measure(config, profile=profile, say=status, until_stable=until_stable)
+        record = measure(config, profile=profile, say=status, until_stable=arguments.until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record
 

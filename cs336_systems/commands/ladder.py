@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..analysis.compare import interleave
 from ..config import Device, RunConfig
@@ -36,9 +36,11 @@ from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_record
 if TYPE_CHECKING:
     from ..report.page.chapters import Climbed
 
-GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
-GPU_BATCH, CPU_BATCH = 16, 4
-GPU_REPEATS, CPU_REPEATS = 3, 1
+USUAL_STEP = {
+    Device.CUDA: {"size": "gpt2", "batch_size": 16},
+    Device.CPU: {"size": "tiny", "batch_size": 4},
+}
+USUAL_REPEATS = {Device.CUDA: 3, Device.CPU: 1}
 LADDER_FILE = "ladder.json"
 
 
@@ -116,14 +118,9 @@ class LadderArguments(flags.Flags):
         none.
         """
         device = resolve_device(self.device)
-        on_gpu = device is Device.CUDA
-        usual = (
-            {"size": GPU_SIZE, "batch_size": GPU_BATCH}
-            if on_gpu
-            else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
-        )
         given = self.given()
-        config = checked_factory(make_config(device, **{**usual, **given}), given)
+        settings: dict[str, Any] = USUAL_STEP[device] | given
+        config = checked_factory(make_config(device, **settings), given)
         if self.learning_rate is not None:
             return config
         return replace(config, learning_rate=gate_learning_rate(config.model.d_model))
@@ -131,17 +128,16 @@ class LadderArguments(flags.Flags):
     def ladder(self) -> tuple[Rung, ...]:
         """The rungs that the flags name; raise ValueError for an unknown one."""
         base = self.base()
-        every = rungs(base, visible_gpus()[0].name if base.device is Device.CUDA else None)
+        gpu = visible_gpus()[0].name if base.device is Device.CUDA else None
+        every = rungs(base, gpu)
         return every if self.rungs is None else chosen(every, self.rungs)
 
     def runs(self, ladder: Sequence[Rung]) -> tuple[RunConfig, ...]:
         """All runs in order: the rungs up and down again (A B B A), then each under the
         profiler.
         """
-        on_gpu = ladder[0].config.device is Device.CUDA
-        order = interleave(
-            len(ladder), flags.value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS)
-        )
+        usual = USUAL_REPEATS[ladder[0].config.device]
+        order = interleave(len(ladder), flags.value_or(self.repeats, usual))
         runs = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
         if self.reasons:
             runs += map(reason_run, ladder)
@@ -153,11 +149,8 @@ class LadderArguments(flags.Flags):
             return self.output / "ladder" / flags.checked_name(self.name)
         base = self.base()
         shape = f"ctx{base.model.context_length}_b{base.batch_size}"
-        return (
-            self.output
-            / "ladder"
-            / "_".join((plain_word(base.size), shape, device_word(base.device)))
-        )
+        name = f"{plain_word(base.size)}_{shape}_{device_word(base.device)}"
+        return self.output / "ladder" / name
 
 
 def run(arguments: LadderArguments) -> int:
