@@ -97,6 +97,7 @@ class BenchmarkArguments(flags.Flags):
         )
 
     def _profiler(self) -> Profiler:
+        """The profiler of the run: the one asked for, or nsys if that started this process."""
         asked = chosen_profiler(self)
         if not is_under_nsys():
             return asked

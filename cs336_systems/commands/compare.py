@@ -134,6 +134,7 @@ def _names(arguments: CompareArguments) -> tuple[str, str] | None:
 
 
 def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
+    """Raise UsageError for equal sides, unless they are asked for."""
     if are_equal and not arguments.a_against_a:
         raise UsageError(
             "A and B are the same; to see how much the machine scatters, add --a-against-a"
@@ -239,6 +240,7 @@ def are_on_disk(sides: Sequence[str]) -> bool:
 
 
 def _exists(text: str) -> bool:
+    """Whether the side is a path that exists."""
     try:
         # an empty text means no flags, not the current directory
         return bool(text.strip()) and Path(text).exists()

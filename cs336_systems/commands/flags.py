@@ -62,6 +62,7 @@ def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorS
 
 
 def _all_settings() -> Iterator[tuple[Field[Any], Setting]]:
+    """The settings of a run in the order of their flags."""
     for attribute, setting in declared(RunConfig):
         if attribute.name == "model":
             yield from declared(ModelConfig)
@@ -317,6 +318,7 @@ def study_name(name: str | None, precisions: Sequence[Precision], device: Device
 
 
 def _number(words: list[str]) -> float:
+    """The number in the only word, which may end in a letter of SCALES."""
     digits, scale = words[0], 1.0
     if digits[-1:].upper() in SCALES:
         digits, scale = digits[:-1], SCALES[digits[-1].upper()]

@@ -156,6 +156,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def _stdout_ends() -> None:
+    """Send what is still printed to standard error, as the JSON is alone."""
     sys.stdout.flush()
     os.dup2(2, 1)
 
@@ -257,6 +258,7 @@ def _guarded(stream: TextIO | None, original: TextIO | None, descriptor: int) ->
 
 
 def _redirect_to_null(descriptor: int) -> None:
+    """Make the descriptor one of the null device."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, descriptor)
     if null != descriptor:

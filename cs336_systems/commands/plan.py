@@ -63,6 +63,7 @@ def make_plan(
 
 
 def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
+    """Whether the step is predicted not to fit the memory of its device."""
     if config.device is Device.CPU:
         return (host_bytes(config, memory_bytes) or 0) > memory_bytes
     peak = predict_memory(config)

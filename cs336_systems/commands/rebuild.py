@@ -150,6 +150,7 @@ def _source(directory: Path) -> str:
 
 
 def _sweep(directory: Path, ceilings_at: Callable[[Path], Ceilings]) -> Directory:
+    """The records of a sweep, compared if `cs336 compare` measured them."""
     records, problems = load_records(directory / RUNS)
     if problems or not records:
         raise next(iter(problems), UsageError(f"no records in {directory / RUNS}"))
@@ -160,6 +161,7 @@ def _sweep(directory: Path, ceilings_at: Callable[[Path], Ceilings]) -> Director
 
 
 def _study(directory: Path, _: object, subject: str) -> Directory:
+    """The study of this subject."""
     study: Study = read_study(directory / f"{subject}.json", STUDIES[subject])
     return Directory(path=directory, study=StudyResults(study))
 

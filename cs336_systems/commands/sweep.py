@@ -115,6 +115,7 @@ class SweepArguments(flags.Flags):
         self._check_cluster()
 
     def _check_cluster(self) -> None:
+        """Raise ValueError for flags of a cluster that do not fit together."""
         if self.cluster is None:
             if self.require_device is not None:
                 raise ValueError("--require-device needs --cluster")
@@ -335,6 +336,7 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
 
 
 def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
+    """Print each machine of the cluster, whether it is used, and what runs at a time."""
     for machine in machines:
         node = machine.node
         what = f"{machine.count:g} {'GPUs' if device is Device.CUDA else 'cores'}"
