@@ -9,7 +9,17 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from .settings import ByDevice, Rule, Setting, check, declared, in_words, make_choices, non_defaults
+from .settings import (
+    ByDevice,
+    Noted,
+    Rule,
+    Setting,
+    check,
+    declared,
+    in_words,
+    make_choices,
+    non_defaults,
+)
 
 MAX_PARAMETERS = 10**12
 """Most parameters of a model. In fp32 they take 4 TB, which fit no device, so a larger number is
@@ -204,7 +214,10 @@ _PRESET = "the preset's"
 class ModelConfig:
     """Shape of a decoder-only Transformer language model."""
 
-    arch: Annotated[Arch, Setting(word="", note="{} architecture")] = Arch.CS336
+    arch: Annotated[
+        Arch,
+        Setting(word="", note="{} architecture", csv_place=2, name_place=15, noted=Noted.ALWAYS),
+    ] = Arch.CS336
     vocab_size: Annotated[
         int,
         Setting(
@@ -213,6 +226,9 @@ class ModelConfig:
             least=1,
             heading="vocab_size",
             note="vocabulary of {}",
+            csv_place=7,
+            implied_by_size=True,
+            binds_own_model=True,
         ),
     ] = 10_000
     context_length: Annotated[
@@ -228,27 +244,59 @@ class ModelConfig:
             by_device=ByDevice(
                 gpu=512, cpu=128, gpu_sweep=(128, 256, 512), cpu_sweep=(64, 128, 256)
             ),
+            csv_place=8,
+            noted=Noted.NEVER,
+            binds_own_model=True,
+            is_common=True,
+            leads_flags=True,
         ),
     ] = 512
     d_model: Annotated[
         int,
         Setting(
-            "Width of the residual stream (elements).", default=_PRESET, least=1, heading="d_model"
+            "Width of the residual stream (elements).",
+            default=_PRESET,
+            least=1,
+            heading="d_model",
+            csv_place=3,
+            noted=Noted.NEVER,
+            implied_by_size=True,
         ),
     ]
     d_ff: Annotated[
         int,
         Setting(
-            "Width of the feed-forward layer (elements).", default=_PRESET, least=1, heading="d_ff"
+            "Width of the feed-forward layer (elements).",
+            default=_PRESET,
+            least=1,
+            heading="d_ff",
+            csv_place=4,
+            noted=Noted.NEVER,
+            implied_by_size=True,
         ),
     ]
     num_layers: Annotated[
-        int, Setting("Blocks, one after the other.", default=_PRESET, least=1, heading="num_layers")
+        int,
+        Setting(
+            "Blocks, one after the other.",
+            default=_PRESET,
+            least=1,
+            heading="num_layers",
+            csv_place=5,
+            noted=Noted.NEVER,
+            implied_by_size=True,
+        ),
     ]
     num_heads: Annotated[
         int,
         Setting(
-            "Attention heads; must divide d_model.", default=_PRESET, least=1, heading="num_heads"
+            "Attention heads; must divide d_model.",
+            default=_PRESET,
+            least=1,
+            heading="num_heads",
+            csv_place=6,
+            noted=Noted.NEVER,
+            implied_by_size=True,
         ),
     ]
     rope_theta: Annotated[
@@ -264,6 +312,7 @@ class ModelConfig:
                     "rope_theta must be positive and finite, got {config.rope_theta}",
                 ),
             ),
+            csv_place=44,
         ),
     ] = 10_000.0
     attention: Annotated[
@@ -275,6 +324,9 @@ class ModelConfig:
             word="",
             label=1,
             note="{} attention",
+            csv_place=12,
+            noted=Noted.ALWAYS,
+            is_common=True,
         ),
     ] = Attention.NAIVE
     sdpa_backend: Annotated[
@@ -447,6 +499,10 @@ class RunConfig:
                 gpu_sweep=("small", "medium", "large", "xl", "2.7B"),
                 cpu_sweep=("tiny",),
             ),
+            csv_place=1,
+            noted=Noted.NEVER,
+            is_common=True,
+            leads_flags=True,
         ),
     ]
     """Name of the preset that `model` came from, or `custom`."""
@@ -454,7 +510,15 @@ class RunConfig:
     batch_size: Annotated[
         int,
         Setting(
-            "Sequences in a batch.", plural="batch_size", least=1, heading="batch", note="batch {}"
+            "Sequences in a batch.",
+            plural="batch_size",
+            least=1,
+            heading="batch",
+            note="batch {}",
+            csv_place=9,
+            name_place=3,
+            noted=Noted.ALWAYS,
+            is_common=True,
         ),
     ] = 4
     mode: Annotated[
@@ -465,6 +529,11 @@ class RunConfig:
             plural="modes",
             word="",
             label=0,
+            csv_place=10,
+            name_place=1,
+            noted=Noted.ALWAYS,
+            is_common=True,
+            leads_flags=True,
         ),
     ] = Mode.TRAIN
     precision: Annotated[
@@ -484,9 +553,16 @@ class RunConfig:
                     subject="--precision tf32",
                 ),
             ),
+            csv_place=11,
+            name_place=2,
+            noted=Noted.ALWAYS,
+            is_common=True,
+            leads_flags=True,
         ),
     ] = Precision.FP32
-    device: Annotated[Device, Setting(word="", label=None)] = Device.CPU
+    device: Annotated[
+        Device, Setting(word="", label=None, named_last=True, noted=Noted.NEVER, always_in_csv=True)
+    ] = Device.CPU
     warmup_steps: Annotated[
         int,
         Setting(
@@ -498,6 +574,11 @@ class RunConfig:
             label=2,
             note="{} warm-up steps",
             notes={1: "1 warm-up step"},
+            noted=Noted.ALWAYS,
+            always_in_csv=True,
+            without_cost=True,
+            is_common=True,
+            leads_flags=True,
         ),
     ] = 5
     optimizer: Annotated[
@@ -517,6 +598,10 @@ class RunConfig:
                     "none",
                 ),
             ),
+            csv_place=14,
+            noted=Noted.ALWAYS,
+            unknown_of_loop=True,
+            is_common=True,
         ),
     ] = OptimizerKind.ADAMW
     own_optimizer: Annotated[
@@ -541,6 +626,7 @@ class RunConfig:
                     "{flag} cannot be combined with --shard-optimizer, ours",
                 ),
             ),
+            used_with=("optimizer", (OptimizerKind.OWN,)),
         ),
     ] = None
     compile: Annotated[
@@ -552,6 +638,10 @@ class RunConfig:
             is_shortcut=True,
             label=1,
             note="compile {}",
+            csv_place=13,
+            noted=Noted.FIRST,
+            unknown_of_loop=True,
+            is_common=True,
         ),
     ] = CompileMode.NONE
     compile_blocks: Annotated[
@@ -591,6 +681,7 @@ class RunConfig:
                     "model must be package.module:factory, got {config.model_factory!r}",
                 ),
             ),
+            is_common=True,
         ),
     ] = None
     loss: Annotated[
@@ -624,6 +715,7 @@ class RunConfig:
                     "none",
                 ),
             ),
+            without_cost=True,
         ),
     ] = MODULE_DEPTH
     profiler: Annotated[
@@ -645,6 +737,10 @@ class RunConfig:
                     subject="--memory",
                 ),
             ),
+            csv_place=30,
+            name_place=16,
+            noted=Noted.NEVER,
+            without_cost=True,
         ),
     ] = Profiler.NONE
     """A profiled run is slower, so it is a run of its own, and its times are never published."""
@@ -669,6 +765,8 @@ class RunConfig:
             ),
             note="a checkpoint every {} blocks",
             notes={0: "no checkpoints", 1: "a checkpoint every block"},
+            csv_place=20,
+            leads_flags=True,
         ),
     ] = 0
     selective_checkpoints: Annotated[
@@ -692,6 +790,7 @@ class RunConfig:
                 _SDPA,
                 _FUSED_BLOCKS,
             ),
+            group="memory",
         ),
     ] = False
     keep_hidden: Annotated[
@@ -714,6 +813,7 @@ class RunConfig:
                     "blocks of the model",
                 ),
             ),
+            group="memory",
         ),
     ] = 0
     pad_vocabulary: Annotated[
@@ -730,6 +830,7 @@ class RunConfig:
             label=1,
             note="vocabulary padded to a multiple of {}",
             notes={1: "vocabulary not padded"},
+            csv_place=21,
         ),
     ] = 1
     cast_once: Annotated[
@@ -751,6 +852,7 @@ class RunConfig:
                     "{config.model.d_model}",
                 ),
             ),
+            csv_place=22,
         ),
     ] = False
     split_masters: Annotated[
@@ -783,6 +885,7 @@ class RunConfig:
                     "--compile {config.compile}",
                 ),
             ),
+            csv_place=25,
         ),
     ] = False
     loss_chunks: Annotated[
@@ -811,6 +914,7 @@ class RunConfig:
             rules=(_OUR_MODEL, _CAST_ONCE),
             label=1,
             note="fused blocks",
+            csv_place=27,
         ),
     ] = False
     fused_activations: Annotated[
@@ -887,6 +991,7 @@ class RunConfig:
                 _CAST_ONCE,
                 Rule(lambda run: not run.fp8_misfit, "{config.fp8_misfit}"),
             ),
+            csv_place=26,
         ),
     ] = False
     bf16_moments: Annotated[
@@ -931,6 +1036,7 @@ class RunConfig:
                 ),
                 _ON_GPU,
             ),
+            csv_place=23,
         ),
     ] = False
     update_in_backward: Annotated[
@@ -963,6 +1069,7 @@ class RunConfig:
                     "what a graph sends",
                 ),
             ),
+            group="memory",
         ),
     ] = False
     parallel: Annotated[
@@ -1027,6 +1134,8 @@ class RunConfig:
                     only=lambda run: run.parallel.shards_parameters,
                 ),
             ),
+            group="parallel",
+            is_common=True,
         ),
     ] = Parallel.NONE
     ranks: Annotated[
@@ -1048,6 +1157,8 @@ class RunConfig:
                     "--parallel {config.parallel}",
                 ),
             ),
+            group="parallel",
+            is_common=True,
         ),
     ] = 1
     own_ddp: Annotated[
@@ -1066,6 +1177,7 @@ class RunConfig:
                     lambda run: is_import_name(run.own_ddp), _NOT_OF_A_MODULE + "{config.own_ddp!r}"
                 ),
             ),
+            used_with=("parallel", (Parallel.OWN,)),
         ),
     ] = None
     bucket_mib: Annotated[
@@ -1078,6 +1190,7 @@ class RunConfig:
             most=2**20,
             label=1,
             note="buckets of {} MiB",
+            used_with=("parallel", (Parallel.DDP_OVERLAP, Parallel.OWN)),
         ),
     ] = BUCKET_MIB
     shard_optimizer: Annotated[
@@ -1089,6 +1202,7 @@ class RunConfig:
             label=1,
             note="sharded optimizer",
             rules=(_WHOLE_GRADIENTS, _TRAINING, _UNSCALED),
+            group="parallel",
         ),
     ] = False
     learning_rate: Annotated[
@@ -1103,6 +1217,9 @@ class RunConfig:
                     "learning_rate must be between 0 and 1, got {config.learning_rate}",
                 ),
             ),
+            csv_place=24,
+            unknown_of_loop=True,
+            without_cost=True,
         ),
     ] = 1e-3
     measured_steps: Annotated[
@@ -1113,6 +1230,10 @@ class RunConfig:
             heading="steps",
             note="{} measured steps",
             notes={1: "1 measured step"},
+            noted=Noted.ALWAYS,
+            always_in_csv=True,
+            without_cost=True,
+            is_common=True,
         ),
     ] = 10
     sync_phases: Annotated[
@@ -1123,11 +1244,19 @@ class RunConfig:
             label=5,
             column="phases",
             cells={False: "by events", True: "synchronised"},
+            csv_place=40,
+            without_cost=True,
         ),
     ] = False
     ranges: Annotated[
         bool,
-        Setting("Annotate the step with NVTX ranges.", label=5, cells={False: "off", True: "on"}),
+        Setting(
+            "Annotate the step with NVTX ranges.",
+            label=5,
+            cells={False: "off", True: "on"},
+            csv_place=41,
+            without_cost=True,
+        ),
     ] = True
     tokens: Annotated[
         str | None,
@@ -1144,17 +1273,42 @@ class RunConfig:
                     "the file",
                 ),
             ),
+            csv_place=42,
+            without_cost=True,
+            is_common=True,
         ),
     ] = None
-    seed: Annotated[int, Setting("Seed of the weights and the tokens.", least=0)] = 0
-    repeat: Annotated[int, Setting(least=0, word="#", label=6)] = 0
+    seed: Annotated[
+        int,
+        Setting(
+            "Seed of the weights and the tokens.",
+            least=0,
+            csv_place=43,
+            unknown_of_loop=True,
+            without_cost=True,
+        ),
+    ] = 0
+    repeat: Annotated[
+        int,
+        Setting(
+            least=0,
+            word="#",
+            label=6,
+            csv_place=31,
+            named_last=True,
+            noted=Noted.NEVER,
+            without_cost=True,
+        ),
+    ] = 0
     """Which of several fresh processes of the same configuration this is, from 0."""
 
     def __post_init__(self) -> None:
         make_choices(self)
-        for name, (other, values) in USED_WITH.items():
-            if getattr(self, other) not in values:
-                object.__setattr__(self, name, type(self).__dataclass_fields__[name].default)
+        for field, setting in declared(self):
+            if setting.used_with is not None:
+                other, values = setting.used_with
+                if getattr(self, other) not in values:
+                    object.__setattr__(self, field.name, field.default)
         check(self)
         if self.warmup_steps + self.measured_steps > 1_000_000:
             raise ValueError(
@@ -1300,7 +1454,7 @@ class RunConfig:
                 setting,
             )
             for each, setting in declared(self.model)
-            if self.size != UNSIZED or each.name in ("context_length", "vocab_size")
+            if self.size != UNSIZED or setting.binds_own_model
         ]
         settings[1:2] = model  # the settings of the model take the place of the field `model`
         said = [
@@ -1327,17 +1481,6 @@ def _is_unicode(text: str) -> bool:
     cannot represent.
     """
     return text.encode(errors="ignore").decode() == text
-
-
-USED_WITH: Mapping[str, tuple[str, tuple[Parallel | OptimizerKind, ...]]] = {
-    "own_ddp": ("parallel", (Parallel.OWN,)),
-    "own_optimizer": ("optimizer", (OptimizerKind.OWN,)),
-    "bucket_mib": ("parallel", (Parallel.DDP_OVERLAP, Parallel.OWN)),
-}
-"""Settings that only have an effect with these values of another one.
-
-With other values they have their defaults, so that runs that do the same have the same key.
-"""
 
 
 def is_import_name(text: str) -> bool:

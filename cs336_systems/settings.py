@@ -29,6 +29,15 @@ class Rule:
     """Error message; `{flag}` stands for the flag of the setting, `{config.name}` for any value."""
 
 
+class Noted(StrEnum):
+    """When notes below tables name a setting that all rows share."""
+
+    ALWAYS = "always, before others"
+    FIRST = "if it is not at its default, before others"
+    IF_UNUSUAL = "if it is not at its default"
+    NEVER = "never, as a column or an axis shows it"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByDevice:
     """Defaults that depend on the device: the value of a single run or of a study, and the
@@ -92,6 +101,39 @@ class Setting:
     """Phrase in notes below tables, with `{}` for the value; by default as in labels."""
     notes: Mapping[Any, str] = field(default_factory=dict)
     """Phrases for single values."""
+    noted: Noted = Noted.IF_UNUSUAL
+    """When notes name the setting."""
+    csv_place: int | None = None
+    """Place of its column in CSV files, which always have it: up to 19 the model and the step, from
+    20 shortcuts, from 30 what tells runs apart, from 40 what seldom differs. Without a place, the
+    column comes after these, in order of declaration, if a run has another value than the default.
+    """
+    always_in_csv: bool = False
+    """CSV files have the column although it has no place."""
+    name_place: int | None = None
+    """Place in names and among the distinguishing columns of tables, where it is not the place in
+    CSV files.
+    """
+    named_last: bool = False
+    """Names and tables have it only where runs do not differ in any other setting."""
+    group: str = ""
+    """CSV files have the columns of all settings of a group if they have one of them."""
+    implied_by_size: bool = False
+    """The preset size decides it, so that tables show it only for runs of one size that differ."""
+    binds_own_model: bool = False
+    """The user's own model must keep to it; it may choose all else in `ModelConfig` itself."""
+    unknown_of_loop: bool = False
+    """It is not known of a watched loop."""
+    used_with: tuple[str, tuple[StrEnum, ...]] | None = None
+    """Another setting and its values with which this one has an effect. With other values it has
+    its default, so that runs that do the same have the same key.
+    """
+    without_cost: bool = False
+    """It changes no operation and no tensor of the step."""
+    is_common: bool = False
+    """`--help` shows the flag of a command with many."""
+    leads_flags: bool = False
+    """The flag, and the part of default names, comes before those of the model and of the step."""
 
 
 _DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}

@@ -24,7 +24,6 @@ from ..config import (
     MAX_MEASURED_RANKS,
     SIZES,
     UNSIZED,
-    USED_WITH,
     Arch,
     Attention,
     Device,
@@ -55,46 +54,6 @@ DeviceFlag = Annotated[
 ]
 
 
-COMMON = frozenset(
-    {
-        "size",
-        "sizes",
-        "context_length",
-        "context_lengths",
-        "batch_size",
-        "mode",
-        "modes",
-        "precision",
-        "precisions",
-        "mixed_precision",
-        "attention",
-        "optimizer",
-        "compile",
-        "model",
-        "parallel",
-        "ranks",
-        "device",
-        "warmup_steps",
-        "measured_steps",
-        "fast",
-        "profile",
-        "nsys",
-        "memory",
-        "repeats",
-        "name",
-        "output",
-        "dry_run",
-        "json",
-        "fit",
-        "memory_gib",
-        "device_name",
-        "parameters",
-        "tokens",
-        "rungs",
-        "network_gb_per_s",
-    }
-)
-"""Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
 FEW = 20
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 NEEDED = {
@@ -241,10 +200,35 @@ FIELDS = {each.name: (each, setting) for each, setting in _all_settings()}
 """The settings of a run by name; the model's settings replace the field `model`."""
 AXES = tuple(name for name, (_, setting) in FIELDS.items() if setting.plural)
 """Settings that a sweep takes several values of."""
-FIRST = ("size", "context_length", "mode", "precision", "warmup_steps", "checkpoint_blocks")
+FIRST = tuple(name for name, (_, setting) in FIELDS.items() if setting.leads_flags)
 """Settings whose flags, and parts of default names, come before those of the model and of the
 step.
 """
+COMMON = {
+    "mixed_precision",
+    "device",
+    "fast",
+    "profile",
+    "nsys",
+    "memory",
+    "repeats",
+    "name",
+    "output",
+    "dry_run",
+    "json",
+    "fit",
+    "memory_gib",
+    "device_name",
+    "parameters",
+    "rungs",
+    "network_gb_per_s",
+}
+"""Flags that `--help` shows of a command with more than FEW; `--help-all` shows all. Those of
+settings that are common come to them.
+"""
+for _name, (_, _setting) in FIELDS.items():
+    if _setting.is_common:
+        COMMON |= {_setting.flag or _name, _setting.plural or _name}
 OF_MODEL = tuple(
     name
     for name, (each, setting) in FIELDS.items()
@@ -555,7 +539,10 @@ def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with `own` where one names an own part; raise ValueError for one that another
     makes useless.
     """
-    for name, (other, values) in USED_WITH.items():
+    for name, (_, setting) in FIELDS.items():
+        if setting.used_with is None:
+            continue
+        other, values = setting.used_with
         if settings.get(name, FIELDS[name][0].default) == FIELDS[name][0].default:
             continue
         if len(values) == 1 and settings.get(other) in (None, Parallel.NONE):

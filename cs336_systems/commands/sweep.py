@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ..analysis.compare import interleave
 from ..analysis.kernels import NsysError, find_nsys
-from ..config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
+from ..config import SETTINGS, Device, Mode, Parallel, Precision, Profiler, RunConfig
 from ..costs.curves import Curves
 from ..costs.fast_memory import peak_bytes as fast_peak_bytes
 from ..costs.hardware import devices_called
@@ -246,8 +246,11 @@ class SweepArguments(flags.Flags):
             if (found := flags.FIELDS[name][1].by_device) is not None
         }
         values = usual | self._given() | {"precision": self.chosen_precisions}
-        for own, (name, (kind, *others)) in USED_WITH.items():
-            if own in values and not others and kind not in values.get(name, ()):
+        for part, setting in SETTINGS.items():
+            if part not in values or setting.used_with is None:
+                continue
+            name, (kind, *others) = setting.used_with
+            if not others and kind not in values.get(name, ()):
                 values[name] = (*values.get(name, ()), kind)
         return {name: values[name] for name in flags.AXES if name in values}
 

@@ -1,11 +1,21 @@
-"""Columns of tables: the heading of each, where its values come from, and how they are written."""
+"""All columns of tables but those that one table alone has, by key."""
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from dataclasses import replace
+from typing import Any, Unpack
 
-from ..config import RunConfig
+from .column import (
+    Changes,
+    Column,
+    Row,
+    four_decimals,
+    short,
+    signed,
+    six_digits,
+    three_digits,
+    two_digits,
+)
+from .quantities import StepResult
 from .words import (
     DOUBT,
     MIN_DIGITS,
@@ -16,12 +26,12 @@ from .words import (
     interval_digits,
     interval_text,
     label,
-    mean_and_std,
     rounded,
     scientific,
     significant,
-    status_text,
 )
+
+__all__ = ["COLUMNS", "Column", "Row", "column", "columns_of", "short", "three_digits"]
 
 LEAST_DISTANCE = 0.001
 """Smallest distance between losses that is written as a number, in percent of the fall of the
@@ -30,91 +40,6 @@ loss.
 WIDEST_RATIO = 1000
 """An interval of a ratio that reaches beyond this factor says nothing."""
 
-Row: TypeAlias = dict[str, Any]
-"""The values of one row by key; None is unknown."""
-
-
-class Steps(NamedTuple):
-    """The measured steps of a configuration, those of all its processes together."""
-
-    config: RunConfig
-    times_s: list[float]
-    mean_s: float
-    stdev_s: float | None
-    """Deviation within a process; None if no process has two steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table. Its cells show the value that each row has under `key`."""
-
-    name: str
-    unit: str = ""
-    about: str = ""
-    """What the values are, in a sentence."""
-    _: KW_ONLY
-    numeric: bool = True
-    """Numbers are aligned to the right, texts to the left."""
-    drop_order: int = 0
-    """If above 0, a terminal that is too narrow for the table leaves the column out, the highest
-    number first.
-    """
-    text: Callable[[Row], str] | None = None
-    """Writes the cell from the whole row, for a cell that shows more than the value under `key`."""
-    key: str = ""
-    """Key of the value in a row, and name of the column in CSV files."""
-    scale: float = 1
-    """Factor that converts the value to `unit`."""
-    write: Callable[[Any], str] = significant
-    """How the scaled value is written."""
-    std: str = ""
-    """Key of the standard deviation, which the cell shows behind the value; empty for a cell
-    without one.
-    """
-    doubt: str = ""
-    """Key of a bool: whether the value is in doubt. If so, the cell ends with a mark."""
-    derived: bool = False
-    """The value was computed from times: its standard deviation is shown only if it is in doubt."""
-    instead: str = ""
-    """Key of a text that the cell shows if the value is unknown, such as how the run failed."""
-    value: Callable[[Steps], float | None] | None = None
-    """Computes the value from measured steps, for a column of results.csv and of its table."""
-
-    @property
-    def label(self) -> str:
-        """The heading on one line: name and unit."""
-        return f"{self.name} ({self.unit})" if self.unit else self.name
-
-    def cell(self, row: Row) -> str:
-        """The text of this column's cell in a row; empty for an unknown value."""
-        if self.text is not None:
-            return self.text(row)
-        value, std = row[self.key], row[self.std] if self.std else None
-        if value is None:
-            return str(row[self.instead]) if self.instead else ""
-        is_doubted = bool(self.doubt and row.get(self.doubt))
-        if std is not None and value and (is_doubted or not self.derived):
-            text = mean_and_std(value * self.scale, std * self.scale)
-        else:
-            text = self.write(value if self.scale == 1 else value * self.scale)
-        return f"{text} {DOUBT}" if is_doubted else text
-
-
-class Changes(TypedDict, total=False):
-    """The fields of a `Column` that a single table may change."""
-
-    name: str
-    unit: str
-    about: str
-    drop_order: int
-    text: Callable[[Row], str]
-    scale: float
-    write: Callable[[Any], str]
-    std: str
-    doubt: str
-    derived: bool
-    instead: str
-
 
 def column(key: str, **changes: Unpack[Changes]) -> Column:
     """The column of this key in COLUMNS, with `changes` for a single table.
@@ -122,23 +47,15 @@ def column(key: str, **changes: Unpack[Changes]) -> Column:
     If the value is derived from times, the row has its deviation and its doubt under `KEY_std` and
     `KEY_is_doubted`.
     """
-    found = replace(COLUMNS[key], key=key, **changes)
-    return replace(found, std=f"{key}_std", doubt=f"{key}_is_doubted") if found.derived else found
+    changed = replace(COLUMNS[key], key=key, **changes)
+    if not changed.derived:
+        return changed
+    return replace(changed, std=f"{key}_std", doubt=f"{key}_is_doubted")
 
 
 def columns_of(*parts: str | Column) -> list[Column]:
     """The columns of these keys in COLUMNS, in order; a `Column` stands for itself."""
     return [column(part) if isinstance(part, str) else part for part in parts]
-
-
-two_digits, three_digits, six_digits = (partial(significant, digits=digits) for digits in (2, 3, 6))
-_signed, four_decimals = "{:+z.1f}".format, "{:+z.4f}".format
-"""Signed, to one decimal and to four."""
-
-
-def short(value: float) -> str:
-    """To three significant digits; `0` for zero."""
-    return significant(value, 3) if value else "0"
 
 
 def _distance(percent: float) -> str:
@@ -204,161 +121,9 @@ def _text(name: str, about: str, drop_order: int = 0, write: Callable[[Any], str
     return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
 
 
-COLUMNS: dict[str, Column] = {
+COLUMNS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries() if entry.name} | {
     "phase": _text("phase", "Phase of a training step, or the whole step."),
     "share": Column("share", "%", "Part of the sum of all rows.", drop_order=1, write=in_percent),
-    # times of a step and what follows from them
-    "data_mean_ms": Column("data", "ms", "Time to make a batch.", drop_order=9, std="data_std_ms"),
-    "forward_mean_ms": Column(
-        "forward", "ms", "Time of forward, the loss included.", drop_order=6, std="forward_std_ms"
-    ),
-    "backward_mean_ms": Column(
-        "backward", "ms", "Time of backward.", drop_order=7, std="backward_std_ms"
-    ),
-    "communication_mean_ms": Column(
-        "communication",
-        "ms",
-        "Time between backward and the optimizer in which ranks still average gradients.",
-        drop_order=7,
-        std="communication_std_ms",
-    ),
-    "sent_mib": Column(
-        "sent",
-        "MiB",
-        "What one rank sends in a step, if the ranks form a ring.",
-        drop_order=11,
-        write=three_digits,
-    ),
-    "optimizer_mean_ms": Column(
-        "optimizer", "ms", "Time of the optimizer's step.", drop_order=8, std="optimizer_std_ms"
-    ),
-    "step_mean_ms": Column(
-        "step", "ms", "Mean time of a whole step, with its deviation.", std="step_std_ms"
-    ),
-    "step_ci95_low_ms": Column(
-        "95 % interval",
-        "ms, over processes",
-        "Of the mean step, over the means of fresh processes (Student's t).",
-        drop_order=1,
-        text=lambda row: interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"]),
-    ),
-    "step_cv": Column(
-        "std/mean",
-        "%",
-        "Standard deviation of a step over its mean.",
-        drop_order=10,
-        scale=100,
-        write=two_digits,
-        value=lambda of: None if of.stdev_s is None else of.stdev_s * (1 / of.mean_s),
-    ),
-    "first_step_ms": Column(
-        "first measured step", "ms", "Time of the first step after warm-up.", drop_order=2
-    ),
-    "tokens_per_s": Column(
-        "tokens/s",
-        "",
-        "Tokens of a step over its mean time.",
-        drop_order=5,
-        value=lambda of: of.config.tokens_per_step / of.mean_s,
-    ),
-    "mfu": Column(
-        "MFU",
-        "%",
-        "The model's FLOPs per second over the peak of the data sheet at this precision.",
-        drop_order=3,
-        scale=100,
-        write=three_digits,
-    ),
-    "ceiling_share": Column(
-        "of ceiling",
-        "%",
-        "The model's FLOPs per second over the highest measured rate.",
-        drop_order=12,
-        scale=100,
-        write=three_digits,
-    ),
-    "peak_allocated_gib": Column(
-        "peak",
-        "GiB",
-        "The most memory that was allocated at any time.",
-        drop_order=2,
-        write=three_digits,
-    ),
-    "predicted_collectives_ms": Column(
-        "collectives, predicted",
-        "ms",
-        "Time of the step's collectives one after the "
-        "other, by measured times of such collectives.",
-        drop_order=3,
-        write=rounded,
-    ),
-    "predicted_peak_gib": Column(
-        "predicted",
-        "GiB",
-        "The peak that the configuration was predicted to have.",
-        drop_order=11,
-        write=three_digits,
-    ),
-    "predicted_step_ms": Column(
-        "predicted",
-        "ms",
-        "Time of a step that follows from the configuration and the "
-        "measured ceilings of the device.",
-        drop_order=4,
-        write=rounded,
-        doubt="prediction_is_doubted",
-    ),
-    "predicted_step_error": Column(
-        "error",
-        "%",
-        "By how much the predicted step is longer (+) or shorter (-) than the measured one.",
-        drop_order=4,
-        scale=100,
-        write=_signed,
-        doubt="prediction_is_doubted",
-    ),
-    "speed_up": Column(
-        "speed-up",
-        "vs fp32",
-        "How many times faster than the same configuration in fp32.",
-        drop_order=4,
-        derived=True,
-        write=three_digits,
-    ),
-    "attention_speed_up": Column(
-        "speed-up",
-        "vs naive",
-        "How many times faster than the same configuration with naive attention.",
-        drop_order=4,
-        derived=True,
-        write=three_digits,
-    ),
-    "compile_speed_up": Column(
-        "speed-up",
-        "vs eager",
-        "How many times faster than the same configuration without torch.compile.",
-        drop_order=4,
-        derived=True,
-        write=three_digits,
-    ),
-    "optimizer_speed_up": Column(
-        "speed-up",
-        "vs adamw",
-        "How many times faster than the same configuration with AdamW written out.",
-        drop_order=4,
-        derived=True,
-        write=three_digits,
-    ),
-    "weak_scaling": Column(
-        "weak scaling",
-        "%",
-        "Time of the step of one process over that of all ranks, each of which "
-        "has as large a batch.",
-        drop_order=4,
-        derived=True,
-        scale=100,
-        write=three_digits,
-    ),
     # the forecast of times, against measured ones
     "predicted_ms": Column(
         "predicted",
@@ -381,7 +146,7 @@ COLUMNS: dict[str, Column] = {
         "bias",
         "%",
         "Median of the errors with their signs: below 0 the forecast is too short.",
-        write=_signed,
+        write=signed,
     ),
     "named_right": Column(
         "limit right",
@@ -592,7 +357,6 @@ COLUMNS: dict[str, Column] = {
     "gpu_index": Column("device", "index", "Index of the GPU."),
     "recorded_steps": Column("steps", "steps", "Steps in the recording."),
     "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
-    "status": _text("status", "How the run ended.", write=status_text),
     "peak_allocated_bytes": Column(
         "peak", "", "The most in blocks at any time, as torch.cuda.max_memory_allocated() counts."
     ),
@@ -762,9 +526,6 @@ COLUMNS: dict[str, Column] = {
     # two configurations compared
     "side": _text("side", "A or B of a comparison."),
     "configuration": _text("configuration", "Flags or path of a side."),
-    "processes": Column(
-        "processes", "", "Fresh processes that were measured.", drop_order=2, write=str
-    ),
     # two sweeps compared
     "a_step_mean_ms": Column(
         "step of A",
@@ -1004,5 +765,3 @@ COLUMNS: dict[str, Column] = {
 """All columns by key, with the unit and the digits that most tables use; `column` adapts one for
 a single table.
 """
-VALUES = {key: each.value for key, each in COLUMNS.items() if each.value is not None}
-"""How the values of columns of results.csv follow from measured steps, by key."""

@@ -17,8 +17,8 @@ from ..files import read_json
 from ..record import RecordError, RunRecord, load_records, read_record
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
+from .configurations import step_results
 from .formats import texts_of, write_files
-from .frame import codes_of, rows_of, to_frame
 from .identity import (
     ALWAYS,
     SHAPE,
@@ -28,6 +28,7 @@ from .identity import (
     shared_settings,
     without_unused,
 )
+from .quantities import StepResult
 from .section import Section, known, make_table
 from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant, status_text
 
@@ -119,10 +120,10 @@ def compare_sides(
         for name, side, own in zip("AB", records, plain, strict=True)
         if len(own) < len(side)
     ]
-    found = [rows_of(to_frame(side)) for side in plain]
+    found = [step_results(side) for side in plain]
     matching = _matched(found, allow_mixed=is_mixed)
     a, b = found
-    pairs: list[tuple[Row | None, Row | None]] = [
+    pairs: list[tuple[StepResult | None, StepResult | None]] = [
         *((a[i], b[j]) for i, j in matching.pairs),
         *((a[i], None) for i in matching.only_a),
         *((None, b[j]) for j in matching.only_b),
@@ -173,7 +174,7 @@ def records_at(path: Path) -> Sequence[RunRecord]:
 
 def _section(
     rows: Sequence[Row],
-    found: Sequence[Sequence[Row]],
+    found: Sequence[Sequence[StepResult]],
     differing: Sequence[str],
     told: Sequence[str],
 ) -> Section:
@@ -193,7 +194,7 @@ def _section(
     return Section(name="comparison", tables=(table,), rows=rows, keys=keys)
 
 
-def _matched(found: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.Matching:
+def _matched(found: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", found, strict=True):
         if len({row["config"] for row in rows}) < len(rows):
@@ -217,7 +218,7 @@ def _matched(found: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.Ma
     return matching
 
 
-def _settings(row: Row) -> Row:
+def _settings(row: StepResult) -> Row:
     """What tells the row from others of its sweep."""
     (settings,) = rows_without([row["identity"]], ("repeat",))
     return settings
@@ -232,8 +233,8 @@ def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.Blo
 
 
 def _row(
-    a: Row | None,
-    b: Row | None,
+    a: StepResult | None,
+    b: StepResult | None,
     times: Sequence[Mapping[RunConfig, compare.Blocks]],
     differing: Sequence[str],
     are_alternate: bool,
@@ -270,7 +271,7 @@ def _row(
         return row | {"verdict": NOT_COMPARED}
     per = "" if a["config"].tokens_per_step == b["config"].tokens_per_step else " per token"
     found = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
-    doubted = in_doubt([*codes_of(a), *codes_of(b)])
+    doubted = in_doubt([*a.codes, *b.codes])
     ratio = {
         "ratio": found.ratio,
         "ratio_low": found.low,
@@ -308,7 +309,7 @@ def _when(sides: Sequence[Sequence[RunRecord]]) -> str:
 
 
 def _what_is_what(
-    sides: Sides, found: Sequence[Sequence[Row]], matching: compare.Matching, when: str
+    sides: Sides, found: Sequence[Sequence[StepResult]], matching: compare.Matching, when: str
 ) -> Iterator[str]:
     yield f"A is {sides.a}, B is {sides.b}; {when}."
     told = []

@@ -15,8 +15,8 @@ from ..studies.operators import Version
 from ..text import counted
 from .columns import Row, column, three_digits
 from .compared import Compared
-from .frame import codes_of
 from .identity import names_of
+from .quantities import StepResult
 from .section import Section, labels
 from .sections.kernels.findings import Limit, limit_of
 from .sections.kernels.findings import findings as kernel_findings
@@ -99,9 +99,9 @@ class NamedRows:
         return f"in {whole}" if number == len(self.rows) else f"in {number} of {whole}"
 
 
-def of_steps(rows: Sequence[Row]) -> Headline:
+def of_steps(rows: Sequence[StepResult]) -> Headline:
     """How long a step takes, how many steps launches limit, and how the other runs failed."""
-    told = NamedRows(rows, names_of([row["identity"] for row in rows]))
+    told = NamedRows(rows, names_of([row.identity for row in rows]))
     times = told.range("step_mean_ms", milliseconds)
     text = f"A step takes {times} {told.part('step_mean_ms')}" if times else "No step has a time"
     if times and len(rows) == 1:
@@ -111,19 +111,19 @@ def of_steps(rows: Sequence[Row]) -> Headline:
             for key in phases
         ]
         text = f"A step takes {times}: {', '.join(parts)}"
-    late = [index for index, row in enumerate(rows) if WarningCode.LAUNCH_BOUND in codes_of(row)]
+    late = [index for index, row in enumerate(rows) if WarningCode.LAUNCH_BOUND in row.codes]
     more = f"{told.count(LIMITED, late)}." if late else ""
-    if late and all(rows[index]["config"].compile is CompileMode.NONE for index in late):
+    if late and all(rows[index].config.compile is CompileMode.NONE for index in late):
         more += " Try --compile there."
     return f"{text}{told.failures()}.", more
 
 
-def of_profiles(entries: Sequence[Explained], rows: Sequence[Row]) -> Headline:
+def of_profiles(entries: Sequence[Explained], rows: Sequence[StepResult]) -> Headline:
     """What limits the profiled steps, then how busy their GPU is, and how long the steps of all
     rows take.
     """
     steps, more = of_steps(rows)
-    if len(entries) == 1 and len(rows) <= 1 and all(row["status"] == Status.OK for row in rows):
+    if len(entries) == 1 and len(rows) <= 1 and all(row.status is Status.OK for row in rows):
         return _first_sentence(kernel_findings(entries[0]))
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
         return steps, more  # on a CPU nothing else can be the limit
@@ -141,16 +141,16 @@ def of_profiles(entries: Sequence[Explained], rows: Sequence[Row]) -> Headline:
     under = ", under the profiler" if num_profiled else ""
     if 0 < num_profiled < len(entries):
         under += f" in {num_profiled} of them"
-    runs = NamedRows(rows, names_of([row["identity"] for row in rows]))
+    runs = NamedRows(rows, names_of([row.identity for row in rows]))
     ends = runs.failures() if len(rows) > 1 else ""
     busy = f"The GPU is busy {told.range('busy_share', percent_of)} of the step{under}."
     text = f"What limits {what}: {', '.join(told.counts('limit'))}{ends}."
     return text, f"{busy} {steps.removesuffix(f'{ends}.')}. {more}".strip()
 
 
-def of_memory(entries: Sequence[MemoryEntry], rows: Sequence[Row]) -> Headline:
+def of_memory(entries: Sequence[MemoryEntry], rows: Sequence[StepResult]) -> Headline:
     """How much memory the runs need, and which ran out of it."""
-    told = NamedRows(rows, names_of([row["identity"] for row in rows]))
+    told = NamedRows(rows, names_of([row.identity for row in rows]))
     peaks, ends = (
         told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB))),
         told.failures(),

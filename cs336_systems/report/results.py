@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ..config import Profiler, RunConfig
 from ..record import RunRecord, Status
@@ -14,8 +14,9 @@ from ..studies.ceilings_files import NO_CEILINGS, Ceilings
 from ..studies.ceilings_records import CeilingsStudy
 from ..studies.operators import AttentionStudy, FusionStudy
 from ..studies.records import PrecisionStudy
+from .configurations import step_results
 from .formats import pngs_of, texts_of, write_files
-from .frame import to_frame
+from .quantities import StepResult
 from .section import Section, Table, findings_section, rows_with
 from .sections.ceilings import ceilings_sections
 from .sections.kernels.files import sections_of as kernel_sections
@@ -29,9 +30,6 @@ from .sections.memory.tables import sections_of as memory_sections
 from .sections.operators import attention_section, fusion_section
 from .sections.steps import results_section
 from .sections.study import precision_sections
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 STEPS, KERNELS, MEMORY = "Time of a step", "Where the time goes", "Where the memory goes"
 """Subjects of a sweep."""
@@ -91,16 +89,16 @@ class Results:
         return words if num_missing else ""
 
     @cached_property
-    def frame(self) -> "pd.DataFrame":
-        """A row for each configuration without a profiler, with its forecast; tables and
-        pictures are made of it.
+    def configurations(self) -> list[StepResult]:
+        """The result of each configuration without a profiler, with its forecast; tables and
+        pictures are made of these.
         """
-        return to_frame(self.published, self.ceilings)
+        return step_results(self.published, self.ceilings)
 
     @cached_property
     def steps(self) -> Section:
         """The section of step times, which are those of runs without a profiler."""
-        return results_section(self.frame, by_configuration(self.kernels))
+        return results_section(self.configurations, by_configuration(self.kernels))
 
     @cached_property
     def sections(self) -> Mapping[str, Sequence[Section]]:

@@ -8,14 +8,16 @@ that distinguish the configurations.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..analysis.columns import ProfileError
 from ..config import Profiler, RunConfig
 from ..record import RunRecord, Status
 from ..text import print_aside
 from . import identity
-from .columns import Column, Row, columns_of
+from .column import Column, Row
+from .columns import columns_of
+from .configurations import order
 
 if TYPE_CHECKING:
     from .draw import Picture
@@ -36,7 +38,7 @@ class Table:
     """The notes that say what stands out; a page shows them first."""
     failed: frozenset[int] = frozenset()
     """Indices of the rows of failed runs, which a terminal shows in another colour."""
-    values: tuple[Row, ...] = ()
+    values: tuple[Mapping[str, Any], ...] = ()
     """The values that the rows were made from, by key: unrounded, in the units of CSV files."""
 
     def __post_init__(self) -> None:
@@ -80,7 +82,7 @@ def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
     )
 
 
-def known(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
+def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """The columns that are not empty in every row."""
     return [column for column in columns if any(column.cell(row) for row in rows)]
 
@@ -102,9 +104,9 @@ def quantity_table(
 def make_table(
     title: str,
     columns: Sequence[Column],
-    rows: Iterable[Row],
+    rows: Iterable[Mapping[str, Any]],
     notes: Iterable[str] = (),
-    failed: Callable[[Row], bool] | None = None,
+    failed: Callable[[Any], bool] | None = None,
     findings: Iterable[str] = (),
 ) -> Table:
     """Make a table: write the cell of each column for each row; `failed` says which rows are those
@@ -169,9 +171,6 @@ def load_entries(
     Profiles for which `load` raises ProfileError are left out, with one warning that counts them
     and names the first.
     """
-    # pandas is slow to import, and only entries need it
-    from .frame import order
-
     found, problems = [], []
     for record in sorted(records, key=lambda record: order(record.config)):
         if record.config.profiler in profilers:

@@ -19,8 +19,10 @@ from rich.text import Text
 from ..record import RunRecord
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings
 from ..text import inert_line, print_line, shortened
-from .columns import Column
+from .column import Column
+from .configurations import step_results
 from .section import FINDING, Table
+from .sections.steps import results_table, step_answer
 from .words import own_place, own_traceback
 
 UNLIMITED = 1_000_000
@@ -85,13 +87,9 @@ def print_run(
     record: RunRecord, path: Path | None = None, ceilings: Ceilings = NO_CEILINGS
 ) -> None:
     """Print the table of one run, its failure or warnings, and the path of its record."""
-    # pandas is slow to import, and the other functions do not need it
-    from .frame import to_frame
-    from .sections.steps import results_table, step_answer
-
-    frame = to_frame([record], ceilings)
-    print_sentences(step_answer(frame, record))
-    print_table(results_table(frame, has_csv=False))
+    results = step_results([record], ceilings)
+    print_sentences(step_answer(results[0], record))
+    print_table(results_table(results, has_csv=False))
     console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""

@@ -10,7 +10,7 @@ import pytest
 from cs336.analysis.warnings import timing_warnings
 from cs336.config import Precision
 from cs336.record import Status, WarningCode
-from cs336.report.frame import to_frame
+from cs336.report.configurations import step_results
 from cs336.report.sections.ceilings import ceilings_sections
 from cs336.report.sections.ladder import ladder_rows, ladder_section
 from cs336.report.sections.operators import attention_section, fusion_section
@@ -177,11 +177,11 @@ def test_a_sweep_marks_a_speed_up_of_times_in_doubt(fault):
         pytest.approx(ratio, rel=0.05),
         pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2),
     )
-    assert marked(column(results_table(to_frame([full, fast])), "speed-up")[1]) == [expected]
+    assert marked(column(results_table(step_results([full, fast])), "speed-up")[1]) == [expected]
     assert not marked(
-        column(results_table(to_frame([full, make_record(configs[1], times(0.005))])), "speed-up")[
-            1
-        ]
+        column(
+            results_table(step_results([full, make_record(configs[1], times(0.005))])), "speed-up"
+        )[1]
     )
 
 

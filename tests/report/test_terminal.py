@@ -18,7 +18,7 @@ from cs336.config import Precision
 from cs336.costs.hardware import find_device
 from cs336.report.columns import Column
 from cs336.report.compared import Sides, compare_sides
-from cs336.report.frame import to_frame
+from cs336.report.configurations import step_results
 from cs336.report.section import FINDING, Table
 from cs336.report.sections.account import Account, account_section, days_table
 from cs336.report.sections.ceilings import ceilings_sections
@@ -101,11 +101,11 @@ def kinds():
     account = Account(config=step, device=find_device(H200), memory_bytes=40e9)
     found = {
         "results": (
-            [results_table(to_frame(records))],
+            [results_table(step_results(records))],
             ("size", "context", "precision", "step", "status"),
         ),
         "warm-up": (
-            [warmup_table(to_frame(warmups))],
+            [warmup_table(step_results(warmups))],
             ("size", "context", "precision", "warm-up", "step"),
         ),
         "ladder": (ladder_section(rungs).tables[:1], ("rung", "step", "gate")),

@@ -15,9 +15,10 @@ from ...studies.ceilings_files import NO_CEILINGS, Ceilings
 from ...sweep.ladder import GATE_STEPS, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
 from ..columns import Row, column, columns_of, short
+from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
-from ..frame import RESULTS, codes_of, rows_of, to_frame
 from ..identity import size_text
+from ..quantities import StepResult
 from ..section import Section, known, make_table
 from ..words import CHANCE, DOUBT, STATUS_WORDS, ratio, significant
 from .kernels.tables import Explained
@@ -136,15 +137,15 @@ def ladder_rows(
     references = [
         each.losses for each in _records_of(ladder[0].config, records) if each.status is Status.OK
     ]
-    measured: dict[RunConfig, Row] = {}
-    for row in rows_of(to_frame(records, ceilings)):
-        measured.setdefault(row["config"], row)
+    measured: dict[RunConfig, StepResult] = {}
+    for configuration in step_results(records, ceilings):
+        measured.setdefault(configuration.config, configuration)
     rows: list[Row] = []
     blocks: dict[str, Blocks] = {}
     for rung in ladder:
         own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
-        frame = measured.get(rung.config.configuration, dict.fromkeys(RESULTS))
+        result = measured.get(rung.config.configuration)
         gate = judge(
             rung.config.precision,
             [record.losses for record in done],
@@ -155,12 +156,10 @@ def ladder_rows(
         credited = [row for row in rows if row["is_credited"]]
         row = {
             **_settings(rung),
-            **{name: frame[name] for name in MEASURED},
-            "ended": "not run"
-            if frame["status"] is None
-            else STATUS_WORDS[Status(frame["status"])],
-            "cv": frame["step_cv"],
-            "is_doubted": in_doubt(codes_of(frame)),
+            **{name: None if result is None else result[name] for name in MEASURED},
+            "ended": "not run" if result is None else STATUS_WORDS[result.status],
+            "cv": None if result is None else result.step_cv,
+            "is_doubted": result is not None and in_doubt(result.codes),
             "processes": len(done),
             "is_credited": bool(done) and gate.passed is True,
             "last": credited[-1]["rung"] if credited else "",
@@ -171,7 +170,7 @@ def ladder_rows(
             "distance_largest": gate.largest,
             "bound": gate.bound,
             **_compiled(done),
-            **_profiled(rung, traces, frame["step_mean_ms"]),
+            **_profiled(rung, traces, None if result is None else result.step_mean_ms),
         }
         row |= _over("speed_up_over_last", credited[-1:], row, blocks)
         row |= _over("speed_up_over_first", credited[:1], row, blocks)
