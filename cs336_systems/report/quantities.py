@@ -439,6 +439,17 @@ class StepResult(Quantities):
 
     # quantities that only tables have
 
+    @quantity("energy", "J", place=165, drop_order=13, in_csv=Written.NEVER, of_one_run=True)
+    def energy_per_step_j(self) -> float | None:
+        """Energy of all GPUs in a step, by their own counters, the mean over processes."""
+        energies_j = []
+        for record in self.done:
+            of_gpus = [rank.telemetry for rank in record.ranks] or [record.telemetry]
+            known_j = [gpu.energy_per_step_j for gpu in of_gpus if gpu is not None]
+            if len(known_j) == len(of_gpus) and None not in known_j:
+                energies_j.append(sum(filter(None, known_j)))
+        return statistics.fmean(energies_j) if energies_j else None
+
     @quantity("first measured step", "ms", drop_order=2, in_csv=Written.NEVER)
     def first_step_ms(self) -> float | None:
         """Time of the first step after warm-up."""

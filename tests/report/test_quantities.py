@@ -21,11 +21,12 @@ from cs336.config import (
 from cs336.costs.accounting import mfu, step_flops
 from cs336.costs.memory import predict_memory
 from cs336.costs.time import step_time
-from cs336.record import Measurement, Phase, Status, WarningCode
+from cs336.record import GpuState, Measurement, Phase, RankRecord, Status, Telemetry, WarningCode
 from cs336.report import configurations
 from cs336.report.configurations import over_warmup, step_results
 from cs336.report.identity import names_of
 from cs336.report.quantities import StepResult
+from cs336.report.sections.steps import results_table
 from cs336.studies.ceilings_files import Ceilings
 from cs336.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
@@ -43,6 +44,16 @@ fp8, fused_blocks, predicted_step_ms, predicted_step_error, phases, ranges, toke
 rope_theta, processes
 """
 OF_RANKS = "communication_mean_ms, communication_std_ms, sent_mib, predicted_collectives_ms"
+STATE = GpuState(
+    sm_clock_hz=1,
+    max_sm_clock_hz=1,
+    memory_clock_hz=1,
+    power_w=1.0,
+    temperature_c=1,
+    throttle_reasons=(),
+    other_processes=0,
+)
+TELEMETRY = Telemetry(before=STATE, after=STATE)
 
 
 def names_in(text):
@@ -405,3 +416,37 @@ def test_the_time_of_collectives_is_foretold_from_ceilings_of_as_many_ranks():
         )
     )
     assert row["predicted_collectives_ms"] is None, "all-gathers were not measured"
+
+
+def with_energy(record, *energies_j):
+    """The record with the counters of these GPUs: one alone, or one for each rank."""
+    states = [replace(TELEMETRY, energy_per_step_j=energy_j) for energy_j in energies_j]
+    if len(states) == 1:
+        return replace(record, telemetry=states[0])
+    ranks = [
+        RankRecord(
+            rank=rank,
+            measurements=record.measurements,
+            warmup_times_s=(),
+            host_times_s=(),
+            losses=(),
+            telemetry=state,
+        )
+        for rank, state in enumerate(states)
+    ]
+    return replace(record, telemetry=states[0], ranks=tuple(ranks))
+
+
+def test_energy_is_that_of_all_gpus_and_only_the_table_of_a_run_shows_it():
+    one, two = (make_record(make_config(repeat=repeat), (0.1,)) for repeat in range(2))
+    assert only_row(one).energy_per_step_j is None
+    pooled = only_row(with_energy(one, 10.0), with_energy(two, 14.0), make_failure(one.config))
+    assert pooled.energy_per_step_j == 12
+    shared = make_record(make_config(parallel=Parallel.DDP, ranks=2), (0.1,))
+    assert only_row(with_energy(shared, 10.0, 11.0)).energy_per_step_j == 21
+    assert only_row(with_energy(shared, 10.0, None)).energy_per_step_j is None
+    tables = [results_table([pooled], has_csv=has_csv) for has_csv in (True, False)]
+    assert ["energy" in [heading.name for heading in table.headings] for table in tables] == [
+        False,
+        True,
+    ]

@@ -74,9 +74,12 @@ def results_table(results: Sequence[StepResult], *, has_csv: bool = True) -> Tab
     """The table of step times: a row for each configuration, failed ones too; the notes have the
     findings.
 
-    With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
+    With `has_csv`, it is the table of a sweep: a note counts the warnings and points to the CSV,
+    which has them in each row. Without, it is printed for a single run.
     """
     columns = [entry for entry in StepResult.entries() if entry.place]
+    if has_csv:
+        columns = [entry for entry in columns if not entry.of_one_run]
     columns.sort(key=lambda entry: entry.place)
     return _table(
         "Time of a step",
