@@ -33,10 +33,6 @@ from .words import (
 
 __all__ = ["COLUMNS", "Column", "Row", "column", "columns_of", "short", "three_digits"]
 
-LEAST_DISTANCE = 0.001
-"""Smallest distance between losses that is written as a number, in percent of the fall of the
-loss.
-"""
 WIDEST_RATIO = 1000
 """An interval of a ratio that reaches beyond this factor says nothing."""
 
@@ -56,43 +52,6 @@ def column(key: str, **changes: Unpack[Changes]) -> Column:
 def columns_of(*parts: str | Column) -> list[Column]:
     """The columns of these keys in COLUMNS, in order; a `Column` stands for itself."""
     return [column(part) if isinstance(part, str) else part for part in parts]
-
-
-def _distance(percent: float) -> str:
-    """To two significant digits; a distance below LEAST_DISTANCE, which is far below every
-    bound, as `<0.001`.
-    """
-    if 0 < percent < LEAST_DISTANCE:
-        return f"<{LEAST_DISTANCE:g}"
-    return significant(percent, 2) if percent else "0"
-
-
-def _interval(key: str, drop_order: int) -> Column:
-    """A column of intervals, whose ends a row has under `KEY_low` and `KEY_high`."""
-    return Column(
-        "interval",
-        numeric=False,
-        drop_order=drop_order,
-        about="Interval of the speed-up beside it.",
-        text=lambda row: interval_text(row[f"{key}_low"], row[f"{key}_high"]),
-    )
-
-
-def _speed_up(key: str) -> Callable[[Row], str]:
-    """A function that writes a speed-up with as many digits as its interval, so that it lies
-    visibly inside.
-    """
-
-    def text(row: Row) -> str:
-        low, high = row[f"{key}_ci95_low"], row[f"{key}_ci95_high"]
-        if low is None or high is None:
-            return replace(
-                column("speed_up"), key=key, std=f"{key}_std", doubt=f"{key}_is_doubted"
-            ).cell(row)
-        doubt = f" {DOUBT}" if row[f"{key}_is_doubted"] else ""
-        return f"{significant(row[key], interval_digits(low, high))}{doubt}"
-
-    return text
 
 
 def _ratio(row: Row) -> str:
@@ -399,74 +358,9 @@ COLUMNS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries()
     "name": _text("name", "Name of the tensor in the model.", write=label),
     "shape_and_type": _text("shape", "Shape and data type of the tensor.", drop_order=7),
     "place": _text("place", "The line of code that allocated it.", drop_order=6),
-    # the ladder
-    "rung": _text("rung", "Name of the rung."),
-    "change": _text("change", "What sets the rung apart from the one before.", drop_order=9),
-    "speed_up_over_last": Column(
-        "over last",
-        "",
-        "How many times faster than the last rung that counts.",
-        drop_order=2,
-        text=_speed_up("speed_up_over_last"),
-    ),
-    "speed_up_over_last_ci95_low": _interval("speed_up_over_last_ci95", drop_order=8),
-    "speed_up_over_first": Column(
-        "over first",
-        "",
-        "How many times faster than the first rung that counts.",
-        drop_order=3,
-        text=_speed_up("speed_up_over_first"),
-    ),
-    "speed_up_over_first_ci95_low": _interval("speed_up_over_first_ci95", drop_order=7),
-    "gate": _text("gate", "Whether the rung computes what the first one does."),
-    "loss_20": Column(
-        "loss 20",
-        "",
-        "Loss at the last of the steps that are compared.",
-        drop_order=5,
-        write=six_digits,
-    ),
-    "distance_last": Column(
-        "distance",
-        "% of the fall",
-        "Distance from the first rung's loss at the last step.",
-        drop_order=1,
-        scale=100,
-        write=_distance,
-    ),
-    "distance_largest": Column(
-        "largest",
-        "% of the fall",
-        "Largest distance from the first rung's losses.",
-        drop_order=3,
-        scale=100,
-        write=_distance,
-    ),
-    "bound": Column(
-        "bound",
-        "% of the fall",
-        "Largest distance that passes.",
-        drop_order=4,
-        scale=100,
-        write="{:g}".format,
-    ),
     "compile_s": Column(
         "compiling", "s", "The longest compilation of its processes.", drop_order=2, write=short
     ),
-    "graphs": Column("graphs", "", "Graphs that were compiled.", drop_order=6, write=str),
-    "graph_breaks": Column(
-        "graph breaks", "", "Places where the compiler gave up a graph.", drop_order=7, write=str
-    ),
-    "recompiles": Column(
-        "recompiles", "", "Graphs that were compiled again.", drop_order=8, write=str
-    ),
-    "launches_per_step": Column(
-        "kernels", "", "Kernels or operators that were launched.", write=short
-    ),
-    "busy_ms": Column(
-        "busy", "ms", "Time in which a kernel or copy ran.", drop_order=1, write=rounded
-    ),
-    "last": _text("over", "The rung that this one is compared with.", drop_order=1),
     # the study of precision
     "model": _text("model", "The model that was observed."),
     "dtype": _text("dtype", "Data type."),

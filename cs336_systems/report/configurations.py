@@ -19,7 +19,8 @@ def step_results(
 
     A forecast is made from the measured ceilings of the device.
     """
-    results = [StepResult(group, ceilings) for group in _by_configuration(records)]
+    groups = _by_configuration(records)
+    results = [StepResult(group[0].config.configuration, group, ceilings) for group in groups]
     prepare_forecasts([result.config for result in results])
     rows = identities((result.config, result.device_name) for result in results)
     for result, row in zip(results, rows, strict=True):

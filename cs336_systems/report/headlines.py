@@ -13,7 +13,7 @@ from ..config import CompileMode, Mode
 from ..record import Status, WarningCode
 from ..studies.operators import Version
 from ..text import counted
-from .columns import Row, column, three_digits
+from .columns import column, three_digits
 from .compared import Compared
 from .identity import names_of
 from .quantities import StepResult
@@ -21,6 +21,7 @@ from .section import Section, labels
 from .sections.kernels.findings import Limit, limit_of
 from .sections.kernels.findings import findings as kernel_findings
 from .sections.kernels.tables import Explained
+from .sections.ladder import RungResult
 from .sections.ladder import findings as ladder_findings
 from .sections.memory.findings import MemoryEntry, size
 from .sections.memory.findings import findings as memory_findings
@@ -189,13 +190,13 @@ def of_comparison(compared: Compared) -> Headline:
     return answer, sides
 
 
-def of_ladder(rows: Sequence[Row]) -> Headline:
+def of_ladder(rungs: Sequence[RungResult]) -> Headline:
     """The fastest rung that passed the gate, and how the others ended."""
-    ends = NamedRows(rows, [row["rung"] for row in rows]).failures()
-    text = (
-        next(ladder_findings(rows)).rstrip(".") if any(row["is_credited"] for row in rows) else ""
-    )
-    return _with_doubt(f"{text or 'No rung passed the gate'}{ends}.")
+    ends = NamedRows(rungs, [rung.rung for rung in rungs]).failures()
+    text = "No rung passed the gate"
+    if any(rung.is_credited for rung in rungs):
+        text = next(ladder_findings(rungs)).rstrip(".")
+    return _with_doubt(f"{text}{ends}.")
 
 
 def _with_doubt(text: str, more: str = "") -> Headline:

@@ -24,7 +24,7 @@ from ..record import Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
 from .column import Quantities, Quantity, Written, quantity, signed, three_digits, two_digits
 from .identity import Identity, identity, placed_settings
-from .words import GIB, MIB, interval_text, rounded, status_text
+from .words import GIB, MIB, STATUS_WORDS, interval_text, rounded, status_text
 
 MS = 1e3
 """Milliseconds in a second."""
@@ -41,12 +41,11 @@ class Pooled(NamedTuple):
     """
 
 
-@dataclass(frozen=True)
-class SettingColumns:
-    """The settings with these places in CSV files, which are columns of results.csv here."""
+class OtherColumns:
+    """Columns of a CSV file that stand here, and are no quantities of this class."""
 
-    first: int
-    last: int
+    def __init__(self, *keys: str) -> None:
+        self.keys = keys
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,8 +124,8 @@ class StepResult(Quantities):
     first failure, and `warnings` counts the failures. An unknown quantity is None.
     """
 
-    def __init__(self, records: Sequence[RunRecord], ceilings: Ceilings) -> None:
-        self.config: RunConfig = records[0].config.configuration
+    def __init__(self, config: RunConfig, records: Sequence[RunRecord], ceilings: Ceilings) -> None:
+        self.config = config
         self.records = records
         self.ceilings = ceilings
         self.done = [record for record in records if record.status is Status.OK]
@@ -156,14 +155,14 @@ class StepResult(Quantities):
 
     @classmethod
     def csv_keys(cls, results: Sequence["StepResult"]) -> list[str]:
-        """Keys of the columns of results.csv, without settings that seldom differ."""
+        """Keys of the columns of the CSV file that have a place in the class, in order."""
         written = {Written.ALWAYS}
         if any(result.config.is_shared for result in results):
             written.add(Written.SHARED)
-        keys = []
+        keys: list[str] = []
         for entry in vars(cls).values():
-            if isinstance(entry, SettingColumns):
-                keys += placed_settings(entry.first, entry.last)
+            if isinstance(entry, OtherColumns):
+                keys += entry.keys
             elif isinstance(entry, Quantity) and entry.in_csv in written:
                 keys.append(entry.key)
         return keys
@@ -224,6 +223,11 @@ class StepResult(Quantities):
         """The counters of memory of each process that has any."""
         return [record.memory for record in self.done if record.memory is not None]
 
+    @property
+    def ended(self) -> str:
+        """How the runs ended, in words."""
+        return "not run" if self.status is None else STATUS_WORDS[self.status]
+
     @cached_property
     def codes(self) -> list[str]:
         """The warnings of all processes, and how many of these failed if some did not."""
@@ -247,7 +251,7 @@ class StepResult(Quantities):
 
     # the columns of results.csv, in order
 
-    _model_and_step = SettingColumns(1, 19)
+    _model_and_step = OtherColumns(*placed_settings(1, 19))
 
     @quantity("world size")
     def world_size(self) -> int:
@@ -271,9 +275,11 @@ class StepResult(Quantities):
         return self.config.measured_steps
 
     @quantity("status", numeric=False, write=status_text)
-    def status(self) -> Status:
+    def status(self) -> Status | None:
         """How the run ended."""
-        return self.failed[0].status if self.failed else Status.OK
+        if self.failed:
+            return self.failed[0].status
+        return Status.OK if self.done else None
 
     @quantity(numeric=False)
     def error(self) -> str | None:
@@ -374,7 +380,7 @@ class StepResult(Quantities):
     data_mean_ms = _mean(Phase.DATA, "Time to make a batch.", 30, 9)
     data_std_ms = _std(Phase.DATA)
 
-    _shortcuts = SettingColumns(20, 29)
+    _shortcuts = OtherColumns(*placed_settings(20, 29))
 
     @quantity(
         "predicted", "ms", place=80, drop_order=4, write=rounded, doubt="prediction_is_doubted"
@@ -394,7 +400,7 @@ class StepResult(Quantities):
             return None
         return self.predicted_step_ms / self.step_mean_ms - 1
 
-    _seldom = SettingColumns(40, 49)
+    _seldom = OtherColumns(*placed_settings(40, 49))
 
     @quantity("processes", drop_order=2, write=str)
     def processes(self) -> int:

@@ -12,7 +12,7 @@ from cs336.config import Precision
 from cs336.record import Status, WarningCode
 from cs336.report.configurations import step_results
 from cs336.report.sections.ceilings import ceilings_sections
-from cs336.report.sections.ladder import ladder_rows, ladder_section
+from cs336.report.sections.ladder import ladder_results, ladder_section
 from cs336.report.sections.operators import attention_section, fusion_section
 from cs336.report.sections.steps import results_table
 from cs336.studies.ceilings_records import (
@@ -158,7 +158,7 @@ def test_the_ladder_marks_a_speed_up_of_times_in_doubt(fault):
         make_process(rung, 0.8, codes=codes(0.8, fault) if rung is ladder[2] else ())
         for rung in ladder
     ]
-    speed = ladder_section(ladder_rows(ladder, records, [])).tables[0]
+    speed = ladder_section(ladder_results(ladder, records, [])).tables[0]
     over_last, over_first = column(speed, "over last"), column(speed, "over first")
     assert [bool(marked(cell)) for cell in over_last] == [False, False, True, True]
     assert [bool(marked(cell)) for cell in over_first] == [False, False, True, False]

@@ -45,7 +45,7 @@ from ..section import Section, Table, known, labels, make_table
 from ..sections.kernels.files import modules_section
 from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import Explained, phase_rows
-from ..sections.ladder import ladder_section
+from ..sections.ladder import RungResult, ladder_section
 from ..sections.memory.findings import MemoryEntry, check_words, difference_bytes
 from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
 from ..sections.steps import BY_PHASE, PARTS, phase_bars
@@ -362,12 +362,10 @@ RUN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climbed:
-    """A ladder that was run: the records and profiles of its rungs, and a row of values for each
-    rung.
-    """
+    """A ladder that was run: the records and profiles of its rungs, and the result of each rung."""
 
     results: Results
-    rows: tuple[Row, ...]
+    rows: Sequence[RungResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,16 +19,7 @@ from ..configurations import describe, over_warmup, steady
 from ..identity import by_name, identity_columns, names_of, placed_settings, settings_of, trailing
 from ..quantities import SpeedUp, StepResult
 from ..section import Section, Table, known, make_table
-from ..words import (
-    CHANCE,
-    DOUBT,
-    DOUBTED_FORECAST,
-    SHIPPED,
-    between,
-    significant,
-    status_text,
-    warning_counts,
-)
+from ..words import CHANCE, DOUBT, DOUBTED_FORECAST, SHIPPED, between, significant, warning_counts
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
@@ -168,7 +159,7 @@ def _limits(results: Sequence[StepResult]) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for name, result in zip(_names(results), results, strict=True):
         if result.failed:
-            groups.setdefault(status_text(result.status).capitalize(), []).append(name)
+            groups.setdefault(result.ended.capitalize(), []).append(name)
         elif WarningCode.LAUNCH_BOUND in result.codes:
             groups.setdefault("Limited by the host's launches", []).append(name)
     for what, named in groups.items():
@@ -285,5 +276,5 @@ def _phase_bar(name: str, result: StepResult) -> Bar:
         words.append(f"{StepResult.step_mean_ms.cell(result)}{mark} ms")
     if result.peak_allocated_gib:
         words.append(f"{StepResult.peak_allocated_gib.cell(result)} GiB")
-    failure = status_text(result.status) if result.failed else ""
+    failure = result.ended if result.failed else ""
     return Bar(name=name, parts=parts, words="\n".join(words), failure=failure)
