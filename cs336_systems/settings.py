@@ -8,6 +8,7 @@ the setting its flag, help, checks, place in labels, column in tables and phrase
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from .text import shorten, text_of
@@ -136,23 +137,21 @@ class Setting:
     """The flag, and the part of default names, comes before those of the model and of the step."""
 
 
-_DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}
+@cache
+def _declared(kind: type) -> tuple[tuple[Field[Any], Setting], ...]:
+    pairs = []
+    for field_ in fields(kind):
+        metadata = getattr(field_.type, "__metadata__", ())
+        settings = [item for item in metadata if isinstance(item, Setting)]
+        pairs.append((field_, settings[0] if settings else Setting()))
+    return tuple(pairs)
 
 
 def declared(config: object) -> tuple[tuple[Field[Any], Setting], ...]:
     """The fields of a configuration, or of its class, each with its declaration (a default one
     if it has none).
     """
-    kind = config if isinstance(config, type) else type(config)
-    if kind not in _DECLARED:
-        found = []
-        for each in fields(kind):
-            metadata = getattr(each.type, "__metadata__", ())
-            found.append(
-                (each, next((item for item in metadata if isinstance(item, Setting)), Setting()))
-            )
-        _DECLARED[kind] = tuple(found)
-    return _DECLARED[kind]
+    return _declared(config if isinstance(config, type) else type(config))
 
 
 def flag_of(name: str, setting: Setting) -> str:
@@ -168,13 +167,14 @@ def heading_of(name: str, setting: Setting) -> str:
 def in_words(name: str, setting: Setting, value: object) -> str:
     """A setting in a few words: `batch 8`, `no ranges`; empty for unknown."""
     word = heading_of(name, setting) if setting.word is None else setting.word
-    if value is None or isinstance(value, bool):
-        return "" if value is None else word if value else f"no {word}"
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return word if value else f"no {word}"
     text = text_of(value)
-    short = (
-        text if len(text) <= MAX_WORD else f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
-    )
-    return f"{word}{' ' if word not in ('', '#') else ''}{short}"
+    if len(text) > MAX_WORD:
+        text = f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
+    return f"{word}{text}" if word in ("", "#") else f"{word} {text}"
 
 
 def in_note(name: str, setting: Setting, value: object) -> str:
@@ -190,41 +190,48 @@ def make_choices(config: object) -> None:
 
     Raises ValueError for other strings.
     """
-    for each, _ in declared(config):
-        if isinstance(each.default, StrEnum):
-            object.__setattr__(config, each.name, type(each.default)(getattr(config, each.name)))
+    for choice, _ in declared(config):
+        if isinstance(choice.default, StrEnum):
+            member = type(choice.default)(getattr(config, choice.name))
+            object.__setattr__(config, choice.name, member)
 
 
 def non_defaults(config: object) -> dict[str, object]:
     """Scalar fields that differ from their defaults, so that a field added later leaves earlier
     keys as they are.
     """
-    values = ((each, getattr(config, each.name)) for each, _ in declared(config))
-    return {
-        each.name: value
-        for each, value in values
-        if value != each.default and not is_dataclass(value)
-    }
+    values = {}
+    for scalar, _ in declared(config):
+        value = getattr(config, scalar.name)
+        if value != scalar.default and not is_dataclass(value):
+            values[scalar.name] = value
+    return values
 
 
 def check(config: object) -> None:
     """Raise ValueError for a value outside its limits or against a rule; the message names the
     setting or its flag.
     """
-    settings = [(each, setting, getattr(config, each.name)) for each, setting in declared(config)]
-    for each, setting, value in settings:
-        if value == ():
-            raise ValueError(f"{each.name} needs at least one value")
-        values = value if isinstance(value, tuple) else (value,)
-        if setting.least is not None and min(values) < setting.least:
-            raise ValueError(f"{each.name} must be at least {setting.least}, got {min(values)}")
-        if isinstance(values[0], int) and max(values) > (most := setting.most or MOST):
-            raise ValueError(
-                f"{each.name} must be at most {most}, got {shorten(str(max(values)), MAX_WORD)}"
-            )
-    for each, setting, value in settings:
-        for rule in setting.rules if value != each.default else ():
-            if not rule.is_met(config):
-                raise ValueError(
-                    rule.otherwise.format(flag=flag_of(each.name, setting), config=config)
-                )
+    settings = [(part, setting, getattr(config, part.name)) for part, setting in declared(config)]
+    for part, setting, value in settings:
+        _check_limits(part.name, setting, value if isinstance(value, tuple) else (value,))
+    for part, setting, value in settings:
+        if value != part.default:
+            _check_rules(part.name, setting, config)
+
+
+def _check_limits(name: str, setting: Setting, values: tuple[Any, ...]) -> None:
+    if not values:
+        raise ValueError(f"{name} needs at least one value")
+    if setting.least is not None and min(values) < setting.least:
+        raise ValueError(f"{name} must be at least {setting.least}, got {min(values)}")
+    most = setting.most or MOST
+    if isinstance(values[0], int) and max(values) > most:
+        got = shorten(str(max(values)), MAX_WORD)
+        raise ValueError(f"{name} must be at most {most}, got {got}")
+
+
+def _check_rules(name: str, setting: Setting, config: object) -> None:
+    for rule in setting.rules:
+        if not rule.is_met(config):
+            raise ValueError(rule.otherwise.format(flag=flag_of(name, setting), config=config))
