@@ -40,17 +40,7 @@ from .rules import (
     needs,
     not_with,
 )
-from .settings import (
-    ByDevice,
-    Noted,
-    Rule,
-    Setting,
-    check,
-    declared,
-    in_words,
-    make_choices,
-    non_defaults,
-)
+from .settings import ByDevice, Rule, Setting, check, declared, in_words, make_choices, non_defaults
 from .shapes import MAX_PARAMETERS, SIZES, ModelConfig
 
 __all__ = (
@@ -150,7 +140,7 @@ class RunConfig:
                 cpu_sweep=("tiny",),
             ),
             csv_place=1,
-            noted=Noted.NEVER,
+            noted="never",
             is_common=True,
             leads_flags=True,
         ),
@@ -167,7 +157,7 @@ class RunConfig:
             note="batch {}",
             csv_place=9,
             name_place=3,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
         ),
     ] = 4
@@ -181,7 +171,7 @@ class RunConfig:
             label=0,
             csv_place=10,
             name_place=1,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
             leads_flags=True,
         ),
@@ -205,13 +195,13 @@ class RunConfig:
             ),
             csv_place=11,
             name_place=2,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
             leads_flags=True,
         ),
     ] = Precision.FP32
     device: Annotated[
-        Device, Setting(word="", label=None, named_last=True, noted=Noted.NEVER, always_in_csv=True)
+        Device, Setting(word="", label=None, named_last=True, noted="never", always_in_csv=True)
     ] = Device.CPU
     warmup_steps: Annotated[
         int,
@@ -224,7 +214,7 @@ class RunConfig:
             label=2,
             note="{} warm-up steps",
             notes={1: "1 warm-up step"},
-            noted=Noted.ALWAYS,
+            noted="always",
             always_in_csv=True,
             without_cost=True,
             is_common=True,
@@ -249,7 +239,7 @@ class RunConfig:
                 ),
             ),
             csv_place=14,
-            noted=Noted.ALWAYS,
+            noted="always",
             unknown_of_loop=True,
             is_common=True,
         ),
@@ -289,7 +279,7 @@ class RunConfig:
             label=1,
             note="compile {}",
             csv_place=13,
-            noted=Noted.FIRST,
+            noted="first",
             unknown_of_loop=True,
             is_common=True,
         ),
@@ -389,7 +379,7 @@ class RunConfig:
             ),
             csv_place=30,
             name_place=16,
-            noted=Noted.NEVER,
+            noted="never",
             without_cost=True,
         ),
     ] = Profiler.NONE
@@ -880,7 +870,7 @@ class RunConfig:
             heading="steps",
             note="{} measured steps",
             notes={1: "1 measured step"},
-            noted=Noted.ALWAYS,
+            noted="always",
             always_in_csv=True,
             without_cost=True,
             is_common=True,
@@ -946,7 +936,7 @@ class RunConfig:
             label=6,
             csv_place=31,
             named_last=True,
-            noted=Noted.NEVER,
+            noted="never",
             without_cost=True,
         ),
     ] = 0

@@ -80,7 +80,8 @@ def _text(name: str, about: str, drop_order: int = 0, write: Callable[[Any], str
     return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
 
 
-COLUMNS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries() if entry.name} | {
+_OF_STEPS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries() if entry.name}
+COLUMNS = _OF_STEPS | {
     "phase": _text("phase", "Phase of a training step, or the whole step."),
     "share": Column("share", "%", "Part of the sum of all rows.", drop_order=1, write=in_percent),
     # the forecast of times, against measured ones
@@ -622,6 +623,14 @@ COLUMNS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries()
     "data_sheet": Column("data sheet", "", "What the data sheet promises.", drop_order=2),
     "reached_at": _text("reached at", "Size at which it was reached.", drop_order=3),
     # the study of fusion; times and rates of ceilings too
+    "speed_up": Column(
+        "speed-up",
+        "vs eager",
+        "How many times faster than the eager operation.",
+        drop_order=4,
+        derived=True,
+        write=three_digits,
+    ),
     "op": _text("op", "The operation."),
     "version": _text("version", "Written out, compiled, or PyTorch's own fused operation."),
     "kernels": Column("kernels", "", "Kernels that were launched.", drop_order=3, write=count),

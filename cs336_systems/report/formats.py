@@ -127,18 +127,17 @@ def _latex_row(cells: Iterable[str]) -> str:
 
 def to_typst(table: Table) -> str:
     """A figure that holds a table. Every text is a string literal, in which no markup is read."""
+    alignments = ", ".join("right" if column.numeric else "left" for column in table.headings)
+    headings = ", ".join(f"strong({_typst(column.label)})" for column in table.headings)
     return _text_of(
         "#figure(",
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
         f"    columns: {len(table.headings)},",
-        "    align: "
-        f"({', '.join('right' if heading.numeric else 'left' for heading in table.headings)},),",
+        f"    align: ({alignments},),",
         "    stroke: none,",
         "    table.hline(),",
-        "    "
-        "table.header("
-        f"{', '.join(f'strong({_typst(heading.label)})' for heading in table.headings)},),",
+        f"    table.header({headings},),",
         "    table.hline(stroke: 0.5pt),",
         *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
         "    table.hline(),",
@@ -180,11 +179,10 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
     before a table's own.
     """
     tables = [with_note(table, note) if note else table for table in section.tables]
-    readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
-    return {
-        f"{section.name}.{ending}": text
-        for ending, text in {"csv": csv_of(section), **readable}.items()
-    }
+    texts = {f"{section.name}.csv": csv_of(section)}
+    for ending, write in WRITERS.items():
+        texts[f"{section.name}.{ending}"] = "\n".join(map(write, tables))
+    return texts
 
 
 def pngs_of(section: Section) -> dict[str, bytes]:

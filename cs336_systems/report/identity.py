@@ -31,7 +31,7 @@ from ..config import (
     RunConfig,
     SdpaBackend,
 )
-from ..settings import Noted, Setting, heading_of, in_note, in_words
+from ..settings import Setting, heading_of, in_note, in_words
 from ..text import LONGEST_PART, shortened, text_of
 from .column import Column
 
@@ -48,10 +48,8 @@ ALWAYS = ("size", "context_length")
 """Columns that tables and names always have, whether configurations differ in them or not."""
 OTHERS: Mapping[str, Setting] = MappingProxyType(
     {
-        "device_name": Setting(
-            heading="device", word="", note="{}", noted=Noted.ALWAYS, csv_place=15
-        ),
-        "digest": Setting(heading="record", noted=Noted.NEVER, always_in_csv=True, named_last=True),
+        "device_name": Setting(heading="device", word="", note="{}", noted="always", csv_place=15),
+        "digest": Setting(heading="record", noted="never", always_in_csv=True, named_last=True),
     }
 )
 """Columns that are not settings and may distinguish runs, declared as settings are."""
@@ -106,7 +104,7 @@ _IMPLIED = [name for name in _ORDERED if _setting(name).implied_by_size]
 _NAMED_LAST = [name for name in _ORDERED if _setting(name).named_last]
 _NOTED_FIRST = [
     "device_name",
-    *(name for name in _ORDERED if _setting(name).noted in (Noted.ALWAYS, Noted.FIRST)),
+    *(name for name in _ORDERED if _setting(name).noted in ("always", "first")),
 ]
 _USUALLY_OFF = {name for name, default in _DEFAULTS.items() if default is False}
 """Settings that names leave out where they are off."""
@@ -351,10 +349,10 @@ def shared_settings(
     texts = []
     for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *(rows[0] if rows else ()))):
         setting, values = _setting(name), {row[name] for row in rows} - {None}
-        is_noted = setting.noted is Noted.ALWAYS or any(
+        is_noted = setting.noted == "always" or any(
             row[name] != defaults.get(name) for row, defaults in zip(rows, usual, strict=True)
         )
-        if setting.noted is Noted.NEVER or (name == "optimizer" and not is_trained):
+        if setting.noted == "never" or (name == "optimizer" and not is_trained):
             is_noted = False
         if len(values) == 1 and (is_noted or name in also):
             texts.append(in_note(name, setting, *values))

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..analysis.statistics import mean_interval, quotient_stdev
 from ..analysis.warnings import in_doubt
@@ -24,8 +24,21 @@ from ..record import Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
 from .column import Quantities, Quantity, Written, quantity, signed, three_digits, two_digits
 from .identity import Identity, identity, placed_settings
-from .words import GIB, MIB, STATUS_WORDS, interval_text, rounded, status_text
+from .words import (
+    DOUBT,
+    GIB,
+    MIB,
+    STATUS_WORDS,
+    interval_digits,
+    interval_text,
+    mean_and_std,
+    rounded,
+    significant,
+    status_text,
+)
 
+Value: TypeAlias = float | None
+"""The value of a quantity; None for unknown."""
 MS = 1e3
 """Milliseconds in a second."""
 
@@ -33,9 +46,9 @@ MS = 1e3
 class Pooled(NamedTuple):
     """Times of one phase over all processes; None for unknown."""
 
-    mean_s: float | None
+    mean_s: Value
     """Mean over the processes' means."""
-    stdev_s: float | None
+    stdev_s: Value
     """Standard deviation of a step within its process: the processes' variances, weighted by
     their degrees of freedom.
     """
@@ -49,7 +62,7 @@ class OtherColumns:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SpeedUp(Quantity[float | None]):
+class SpeedUp(Quantity[Value]):
     """How many times faster a step is than the baseline's; see `StepResult.gain`.
 
     The baseline has the first value of the first of `settings`, and differs in no setting but
@@ -58,21 +71,41 @@ class SpeedUp(Quantity[float | None]):
 
     settings: tuple[str, ...]
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        super().__set_name__(owner, name)
-        object.__setattr__(self, "std", f"{name}_std")
-        object.__setattr__(self, "doubt", f"{name}_is_doubted")
-
 
 class Gain(NamedTuple):
-    """A speed-up, its deviation, and whether a warning of either run puts a time in doubt."""
+    """How many times faster one step is than another."""
 
-    ratio: float | None = None
-    std: float | None = None
+    ratio: Value = None
+    std: Value = None
+    """Deviation that follows from those of both steps."""
     is_doubted: bool = False
+    """Whether a warning of either puts a time in doubt."""
+    low: Value = None
+    high: Value = None
+    """Interval of the ratio."""
+
+    def text(self, scale: float = 1) -> str:
+        """The ratio with as many digits as its interval, so that it lies visibly inside; empty
+        for unknown.
+        """
+        if self.ratio is None:
+            return ""
+        if self.low is not None and self.high is not None:
+            text = significant(self.ratio, interval_digits(self.low, self.high))
+        elif self.is_doubted and self.std is not None:
+            text = mean_and_std(self.ratio * scale, self.std * scale)
+        else:
+            text = three_digits(self.ratio * scale)
+        return f"{text} {DOUBT}" if self.is_doubted else text
+
+    @classmethod
+    def over(cls, slow: "StepResult", fast: "StepResult", ratio: float) -> "Gain":
+        """The gain without an interval."""
+        std = quotient_stdev(ratio, slow.step_cv, fast.step_cv)
+        return cls(ratio, std, in_doubt([*slow.codes, *fast.codes]))
 
 
-def _mean(phase: Phase, about: str, place: int, drop_order: int = 0) -> Quantity[float | None]:
+def _mean(phase: Phase, about: str, place: int, drop_order: int = 0) -> Quantity[Value]:
     return Quantity(
         phase,
         "ms",
@@ -85,7 +118,7 @@ def _mean(phase: Phase, about: str, place: int, drop_order: int = 0) -> Quantity
     )
 
 
-def _std(phase: Phase) -> Quantity[float | None]:
+def _std(phase: Phase) -> Quantity[Value]:
     return Quantity(
         "",
         "ms",
@@ -110,9 +143,7 @@ def _speed_up(
         settings=settings,
         place=place,
         drop_order=4,
-        derived=True,
-        scale=scale,
-        write=three_digits,
+        text=lambda result: result.gain(settings).text(scale),
         in_csv=Written.NEVER,
     )
 
@@ -135,11 +166,6 @@ class StepResult(Quantities):
         """The result that a speed-up is over, by the settings in which they differ."""
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
-        for entry in self.speed_ups():
-            if key == entry.std:
-                return self.gain(entry.settings).std
-            if key == entry.doubt:
-                return self.gain(entry.settings).is_doubted
         is_quantity = isinstance(getattr(type(self), key, None), Quantity)
         if key in self.identity and not is_quantity:
             return self.identity[key]
@@ -207,7 +233,7 @@ class StepResult(Quantities):
         return mean_interval(means_s) or (None, None)
 
     @cached_property
-    def flops_per_s(self) -> float | None:
+    def flops_per_s(self) -> Value:
         """The model's FLOPs over the mean step."""
         flops = step_flops(self.config) if self.step.mean_s else None
         return None if flops is None or not self.step.mean_s else flops / self.step.mean_s
@@ -245,9 +271,7 @@ class StepResult(Quantities):
         baseline = self.baselines.get(settings)
         if baseline is None or not baseline.step_mean_ms or not self.step_mean_ms:
             return Gain()
-        ratio = baseline.step_mean_ms / self.step_mean_ms
-        std = quotient_stdev(ratio, baseline.step_cv, self.step_cv)
-        return Gain(ratio, std, in_doubt([*baseline.codes, *self.codes]))
+        return Gain.over(baseline, self, baseline.step_mean_ms / self.step_mean_ms)
 
     # the columns of results.csv, in order
 
@@ -297,18 +321,18 @@ class StepResult(Quantities):
     step_std_ms = _std(Phase.STEP)
 
     @quantity("std/mean", "%", place=100, drop_order=10, scale=100, write=two_digits)
-    def step_cv(self) -> float | None:
+    def step_cv(self) -> Value:
         """Standard deviation of a step over its mean."""
         mean_s, stdev_s = self.step
         return None if stdev_s is None or not mean_s else stdev_s * (1 / mean_s)
 
     @quantity("median", "ms")
-    def step_median_ms(self) -> float | None:
+    def step_median_ms(self) -> Value:
         """Median of all steps."""
         return scaled(statistics.median(self.times_s), MS) if self.times_s else None
 
     @quantity("minimum", "ms")
-    def step_min_ms(self) -> float | None:
+    def step_min_ms(self) -> Value:
         """Shortest of all steps."""
         return scaled(min(self.times_s, default=None), MS)
 
@@ -319,42 +343,42 @@ class StepResult(Quantities):
         drop_order=1,
         text=lambda row: interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"]),
     )
-    def step_ci95_low_ms(self) -> float | None:
+    def step_ci95_low_ms(self) -> Value:
         """Of the mean step, over the means of fresh processes (Student's t)."""
         return scaled(self.interval_s[0], MS)
 
     @quantity()
-    def step_ci95_high_ms(self) -> float | None:
+    def step_ci95_high_ms(self) -> Value:
         """Upper end of the interval of the mean step."""
         return scaled(self.interval_s[1], MS)
 
     @quantity("tokens/s", place=130, drop_order=5)
-    def tokens_per_s(self) -> float | None:
+    def tokens_per_s(self) -> Value:
         """Tokens of a step over its mean time."""
         return self.config.tokens_per_step / self.step.mean_s if self.step.mean_s else None
 
     @quantity("model FLOPs", "TFLOP/s")
-    def model_tflops_per_s(self) -> float | None:
+    def model_tflops_per_s(self) -> Value:
         """The model's FLOPs per second, those of all ranks together."""
         if not self.step.mean_s:
             return None
         return scaled(step_flops(self.config), self.config.ranks * 1e-12 / self.step.mean_s)
 
     @quantity("MFU", "%", place=140, drop_order=3, scale=100, write=three_digits)
-    def mfu(self) -> float | None:
+    def mfu(self) -> Value:
         """The model's FLOPs per second over the peak of the data sheet at this precision."""
         if self.flops_per_s is None or self.device_name is None:
             return None
         return mfu(self.flops_per_s, self.device_name, self.config.precision)
 
     @quantity("peak", "GiB", place=160, drop_order=2, write=three_digits)
-    def peak_allocated_gib(self) -> float | None:
+    def peak_allocated_gib(self) -> Value:
         """The most memory that was allocated at any time."""
         peaks = (memory.peak_allocated_bytes for memory in self.memories)
         return scaled(max(peaks, default=None), 1 / GIB)
 
     @quantity("reserved", "GiB")
-    def peak_reserved_gib(self) -> float | None:
+    def peak_reserved_gib(self) -> Value:
         """The most memory that PyTorch held in segments at any time."""
         peaks = (memory.peak_reserved_bytes for memory in self.memories)
         return scaled(max(peaks, default=None), 1 / GIB)
@@ -365,12 +389,12 @@ class StepResult(Quantities):
         return ";".join(self.codes) or None
 
     @quantity("predicted", "GiB", place=170, drop_order=11, write=three_digits)
-    def predicted_peak_gib(self) -> float | None:
+    def predicted_peak_gib(self) -> Value:
         """The peak that the configuration was predicted to have."""
         return scaled(predicted_peak_bytes(self.config), 1 / GIB)
 
     @quantity("of ceiling", "%", place=150, drop_order=12, scale=100, write=three_digits)
-    def ceiling_share(self) -> float | None:
+    def ceiling_share(self) -> Value:
         """The model's FLOPs per second over the highest measured rate."""
         if self.flops_per_s is None or self.device_name is None:
             return None
@@ -385,7 +409,7 @@ class StepResult(Quantities):
     @quantity(
         "predicted", "ms", place=80, drop_order=4, write=rounded, doubt="prediction_is_doubted"
     )
-    def predicted_step_ms(self) -> float | None:
+    def predicted_step_ms(self) -> Value:
         """Time of a step that follows from the configuration and the measured ceilings of the
         device.
         """
@@ -394,7 +418,7 @@ class StepResult(Quantities):
     @quantity(
         "error", "%", place=90, drop_order=4, scale=100, write=signed, doubt="prediction_is_doubted"
     )
-    def predicted_step_error(self) -> float | None:
+    def predicted_step_error(self) -> Value:
         """By how much the predicted step is longer (+) or shorter (-) than the measured one."""
         if self.predicted_step_ms is None or not self.step_mean_ms:
             return None
@@ -416,7 +440,7 @@ class StepResult(Quantities):
     communication_std_ms = _std(Phase.COMMUNICATION)
 
     @quantity("sent", "MiB", place=110, drop_order=11, write=three_digits, in_csv=Written.SHARED)
-    def sent_mib(self) -> float | None:
+    def sent_mib(self) -> Value:
         """What one rank sends in a step, if the ranks form a ring."""
         if not self.config.is_shared:
             return None
@@ -433,7 +457,7 @@ class StepResult(Quantities):
         write=rounded,
         in_csv=Written.SHARED,
     )
-    def predicted_collectives_ms(self) -> float | None:
+    def predicted_collectives_ms(self) -> Value:
         """Time of the step's collectives one after the other, by measured times of such
         collectives.
         """
@@ -446,7 +470,7 @@ class StepResult(Quantities):
     # quantities that only tables have
 
     @quantity("energy", "J", place=165, drop_order=13, in_csv=Written.NEVER, of_one_run=True)
-    def energy_per_step_j(self) -> float | None:
+    def energy_per_step_j(self) -> Value:
         """Energy of all GPUs in a step, by their own counters, the mean over processes."""
         energies_j = []
         for record in self.done:
@@ -457,7 +481,7 @@ class StepResult(Quantities):
         return statistics.fmean(energies_j) if energies_j else None
 
     @quantity("first measured step", "ms", drop_order=2, in_csv=Written.NEVER)
-    def first_step_ms(self) -> float | None:
+    def first_step_ms(self) -> Value:
         """Time of the first step after warm-up."""
         first_s = [measurement.times_s[0] for measurement in self.measured(Phase.STEP)]
         return statistics.fmean(first_s) * MS if first_s else None
@@ -517,6 +541,6 @@ class StepResult(Quantities):
     )
 
 
-def scaled(value: float | None, scale: float) -> float | None:
+def scaled(value: Value, scale: float) -> Value:
     """The value times the scale; None for unknown."""
     return None if value is None else value * scale

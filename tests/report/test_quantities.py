@@ -306,7 +306,7 @@ def test_speed_up_is_over_the_same_configuration_in_fp32(grid):
     results = step_results(grid)
     bf16 = [result for result in results if result["precision"] == "bf16"]
     assert [result.speed_up for result in bf16] == [pytest.approx(2)] * 3 + [None]
-    assert bf16[0]["speed_up_std"] == pytest.approx(2 * math.sqrt(2) * 0.1)
+    assert bf16[0].gain(("precision",)).std == pytest.approx(2 * math.sqrt(2) * 0.1)
     assert {result.speed_up for result in results if result["precision"] == "fp32"} == {None}
 
 

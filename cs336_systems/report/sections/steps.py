@@ -97,7 +97,8 @@ def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
         yield DOUBTED_FORECAST
     if has_csv:
         yield from warning_notes([result.warnings for result in results])
-    if any(result[entry.doubt] for entry in entries for result in results):
+    gains = [result.gain(entry.settings) for entry in entries for result in results]
+    if any(gain.is_doubted for gain in gains):
         yield DOUBTED
 
 
@@ -175,7 +176,7 @@ def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
         faster = [result for result in results if result[setting] == value]
         values: type[StrEnum] = type(settings_of(faster[0].config)[setting])
         baseline = next(iter(values))
-        number = sum(bool(result[entry.doubt]) for result in faster)
+        number = sum(result.gain(entry.settings).is_doubted for result in faster)
         doubt = f"; in {number} of {len(faster)} a time is in doubt ({DOUBT})" if number else ""
         gains = between(by_name(faster, lambda result: result[entry.key]), three_digits)
         yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
