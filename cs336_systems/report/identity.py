@@ -90,22 +90,19 @@ def placed_settings(first: int, last: int) -> list[str]:
     return [name for name in _ORDERED if name not in OTHERS and first <= _csv_place(name) <= last]
 
 
+def _where(is_chosen: Callable[[Setting], bool]) -> list[str]:
+    return [name for name in _ORDERED if is_chosen(_setting(name))]
+
+
 LEADING = [name for name in _ORDERED if _csv_place(name) < 40]
 """First columns of the CSV files of profiles; all other settings are the last columns."""
-SHAPE = [
-    name
-    for name in _ORDERED
-    if _setting(name).implied_by_size and not _setting(name).binds_own_model
-]
+SHAPE = _where(lambda setting: setting.implied_by_size and not setting.binds_own_model)
 """Columns of the model's inner sizes, which are empty for a user's own model because they are
 unknown.
 """
-_IMPLIED = [name for name in _ORDERED if _setting(name).implied_by_size]
-_NAMED_LAST = [name for name in _ORDERED if _setting(name).named_last]
-_NOTED_FIRST = [
-    "device_name",
-    *(name for name in _ORDERED if _setting(name).noted in ("always", "first")),
-]
+_IMPLIED = _where(lambda setting: setting.implied_by_size)
+_NAMED_LAST = _where(lambda setting: setting.named_last)
+_NOTED_FIRST = ["device_name", *_where(lambda setting: setting.noted in ("always", "first"))]
 _USUALLY_OFF = {name for name, default in _DEFAULTS.items() if default is False}
 """Settings that names leave out where they are off."""
 

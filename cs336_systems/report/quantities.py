@@ -105,31 +105,28 @@ class Gain(NamedTuple):
         return cls(ratio, std, in_doubt([*slow.codes, *fast.codes]))
 
 
-def _mean(phase: Phase, about: str, place: int, drop_order: int = 0) -> Quantity[Value]:
-    return Quantity(
-        phase,
-        "ms",
-        about,
-        compute=lambda result: scaled(result.pooled(phase).mean_s, MS),
-        place=place,
-        drop_order=drop_order,
-        std=f"{phase}_std_ms",
-        in_csv=_when(phase),
-    )
-
-
-def _std(phase: Phase) -> Quantity[Value]:
-    return Quantity(
+def _times(
+    phase: Phase, about: str, place: int, drop_order: int = 0, in_csv: Written = "always"
+) -> tuple[Quantity[Value], Quantity[Value]]:
+    """The mean time of a phase, and its standard deviation, which the same cell shows."""
+    std = Quantity(
         "",
         "ms",
         f"Standard deviation of {phase}.",
         compute=lambda result: scaled(result.pooled(phase).stdev_s, MS),
-        in_csv=_when(phase),
+        in_csv=in_csv,
     )
-
-
-def _when(phase: Phase) -> Written:
-    return Written.SHARED if phase is Phase.COMMUNICATION else Written.ALWAYS
+    mean = Quantity(
+        phase,
+        "ms",
+        about,
+        compute=lambda result: scaled(result.pooled(phase).mean_s, MS),
+        std=f"{phase}_std_ms",
+        place=place,
+        drop_order=drop_order,
+        in_csv=in_csv,
+    )
+    return mean, std
 
 
 def _speed_up(
@@ -144,7 +141,7 @@ def _speed_up(
         place=place,
         drop_order=4,
         text=lambda result: result.gain(settings).text(scale),
-        in_csv=Written.NEVER,
+        in_csv="never",
     )
 
 
@@ -182,9 +179,9 @@ class StepResult(Quantities):
     @classmethod
     def csv_keys(cls, results: Sequence["StepResult"]) -> list[str]:
         """Keys of the columns of the CSV file that have a place in the class, in order."""
-        written = {Written.ALWAYS}
+        written = {"always"}
         if any(result.config.is_shared for result in results):
-            written.add(Written.SHARED)
+            written.add("shared")
         keys: list[str] = []
         for entry in vars(cls).values():
             if isinstance(entry, OtherColumns):
@@ -311,14 +308,16 @@ class StepResult(Quantities):
         failures = (record.failure for record in self.failed)
         return next((failure.message for failure in failures if failure is not None), None)
 
-    forward_mean_ms = _mean(Phase.FORWARD, "Time of forward, the loss included.", 40, 6)
-    forward_std_ms = _std(Phase.FORWARD)
-    backward_mean_ms = _mean(Phase.BACKWARD, "Time of backward.", 50, 7)
-    backward_std_ms = _std(Phase.BACKWARD)
-    optimizer_mean_ms = _mean(Phase.OPTIMIZER, "Time of the optimizer's step.", 70, 8)
-    optimizer_std_ms = _std(Phase.OPTIMIZER)
-    step_mean_ms = _mean(Phase.STEP, "Mean time of a whole step, with its deviation.", 10)
-    step_std_ms = _std(Phase.STEP)
+    forward_mean_ms, forward_std_ms = _times(
+        Phase.FORWARD, "Time of forward, the loss included.", 40, 6
+    )
+    backward_mean_ms, backward_std_ms = _times(Phase.BACKWARD, "Time of backward.", 50, 7)
+    optimizer_mean_ms, optimizer_std_ms = _times(
+        Phase.OPTIMIZER, "Time of the optimizer's step.", 70, 8
+    )
+    step_mean_ms, step_std_ms = _times(
+        Phase.STEP, "Mean time of a whole step, with its deviation.", 10
+    )
 
     @quantity("std/mean", "%", place=100, drop_order=10, scale=100, write=two_digits)
     def step_cv(self) -> Value:
@@ -401,8 +400,7 @@ class StepResult(Quantities):
         ceiling = self.ceilings.flops_per_s(self.device_name, self.config.precision)
         return None if ceiling is None else self.flops_per_s / ceiling
 
-    data_mean_ms = _mean(Phase.DATA, "Time to make a batch.", 30, 9)
-    data_std_ms = _std(Phase.DATA)
+    data_mean_ms, data_std_ms = _times(Phase.DATA, "Time to make a batch.", 30, 9)
 
     _shortcuts = OtherColumns(*placed_settings(20, 29))
 
@@ -431,15 +429,15 @@ class StepResult(Quantities):
         """Fresh processes that were measured."""
         return len(self.measured(Phase.STEP))
 
-    communication_mean_ms = _mean(
+    communication_mean_ms, communication_std_ms = _times(
         Phase.COMMUNICATION,
         "Time between backward and the optimizer in which ranks still average gradients.",
         60,
         7,
+        in_csv="shared",
     )
-    communication_std_ms = _std(Phase.COMMUNICATION)
 
-    @quantity("sent", "MiB", place=110, drop_order=11, write=three_digits, in_csv=Written.SHARED)
+    @quantity("sent", "MiB", place=110, drop_order=11, write=three_digits, in_csv="shared")
     def sent_mib(self) -> Value:
         """What one rank sends in a step, if the ranks form a ring."""
         if not self.config.is_shared:
@@ -450,12 +448,7 @@ class StepResult(Quantities):
         return scaled(max(sent_bytes, default=None), 1 / MIB)
 
     @quantity(
-        "collectives, predicted",
-        "ms",
-        place=120,
-        drop_order=3,
-        write=rounded,
-        in_csv=Written.SHARED,
+        "collectives, predicted", "ms", place=120, drop_order=3, write=rounded, in_csv="shared"
     )
     def predicted_collectives_ms(self) -> Value:
         """Time of the step's collectives one after the other, by measured times of such
@@ -469,7 +462,7 @@ class StepResult(Quantities):
 
     # quantities that only tables have
 
-    @quantity("energy", "J", place=165, drop_order=13, in_csv=Written.NEVER, of_one_run=True)
+    @quantity("energy", "J", place=165, drop_order=13, in_csv="never", of_one_run=True)
     def energy_per_step_j(self) -> Value:
         """Energy of all GPUs in a step, by their own counters, the mean over processes."""
         energies_j = []
@@ -480,13 +473,13 @@ class StepResult(Quantities):
                 energies_j.append(sum(filter(None, known_j)))
         return statistics.fmean(energies_j) if energies_j else None
 
-    @quantity("first measured step", "ms", drop_order=2, in_csv=Written.NEVER)
+    @quantity("first measured step", "ms", drop_order=2, in_csv="never")
     def first_step_ms(self) -> Value:
         """Time of the first step after warm-up."""
         first_s = [measurement.times_s[0] for measurement in self.measured(Phase.STEP)]
         return statistics.fmean(first_s) * MS if first_s else None
 
-    @quantity(in_csv=Written.NEVER)
+    @quantity(in_csv="never")
     def prediction_is_doubted(self) -> bool:
         """Whether the ceilings of the forecast are in doubt."""
         if self.forecast is None or self.device_name is None:
@@ -494,7 +487,7 @@ class StepResult(Quantities):
         curves = self.ceilings.curves(self.device_name)
         return curves is not None and curves.is_in_doubt
 
-    @quantity(in_csv=Written.NEVER)
+    @quantity(in_csv="never")
     def prediction_is_shipped(self) -> bool:
         """Whether the ceilings of the forecast come with this program."""
         return self.forecast is not None and self.ceilings.is_shipped(self.device_name or "")
