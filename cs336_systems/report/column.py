@@ -2,7 +2,7 @@
 
 A `Quantity` is a column that also says how its value is computed. It is declared as a method:
 
-    class StepResult(Quantities):
+    class StepResult:
         @quantity("tokens/s", place=44)
         def tokens_per_s(self) -> float | None:
             \"\"\"Tokens of a step over its mean time.\"\"\"
@@ -12,7 +12,7 @@ docstring is the explanation. `StepResult.tokens_per_s` is the column itself.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Generic, Literal, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
@@ -151,28 +151,6 @@ def quantity(
         return Quantity(name, unit, about, compute=compute, **changes)
 
     return declare
-
-
-class Quantities(Mapping[str, Any]):
-    """A row whose values are quantities, and attributes; code for any table reads them by key."""
-
-    @classmethod
-    def entries(cls) -> Iterator[Quantity[Any]]:
-        """The quantities in the order of their declaration."""
-        for value in vars(cls).values():
-            if isinstance(value, Quantity):
-                yield value
-
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
-        if not hasattr(type(self), key) and key not in vars(self):
-            raise KeyError(key)
-        return getattr(self, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return (entry.key for entry in self.entries())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 two_digits, three_digits, six_digits = (partial(significant, digits=digits) for digits in (2, 3, 6))

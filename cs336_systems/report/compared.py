@@ -184,7 +184,7 @@ def _section(
         *identity_columns(rows, [name for name in ALWAYS if name not in differing]),
         *known(columns_of(*rates, *SWEEPS), rows),
     ]
-    shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
+    shared = shared_settings([(row.config, row["device_name"]) for own in found for row in own])
     notes = [*told, *([f"{shared}."] if shared else [])]
     table = make_table(
         "A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told
@@ -197,7 +197,7 @@ def _section(
 def _matched(found: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", found, strict=True):
-        if len({row["config"] for row in rows}) < len(rows):
+        if len({row.config for row in rows}) < len(rows):
             raise ValueError(
                 f"{name} has the same configuration on several devices; keep each device's runs "
                 "apart"
@@ -209,7 +209,7 @@ def _matched(found: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> com
             "no configuration of A is in B; see the results of each with `cs336 report`"
         )
     for i, j in matching.pairs:
-        compare.refuse_other_work(found[0][i]["config"], found[1][j]["config"])
+        compare.refuse_other_work(found[0][i].config, found[1][j].config)
         if (of_a := a[i]["warmup_steps"]) != (of_b := b[j]["warmup_steps"]) and not allow_mixed:
             raise ValueError(
                 f"A had {of_a} warm-up steps and B had {of_b}, to which a difference may be due; "
@@ -246,7 +246,7 @@ def _row(
     row: Row = {**identity, "identity": identity}
     measured = []
     for side, own, of_side in zip("ab", (a, b), times, strict=True):
-        measured.append(of_side.get(own["config"], {}) if own else {})
+        measured.append(of_side.get(own.config, {}) if own else {})
         row |= {f"{name}_{side}": own["identity"][name] if own else None for name in differing}
         row |= {
             f"{side}_{name}": own[name] if own else None
@@ -269,7 +269,7 @@ def _row(
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    per = "" if a["config"].tokens_per_step == b["config"].tokens_per_step else " per token"
+    per = "" if a.config.tokens_per_step == b.config.tokens_per_step else " per token"
     found = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
     doubted = in_doubt([*a.codes, *b.codes])
     ratio = {
@@ -323,7 +323,7 @@ def _what_is_what(
             f"They differ throughout in {', '.join(told)}; rows are matched by all other settings."
         )
     for i, j in matching.pairs:
-        a, b = (row["config"].tokens_per_step for row in (found[0][i], found[1][j]))
+        a, b = (row.config.tokens_per_step for row in (found[0][i], found[1][j]))
         if a != b:
             yield (
                 f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, "

@@ -50,11 +50,6 @@ def png_of(picture: Picture) -> bytes:
     return to_png(_figure(picture))
 
 
-def svg_of(picture: Picture, name: str) -> str:
-    """The picture as an element of a page; `name` is its identifier there."""
-    return to_svg(_figure(picture), name)
-
-
 def _figure(picture: Picture) -> Figure:
     return figure_of(picture) if isinstance(picture, Chart) else picture.make()
 
@@ -232,13 +227,14 @@ def to_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an element of a page, in which words are texts; greys turn around on a dark
-    page.
+def svg_of(picture: Picture, name: str) -> str:
+    """The picture as an element of a page, in which words are texts; greys turn around on a dark
+    page. `name` is its identifier there.
 
     Its identifiers differ from those of pictures of other names. What has more points than
     MOST_POINTS is an image.
     """
+    figure = _figure(picture)
     for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
         shape: Any = artist
         paths = shape.get_paths() if isinstance(artist, Collection) else [shape.get_path()]

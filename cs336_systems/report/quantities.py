@@ -6,7 +6,7 @@ in the class is its place in results.csv.
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ from ..costs.ranks_time import predicted_time
 from ..costs.time import TimePrediction
 from ..record import Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
-from .column import Quantities, Quantity, Written, quantity, signed, three_digits, two_digits
+from .column import Quantity, Written, quantity, signed, three_digits, two_digits
 from .identity import Identity, identity, placed_settings
 from .words import (
     DOUBT,
@@ -145,11 +145,13 @@ def _speed_up(
     )
 
 
-class StepResult(Quantities):
+class StepResult(Mapping[str, Any]):
     """One configuration on one device, measured by the processes of `records`.
 
     If some repeats failed, the times are those of the others, `status` and `error` are those of the
     first failure, and `warnings` counts the failures. An unknown quantity is None.
+
+    Its quantities are attributes. Code for any table reads them, and the settings, by key.
     """
 
     def __init__(self, config: RunConfig, records: Sequence[RunRecord], ceilings: Ceilings) -> None:
@@ -162,14 +164,22 @@ class StepResult(Quantities):
         self.baselines: dict[tuple[str, ...], StepResult] = {}
         """The result that a speed-up is over, by the settings in which they differ."""
 
+    @classmethod
+    def entries(cls) -> Iterator[Quantity[Any]]:
+        """The quantities that the class itself declares, in order."""
+        return (entry for entry in vars(cls).values() if isinstance(entry, Quantity))
+
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
-        is_quantity = isinstance(getattr(type(self), key, None), Quantity)
-        if key in self.identity and not is_quantity:
-            return self.identity[key]
-        return super().__getitem__(key)
+        if isinstance(getattr(type(self), key, None), Quantity):
+            return getattr(self, key)
+        # code for rows of any kind finds the identity of a row in the row
+        return self.identity if key == "identity" else self.identity[key]
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys([*self.identity, *super().__iter__()])
+        yield from dict.fromkeys([*self.identity, *(entry.key for entry in self.entries())])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
     @classmethod
     def speed_ups(cls) -> Iterator[SpeedUp]:
