@@ -54,6 +54,7 @@ __all__ = (
     "MAX_PARAMETERS",
     "MAX_RANKS",
     "MODULE_DEPTH",
+    "OF_SEVERAL_RANKS",
     "PACKED_MULTIPLE",
     "SETTINGS",
     "SIZES",
@@ -1039,7 +1040,7 @@ class RunConfig:
     @property
     def alone(self) -> "RunConfig":
         """The same step in one process."""
-        return self.with_defaults("parallel", "ranks", "shard_optimizer", "own_ddp", "bucket_mib")
+        return self.with_defaults(*OF_SEVERAL_RANKS)
 
     @property
     def needs_fast_model(self) -> bool:
@@ -1101,3 +1102,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
     }
 )
 """The declarations of all settings of a run, by their names."""
+OF_SEVERAL_RANKS = tuple(
+    name
+    for name, setting in SETTINGS.items()
+    if setting.group == "parallel" or (setting.used_with and setting.used_with[0] == "parallel")
+)
+"""Settings that say how ranks share a step, `parallel` first."""

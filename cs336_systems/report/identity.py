@@ -91,6 +91,7 @@ def placed_settings(first: int, last: int) -> list[str]:
 
 
 def _where(is_chosen: Callable[[Setting], bool]) -> list[str]:
+    """The columns with such declarations, in the order of CSV files."""
     return [name for name in _ORDERED if is_chosen(_setting(name))]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..analysis.statistics import mean_interval, quotient_stdev
 from ..analysis.warnings import in_doubt
-from ..config import Phase, RunConfig
+from ..config import OF_SEVERAL_RANKS, Phase, RunConfig
 from ..costs.accounting import mfu, step_flops
 from ..costs.communication import calls
 from ..costs.curves import time_s
@@ -132,6 +132,7 @@ def _times(
 def _speed_up(
     baseline: str, about: str, *settings: str, place: int, name: str = "speed-up", scale: float = 1
 ) -> SpeedUp:
+    """The column of a speed-up over a baseline that differs in these settings."""
     return SpeedUp(
         name,
         baseline,
@@ -533,11 +534,7 @@ class StepResult(Mapping[str, Any]):
         "%",
         "Time of the step of one process over that of all ranks, each of which has as large a "
         "batch.",
-        "parallel",
-        "ranks",
-        "shard_optimizer",
-        "own_ddp",
-        "bucket_mib",
+        *OF_SEVERAL_RANKS,
         place=220,
         name="weak scaling",
         scale=100,

@@ -75,6 +75,7 @@ _OVER_LAST, _OVER_FIRST = attrgetter("over_last"), attrgetter("over_first")
 
 
 def _speed_up(name: str, about: str, gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
+    """Column of the ratio of a gain."""
     return Quantity(
         name,
         "",
@@ -99,7 +100,22 @@ def _low(gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
 
 
 def _high(gain: Callable[[Any], Gain]) -> Quantity[Value]:
+    """Upper end of the interval of a speed-up, in CSV files only."""
     return Quantity("", "", "Upper end of the interval.", compute=lambda rung: gain(rung).high)
+
+
+def _most(
+    name: str, about: str, count: Callable[[Compilation], int], drop: int
+) -> Quantity[int | None]:
+    """The largest count of the compilations of a rung's processes."""
+    return Quantity(
+        name,
+        "",
+        about,
+        compute=lambda rung: max(map(count, rung.compilations), default=None),
+        drop_order=drop,
+        write=str,
+    )
 
 
 class RungResult(StepResult):
@@ -212,20 +228,16 @@ class RungResult(StepResult):
         # the process that found least in the compiler's cache
         return max((compilation.seconds for compilation in self.compilations), default=None)
 
-    @quantity("graphs", drop_order=6, write=str)
-    def graphs(self) -> int | None:
-        """Graphs that were compiled."""
-        return max((compilation.graphs for compilation in self.compilations), default=None)
-
-    @quantity("graph breaks", drop_order=7, write=str)
-    def graph_breaks(self) -> int | None:
-        """Places where the compiler gave up a graph."""
-        return max((compilation.graph_breaks for compilation in self.compilations), default=None)
-
-    @quantity("recompiles", drop_order=8, write=str)
-    def recompiles(self) -> int | None:
-        """Graphs that were compiled again."""
-        return max((compilation.recompiles for compilation in self.compilations), default=None)
+    graphs = _most("graphs", "Graphs that were compiled.", lambda made: made.graphs, 6)
+    graph_breaks = _most(
+        "graph breaks",
+        "Places where the compiler gave up a graph.",
+        lambda made: made.graph_breaks,
+        7,
+    )
+    recompiles = _most(
+        "recompiles", "Graphs that were compiled again.", lambda made: made.recompiles, 8
+    )
 
     @quantity("loss 20", drop_order=5, write=six_digits)
     def loss_20(self) -> Value:
@@ -277,6 +289,7 @@ class RungResult(StepResult):
 
 
 def _gain(slower: RungResult | None, faster: RungResult) -> Gain:
+    """The gain over another rung, with its interval; all unknown without one."""
     interval = None if slower is None else speed_up(slower.blocks, faster.blocks)
     if slower is None or interval is None:
         return Gain()
