@@ -257,11 +257,6 @@ class StepResult(Mapping[str, Any]):
         """The counters of memory of each process that has any."""
         return [record.memory for record in self.done if record.memory is not None]
 
-    @property
-    def ended(self) -> str:
-        """How the runs ended, in words."""
-        return "not run" if self.status is None else STATUS_WORDS[self.status]
-
     @cached_property
     def codes(self) -> list[str]:
         """The warnings of all processes, and how many of these failed if some did not."""
@@ -483,6 +478,11 @@ class StepResult(Mapping[str, Any]):
             if len(known_j) == len(of_gpus) and None not in known_j:
                 energies_j.append(sum(filter(None, known_j)))
         return statistics.fmean(energies_j) if energies_j else None
+
+    @quantity(numeric=False, in_csv="never")
+    def ended(self) -> str:
+        """How the runs ended, in words."""
+        return "not run" if self.status is None else STATUS_WORDS[self.status]
 
     @quantity("first measured step", "ms", drop_order=2, in_csv="never")
     def first_step_ms(self) -> Value:

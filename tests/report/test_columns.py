@@ -1,4 +1,4 @@
-"""Columns turn values to text, and a table keeps the values as a data frame."""
+"""Columns turn values to text."""
 
 import math
 

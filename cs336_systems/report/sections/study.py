@@ -94,12 +94,11 @@ def promised_bandwidth(device_name: str) -> float | None:
 
 
 def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
-    """Pivot the rows, as pandas does: one row for each combination of the values under the keys
-    `index`.
+    """Pivot the rows: one row for each combination of the values under the keys `index`.
 
     `name` is the key whose values become columns. A pivoted row holds the original row under its
-    value of `name`, for `across`, and each value of it under `NAME KEY`, for the table's frame;
-    None if there is no such row.
+    value of `name`, for `across`, and every value of the original row under `NAME KEY`; None where
+    there is no such row.
     """
     kept = list(rows)
     unknown: dict[Any, Any] = {}
