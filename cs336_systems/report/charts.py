@@ -5,6 +5,7 @@ draws them on a page.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from ..analysis.kernels.classes import KernelClass
@@ -75,7 +76,8 @@ class Chart:
     @property
     def visible_styles(self) -> dict[str, Style]:
         """Styles of the parts that can be seen in some bar."""
-        return visible([bar for panel in self.panels for bar in panel.bars], self.styles)
+        bars = chain.from_iterable(panel.bars for panel in self.panels)
+        return visible(bars, self.styles)
 
 
 def visible(bars: Iterable[Bar], styles: Mapping[str, Style]) -> dict[str, Style]:

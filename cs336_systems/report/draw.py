@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Literal
 
 import matplotlib
@@ -56,7 +57,8 @@ def _figure(picture: Picture) -> Figure:
 
 def figure_of(chart: Chart) -> Figure:
     """The chart as a figure of matplotlib."""
-    names = [wrapped(bar.name) for panel in chart.panels for bar in panel.bars]
+    bars = chain.from_iterable(panel.bars for panel in chart.panels)
+    names = [wrapped(bar.name) for bar in bars]
     handles: Handles = {
         inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()
     }
@@ -209,7 +211,7 @@ def legend_below(
         named = {str(handle.get_label()): handle for handle in handles}
     missing = -len(named) % num_columns if len(named) > num_columns else 0
     whole = [*named.items(), *[("", Patch(alpha=0.0))] * missing]
-    by_column = [entry for column in range(num_columns) for entry in whole[column::num_columns]]
+    by_column = list(chain.from_iterable(whole[n::num_columns] for n in range(num_columns)))
     figure.legend(
         [handle for _, handle in by_column],
         [label for label, _ in by_column],

@@ -56,7 +56,8 @@ def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_csv_text(name) for name in header])
-    writer.writerows([_csv_cell(value) for value in row] for row in rows)
+    for row in rows:
+        writer.writerow(map(_csv_cell, row))
     return buffer.getvalue()
 
 
@@ -84,7 +85,9 @@ def to_markdown(table: Table) -> str:
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
     header = line(_markdown(heading.label) for heading in table.headings)
     rows = [line(map(_markdown, row)) for row in table.rows]
-    notes = [text for note in table.notes for text in ("", _markdown_paragraph(note))]
+    notes: list[str] = []
+    for note in table.notes:
+        notes += ["", _markdown_paragraph(note)]
     return _text_of(f"### {_markdown(table.title)}", "", header, line(rules), *rows, *notes)
 
 

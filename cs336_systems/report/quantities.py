@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from ..analysis.statistics import mean_interval, quotient_stdev
@@ -29,6 +30,7 @@ from .words import (
     GIB,
     MIB,
     STATUS_WORDS,
+    TERA,
     interval_digits,
     interval_text,
     mean_and_std,
@@ -229,7 +231,7 @@ class StepResult(Mapping[str, Any]):
     @cached_property
     def times_s(self) -> list[float]:
         """The times of all measured steps of all processes."""
-        return [time_s for step in self.measured(Phase.STEP) for time_s in step.times_s]
+        return list(chain.from_iterable(step.times_s for step in self.measured(Phase.STEP)))
 
     @cached_property
     def interval_s(self) -> tuple[float, float] | tuple[None, None]:
@@ -242,9 +244,11 @@ class StepResult(Mapping[str, Any]):
 
     @cached_property
     def flops_per_s(self) -> Value:
-        """The model's FLOPs over the mean step."""
-        flops = step_flops(self.config) if self.step.mean_s else None
-        return None if flops is None or not self.step.mean_s else flops / self.step.mean_s
+        """The model's FLOPs of one rank over the mean step."""
+        if not self.step.mean_s:
+            return None
+        flops = step_flops(self.config)
+        return None if flops is None else flops / self.step.mean_s
 
     @cached_property
     def forecast(self) -> TimePrediction | None:
@@ -260,7 +264,8 @@ class StepResult(Mapping[str, Any]):
     @cached_property
     def codes(self) -> list[str]:
         """The warnings of all processes, and how many of these failed if some did not."""
-        codes = [str(warning.code) for record in self.records for warning in record.warnings]
+        warnings = chain.from_iterable(record.warnings for record in self.records)
+        codes = [str(warning.code) for warning in warnings]
         if self.done and self.failed:
             codes.append(f"{len(self.failed)}-of-{len(self.records)}-repeats-failed")
         return list(dict.fromkeys(codes))
@@ -329,7 +334,7 @@ class StepResult(Mapping[str, Any]):
     def step_cv(self) -> Value:
         """Standard deviation of a step over its mean."""
         mean_s, stdev_s = self.step
-        return None if stdev_s is None or not mean_s else stdev_s * (1 / mean_s)
+        return None if stdev_s is None or not mean_s else stdev_s / mean_s
 
     @quantity("median", "ms")
     def step_median_ms(self) -> Value:
@@ -365,9 +370,7 @@ class StepResult(Mapping[str, Any]):
     @quantity("model FLOPs", "TFLOP/s")
     def model_tflops_per_s(self) -> Value:
         """The model's FLOPs per second, those of all ranks together."""
-        if not self.step.mean_s:
-            return None
-        return scaled(step_flops(self.config), self.config.ranks * 1e-12 / self.step.mean_s)
+        return scaled(self.flops_per_s, self.config.ranks / TERA)
 
     @quantity("MFU", "%", place=140, drop_order=3, scale=100, write=three_digits)
     def mfu(self) -> Value:

@@ -84,7 +84,7 @@ def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
 
 def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """The columns that are not empty in every row."""
-    return [column for column in columns if any(column.cell(row) for row in rows)]
+    return [column for column in columns if any(map(column.cell, rows))]
 
 
 def quantity_table(
@@ -114,10 +114,13 @@ def make_table(
     `findings` are those of the notes that say what stands out.
     """
     kept = tuple(rows)
+    cells = []
+    for row in kept:
+        cells.append(tuple(column.cell(row) for column in columns))
     return Table(
         title=title,
         headings=tuple(columns),
-        rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
+        rows=tuple(cells),
         notes=tuple(notes),
         findings=tuple(findings),
         failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),

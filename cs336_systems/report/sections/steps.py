@@ -87,9 +87,11 @@ def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
         yield OFFERED
     yield "Times are mean ± standard deviation over the measured steps of a process."
     yield from too_few_note(result.processes for result in results)
-    few = [result for result in results if result.processes < FEWEST]
-    entries = list(StepResult.speed_ups())
-    if any(result[entry.key] for entry in entries for result in few):
+    gains, of_few = [], []
+    for entry in StepResult.speed_ups():
+        gains += [result.gain(entry.settings) for result in results]
+        of_few += [result[entry.key] for result in results if result.processes < FEWEST]
+    if any(of_few):
         yield CHANCE
     if any(result.prediction_is_shipped for result in results):
         yield SHIPPED
@@ -97,7 +99,6 @@ def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
         yield DOUBTED_FORECAST
     if has_csv:
         yield from warning_notes([result.warnings for result in results])
-    gains = [result.gain(entry.settings) for entry in entries for result in results]
     if any(gain.is_doubted for gain in gains):
         yield DOUBTED
 
