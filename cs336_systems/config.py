@@ -59,6 +59,7 @@ __all__ = (
     "SETTINGS",
     "SIZES",
     "UNSIZED",
+    "USED_WITH",
     "WATCHED",
     "Arch",
     "Attention",
@@ -1102,9 +1103,13 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
     }
 )
 """The declarations of all settings of a run, by their names."""
+USED_WITH = {
+    name: setting.used_with for name, setting in SETTINGS.items() if setting.used_with is not None
+}
+"""Settings that only have an effect with some values of another one: that one, and its values."""
 OF_SEVERAL_RANKS = tuple(
     name
     for name, setting in SETTINGS.items()
-    if setting.group == "parallel" or (setting.used_with and setting.used_with[0] == "parallel")
+    if setting.group == "parallel" or USED_WITH.get(name, ("",))[0] == "parallel"
 )
 """Settings that say how ranks share a step, `parallel` first."""

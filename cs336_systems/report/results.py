@@ -1,7 +1,7 @@
 """The results of sweeps and of studies, and the sections that show them."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -121,14 +121,16 @@ class Results:
                 tables += [rows_with(table, "number", {1}) for table in findings.tables]
         return [*tables, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
-    def write(self, output: Path, status: Callable[..., object]) -> None:
-        """Write the tables and pictures that records and profiles support together; `status`
-        shows what is done.
+    def write(
+        self, output: Path, status: Callable[..., object], formats: Collection[str] = ()
+    ) -> None:
+        """Write the tables and pictures that records and profiles support together, tables also in
+        `formats`; `status` shows what is done.
         """
         sections = list(itertools.chain.from_iterable(self.sections.values()))
         for done, section in enumerate(sections):
             status(f"writing tables and pictures of {section.name}", done, len(sections))
-            write_files({**texts_of(section), **pngs_of(section)}, output)
+            write_files({**texts_of(section), **pngs_of(section)}, output, formats)
 
 
 Study: TypeAlias = CeilingsStudy | AttentionStudy | FusionStudy | PrecisionStudy
@@ -165,9 +167,9 @@ class StudyResults:
             return [fusion_section(self.study)]
         return precision_sections(self.study)
 
-    def write(self, directory: Path) -> None:
-        """Write the tables into the directory. The record stays as it is: a study may be writing
-        it.
+    def write(self, directory: Path, formats: Collection[str] = ()) -> None:
+        """Write the tables into the directory, also in `formats`. The record stays as it is: a
+        study may be writing it.
         """
         for section in self.sections:
-            write_files(texts_of(section), directory)
+            write_files(texts_of(section), directory, formats)

@@ -3,14 +3,14 @@ picture.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ...analysis.compare import Blocks, Verdict, compare_in_turn, measured_steps
+from ...analysis.compare import StepBlocks, Verdict, compare_in_turn, measured_steps
 from ...analysis.kernels.step_profile import StepProfile, Work
 from ...analysis.statistics import FEWEST
 from ...config import SETTINGS, Device, RunConfig
@@ -152,7 +152,7 @@ class RungResult(StepResult):
             self.identity["attention"] = f"{model.attention}-{model.sdpa_backend}"
 
     @cached_property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> StepBlocks:
         """The times of the processes, by repeat."""
         return measured_steps(self.records)
 
@@ -376,7 +376,7 @@ def fastest_rung(rungs: Rungs) -> RungResult | None:
     return min(credited, key=lambda rung: rung.step_mean_ms or math.inf, default=None)
 
 
-def speed_up(slow: Blocks, fast: Blocks) -> tuple[float, Value, Value] | None:
+def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, Value, Value] | None:
     """The speed-up and its interval, from the processes of both sides; None if a side has none.
 
     Both are those of `cs336 compare`, inverted; there is no interval without FEWEST processes,
@@ -482,10 +482,10 @@ def _gate_notes(rungs: Rungs) -> Iterator[str]:
         yield f"No verdict where {reason}."
 
 
-def write_ladder_report(rungs: Rungs, directory: Path) -> list[Path]:
-    """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
+def write_ladder_report(rungs: Rungs, directory: Path, formats: Collection[str] = ()) -> list[Path]:
+    """Write ladder.csv, .md and the other `formats`, and plots/ladder.png; return their paths."""
     section = ladder_section(rungs)
-    return write_files({**texts_of(section), **pngs_of(section)}, directory)
+    return write_files({**texts_of(section), **pngs_of(section)}, directory, formats)
 
 
 def settings(rungs: Rungs) -> str:
