@@ -1,22 +1,87 @@
-"""What to run: the shape of the model, the settings of the step, the size presets."""
+"""What to run: the settings of a step, with choices and shapes, which others import from here."""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Annotated, Any
 
+from .choices import (
+    Arch,
+    Attention,
+    CompileMode,
+    Device,
+    LossKind,
+    Mode,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    Profiler,
+    SdpaBackend,
+)
+from .rules import (
+    BF16,
+    CAST_ONCE,
+    FUSED_BLOCKS,
+    FUSED_OPTIMIZER,
+    NOT_OF_A_MODULE,
+    ON_GPU,
+    OUR_MODEL,
+    SDPA,
+    TRAINING,
+    UNSCALED,
+    WHOLE_GRADIENTS,
+    is_import_name,
+    is_unicode,
+    needs,
+    not_with,
+)
 from .settings import ByDevice, Rule, Setting, check, declared, in_words, make_choices, non_defaults
+from .shapes import MAX_PARAMETERS, SIZES, ModelConfig
 
-MAX_PARAMETERS = 10**12
-"""Most parameters of a model. In fp32 they take 4 TB, which fit no device, so a larger number is
-a typing error.
-"""
+__all__ = (
+    "BUCKET_MIB",
+    "EAGER_STEPS_BEFORE_GRAPH",
+    "FLASH_4_HEADS",
+    "FP8_MULTIPLE",
+    "MAX_ELEMENTS",
+    "MAX_MEASURED_RANKS",
+    "MAX_PADDING",
+    "MAX_PARAMETERS",
+    "MAX_RANKS",
+    "MODULE_DEPTH",
+    "OF_SEVERAL_RANKS",
+    "PACKED_MULTIPLE",
+    "SETTINGS",
+    "SIZES",
+    "UNSIZED",
+    "USED_WITH",
+    "WATCHED",
+    "Arch",
+    "Attention",
+    "CompileMode",
+    "Device",
+    "LossKind",
+    "Mode",
+    "ModelConfig",
+    "OptimizerKind",
+    "Parallel",
+    "Phase",
+    "Precision",
+    "Profiler",
+    "RunConfig",
+    "SdpaBackend",
+    "is_import_name",
+)
+
 MAX_ELEMENTS = 2**42
-"""Bound on the elements of the logits and of one block's attention scores, for the same reason."""
+"""Bound on the elements of the logits and of one block's attention scores, which fit no device
+either.
+"""
 FP8_MULTIPLE = 16
 """All sizes of a matmul in fp8 must be multiples of this, for cuBLAS."""
 PACKED_MULTIPLE = 8
@@ -55,377 +120,6 @@ one runs with both.
 """
 
 
-class Arch(StrEnum):
-    """Family of the model: the course's (RMSNorm, SwiGLU, RoPE) or GPT-2's."""
-
-    CS336 = "cs336"
-    GPT2 = "gpt2"
-
-
-class Mode(StrEnum):
-    """How much of a training step runs."""
-
-    INFERENCE = "inference"
-    FORWARD = "forward"
-    FORWARD_BACKWARD = "forward-backward"
-    TRAIN = "train"
-
-
-class Phase(StrEnum):
-    """A part of a step that has its own time; STEP is the whole, by the host's clock."""
-
-    DATA = "data"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    COMMUNICATION = "communication"
-    OPTIMIZER = "optimizer"
-    STEP = "step"
-
-
-class Precision(StrEnum):
-    """Precision of the matmuls; parameters are always fp32."""
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-
-class Attention(StrEnum):
-    """Scores, softmax and values as separate operations, or PyTorch's fused attention."""
-
-    NAIVE = "naive"
-    SDPA = "sdpa"
-
-
-class SdpaBackend(StrEnum):
-    """Which of PyTorch's fused attention kernels to allow; auto lets PyTorch choose."""
-
-    AUTO = "auto"
-    FLASH = "flash"
-    CUDNN = "cudnn"
-    EFFICIENT = "efficient"
-    MATH = "math"
-
-
-class OptimizerKind(StrEnum):
-    """AdamW written out, one tensor at a time, PyTorch's foreach or fused AdamW, or the user's
-    own optimizer.
-    """
-
-    ADAMW = "adamw"
-    FOREACH = "foreach"
-    FUSED = "fused"
-    OWN = "own"
-
-
-class CompileMode(StrEnum):
-    """Mode of torch.compile; none is eager."""
-
-    NONE = "none"
-    DEFAULT = "default"
-    REDUCE_OVERHEAD = "reduce-overhead"
-    MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
-
-
-class Parallel(StrEnum):
-    """How several ranks share a step: not at all, by one of our ways or PyTorch's to average the
-    gradients of whole models (ddp), or of models whose parameters are sharded (fsdp).
-    """
-
-    NONE = "none"
-    DDP_NAIVE = "ddp-naive"
-    DDP_FLAT = "ddp-flat"
-    DDP_OVERLAP = "ddp-overlap"
-    DDP_PUSH = "ddp-push"
-    DDP = "ddp"
-    FSDP = "fsdp"
-    FSDP_PUSH = "fsdp-push"
-    FSDP2 = "fsdp2"
-    OWN = "own"
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether each rank keeps only its part of the parameters, their gradients and the
-        optimizer's state.
-        """
-        return self.is_fsdp or self is Parallel.FSDP2
-
-    @property
-    def is_fsdp(self) -> bool:
-        """Whether each rank has its part of every matrix, and vectors whole: our fully sharded
-        data parallelism.
-        """
-        return self in (Parallel.FSDP, Parallel.FSDP_PUSH)
-
-    @property
-    def takes_any_tensor(self) -> bool:
-        """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs
-        can hold collectives.
-        """
-        return self not in (Parallel.DDP, Parallel.FSDP2, Parallel.OWN)
-
-    @property
-    def writes_to_others(self) -> bool:
-        """Whether a rank writes to the other ranks' memory itself, and so must see their GPUs."""
-        return self in (Parallel.DDP_PUSH, Parallel.FSDP_PUSH)
-
-
-class LossKind(StrEnum):
-    """Cross-entropy of the logits, or the loss that a user's own model computes itself."""
-
-    CROSS_ENTROPY = "cross-entropy"
-    MODEL = "model"
-
-
-class Profiler(StrEnum):
-    """Profiler of the measured steps: none, Nsight Systems, torch.profiler (Kineto), or the
-    allocator's history.
-    """
-
-    NONE = "none"
-    NSYS = "nsys"
-    KINETO = "kineto"
-    MEMORY = "memory"
-
-
-class Device(StrEnum):
-    """Where the step runs."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-_PRESET = "the preset's"
-"""Shown in the help as the default of settings that the size decides."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Shape of a decoder-only Transformer language model."""
-
-    arch: Annotated[Arch, Setting(word="", note="{} architecture")] = Arch.CS336
-    vocab_size: Annotated[
-        int,
-        Setting(
-            "Entries of the vocabulary (tokens).",
-            default=_PRESET,
-            least=1,
-            heading="vocab_size",
-            note="vocabulary of {}",
-        ),
-    ] = 10_000
-    context_length: Annotated[
-        int,
-        Setting(
-            "Tokens in a sequence.",
-            default="1024 for gpt2",
-            plural="context_lengths",
-            least=1,
-            heading="context",
-            word="ctx",
-            label=0,
-            by_device=ByDevice(
-                gpu=512, cpu=128, gpu_sweep=(128, 256, 512), cpu_sweep=(64, 128, 256)
-            ),
-        ),
-    ] = 512
-    d_model: Annotated[
-        int,
-        Setting(
-            "Width of the residual stream (elements).", default=_PRESET, least=1, heading="d_model"
-        ),
-    ]
-    d_ff: Annotated[
-        int,
-        Setting(
-            "Width of the feed-forward layer (elements).", default=_PRESET, least=1, heading="d_ff"
-        ),
-    ]
-    num_layers: Annotated[
-        int, Setting("Blocks, one after the other.", default=_PRESET, least=1, heading="num_layers")
-    ]
-    num_heads: Annotated[
-        int,
-        Setting(
-            "Attention heads; must divide d_model.", default=_PRESET, least=1, heading="num_heads"
-        ),
-    ]
-    rope_theta: Annotated[
-        float,
-        Setting(
-            "Base of the rotary position embedding's wavelengths.",
-            default="10000.0",
-            heading="rope_theta",
-            note="RoPE theta {}",
-            rules=(
-                Rule(
-                    lambda model: 0 < model.rope_theta < float("inf"),
-                    "rope_theta must be positive and finite, got {config.rope_theta}",
-                ),
-            ),
-        ),
-    ] = 10_000.0
-    attention: Annotated[
-        Attention,
-        Setting(
-            "naive: scores, softmax and values one by one. sdpa: PyTorch's fused attention.",
-            plural="attention",
-            chosen_by_fast=True,
-            word="",
-            label=1,
-            note="{} attention",
-        ),
-    ] = Attention.NAIVE
-    sdpa_backend: Annotated[
-        SdpaBackend,
-        Setting(
-            "Which kernel sdpa may use; auto lets PyTorch choose.",
-            word="",
-            label=1,
-            column="",
-            rules=(
-                Rule(
-                    lambda model: model.attention is Attention.SDPA,
-                    "sdpa_backend {config.sdpa_backend} needs attention sdpa, got attention "
-                    "{config.attention}",
-                ),
-            ),
-        ),
-    ] = SdpaBackend.AUTO
-
-    def __post_init__(self) -> None:
-        make_choices(self)
-        check(self)
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"d_model must be divisible by num_heads, got {self.d_model} and {self.num_heads}"
-            )
-        if self.arch is Arch.CS336 and self.d_head % 2:
-            raise ValueError(
-                "RoPE rotates pairs, so d_model / num_heads must be even, "
-                f"got {self.d_model} / {self.num_heads} = {self.d_head}"
-            )
-        matrices = (
-            4 * self.d_model**2 + (3 if self.arch is Arch.CS336 else 2) * self.d_model * self.d_ff
-        )
-        parameters = self.num_layers * matrices + 2 * self.vocab_size * self.d_model
-        if parameters > MAX_PARAMETERS:
-            raise ValueError(
-                f"the model would hold about {parameters:.1e} parameters, more than "
-                f"{MAX_PARAMETERS:.0e}: check d_model, d_ff, num_layers and vocab_size"
-            )
-
-    @property
-    def d_head(self) -> int:
-        """Width of one attention head."""
-        return self.d_model // self.num_heads
-
-
-def _preset(
-    d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int = 10_000
-) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
-
-
-def _gpt2_preset(d_model: int, num_layers: int, num_heads: int) -> ModelConfig:
-    return ModelConfig(
-        arch=Arch.GPT2,
-        vocab_size=50_257,
-        context_length=1024,
-        d_model=d_model,
-        d_ff=4 * d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
-
-
-SIZES: Mapping[str, ModelConfig] = MappingProxyType(
-    {
-        "tiny": _preset(128, 512, 2, 4),
-        "small": _preset(768, 3072, 12, 12),
-        "medium": _preset(1024, 4096, 24, 16),
-        "large": _preset(1280, 5120, 36, 20),
-        "xl": _preset(1600, 6400, 48, 25),
-        "2.7B": _preset(2560, 10240, 32, 32),
-        "8B": _preset(4096, 11008, 34, 32, vocab_size=151_936),
-        "10B": _preset(4608, 12288, 50, 36),
-        "gpt2": _gpt2_preset(768, 12, 12),
-        "gpt2-medium": _gpt2_preset(1024, 24, 16),
-        "gpt2-large": _gpt2_preset(1280, 36, 20),
-        "gpt2-xl": _gpt2_preset(1600, 48, 25),
-    }
-)
-"""The presets by name (CS336 assignment 2, table 1 and, for 8B, its leaderboard; Radford et al.
-2019, table 2).
-"""
-
-
-# rules that several settings share
-
-
-def _needs(needed: str, is_met: Callable[[Any], bool], found: str, subject: str = "{flag}") -> Rule:
-    return Rule(is_met, f"{subject} needs {needed}, got {found}")
-
-
-_OUR_MODEL = _needs(
-    "this project's model",
-    lambda run: run.model_factory is None,
-    "--model {config.model_factory!r}",
-)
-_NOT_OF_A_MODULE = "{flag} must be package.module:Class, got "
-_BF16 = _needs(
-    "--precision bf16",
-    lambda run: run.precision is Precision.BF16,
-    "--precision {config.precision}",
-)
-_UNSCALED = _needs(
-    "a precision whose loss is not scaled",
-    lambda run: run.precision is not Precision.FP16,
-    "--precision {config.precision}",
-)
-_FUSED_OPTIMIZER = _needs(
-    "--optimizer fused",
-    lambda run: run.mode is not Mode.TRAIN or run.optimizer is OptimizerKind.FUSED,
-    "--optimizer {config.optimizer}",
-)
-_WHOLE_GRADIENTS = _needs(
-    "a way that leaves all gradients to each rank (--parallel ddp-naive, ddp-flat, ddp-overlap, "
-    "ddp-push or ddp)",
-    lambda run: run.parallel is not Parallel.NONE and not run.parallel.shards_parameters,
-    "--parallel {config.parallel}",
-)
-
-
-def _alone(
-    flag: str, is_used: Callable[[Any], bool], only: Callable[[Any], bool] = lambda _: True
-) -> Rule:
-    """A rule against a flag that does not work on several ranks yet; it holds for the runs that
-    `only` accepts.
-    """
-    return Rule(
-        lambda run: not (only(run) and is_used(run)),
-        f"{{flag}} {{config.parallel}} cannot be combined with {flag} yet: leave out one of them",
-    )
-
-
-_TRAINING = _needs("--mode train", lambda run: run.mode is Mode.TRAIN, "--mode {config.mode}")
-_ON_GPU = _needs("--device cuda", lambda run: run.device is Device.CUDA, "--device {config.device}")
-_SDPA = _needs(
-    "--attention sdpa",
-    lambda run: run.model.attention is Attention.SDPA,
-    "--attention {config.model.attention}",
-)
-_CAST_ONCE = _needs("--cast-once", lambda run: run.cast_once, "none")
-_FUSED_BLOCKS = _needs("--fused-blocks", lambda run: run.fused_blocks, "none")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One configuration to measure, complete enough for a fresh process to run it.
@@ -447,6 +141,10 @@ class RunConfig:
                 gpu_sweep=("small", "medium", "large", "xl", "2.7B"),
                 cpu_sweep=("tiny",),
             ),
+            csv_place=1,
+            noted="never",
+            is_common=True,
+            leads_flags=True,
         ),
     ]
     """Name of the preset that `model` came from, or `custom`."""
@@ -454,7 +152,15 @@ class RunConfig:
     batch_size: Annotated[
         int,
         Setting(
-            "Sequences in a batch.", plural="batch_size", least=1, heading="batch", note="batch {}"
+            "Sequences in a batch.",
+            plural="batch_size",
+            least=1,
+            heading="batch",
+            note="batch {}",
+            csv_place=9,
+            name_place=3,
+            noted="always",
+            is_common=True,
         ),
     ] = 4
     mode: Annotated[
@@ -465,6 +171,11 @@ class RunConfig:
             plural="modes",
             word="",
             label=0,
+            csv_place=10,
+            name_place=1,
+            noted="always",
+            is_common=True,
+            leads_flags=True,
         ),
     ] = Mode.TRAIN
     precision: Annotated[
@@ -477,16 +188,23 @@ class RunConfig:
             word="",
             label=0,
             rules=(
-                _needs(
+                needs(
                     "--device cuda",
                     lambda run: run.precision is not Precision.TF32 or run.device is Device.CUDA,
                     "--device {config.device}",
                     subject="--precision tf32",
                 ),
             ),
+            csv_place=11,
+            name_place=2,
+            noted="always",
+            is_common=True,
+            leads_flags=True,
         ),
     ] = Precision.FP32
-    device: Annotated[Device, Setting(word="", label=None)] = Device.CPU
+    device: Annotated[
+        Device, Setting(word="", label=None, named_last=True, noted="never", always_in_csv=True)
+    ] = Device.CPU
     warmup_steps: Annotated[
         int,
         Setting(
@@ -498,6 +216,11 @@ class RunConfig:
             label=2,
             note="{} warm-up steps",
             notes={1: "1 warm-up step"},
+            noted="always",
+            always_in_csv=True,
+            without_cost=True,
+            is_common=True,
+            leads_flags=True,
         ),
     ] = 5
     optimizer: Annotated[
@@ -511,12 +234,16 @@ class RunConfig:
             label=1,
             note="{} optimizer",
             rules=(
-                _needs(
+                needs(
                     "--own-optimizer",
                     lambda run: run.optimizer is not OptimizerKind.OWN or run.own_optimizer,
                     "none",
                 ),
             ),
+            csv_place=14,
+            noted="always",
+            unknown_of_loop=True,
+            is_common=True,
         ),
     ] = OptimizerKind.ADAMW
     own_optimizer: Annotated[
@@ -533,14 +260,15 @@ class RunConfig:
             rules=(
                 Rule(
                     lambda run: is_import_name(run.own_optimizer),
-                    _NOT_OF_A_MODULE + "{config.own_optimizer!r}",
+                    NOT_OF_A_MODULE + "{config.own_optimizer!r}",
                 ),
-                _UNSCALED,
+                UNSCALED,
                 Rule(
                     lambda run: not run.shard_optimizer,
                     "{flag} cannot be combined with --shard-optimizer, ours",
                 ),
             ),
+            used_with=("optimizer", (OptimizerKind.OWN,)),
         ),
     ] = None
     compile: Annotated[
@@ -552,6 +280,10 @@ class RunConfig:
             is_shortcut=True,
             label=1,
             note="compile {}",
+            csv_place=13,
+            noted="first",
+            unknown_of_loop=True,
+            is_common=True,
         ),
     ] = CompileMode.NONE
     compile_blocks: Annotated[
@@ -563,8 +295,8 @@ class RunConfig:
             label=1,
             column="",
             rules=(
-                _OUR_MODEL,
-                _needs(
+                OUR_MODEL,
+                needs(
                     "a mode, as in --compile default",
                     lambda run: run.compile is not CompileMode.NONE,
                     "--compile {config.compile}",
@@ -576,7 +308,7 @@ class RunConfig:
         str | None,
         Setting(
             "Your own model as package.module:factory. The factory is called with those of "
-            f"{', '.join(each.name for each in fields(ModelConfig))} that its signature names; "
+            f"{', '.join(size.name for size in fields(ModelConfig))} that its signature names; "
             "the model it returns maps int64 (batch, sequence) to logits (batch, sequence, "
             "vocabulary).",
             flag="model",
@@ -591,6 +323,7 @@ class RunConfig:
                     "model must be package.module:factory, got {config.model_factory!r}",
                 ),
             ),
+            is_common=True,
         ),
     ] = None
     loss: Annotated[
@@ -602,7 +335,7 @@ class RunConfig:
             label=1,
             note="loss of the {}",
             rules=(
-                _needs(
+                needs(
                     "your own model, as in --model package.module:factory",
                     lambda run: run.loss is LossKind.CROSS_ENTROPY or run.model_factory is not None,
                     "none",
@@ -618,12 +351,13 @@ class RunConfig:
             label=6,
             note="modules to depth {}",
             rules=(
-                _needs(
+                needs(
                     "your own model, as in --model package.module:factory",
                     lambda run: run.model_factory is not None,
                     "none",
                 ),
             ),
+            without_cost=True,
         ),
     ] = MODULE_DEPTH
     profiler: Annotated[
@@ -632,19 +366,23 @@ class RunConfig:
             word="",
             label=1,
             rules=(
-                _needs(
+                needs(
                     "--device cuda, whose kernels it sees (--profile has a CPU's operators)",
                     lambda run: run.profiler is not Profiler.NSYS or run.device is Device.CUDA,
                     "--device {config.device}",
                     subject="--nsys",
                 ),
-                _needs(
+                needs(
                     "--device cuda, as it records PyTorch's CUDA allocator",
                     lambda run: run.profiler is not Profiler.MEMORY or run.device is Device.CUDA,
                     "--device {config.device}",
                     subject="--memory",
                 ),
             ),
+            csv_place=30,
+            name_place=16,
+            noted="never",
+            without_cost=True,
         ),
     ] = Profiler.NONE
     """A profiled run is slower, so it is a run of its own, and its times are never published."""
@@ -661,7 +399,7 @@ class RunConfig:
             word="checkpoint",
             label=1,
             rules=(
-                _needs(
+                needs(
                     "1 for your own model, as what it does between its blocks is not known",
                     lambda run: run.model_factory is None or run.checkpoint_blocks == 1,
                     "{config.checkpoint_blocks}",
@@ -669,6 +407,8 @@ class RunConfig:
             ),
             note="a checkpoint every {} blocks",
             notes={0: "no checkpoints", 1: "a checkpoint every block"},
+            csv_place=20,
+            leads_flags=True,
         ),
     ] = 0
     selective_checkpoints: Annotated[
@@ -683,15 +423,16 @@ class RunConfig:
             word="selective",
             note="selective checkpoints",
             rules=(
-                _OUR_MODEL,
-                _needs(
+                OUR_MODEL,
+                needs(
                     "--checkpoint-blocks 1, as each block is a checkpoint",
                     lambda run: run.checkpoint_blocks == 1,
                     "--checkpoint-blocks {config.checkpoint_blocks}",
                 ),
-                _SDPA,
-                _FUSED_BLOCKS,
+                SDPA,
+                FUSED_BLOCKS,
             ),
+            group="memory",
         ),
     ] = False
     keep_hidden: Annotated[
@@ -707,13 +448,14 @@ class RunConfig:
             word="keep hidden",
             note="{} blocks keep hidden activations",
             rules=(
-                _needs("--selective-checkpoints", lambda run: run.selective_checkpoints, "none"),
+                needs("--selective-checkpoints", lambda run: run.selective_checkpoints, "none"),
                 Rule(
                     lambda run: run.keep_hidden <= run.model.num_layers,
                     "{flag} {config.keep_hidden} is more than the {config.model.num_layers} "
                     "blocks of the model",
                 ),
             ),
+            group="memory",
         ),
     ] = 0
     pad_vocabulary: Annotated[
@@ -725,11 +467,12 @@ class RunConfig:
             is_shortcut=True,
             least=1,
             most=MAX_PADDING,
-            rules=(_OUR_MODEL,),
+            rules=(OUR_MODEL,),
             word="padded to",
             label=1,
             note="vocabulary padded to a multiple of {}",
             notes={1: "vocabulary not padded"},
+            csv_place=21,
         ),
     ] = 1
     cast_once: Annotated[
@@ -741,16 +484,17 @@ class RunConfig:
             label=1,
             note="weights cast once",
             rules=(
-                _OUR_MODEL,
-                _BF16,
-                _FUSED_OPTIMIZER,
-                _needs(
+                OUR_MODEL,
+                BF16,
+                FUSED_OPTIMIZER,
+                needs(
                     f"a d_model that is a multiple of {PACKED_MULTIPLE}, with which q, k and v "
                     "are one matmul",
                     lambda run: run.model.d_model % PACKED_MULTIPLE == 0,
                     "{config.model.d_model}",
                 ),
             ),
+            csv_place=22,
         ),
     ] = False
     split_masters: Annotated[
@@ -763,7 +507,7 @@ class RunConfig:
             is_shortcut=True,
             label=1,
             note="masters split",
-            rules=(_CAST_ONCE, _TRAINING),
+            rules=(CAST_ONCE, TRAINING),
         ),
     ] = False
     fused_loss: Annotated[
@@ -775,14 +519,15 @@ class RunConfig:
             label=1,
             note="fused loss",
             rules=(
-                _OUR_MODEL,
-                _UNSCALED,
-                _needs(
+                OUR_MODEL,
+                UNSCALED,
+                needs(
                     "--compile-blocks, as a whole model has its loss compiled in",
                     lambda run: run.compile_blocks or run.compile is CompileMode.NONE,
                     "--compile {config.compile}",
                 ),
             ),
+            csv_place=25,
         ),
     ] = False
     loss_chunks: Annotated[
@@ -797,7 +542,7 @@ class RunConfig:
             label=1,
             word="loss chunks",
             note="loss in {} parts",
-            rules=(_needs("--fused-loss", lambda run: run.fused_loss, "none"), _CAST_ONCE),
+            rules=(needs("--fused-loss", lambda run: run.fused_loss, "none"), CAST_ONCE),
         ),
     ] = 1
     fused_blocks: Annotated[
@@ -808,9 +553,10 @@ class RunConfig:
             "step to step. The sums of the residual stream are saved for backward in fp32, which "
             "takes a few percent of the memory. Needs --cast-once.",
             is_shortcut=True,
-            rules=(_OUR_MODEL, _CAST_ONCE),
+            rules=(OUR_MODEL, CAST_ONCE),
             label=1,
             note="fused blocks",
+            csv_place=27,
         ),
     ] = False
     fused_activations: Annotated[
@@ -824,8 +570,8 @@ class RunConfig:
             label=1,
             note="activations within matmuls",
             rules=(
-                _FUSED_BLOCKS,
-                _needs(
+                FUSED_BLOCKS,
+                needs(
                     f"a d_ff that is a multiple of {PACKED_MULTIPLE}, as its matmuls load it",
                     lambda run: run.model.d_ff % PACKED_MULTIPLE == 0,
                     "{config.model.d_ff}",
@@ -855,14 +601,14 @@ class RunConfig:
             label=1,
             note="FlashAttention 4 on packed heads",
             rules=(
-                _FUSED_BLOCKS,
-                _SDPA,
+                FUSED_BLOCKS,
+                SDPA,
                 Rule(
                     lambda run: run.model.sdpa_backend is not SdpaBackend.MATH,
                     "{flag} cannot be combined with --sdpa-backend math, which writes attention "
                     "out",
                 ),
-                _needs(
+                needs(
                     f"heads of a width in {FLASH_4_HEADS}, for which FlashAttention 4's gradients "
                     "were checked",
                     lambda run: run.model.d_head in FLASH_4_HEADS,
@@ -882,11 +628,12 @@ class RunConfig:
             label=1,
             note="blocks in fp8",
             rules=(
-                _OUR_MODEL,
-                _BF16,
-                _CAST_ONCE,
+                OUR_MODEL,
+                BF16,
+                CAST_ONCE,
                 Rule(lambda run: not run.fp8_misfit, "{config.fp8_misfit}"),
             ),
+            csv_place=26,
         ),
     ] = False
     bf16_moments: Annotated[
@@ -899,7 +646,7 @@ class RunConfig:
             is_shortcut=True,
             label=1,
             note="AdamW's moments in bf16",
-            rules=(_CAST_ONCE, _TRAINING),
+            rules=(CAST_ONCE, TRAINING),
         ),
     ] = False
     cuda_graph: Annotated[
@@ -912,9 +659,9 @@ class RunConfig:
             label=1,
             note="each phase a CUDA graph",
             rules=(
-                _UNSCALED,
-                _FUSED_OPTIMIZER,
-                _needs(
+                UNSCALED,
+                FUSED_OPTIMIZER,
+                needs(
                     "a mode of --compile without graphs of its own",
                     lambda run: run.compile is not CompileMode.REDUCE_OVERHEAD,
                     "--compile {config.compile}",
@@ -923,14 +670,15 @@ class RunConfig:
                     lambda run: run.profiler is not Profiler.MEMORY,
                     "{flag} cannot be combined with --memory: a replayed graph allocates nothing",
                 ),
-                _needs(
+                needs(
                     f"at least --warmup-steps {EAGER_STEPS_BEFORE_GRAPH + 1}: it records the step "
                     f"after {EAGER_STEPS_BEFORE_GRAPH} others",
                     lambda run: run.warmup_steps > EAGER_STEPS_BEFORE_GRAPH,
                     "{config.warmup_steps}",
                 ),
-                _ON_GPU,
+                ON_GPU,
             ),
+            csv_place=23,
         ),
     ] = False
     update_in_backward: Annotated[
@@ -946,7 +694,7 @@ class RunConfig:
             label=1,
             note="expandable segments",
             rules=(
-                _ON_GPU,
+                ON_GPU,
                 Rule(
                     lambda run: run.profiler is not Profiler.MEMORY,
                     "{flag} cannot be combined with --memory: its history is that of fixed "
@@ -963,6 +711,7 @@ class RunConfig:
                     "what a graph sends",
                 ),
             ),
+            group="memory",
         ),
     ] = False
     parallel: Annotated[
@@ -980,17 +729,17 @@ class RunConfig:
             label=1,
             note="{}",
             rules=(
-                _needs(
+                needs(
                     "gradients, so --mode forward-backward or train",
                     lambda run: run.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN),
                     "--mode {config.mode}",
                 ),
-                _alone(
+                not_with(
                     "--cuda-graph",
                     lambda run: run.cuda_graph,
                     only=lambda run: not run.parallel.takes_any_tensor,
                 ),
-                _alone(
+                not_with(
                     "--cast-once",
                     lambda run: run.cast_once,
                     only=lambda run: not run.parallel.takes_any_tensor,
@@ -1000,19 +749,19 @@ class RunConfig:
                     "{flag} {config.parallel} with --cuda-graph cannot be combined with "
                     "--sync-phases: one graph holds backward and communication",
                 ),
-                _needs(
+                needs(
                     "--own-ddp", lambda run: run.parallel is not Parallel.OWN or run.own_ddp, "none"
                 ),
-                _alone(
+                not_with(
                     "--compile reduce-overhead",
                     lambda run: run.compile is CompileMode.REDUCE_OVERHEAD,
                 ),
-                _alone(
+                not_with(
                     "--memory",
                     lambda run: run.profiler is Profiler.MEMORY,
                     only=lambda run: run.parallel is Parallel.FSDP2,
                 ),
-                _needs(
+                needs(
                     "--compile-blocks, as parameters are gathered between the blocks",
                     lambda run: (
                         not run.parallel.shards_parameters
@@ -1021,12 +770,14 @@ class RunConfig:
                     ),
                     "--compile {config.compile}",
                 ),
-                _alone(
+                not_with(
                     "--precision fp16",
                     lambda run: run.precision is Precision.FP16,
                     only=lambda run: run.parallel.shards_parameters,
                 ),
             ),
+            group="parallel",
+            is_common=True,
         ),
     ] = Parallel.NONE
     ranks: Annotated[
@@ -1042,12 +793,14 @@ class RunConfig:
             label=1,
             note="{} ranks",
             rules=(
-                _needs(
+                needs(
                     "a way to share a step, as in --parallel ddp-overlap",
                     lambda run: run.parallel is not Parallel.NONE,
                     "--parallel {config.parallel}",
                 ),
             ),
+            group="parallel",
+            is_common=True,
         ),
     ] = 1
     own_ddp: Annotated[
@@ -1063,9 +816,10 @@ class RunConfig:
             column="",
             rules=(
                 Rule(
-                    lambda run: is_import_name(run.own_ddp), _NOT_OF_A_MODULE + "{config.own_ddp!r}"
+                    lambda run: is_import_name(run.own_ddp), NOT_OF_A_MODULE + "{config.own_ddp!r}"
                 ),
             ),
+            used_with=("parallel", (Parallel.OWN,)),
         ),
     ] = None
     bucket_mib: Annotated[
@@ -1078,6 +832,7 @@ class RunConfig:
             most=2**20,
             label=1,
             note="buckets of {} MiB",
+            used_with=("parallel", (Parallel.DDP_OVERLAP, Parallel.OWN)),
         ),
     ] = BUCKET_MIB
     shard_optimizer: Annotated[
@@ -1088,7 +843,8 @@ class RunConfig:
             plural="",
             label=1,
             note="sharded optimizer",
-            rules=(_WHOLE_GRADIENTS, _TRAINING, _UNSCALED),
+            rules=(WHOLE_GRADIENTS, TRAINING, UNSCALED),
+            group="parallel",
         ),
     ] = False
     learning_rate: Annotated[
@@ -1103,6 +859,9 @@ class RunConfig:
                     "learning_rate must be between 0 and 1, got {config.learning_rate}",
                 ),
             ),
+            csv_place=24,
+            unknown_of_loop=True,
+            without_cost=True,
         ),
     ] = 1e-3
     measured_steps: Annotated[
@@ -1113,6 +872,10 @@ class RunConfig:
             heading="steps",
             note="{} measured steps",
             notes={1: "1 measured step"},
+            noted="always",
+            always_in_csv=True,
+            without_cost=True,
+            is_common=True,
         ),
     ] = 10
     sync_phases: Annotated[
@@ -1123,11 +886,19 @@ class RunConfig:
             label=5,
             column="phases",
             cells={False: "by events", True: "synchronised"},
+            csv_place=40,
+            without_cost=True,
         ),
     ] = False
     ranges: Annotated[
         bool,
-        Setting("Annotate the step with NVTX ranges.", label=5, cells={False: "off", True: "on"}),
+        Setting(
+            "Annotate the step with NVTX ranges.",
+            label=5,
+            cells={False: "off", True: "on"},
+            csv_place=41,
+            without_cost=True,
+        ),
     ] = True
     tokens: Annotated[
         str | None,
@@ -1139,22 +910,47 @@ class RunConfig:
             cells={None: "random"},
             rules=(
                 Rule(
-                    lambda run: _is_unicode(run.tokens),
+                    lambda run: is_unicode(run.tokens),
                     "tokens needs a file name that is valid UTF-8, got {config.tokens!r}; rename "
                     "the file",
                 ),
             ),
+            csv_place=42,
+            without_cost=True,
+            is_common=True,
         ),
     ] = None
-    seed: Annotated[int, Setting("Seed of the weights and the tokens.", least=0)] = 0
-    repeat: Annotated[int, Setting(least=0, word="#", label=6)] = 0
+    seed: Annotated[
+        int,
+        Setting(
+            "Seed of the weights and the tokens.",
+            least=0,
+            csv_place=43,
+            unknown_of_loop=True,
+            without_cost=True,
+        ),
+    ] = 0
+    repeat: Annotated[
+        int,
+        Setting(
+            least=0,
+            word="#",
+            label=6,
+            csv_place=31,
+            named_last=True,
+            noted="never",
+            without_cost=True,
+        ),
+    ] = 0
     """Which of several fresh processes of the same configuration this is, from 0."""
 
     def __post_init__(self) -> None:
         make_choices(self)
-        for name, (other, values) in USED_WITH.items():
-            if getattr(self, other) not in values:
-                object.__setattr__(self, name, type(self).__dataclass_fields__[name].default)
+        for part, setting in declared(self):
+            if setting.used_with is not None:
+                other, values = setting.used_with
+                if getattr(self, other) not in values:
+                    object.__setattr__(self, part.name, part.default)
         check(self)
         if self.warmup_steps + self.measured_steps > 1_000_000:
             raise ValueError(
@@ -1183,11 +979,9 @@ class RunConfig:
             "d_ff": self.model.d_ff,
         }
         wrong = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
-        return (
-            f"fp8 needs sizes that are multiples of {FP8_MULTIPLE}, got {', '.join(wrong)}"
-            if wrong
-            else ""
-        )
+        if not wrong:
+            return ""
+        return f"fp8 needs sizes that are multiples of {FP8_MULTIPLE}, got {', '.join(wrong)}"
 
     @property
     def tokens_per_step(self) -> int:
@@ -1224,20 +1018,15 @@ class RunConfig:
         """The same run without shortcuts: settings that make the same step faster, and seldom
         raise its memory.
         """
-        return self.with_defaults(
-            *(each.name for each, setting in declared(self) if setting.is_shortcut)
-        )
+        shortcuts = [part.name for part, setting in declared(self) if setting.is_shortcut]
+        return self.with_defaults(*shortcuts)
 
     def with_defaults(self, *names: str) -> "RunConfig":
         """The same run with these settings at their defaults."""
-        values: dict[str, Any] = {
-            name: type(self).__dataclass_fields__[name].default for name in names
-        }
-        return (
-            self
-            if all(getattr(self, name) == value for name, value in values.items())
-            else replace(self, **values)
-        )
+        declarations = type(self).__dataclass_fields__
+        defaults: dict[str, Any] = {name: declarations[name].default for name in names}
+        is_changed = any(getattr(self, name) != value for name, value in defaults.items())
+        return replace(self, **defaults) if is_changed else self
 
     @property
     def unprofiled(self) -> "RunConfig":
@@ -1252,7 +1041,7 @@ class RunConfig:
     @property
     def alone(self) -> "RunConfig":
         """The same step in one process."""
-        return self.with_defaults("parallel", "ranks", "shard_optimizer", "own_ddp", "bucket_mib")
+        return self.with_defaults(*OF_SEVERAL_RANKS)
 
     @property
     def needs_fast_model(self) -> bool:
@@ -1288,61 +1077,39 @@ class RunConfig:
         device.
         """
         preset = SIZES.get(self.size)
-        settings = [
-            (getattr(self, each.name), each.default, each.name, setting)
-            for each, setting in declared(self)
-        ]
-        model = [
-            (
-                getattr(self.model, each.name),
-                getattr(preset, each.name, each.default),
-                each.name,
-                setting,
-            )
-            for each, setting in declared(self.model)
-            if self.size != UNSIZED or each.name in ("context_length", "vocab_size")
-        ]
-        settings[1:2] = model  # the settings of the model take the place of the field `model`
-        said = [
-            (setting.label, in_words(name, setting, value))
-            for value, usual, name, setting in settings
-            if setting.label == 0 or (setting.label is not None and value != usual)
-        ]
-        return " ".join(words for _, words in sorted(said, key=lambda each: each[0]))
+        words: list[tuple[int, str]] = []
+
+        def say(name: str, setting: Setting, value: object, usual: object) -> None:
+            if setting.label == 0 or (setting.label is not None and value != usual):
+                words.append((setting.label, in_words(name, setting, value)))
+
+        for part, setting in declared(self):
+            if part.name != "model":
+                say(part.name, setting, getattr(self, part.name), part.default)
+                continue
+            for size, of_model in declared(self.model):
+                if self.size != UNSIZED or of_model.binds_own_model:
+                    usual = getattr(preset, size.name, size.default)
+                    say(size.name, of_model, getattr(self.model, size.name), usual)
+        words.sort(key=itemgetter(0))
+        return " ".join(word for _, word in words)
 
 
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
-        each.name: setting
-        for kind in (RunConfig, ModelConfig)
-        for each, setting in declared(kind)
-        if each.name != "model"
+        part.name: setting
+        for part, setting in (*declared(RunConfig), *declared(ModelConfig))
+        if part.name != "model"
     }
 )
 """The declarations of all settings of a run, by their names."""
-
-
-def _is_unicode(text: str) -> bool:
-    """False for a file name that is not UTF-8: Python holds it with lone surrogates, which JSON
-    cannot represent.
-    """
-    return text.encode(errors="ignore").decode() == text
-
-
-USED_WITH: Mapping[str, tuple[str, tuple[Parallel | OptimizerKind, ...]]] = {
-    "own_ddp": ("parallel", (Parallel.OWN,)),
-    "own_optimizer": ("optimizer", (OptimizerKind.OWN,)),
-    "bucket_mib": ("parallel", (Parallel.DDP_OVERLAP, Parallel.OWN)),
+USED_WITH = {
+    name: setting.used_with for name, setting in SETTINGS.items() if setting.used_with is not None
 }
-"""Settings that only have an effect with these values of another one.
-
-With other values they have their defaults, so that runs that do the same have the same key.
-"""
-
-
-def is_import_name(text: str) -> bool:
-    """Whether the text has the form package.module:name."""
-    module, separator, name = text.partition(":")
-    return bool(separator) and all(
-        part.isidentifier() for part in [*module.split("."), *name.split(".")]
-    )
+"""Settings that only have an effect with some values of another one: that one, and its values."""
+OF_SEVERAL_RANKS = tuple(
+    name
+    for name, setting in SETTINGS.items()
+    if setting.group == "parallel" or USED_WITH.get(name, ("",))[0] == "parallel"
+)
+"""Settings that say how ranks share a step, `parallel` first."""

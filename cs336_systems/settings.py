@@ -8,7 +8,8 @@ the setting its flag, help, checks, place in labels, column in tables and phrase
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 from .text import shorten, text_of
 
@@ -92,25 +93,58 @@ class Setting:
     """Phrase in notes below tables, with `{}` for the value; by default as in labels."""
     notes: Mapping[Any, str] = field(default_factory=dict)
     """Phrases for single values."""
+    noted: Literal["always", "first", "unusual", "never"] = "unusual"
+    """When notes below tables name the setting: always; if it is not at its default, before others
+    (first) or after them (unusual); or never, as a column or an axis shows it.
+    """
+    csv_place: int | None = None
+    """Place of its column in CSV files, which always have it: up to 19 the model and the step, from
+    20 shortcuts, from 30 what tells runs apart, from 40 what seldom differs. Without a place, the
+    column comes after these, in order of declaration, if a run has another value than the default.
+    """
+    always_in_csv: bool = False
+    """CSV files have the column although it has no place."""
+    name_place: int | None = None
+    """Place in names and among the distinguishing columns of tables, where it is not the place in
+    CSV files.
+    """
+    named_last: bool = False
+    """Names and tables have it only where runs do not differ in any other setting."""
+    group: str = ""
+    """CSV files have the columns of all settings of a group if they have one of them."""
+    implied_by_size: bool = False
+    """The preset size decides it, so that tables show it only for runs of one size that differ."""
+    binds_own_model: bool = False
+    """The user's own model must keep to it; it may choose all else in `ModelConfig` itself."""
+    unknown_of_loop: bool = False
+    """It is not known of a watched loop."""
+    used_with: tuple[str, tuple[StrEnum, ...]] | None = None
+    """Another setting and its values with which this one has an effect. With other values it has
+    its default, so that runs that do the same have the same key.
+    """
+    without_cost: bool = False
+    """It changes no operation and no tensor of the step."""
+    is_common: bool = False
+    """`--help` shows the flag of a command with many."""
+    leads_flags: bool = False
+    """The flag, and the part of default names, comes before those of the model and of the step."""
 
 
-_DECLARED: dict[type, tuple[tuple[Field[Any], Setting], ...]] = {}
+@cache
+def _declared(kind: type) -> tuple[tuple[Field[Any], Setting], ...]:
+    pairs = []
+    for field_ in fields(kind):
+        metadata = getattr(field_.type, "__metadata__", ())
+        settings = [item for item in metadata if isinstance(item, Setting)]
+        pairs.append((field_, settings[0] if settings else Setting()))
+    return tuple(pairs)
 
 
 def declared(config: object) -> tuple[tuple[Field[Any], Setting], ...]:
     """The fields of a configuration, or of its class, each with its declaration (a default one
     if it has none).
     """
-    kind = config if isinstance(config, type) else type(config)
-    if kind not in _DECLARED:
-        found = []
-        for each in fields(kind):
-            metadata = getattr(each.type, "__metadata__", ())
-            found.append(
-                (each, next((item for item in metadata if isinstance(item, Setting)), Setting()))
-            )
-        _DECLARED[kind] = tuple(found)
-    return _DECLARED[kind]
+    return _declared(config if isinstance(config, type) else type(config))
 
 
 def flag_of(name: str, setting: Setting | None = None) -> str:
@@ -127,13 +161,14 @@ def heading_of(name: str, setting: Setting) -> str:
 def in_words(name: str, setting: Setting, value: object) -> str:
     """A setting in a few words: `batch 8`, `no ranges`; empty for unknown."""
     word = heading_of(name, setting) if setting.word is None else setting.word
-    if value is None or isinstance(value, bool):
-        return "" if value is None else word if value else f"no {word}"
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return word if value else f"no {word}"
     text = text_of(value)
-    short = (
-        text if len(text) <= MAX_WORD else f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
-    )
-    return f"{word}{' ' if word not in ('', '#') else ''}{short}"
+    if len(text) > MAX_WORD:
+        text = f"{text[: MAX_WORD // 2 - 1]}…{text[-MAX_WORD // 2 :]}"
+    return f"{word}{text}" if word in ("", "#") else f"{word} {text}"
 
 
 def in_note(name: str, setting: Setting, value: object) -> str:
@@ -149,41 +184,48 @@ def make_choices(config: object) -> None:
 
     Raises ValueError for other strings.
     """
-    for each, _ in declared(config):
-        if isinstance(each.default, StrEnum):
-            object.__setattr__(config, each.name, type(each.default)(getattr(config, each.name)))
+    for choice, _ in declared(config):
+        if isinstance(choice.default, StrEnum):
+            member = type(choice.default)(getattr(config, choice.name))
+            object.__setattr__(config, choice.name, member)
 
 
 def non_defaults(config: object) -> dict[str, object]:
     """Scalar fields that differ from their defaults, so that a field added later leaves earlier
     keys as they are.
     """
-    values = ((each, getattr(config, each.name)) for each, _ in declared(config))
-    return {
-        each.name: value
-        for each, value in values
-        if value != each.default and not is_dataclass(value)
-    }
+    values = {}
+    for scalar, _ in declared(config):
+        value = getattr(config, scalar.name)
+        if value != scalar.default and not is_dataclass(value):
+            values[scalar.name] = value
+    return values
 
 
 def check(config: object) -> None:
     """Raise ValueError for a value outside its limits or against a rule; the message names the
     setting or its flag.
     """
-    settings = [(each, setting, getattr(config, each.name)) for each, setting in declared(config)]
-    for each, setting, value in settings:
-        if value == ():
-            raise ValueError(f"{each.name} needs at least one value")
-        values = value if isinstance(value, tuple) else (value,)
-        if setting.least is not None and min(values) < setting.least:
-            raise ValueError(f"{each.name} must be at least {setting.least}, got {min(values)}")
-        if isinstance(values[0], int) and max(values) > (most := setting.most or MOST):
-            raise ValueError(
-                f"{each.name} must be at most {most}, got {shorten(str(max(values)), MAX_WORD)}"
-            )
-    for each, setting, value in settings:
-        for rule in setting.rules if value != each.default else ():
-            if not rule.is_met(config):
-                raise ValueError(
-                    rule.otherwise.format(flag=flag_of(each.name, setting), config=config)
-                )
+    settings = [(part, setting, getattr(config, part.name)) for part, setting in declared(config)]
+    for part, setting, value in settings:
+        _check_limits(part.name, setting, value if isinstance(value, tuple) else (value,))
+    for part, setting, value in settings:
+        if value != part.default:
+            _check_rules(part.name, setting, config)
+
+
+def _check_limits(name: str, setting: Setting, values: tuple[Any, ...]) -> None:
+    if not values:
+        raise ValueError(f"{name} needs at least one value")
+    if setting.least is not None and min(values) < setting.least:
+        raise ValueError(f"{name} must be at least {setting.least}, got {min(values)}")
+    most = setting.most or MOST
+    if isinstance(values[0], int) and max(values) > most:
+        got = shorten(str(max(values)), MAX_WORD)
+        raise ValueError(f"{name} must be at most {most}, got {got}")
+
+
+def _check_rules(name: str, setting: Setting, config: object) -> None:
+    for rule in setting.rules:
+        if not rule.is_met(config):
+            raise ValueError(rule.otherwise.format(flag=flag_of(name, setting), config=config))

@@ -36,6 +36,9 @@ BASE = (
     "files",
     "ranges",
     "settings",
+    "choices",
+    "shapes",
+    "rules",
     "config",
     "record",
 )

@@ -74,7 +74,7 @@ SETTING_FIELDS = {attribute.name: (attribute, setting) for attribute, setting in
 """The settings of a run by name; the model's settings replace the field `model`."""
 AXES = tuple(name for name, (_, setting) in SETTING_FIELDS.items() if setting.plural)
 """Settings that a sweep takes several values of."""
-FIRST = ("size", "context_length", "mode", "precision", "warmup_steps", "checkpoint_blocks")
+FIRST = tuple(name for name, (_, setting) in SETTING_FIELDS.items() if setting.leads_flags)
 """Settings whose flags, and parts of default names, come before those of the model and of the
 step.
 """

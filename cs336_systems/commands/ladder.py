@@ -201,17 +201,15 @@ def load_climbed(directory: Path, beside: Ceilings) -> "Climbed":
     from ..report.page.chapters import Climbed
     from ..report.results import Results
     from ..report.sections.kernels.tables import load_profiled
-    from ..report.sections.ladder import ladder_rows
+    from ..report.sections.ladder import ladder_results
 
     ladder = read_ladder(directory / LADDER_FILE)
     names = _names(ladder)  # the directory may have runs of ladders with other flags
     records = load_records_or_warn(directory / RUNS)
     records = [record for record in records if record.config.configuration in names]
     profiled = load_profiled(records, directory)
-    rows = ladder_rows(ladder, records, profiled, beside)
-    return Climbed(
-        results=Results(records=records, kernels=profiled, ceilings=beside), rows=tuple(rows)
-    )
+    results = Results(records=records, kernels=profiled, ceilings=beside)
+    return Climbed(results=results, rows=ladder_results(ladder, records, profiled, beside))
 
 
 def _report(

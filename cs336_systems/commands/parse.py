@@ -14,50 +14,36 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 
+from ..config import SETTINGS
 from ..settings import flag_of
 from .outcome import UsageError
 
 T = TypeVar("T")
-COMMON = frozenset(
-    {
-        "size",
-        "sizes",
-        "context_length",
-        "context_lengths",
-        "batch_size",
-        "mode",
-        "modes",
-        "precision",
-        "precisions",
-        "mixed_precision",
-        "attention",
-        "optimizer",
-        "compile",
-        "model",
-        "parallel",
-        "ranks",
-        "device",
-        "warmup_steps",
-        "measured_steps",
-        "fast",
-        "profile",
-        "nsys",
-        "memory",
-        "repeats",
-        "name",
-        "output",
-        "dry_run",
-        "json",
-        "fit",
-        "memory_gib",
-        "device_name",
-        "parameters",
-        "tokens",
-        "rungs",
-        "network_gb_per_s",
-    }
-)
-"""Flags that `--help` shows of a command with more than FEW; `--help-all` shows all."""
+COMMON = {
+    "mixed_precision",
+    "device",
+    "fast",
+    "profile",
+    "nsys",
+    "memory",
+    "repeats",
+    "name",
+    "output",
+    "dry_run",
+    "json",
+    "fit",
+    "memory_gib",
+    "device_name",
+    "parameters",
+    "rungs",
+    "network_gb_per_s",
+}
+for _name, _setting in SETTINGS.items():
+    if _setting.is_common:
+        COMMON |= {_setting.flag or _name, _setting.plural or _name}
+"""Flags that `--help` shows of a command with more than FEW, among them those of common settings;
+`--help-all` shows all.
+"""
 FEW = 20
 HELP, HELP_ALL = ("-h", "--help"), "--help-all"
 EXPECTED = {

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import Attention, CompileMode, Device, Precision, RunConfig
+from ..config import SETTINGS, Attention, CompileMode, Device, Precision, RunConfig
 from ..files import user_cache, write_atomically
 from ..settings import non_defaults
 from ..text import counted, print_aside
@@ -49,18 +49,7 @@ stay, as views do then.
 """
 MAX_FLASH_WIDTH = 256
 """Largest width of a head that flash attention takes."""
-WITHOUT_COST = (
-    "seed",
-    "repeat",
-    "learning_rate",
-    "warmup_steps",
-    "measured_steps",
-    "sync_phases",
-    "ranges",
-    "tokens",
-    "profiler",
-    "module_depth",
-)
+WITHOUT_COST = [name for name, setting in SETTINGS.items() if setting.without_cost]
 """Settings that change no operation and no tensor. Configurations that differ only in these
 share one tape.
 """

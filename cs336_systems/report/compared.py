@@ -18,8 +18,8 @@ from ..files import read_json
 from ..record import RUNS, RecordError, RunRecord, load_records, read_record
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
+from .configurations import step_results
 from .formats import texts_of, write_files
-from .frame import codes_of, rows_of, to_frame
 from .identity import (
     ALWAYS,
     SHAPE,
@@ -29,6 +29,7 @@ from .identity import (
     shared_settings,
     without_unused,
 )
+from .quantities import StepResult
 from .section import Section, known, make_table
 from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant, status_text
 
@@ -111,10 +112,12 @@ def compare_sides(
                 f"{counted(len(side) - len(kept), 'run')} under a profiler left out of {name}: a "
                 "profiler makes a step slower."
             )
-    results = [rows_of(to_frame(side)) for side in plain]
+    results = [step_results(side) for side in plain]
     matching = _matched(results, allow_mixed=is_mixed)
     a, b = results
-    pairs: list[tuple[Row | None, Row | None]] = [(a[i], b[j]) for i, j in matching.pairs]
+    pairs: list[tuple[StepResult | None, StepResult | None]] = [
+        (a[i], b[j]) for i, j in matching.pairs
+    ]
     pairs += [(a[i], None) for i in matching.only_a]
     pairs += [(None, b[j]) for j in matching.only_b]
     times = [_times(side, sides=2 if are_alternate else 1) for side in plain]
@@ -165,7 +168,7 @@ def records_at(path: Path) -> Sequence[RunRecord]:
 
 def _section(
     rows: Sequence[Row],
-    results: Sequence[Sequence[Row]],
+    results: Sequence[Sequence[StepResult]],
     differing: Sequence[str],
     findings: Sequence[str],
 ) -> Section:
@@ -176,7 +179,7 @@ def _section(
         *known(columns_of(*rates, *SWEEPS), rows),
     ]
     notes = [*findings]
-    shared = shared_settings([(row["config"], row["device_name"]) for row in chain(*results)])
+    shared = shared_settings([(row.config, row["device_name"]) for row in chain(*results)])
     if shared:
         notes.append(f"{shared}.")
     table = make_table(
@@ -193,10 +196,10 @@ def _section(
     return Section(name="comparison", tables=(table,), rows=rows, keys=(*keys, *COMPARED_COLUMNS))
 
 
-def _matched(results: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.Matching:
+def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", results, strict=True):
-        if len({row["config"] for row in rows}) < len(rows):
+        if len({row.config for row in rows}) < len(rows):
             raise ValueError(
                 f"{name} has the same configuration on several devices; keep each device's runs "
                 "apart"
@@ -208,7 +211,7 @@ def _matched(results: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.
             "no configuration of A is in B; see the results of each with `cs336 report`"
         )
     for i, j in matching.pairs:
-        compare.refuse_other_work(results[0][i]["config"], results[1][j]["config"])
+        compare.refuse_other_work(results[0][i].config, results[1][j].config)
         of_a, of_b = a[i]["warmup_steps"], b[j]["warmup_steps"]
         if of_a != of_b and not allow_mixed:
             raise ValueError(
@@ -218,7 +221,7 @@ def _matched(results: Sequence[Sequence[Row]], *, allow_mixed: bool) -> compare.
     return matching
 
 
-def _settings(row: Row) -> Row:
+def _settings(row: StepResult) -> Row:
     """What tells the row from others of its sweep."""
     (settings,) = rows_without([row["identity"]], ("repeat",))
     return settings
@@ -233,8 +236,8 @@ def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.Ste
 
 
 def _row(
-    a: Row | None,
-    b: Row | None,
+    a: StepResult | None,
+    b: StepResult | None,
     times: Sequence[Mapping[RunConfig, compare.StepBlocks]],
     differing: Sequence[str],
     are_alternate: bool,
@@ -254,17 +257,17 @@ def _row(
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     times_a, times_b = times
-    measured = times_a.get(a["config"], {}), times_b.get(b["config"], {})
+    measured = times_a.get(a.config, {}), times_b.get(b.config, {})
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
     compared = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
-    if a["config"].tokens_per_step != b["config"].tokens_per_step:
+    if a.config.tokens_per_step != b.config.tokens_per_step:
         row["per"] = " per token"
     return row | {
         "ratio": compared.ratio,
         "ratio_low": compared.low,
         "ratio_high": compared.high,
-        "ratio_is_doubted": in_doubt([*codes_of(a), *codes_of(b)]),
+        "ratio_is_doubted": in_doubt([*a.codes, *b.codes]),
         "verdict": str(compared.verdict),
         "answer": _answer(compared, row["per"]),
     }
@@ -299,7 +302,7 @@ def _when(sides: Sequence[Sequence[RunRecord]]) -> str:
 
 
 def _what_is_what(
-    sides: Sides, results: Sequence[Sequence[Row]], matching: compare.Matching, when: str
+    sides: Sides, results: Sequence[Sequence[StepResult]], matching: compare.Matching, when: str
 ) -> Iterator[str]:
     """What A and B are, in which settings they differ, and whether their work is equal."""
     yield f"A is {sides.a}, B is {sides.b}; {when}."
@@ -318,7 +321,7 @@ def _what_is_what(
             "settings."
         )
     for i, j in matching.pairs:
-        a, b = (row["config"].tokens_per_step for row in (results[0][i], results[1][j]))
+        a, b = (row.config.tokens_per_step for row in (results[0][i], results[1][j]))
         if a != b:
             yield (
                 f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, "

@@ -57,7 +57,8 @@ def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_csv_text(name) for name in header])
-    writer.writerows([_csv_cell(value) for value in row] for row in rows)
+    for row in rows:
+        writer.writerow(map(_csv_cell, row))
     return buffer.getvalue()
 
 
@@ -85,7 +86,9 @@ def to_markdown(table: Table) -> str:
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
     header = line(_markdown(heading.label) for heading in table.headings)
     rows = [line(map(_markdown, row)) for row in table.rows]
-    notes = [text for note in table.notes for text in ("", _markdown_paragraph(note))]
+    notes: list[str] = []
+    for note in table.notes:
+        notes += ["", _markdown_paragraph(note)]
     return _text_of(f"### {_markdown(table.title)}", "", header, line(rules), *rows, *notes)
 
 
@@ -128,18 +131,17 @@ def _latex_row(cells: Iterable[str]) -> str:
 
 def to_typst(table: Table) -> str:
     """A figure that holds a table. Every text is a string literal, in which no markup is read."""
+    alignments = ", ".join("right" if column.numeric else "left" for column in table.headings)
+    headings = ", ".join(f"strong({_typst(column.label)})" for column in table.headings)
     return _text_of(
         "#figure(",
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
         f"    columns: {len(table.headings)},",
-        "    align: "
-        f"({', '.join('right' if heading.numeric else 'left' for heading in table.headings)},),",
+        f"    align: ({alignments},),",
         "    stroke: none,",
         "    table.hline(),",
-        "    "
-        "table.header("
-        f"{', '.join(f'strong({_typst(heading.label)})' for heading in table.headings)},),",
+        f"    table.header({headings},),",
         "    table.hline(stroke: 0.5pt),",
         *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
         "    table.hline(),",
@@ -183,11 +185,10 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
     before a table's own.
     """
     tables = [with_note(table, note) if note else table for table in section.tables]
-    readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
-    return {
-        f"{section.name}.{ending}": text
-        for ending, text in {"csv": csv_of(section), **readable}.items()
-    }
+    texts = {f"{section.name}.csv": csv_of(section)}
+    for ending, write in WRITERS.items():
+        texts[f"{section.name}.{ending}"] = "\n".join(map(write, tables))
+    return texts
 
 
 def pngs_of(section: Section) -> dict[str, bytes]:

@@ -9,6 +9,7 @@ change here.
 
 import hashlib
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,113 +33,79 @@ from ..config import (
 )
 from ..settings import Setting, heading_of, in_note, in_words
 from ..text import LONGEST_PART, shortened, text_of
-from .columns import Column
+from .column import Column
 
 Identity: TypeAlias = dict[str, Any]
 """All settings of a run by column; None is unknown. Two are equal only if configuration and
 device are the same.
 """
 
-SHAPE = ("d_model", "d_ff", "num_layers", "num_heads")
-"""Columns of the model's inner sizes, which are empty for a user's own model because they are
-unknown.
-"""
-SHORTCUTS = (
-    "checkpoint_blocks",
-    "pad_vocabulary",
-    "cast_once",
-    "cuda_graph",
-    "learning_rate",
-    "fused_loss",
-    "fp8",
-    "fused_blocks",
-)
-"""Columns of settings that make a step smaller or faster, and of the learning rate."""
-LEADING = (
-    "size",
-    "arch",
-    *SHAPE,
-    "vocab_size",
-    "context_length",
-    "batch_size",
-    "mode",
-    "precision",
-    "attention",
-    "compile",
-    "optimizer",
-    "device_name",
-    *SHORTCUTS,
-    "profiler",
-    "repeat",
-)
-"""First columns of the CSV files of profiles; all other settings are the last columns."""
-UNLISTED = ("phases", "ranges", "tokens", "seed", "rope_theta")
-"""Settings that results.csv has after the columns of RESULTS."""
-LISTED = (*LEADING, *UNLISTED, "device", "warmup_steps", "measured_steps", "digest")
-"""Columns that CSV files always have; any other setting has one if a run differs from its
-default.
-"""
-PARALLEL = ("parallel", "ranks", "shard_optimizer")
-TOGETHER = (PARALLEL, ("selective_checkpoints", "keep_hidden", "expandable_segments"))
-"""Groups of settings that have columns if one of the group has."""
-_DEFAULTS = {
-    field.name: field.default for part in (ModelConfig, RunConfig) for field in fields(part)
-}
-NOT_OF_A_LOOP = ("optimizer", "learning_rate", "compile", "seed")
-"""Settings that are not known of a watched loop."""
-MUST_KEEP = ("context_length", "vocab_size")
-"""Settings that a user's own model must have; the others are only offered to its factory."""
 MAX_FILE_NAME = 100
 """Longest name of a file without its ending, in characters; the names of pictures are a little
 longer.
 """
-
 ALWAYS = ("size", "context_length")
 """Columns that tables and names always have, whether configurations differ in them or not."""
-_FIRST = (
-    "mode",
-    "precision",
-    "batch_size",
-    "attention",
-    "compile",
-    "optimizer",
-    "arch",
-    "device_name",
-    "profiler",
-    *SHORTCUTS,
-)
-"""Settings that come first in names and tables; the others follow in the order of their
-declaration.
-"""
-_IMPLIED = (*SHAPE, "vocab_size")
-"""Settings that follow from a preset size."""
-_LAST = ("repeat", "device", "digest")
-"""Columns that are used only if runs do not differ in any other."""
-_FIRST_IN_NOTES = (
-    "device_name",
-    "arch",
-    "batch_size",
-    "mode",
-    "precision",
-    "attention",
-    "compile",
-    "optimizer",
-    "warmup_steps",
-    "measured_steps",
-)
-_ALWAYS_IN_NOTES = {*_FIRST_IN_NOTES} - {"compile"}
-"""Settings that notes name even if they have their usual values."""
-_BESIDE_NOTES = ("size", *SHAPE, "context_length", "profiler", "repeat", "device", "digest")
-"""Settings that notes leave out, because a column or an axis shows them."""
-_USUALLY_OFF = {field.name for field in fields(RunConfig) if field.default is False}
-"""Settings that names leave out where they are off."""
 OTHERS: Mapping[str, Setting] = MappingProxyType(
     {
-        "device_name": Setting(heading="device", word="", note="{}"),
-        "digest": Setting(heading="record"),
+        "device_name": Setting(heading="device", word="", note="{}", noted="always", csv_place=15),
+        "digest": Setting(heading="record", noted="never", always_in_csv=True, named_last=True),
     }
 )
 """Columns that are not settings and may distinguish runs, declared as settings are."""
+_DECLARED: dict[str, Setting] = {
+    setting.column or name: setting for name, setting in SETTINGS.items()
+}
+_DECLARED |= OTHERS
+"""The declarations of all columns by name, and of the settings that have no column."""
+_UNDECLARED = Setting()
+_DEFAULTS = {
+    field.name: field.default for part in (ModelConfig, RunConfig) for field in fields(part)
+}
+
+
+def _setting(name: str) -> Setting:
+    """How the setting, or the column, of this name is declared."""
+    return _DECLARED.get(name, _UNDECLARED)
+
+
+def _csv_place(name: str) -> float:
+    """Place of the column in CSV files; the same for all that have none, after the others."""
+    place = _setting(name).csv_place
+    return math.inf if place is None else place
+
+
+def _name_place(name: str) -> float:
+    """Place in names of runs."""
+    place = _setting(name).name_place
+    return _csv_place(name) if place is None else place
+
+
+_ORDERED = sorted(_DECLARED, key=_csv_place)
+"""All columns in the order of CSV files."""
+
+
+def placed_settings(first: int, last: int) -> list[str]:
+    """The settings with these places in CSV files, in order."""
+    return [name for name in _ORDERED if name not in OTHERS and first <= _csv_place(name) <= last]
+
+
+def _where(is_chosen: Callable[[Setting], bool]) -> list[str]:
+    """The columns with such declarations, in the order of CSV files."""
+    return [name for name in _ORDERED if is_chosen(_setting(name))]
+
+
+LEADING = [name for name in _ORDERED if _csv_place(name) < 40]
+"""First columns of the CSV files of profiles; all other settings are the last columns."""
+SHAPE = _where(lambda setting: setting.implied_by_size and not setting.binds_own_model)
+"""Columns of the model's inner sizes, which are empty for a user's own model because they are
+unknown.
+"""
+_IMPLIED = _where(lambda setting: setting.implied_by_size)
+_NAMED_LAST = _where(lambda setting: setting.named_last)
+_NOTED_FIRST = ["device_name", *_where(lambda setting: setting.noted in ("always", "first"))]
+_USUALLY_OFF = {name for name, default in _DEFAULTS.items() if default is False}
+"""Settings that names leave out where they are off."""
 
 
 def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
@@ -146,26 +113,24 @@ def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
 
     If all known names are the same, runs without a name get it too.
     """
-    found = [identity(config, device_name) for config, device_name in runs]
-    devices = {row["device_name"] for row in found} - {None}
-    return (
-        [row | {"device_name": next(iter(devices))} for row in found]
-        if len(devices) == 1
-        else found
-    )
+    rows = [identity(config, device_name) for config, device_name in runs]
+    devices = {row["device_name"] for row in rows} - {None}
+    if len(devices) != 1:
+        return rows
+    return [row | {"device_name": next(iter(devices))} for row in rows]
 
 
 def identity(config: RunConfig, device_name: str | None) -> Identity:
-    """The identity of a run: the columns LEADING and UNLISTED, then all other settings, then the
-    digest.
-    """
+    """The identity of a run: the columns with a place, then all other settings, then the digest."""
     return {**_settings(config), "device_name": device_name}
 
 
 @cache
 def _settings(config: RunConfig) -> Identity:
-    found = {**_by_columns(settings_of(config)), "size": size_text(config), "digest": config.digest}
-    return {name: found.get(name) for name in (*LEADING, *UNLISTED, *found)}
+    cells = _by_columns(settings_of(config))
+    cells |= {"size": size_text(config), "digest": config.digest}
+    placed = [name for name in _ORDERED if _setting(name).csv_place is not None]
+    return {name: cells.get(name) for name in (*placed, *cells)}
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
@@ -191,40 +156,29 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
     """The settings by column. Some columns combine two settings, or write a value in other
     words.
     """
-    is_own = values["model_factory"] is not None
-    is_watched = is_own and values["model_factory"].startswith(f"{WATCHED}:")
-    attention, backend = values["attention"], values["sdpa_backend"]
-    by_block = values["compile_blocks"] and values["compile"] is not CompileMode.NONE
-    has_backend = attention is not Attention.NAIVE and backend is not SdpaBackend.AUTO
-    found = {
-        **values,
-        **(dict.fromkeys(SHAPE) if is_own else {}),
-        **(dict.fromkeys(NOT_OF_A_LOOP) if is_watched else {}),
-        "arch": None if is_watched else values["model_factory"] if is_own else values["arch"],
-        "vocab_size": None if values["size"] == UNSIZED else values["vocab_size"],
-        "attention": None if is_own else f"{attention}-{backend}" if has_backend else attention,
-        "parallel": values["own_ddp"] or values["parallel"],
-        **({} if is_watched else {"optimizer": values["own_optimizer"] or values["optimizer"]}),
-        **(
-            {}
-            if is_watched
-            else {"compile": f"{values['compile']}-blocks" if by_block else values["compile"]}
-        ),
-    }
+    shown = dict(values)
+    shown["parallel"] = values["own_ddp"] or values["parallel"]
+    shown["optimizer"] = values["own_optimizer"] or values["optimizer"]
+    if values["compile_blocks"] and values["compile"] is not CompileMode.NONE:
+        shown["compile"] = f"{values['compile']}-blocks"
+    has_backend = values["sdpa_backend"] is not SdpaBackend.AUTO
+    if values["attention"] is not Attention.NAIVE and has_backend:
+        shown["attention"] = f"{values['attention']}-{values['sdpa_backend']}"
+    if values["size"] == UNSIZED:
+        shown["vocab_size"] = None
+    factory = values["model_factory"]
+    if factory is not None:
+        shown |= dict.fromkeys((*SHAPE, "attention")) | {"arch": factory}
+        if factory.startswith(f"{WATCHED}:"):
+            shown["arch"] = None
+            shown |= {name: None for name, setting in SETTINGS.items() if setting.unknown_of_loop}
     cells = {}
-    for name, value in found.items():
-        setting = _setting(name)
+    for name, value in shown.items():
+        setting = SETTINGS.get(name, Setting())
         if column := name if setting.column is None else setting.column:
-            cells[column] = setting.cells.get(
-                value, str(value) if isinstance(value, StrEnum) else value
-            )
+            text = str(value) if isinstance(value, StrEnum) else value
+            cells[column] = setting.cells.get(value, text)
     return cells
-
-
-@cache
-def _setting(name: str) -> Setting:
-    """How the setting, or the column, of this name is declared."""
-    return OTHERS.get(name) or SETTINGS.get(name, Setting())
 
 
 def heading(name: str) -> str:
@@ -241,16 +195,17 @@ def size_text(config: RunConfig) -> str:
     """
     if config.model_factory is None:
         return config.size
-    usual = usual_settings(config)
-    offered = {field.name: getattr(config.model, field.name) for field in fields(config.model)}
-    changed = [
-        f"{name} {text_of(value)}"
-        for name, value in offered.items()
-        if name not in MUST_KEEP and value != usual[name]
-    ]
-    preset = [] if config.size in ("custom", UNSIZED) else [config.size]
     name = config.model_factory.partition(":")[2]
-    return ", ".join((" ".join([name, *preset]), *([] if config.size == UNSIZED else changed)))
+    if config.size == UNSIZED:
+        return name
+    if config.size != "custom":
+        name = f"{name} {config.size}"
+    words, usual = [name], usual_settings(config)
+    for field in fields(config.model):
+        value = getattr(config.model, field.name)
+        if not _setting(field.name).binds_own_model and value != usual[field.name]:
+            words.append(f"{field.name} {text_of(value)}")
+    return ", ".join(words)
 
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
@@ -259,42 +214,46 @@ def trailing(rows: Sequence[Identity]) -> list[str]:
 
 
 def without_unused(rows: Sequence[Identity]) -> list[str]:
-    """All columns, but of the settings that are not LISTED only those that one of the runs uses."""
+    """All columns, without those of settings that no run uses and CSV files need not have."""
     names = list(rows[0]) if rows else []
-    used = {
-        name
-        for name in names
-        if name in LISTED or any(row.get(name) != _DEFAULTS.get(name) for row in rows)
-    }
-    used.update(*(group for group in TOGETHER if not used.isdisjoint(group)))
-    return [name for name in names if name in used]
+    used = {name for name in names if _is_listed(name, rows)}
+    groups = {_setting(name).group for name in used} - {""}
+    return [name for name in names if name in used or _setting(name).group in groups]
+
+
+def _is_listed(name: str, rows: Sequence[Identity]) -> bool:
+    setting = _setting(name)
+    if setting.csv_place is not None or setting.always_in_csv:
+        return True
+    return any(row.get(name) != _DEFAULTS.get(name) for row in rows)
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
     """The columns that distinguish the rows: `always`, and every setting of which the rows have
     several values.
 
-    Settings that follow from a size count only if rows of one size differ in them. Columns of _LAST
-    are added until no two different rows look the same.
+    Settings that follow from a size count only if rows of one size differ in them. Columns that are
+    named last are added until no two different rows look the same.
     """
-    settings = [
-        name for name in (rows[0] if rows else ()) if name not in (*always, *_IMPLIED, *_LAST)
-    ]
-    ordered = sorted(
-        settings, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST)
-    )
-    found = [*always, *(name for name in ordered if _varies(rows, name))]
+    names = [name for name in (rows[0] if rows else ()) if name not in always]
+    names = [name for name in names if name not in (*_IMPLIED, *_NAMED_LAST)]
+    ordered = sorted(names, key=_name_place)
+    shown = [*always, *(name for name in ordered if _varies(rows, name))]
     by_size: dict[str, list[Identity]] = {}
-    for row in rows if "size" in found else ():
+    for row in rows if "size" in shown else ():
         by_size.setdefault(row["size"], []).append(row)
-    found += [name for name in _IMPLIED if any(_varies(own, name) for own in by_size.values())]
+    for name in _IMPLIED:
+        if any(_varies(of_one_size, name) for of_one_size in by_size.values()):
+            shown.append(name)
     num_different = len({tuple(row.values()) for row in rows})
-    left = iter(name for name in (*ordered, *_IMPLIED, *_LAST) if name not in found)
-    while len({tuple(_cell(row.get(name)) for name in found) for row in rows}) < num_different:
-        if (name := next(left, None)) is None:
+    left = iter(name for name in (*ordered, *_IMPLIED, *_NAMED_LAST) if name not in shown)
+    while len({tuple(_cell(row.get(name)) for name in shown) for row in rows}) < num_different:
+        candidate = next(left, None)
+        if candidate is None:
             break
-        found += [name] if len({row.get(name) for row in rows}) > 1 else []
-    return found
+        if len({row.get(candidate) for row in rows}) > 1:
+            shown.append(candidate)
+    return shown
 
 
 def _varies(rows: Sequence[Identity], name: str) -> bool:
@@ -310,10 +269,10 @@ def identity_columns(
     rows: Sequence[Mapping[str, Any]], always: Sequence[str] = ALWAYS
 ) -> list[Column]:
     """The distinguishing columns of a table; each row has its identity under `identity`."""
-    found = [row["identity"] for row in rows]
+    runs = [row["identity"] for row in rows]
     return [
-        Column(heading(name), numeric=_is_numeric(found, name), key=name, text=_identity_cell(name))
-        for name in distinguishing(found, always)
+        Column(heading(name), numeric=_is_numeric(runs, name), key=name, text=_identity_cell(name))
+        for name in distinguishing(runs, always)
     ]
 
 
@@ -344,20 +303,21 @@ def names_of(
     """
     kept = rows_without(rows, without) if without else rows
     shown = distinguishing(kept, [name for name in always if name not in without])
-    names = [" ".join(filter(None, (_word(name, row[name]) for name in shown))) for row in kept]
-    same = Counter(
-        name
-        for name, _ in {(name, tuple(row.values())) for name, row in zip(names, kept, strict=True)}
-    )
+    names = []
+    for row in kept:
+        words = [_word(name, row[name]) for name in shown]
+        names.append(" ".join(word for word in words if word))
+    values = [tuple(row.values()) for row in kept]
+    same = Counter(name for name, _ in set(zip(names, values, strict=True)))
     return [
-        name if same[name] == 1 else f"{name} {_hashed(repr(list(row.values())))}"
-        for name, row in zip(names, kept, strict=True)
+        name if same[name] == 1 else f"{name} {_hashed(repr(list(row)))}"
+        for name, row in zip(names, values, strict=True)
     ]
 
 
 def by_name(
     rows: Sequence[Mapping[str, Any]],
-    value: Callable[[Mapping[str, Any]], float | None],
+    value: Callable[[Any], float | None],
     *,
     always: Sequence[str] = ALWAYS,
     without: Sequence[str] = (),
@@ -366,11 +326,8 @@ def by_name(
     `identity`.
     """
     names = names_of([row["identity"] for row in rows], always=always, without=without)
-    return {
-        name: found
-        for name, row in zip(names, rows, strict=True)
-        if (found := value(row)) is not None
-    }
+    values = zip(names, map(value, rows), strict=True)
+    return {name: number for name, number in values if number is not None}
 
 
 def _word(name: str, value: object) -> str:
@@ -385,20 +342,18 @@ def shared_settings(
     Settings with their default values are left out unless they are in `also`.
     """
     rows, usual = identities(runs), [_by_columns(usual_settings(config)) for config, _ in runs]
-    noted = [name for name, setting in SETTINGS.items() if setting.note]
-    unused = () if any(config.mode is Mode.TRAIN for config, _ in runs) else ("optimizer",)
+    phrased = [name for name, setting in SETTINGS.items() if setting.note]
+    is_trained = any(config.mode is Mode.TRAIN for config, _ in runs)
     texts = []
-    for name in dict.fromkeys((*_FIRST_IN_NOTES, *noted, *(rows[0] if rows else ()))):
-        values = {row[name] for row in rows} - {None}
-        is_unusual = any(
-            row[name] != other.get(name) for row, other in zip(rows, usual, strict=True)
+    for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *(rows[0] if rows else ()))):
+        setting, values = _setting(name), {row[name] for row in rows} - {None}
+        is_noted = setting.noted == "always" or any(
+            row[name] != defaults.get(name) for row, defaults in zip(rows, usual, strict=True)
         )
-        is_noted = (is_unusual or name in _ALWAYS_IN_NOTES) and name not in (
-            *_BESIDE_NOTES,
-            *unused,
-        )
+        if setting.noted == "never" or (name == "optimizer" and not is_trained):
+            is_noted = False
         if len(values) == 1 and (is_noted or name in also):
-            texts.append(in_note(name, _setting(name), *values))
+            texts.append(in_note(name, setting, *values))
     return ", ".join(texts)
 
 
@@ -406,12 +361,12 @@ def file_names(names: Iterable[str]) -> list[str]:
     """Names of files for these names, without endings: no two are the same, even if the file
     system ignores case.
     """
-    found: dict[str, str] = {}
+    taken: dict[str, str] = {}
     for stem in map(file_name, names):
         numbered = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
-        free = next(candidate for candidate in numbered if candidate.casefold() not in found)
-        found[free.casefold()] = free
-    return list(found.values())
+        free = next(candidate for candidate in numbered if candidate.casefold() not in taken)
+        taken[free.casefold()] = free
+    return list(taken.values())
 
 
 def file_name(name: str) -> str:

@@ -1,12 +1,11 @@
-"""The results of sweeps, their one frame and their sections; and those of studies, as their
-pages show them.
-"""
+"""The results of sweeps and of studies, and the sections that show them."""
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ..config import Profiler, RunConfig
 from ..record import RunRecord, Status
@@ -14,8 +13,9 @@ from ..studies.ceilings_files import NO_CEILINGS, Ceilings
 from ..studies.ceilings_records import CeilingsStudy
 from ..studies.operators import AttentionStudy, FusionStudy
 from ..studies.records import PrecisionStudy
+from .configurations import step_results
 from .formats import pngs_of, texts_of, write_files
-from .frame import to_frame
+from .quantities import StepResult
 from .section import Section, Table, findings_section, rows_with
 from .sections.ceilings import ceilings_sections
 from .sections.kernels.files import sections_of as kernel_sections
@@ -29,9 +29,6 @@ from .sections.memory.tables import sections_of as memory_sections
 from .sections.operators import attention_section, fusion_section
 from .sections.steps import results_section
 from .sections.study import precision_sections
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 STEPS, KERNELS, MEMORY = "Time of a step", "Where the time goes", "Where the memory goes"
 """Subjects of a sweep."""
@@ -68,11 +65,8 @@ class Results:
         """Runs under a profiler with status ok; one that ran out of memory need not have a
         profile.
         """
-        return [
-            r.config
-            for r in self.records
-            if r.config.profiler is not Profiler.NONE and r.status is Status.OK
-        ]
+        done = [record.config for record in self.records if record.status is Status.OK]
+        return [config for config in done if config.profiler is not Profiler.NONE]
 
     @property
     def without_profile(self) -> list[RunConfig]:
@@ -84,51 +78,48 @@ class Results:
     def lost(self) -> str:
         """How many explained profiles are missing, in words; empty if none is."""
         num_missing = len(self.without_profile)
-        words = (
-            f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are "
-            "missing"
-        )
-        return words if num_missing else ""
+        if not num_missing:
+            return ""
+        runs = f"{num_missing} of {len(self._profiled)} runs that ended well"
+        return f"the profiles of {runs} are missing"
 
     @cached_property
-    def frame(self) -> "pd.DataFrame":
-        """A row for each configuration without a profiler, with its forecast; tables and
-        pictures are made of it.
+    def configurations(self) -> list[StepResult]:
+        """The result of each configuration without a profiler, with its forecast; tables and
+        pictures are made of these.
         """
-        return to_frame(self.published, self.ceilings)
+        return step_results(self.published, self.ceilings)
 
     @cached_property
     def steps(self) -> Section:
         """The section of step times, which are those of runs without a profiler."""
-        return results_section(self.frame, by_configuration(self.kernels))
+        return results_section(self.configurations, by_configuration(self.kernels))
 
     @cached_property
     def sections(self) -> Mapping[str, Sequence[Section]]:
         """The sections of each subject that these results have: findings first, then tables and
         pictures.
         """
-        found = {}
+        sections: dict[str, Sequence[Section]] = {}
         if self.published:
-            found[STEPS] = [self.steps]
+            sections[STEPS] = [self.steps]
         if self.kernels:
-            told = findings_section("kernel_findings", self.kernels, kernel_findings)
-            found[KERNELS] = [told, *kernel_sections(self.kernels)]
+            findings = findings_section("kernel_findings", self.kernels, kernel_findings)
+            sections[KERNELS] = [findings, *kernel_sections(self.kernels)]
         if self.memory:
-            told = findings_section(
-                "memory_findings", self.memory, lambda own: memory_findings(own.profile)
+            findings = findings_section(
+                "memory_findings", self.memory, lambda entry: memory_findings(entry.profile)
             )
-            found[MEMORY] = [told, *memory_sections(self.memory)]
-        return found
+            sections[MEMORY] = [findings, *memory_sections(self.memory)]
+        return sections
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
-        sections = [
-            section for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]
-        ]
-        told = [table for section in sections for table in section.tables]
-        first = [rows_with(table, "number", {1}) for table in told]
-        steps = self.steps.tables if self.published else ()
-        return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]
+        tables = list(self.steps.tables) if self.published else []
+        for subject in (KERNELS, MEMORY):
+            for findings in self.sections.get(subject, ())[:1]:
+                tables += [rows_with(table, "number", {1}) for table in findings.tables]
+        return [*tables, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
     def write(
         self, output: Path, status: Callable[..., object], formats: Collection[str] = ()
@@ -136,7 +127,7 @@ class Results:
         """Write the tables and pictures that records and profiles support together, tables also in
         `formats`; `status` shows what is done.
         """
-        sections = [section for own in self.sections.values() for section in own]
+        sections = list(itertools.chain.from_iterable(self.sections.values()))
         for done, section in enumerate(sections):
             status(f"writing tables and pictures of {section.name}", done, len(sections))
             write_files({**texts_of(section), **pngs_of(section)}, output, formats)
@@ -172,11 +163,9 @@ class StudyResults:
             return ceilings_sections(self.study)
         if isinstance(self.study, AttentionStudy):
             return [attention_section(self.study)]
-        return (
-            [fusion_section(self.study)]
-            if isinstance(self.study, FusionStudy)
-            else precision_sections(self.study)
-        )
+        if isinstance(self.study, FusionStudy):
+            return [fusion_section(self.study)]
+        return precision_sections(self.study)
 
     def write(self, directory: Path, formats: Collection[str] = ()) -> None:
         """Write the tables into the directory, also in `formats`. The record stays as it is: a

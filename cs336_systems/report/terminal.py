@@ -19,8 +19,10 @@ from rich.text import Text
 from ..record import RunRecord
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings
 from ..text import inert_line, print_line, shortened
-from .columns import Column
+from .column import Column
+from .configurations import step_results
 from .section import FINDING, Table
+from .sections.steps import results_table, step_answer
 from .words import own_place, own_traceback
 
 UNLIMITED = 1_000_000
@@ -85,13 +87,9 @@ def print_run(
     record: RunRecord, path: Path | None = None, ceilings: Ceilings = NO_CEILINGS
 ) -> None:
     """Print the table of one run, its failure or warnings, and the path of its record."""
-    # pandas is slow to import, and the other functions do not need it
-    from .frame import to_frame
-    from .sections.steps import results_table, step_answer
-
-    frame = to_frame([record], ceilings)
-    print_sentences(step_answer(frame, record))
-    print_table(results_table(frame, has_csv=False))
+    results = step_results([record], ceilings)
+    print_sentences(step_answer(results[0], record))
+    print_table(results_table(results, has_csv=False))
     console = _console(_width())
     if record.failure is not None:
         where = f" in {record.failure.where}" if record.failure.where else ""
@@ -116,10 +114,9 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
     console = _console(_width())
     for record in records:
         if record.failure is not None:
-            place = f" ({place})" if (place := own_place(record)) else ""
-            console.print(
-                f"[red]{plain(record.config.label)}[/]: {plain(record.failure.message + place)}"
-            )
+            place = own_place(record)
+            message = f"{record.failure.message} ({place})" if place else record.failure.message
+            console.print(f"[red]{plain(record.config.label)}[/]: {plain(message)}")
     print_line(f"results: {directory}")
 
 
@@ -129,16 +126,14 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     If the table is too wide, columns with a `drop_order` are left out; a note names them, followed
     by `where`, which says where to find them.
     """
+    title, notes = Text(inert_line(table.title), style="bold"), list(table.notes)
     if width is None and table.headings == FINDING:
         lines = [f"{number}. {inert_line(finding)}" for number, finding in table.rows]
-        return Group(
-            Text(inert_line(table.title), style="bold"),
-            *map(Text, [*lines, *map(inert_line, table.notes)]),
-        )
-    columns = range(len(table.headings))
-    texts = [
-        [inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns
-    ]
+        return Group(title, *map(Text, [*lines, *map(inert_line, notes)]))
+    texts: list[list[str]] = [[] for _ in table.headings]
+    for row in table.rows:
+        for cells, cell in zip(texts, row, strict=True):
+            cells.append(inert_line(cell, LONGEST_ON_TERMINAL))
     shown, widths, gap = _fit(table.headings, texts, width)
     body = _body(table, texts, shown, widths, gap) if widths else _list(table, texts, shown)
     left_out = [
@@ -146,13 +141,10 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
         for column, heading in enumerate(table.headings)
         if column not in shown
     ]
-    names = ", ".join(dict.fromkeys(left_out))
-    notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
-    return Group(
-        Text(inert_line(table.title), style="bold"),
-        body,
-        *(Text(inert_line(note)) for note in notes),
-    )
+    if left_out:
+        names = ", ".join(dict.fromkeys(left_out))
+        notes.append(f"Not shown at this width: {names}{where}.")
+    return Group(title, body, *(Text(inert_line(note)) for note in notes))
 
 
 def _fit(
@@ -170,10 +162,10 @@ def _fit(
     whole = [*map(_widest, heads)]
     if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
         return shown, whole, 2
-    least = [
-        _widest([*_words(heads[each]), *(texts[each] if headings[each].numeric else ())])
-        for each in shown
-    ]
+    least = []
+    for heading, head, cells in zip(headings, heads, texts, strict=True):
+        unbroken = cells if heading.numeric else ()
+        least.append(_widest([*_words(head), *unbroken]))
     by_worth = sorted(shown, key=lambda column: headings[column].drop_order)
     fewest = max(1, sum(not heading.drop_order for heading in headings))
     for number, gap in itertools.product(range(len(headings), fewest - 1, -1), (2, 1)):

@@ -201,11 +201,11 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     )
 
 
-RUNG_NAMES = (
-    "fp32",
-    *(change.name for change in _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)),
-)
+_ALL_CHANGES = _changes(RunConfig(size="tiny", model=SIZES["tiny"]), None)
+RUNG_NAMES = ("fp32", *(change.name for change in _ALL_CHANGES))
 """Names of all rungs in their order, including those that apply to some configurations only."""
+CHANGED = frozenset[str]().union(*(change.fields for change in _ALL_CHANGES))
+"""Settings that some rung changes."""
 
 
 def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:

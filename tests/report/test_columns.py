@@ -1,4 +1,4 @@
-"""Columns turn values to text, and a table keeps the values as a data frame."""
+"""Columns turn values to text."""
 
 import math
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cs336.report.columns import COLUMNS, Column, column
+from cs336.report.quantities import Gain
 from cs336.report.words import interval_text
 
 
@@ -36,14 +37,6 @@ def test_a_time_in_doubt_is_marked_and_so_is_what_is_computed_from_it() -> None:
     ] == ["17.0", "17 ± 3 ?"]
 
 
-def ratio_text(low: float | None, high: float | None, ratio: float) -> str:
-    """The speed-up as a table of the ladder says it."""
-    values = {"": ratio, "_ci95_low": low, "_ci95_high": high, "_std": None, "_is_doubted": False}
-    return column("speed_up_over_last").cell(
-        {f"speed_up_over_last{ending}": value for ending, value in values.items()}
-    )
-
-
 @pytest.mark.parametrize(
     ("low", "high", "ratio", "interval"),
     [
@@ -56,7 +49,7 @@ def ratio_text(low: float | None, high: float | None, ratio: float) -> str:
     ],
 )
 def test_digits_of_a_speed_up_by_hand(low: float, high: float, ratio: str, interval: str) -> None:
-    assert (ratio_text(low, high, math.sqrt(low * high)), interval_text(low, high)) == (
+    assert (Gain(math.sqrt(low * high), low=low, high=high).text(), interval_text(low, high)) == (
         ratio,
         interval,
     )

@@ -10,9 +10,9 @@ import pytest
 from cs336.analysis.warnings import timing_warnings
 from cs336.config import Precision
 from cs336.record import Status, WarningCode
-from cs336.report.frame import to_frame
+from cs336.report.configurations import step_results
 from cs336.report.sections.ceilings import ceilings_sections
-from cs336.report.sections.ladder import ladder_rows, ladder_section
+from cs336.report.sections.ladder import ladder_results, ladder_section
 from cs336.report.sections.operators import attention_section, fusion_section
 from cs336.report.sections.steps import results_table
 from cs336.studies.ceilings_records import (
@@ -158,7 +158,7 @@ def test_the_ladder_marks_a_speed_up_of_times_in_doubt(fault):
         make_process(rung, 0.8, codes=codes(0.8, fault) if rung is ladder[2] else ())
         for rung in ladder
     ]
-    speed = ladder_section(ladder_rows(ladder, records, [])).tables[0]
+    speed = ladder_section(ladder_results(ladder, records, [])).tables[0]
     over_last, over_first = column(speed, "over last"), column(speed, "over first")
     assert [bool(marked(cell)) for cell in over_last] == [False, False, True, True]
     assert [bool(marked(cell)) for cell in over_first] == [False, False, True, False]
@@ -177,11 +177,11 @@ def test_a_sweep_marks_a_speed_up_of_times_in_doubt(fault):
         pytest.approx(ratio, rel=0.05),
         pytest.approx(ratio * spread(FAULTS[fault], QUIET), rel=0.2),
     )
-    assert marked(column(results_table(to_frame([full, fast])), "speed-up")[1]) == [expected]
+    assert marked(column(results_table(step_results([full, fast])), "speed-up")[1]) == [expected]
     assert not marked(
-        column(results_table(to_frame([full, make_record(configs[1], times(0.005))])), "speed-up")[
-            1
-        ]
+        column(
+            results_table(step_results([full, make_record(configs[1], times(0.005))])), "speed-up"
+        )[1]
     )
 
 

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from cs336.record import Status, WarningCode
-from cs336.report.frame import rows_of, to_frame
+from cs336.report.configurations import step_results
 from cs336.report.headlines import NamedRows, of_memory, of_profiles, of_steps
 from cs336.report.sections.memory.findings import MemoryEntry
 from cs336.report.words import GIB, status_text
@@ -48,7 +48,7 @@ def check(text: str, measured: list[float | None], ends: Counter) -> None:
 def test_a_headline_of_runs_leaves_none_out() -> None:
     rng = random.Random(11)
     for runs in (list(draw_runs(rng)) for _ in range(60)):
-        rows = rows_of(to_frame(runs)) if runs else []
+        rows = (step_results(runs)) if runs else []
         ends = Counter(run.status for run in runs if run.status is not Status.OK)
         entries = [MemoryEntry(profile=make_memory(), config=run.config) for run in runs[2:4]]
         steps, more = of_steps(rows)
@@ -73,7 +73,7 @@ def test_a_headline_of_profiles_counts_each_limit() -> None:
         entries = [own.entry(config) for own, config in zip(drawn, configs, strict=True)]
         failed = make_failure(make_config("tiny", context_length=8))
         text, more = of_profiles(
-            entries, rows_of(to_frame([*(entry.plain for entry in entries), failed]))
+            entries, (step_results([*(entry.plain for entry in entries), failed]))
         )
         for limit, count in Counter(own.limit for own in drawn).items():
             assert f"{limit} in {count} of {len(drawn)}" in text

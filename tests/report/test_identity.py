@@ -13,8 +13,8 @@ from functools import cache
 import pytest
 
 from cs336.config import Arch, Mode, ModelConfig, Profiler, RunConfig
-from cs336.report.frame import to_frame
-from cs336.report.identity import PARALLEL, file_names, identities, names_of, shared_settings
+from cs336.report.configurations import step_results
+from cs336.report.identity import file_names, identities, names_of, shared_settings
 from cs336.report.section import labels
 from cs336.report.sections.kernels import files as kernel_files
 from cs336.report.sections.kernels.tables import Explained
@@ -120,7 +120,9 @@ def test_labels_of_runs_that_differ_in_one_setting_differ(where, field) -> None:
     "module_depth",
     "update_in_backward",
     "expandable_segments",
-    *PARALLEL,
+    "parallel",
+    "ranks",
+    "shard_optimizer",
 )
 def test_recorded_runs_that_differ_in_one_setting_have_rows_and_names_of_their_own(
     where, field
@@ -141,7 +143,7 @@ def test_runs_that_differ_in_one_setting_have_rows_of_their_own(where, field, tm
     # a run that failed early does not know the name of its device
     device = {"device_name": None} if field.name == "device" else {}
     records = [make_record(config, (0.1, 0.1), **device) for config in pair]
-    one, other = results_table(to_frame(records)).rows
+    one, other = results_table(step_results(records)).rows
     assert one != other
     write_tables(records, tmp_path)
     one, other = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
@@ -200,7 +202,9 @@ def test_texts_that_read_alike_are_told_apart() -> None:
     configs = [replace(BASES[0], tokens=path) for path in paths]
     assert len({*names_of(identities((config, None) for config in configs))}) == 4
     assert (
-        len({*results_table(to_frame([make_record(config, (0.1,)) for config in configs])).rows})
+        len(
+            {*results_table(step_results([make_record(config, (0.1,)) for config in configs])).rows}
+        )
         == 4
     )
 

@@ -18,13 +18,13 @@ from cs336.config import Precision
 from cs336.costs.hardware import find_device
 from cs336.report.columns import Column
 from cs336.report.compared import Sides, compare_sides
-from cs336.report.frame import to_frame
+from cs336.report.configurations import step_results
 from cs336.report.section import FINDING, Table
 from cs336.report.sections.account import Account, account_section, days_table
 from cs336.report.sections.ceilings import ceilings_sections
 from cs336.report.sections.kernels.files import tables_of, tables_of_one
 from cs336.report.sections.kernels.tables import Explained
-from cs336.report.sections.ladder import ladder_rows, ladder_section
+from cs336.report.sections.ladder import ladder_results, ladder_section
 from cs336.report.sections.memory.findings import MemoryEntry
 from cs336.report.sections.memory.tables import memory_tables
 from cs336.report.sections.memory.tables import tables_of_one as snapshot_tables
@@ -84,7 +84,7 @@ def kinds():
     records.append(make_failure(make_config("xl")))
     warmups = [make_record(make_config(warmup_steps=n), (0.9, 1.0012, 1.13)) for n in (0, 1, 5)]
     ladder = make_ladder("tiny")
-    rungs = ladder_rows(ladder, make_records(ladder), [make_entry(ladder[1])])
+    rungs = ladder_results(ladder, make_records(ladder), [make_entry(ladder[1])])
     cells = [make_cell(name, 64, length) for name in Implementation for length in (512, 16384)]
     attention = make_study(
         *(make_result(cell) for cell in cells), implementations=tuple(Implementation)
@@ -101,11 +101,11 @@ def kinds():
     account = Account(config=step, device=find_device(H200), memory_bytes=40e9)
     found = {
         "results": (
-            [results_table(to_frame(records))],
+            [results_table(step_results(records))],
             ("size", "context", "precision", "step", "status"),
         ),
         "warm-up": (
-            [warmup_table(to_frame(warmups))],
+            [warmup_table(step_results(warmups))],
             ("size", "context", "precision", "warm-up", "step"),
         ),
         "ladder": (ladder_section(rungs).tables[:1], ("rung", "step", "gate")),

@@ -36,15 +36,16 @@ from .. import headlines, words
 from ..charts import Bar, Chart, Style, visible
 from ..columns import Column, Row, column, three_digits
 from ..compared import Compared
+from ..configurations import order, step_results
 from ..draw import svg_of
-from ..frame import codes_of, order, rows_of, to_frame
 from ..headlines import Headline, NamedRows
+from ..quantities import StepResult
 from ..results import KERNELS, MEMORY, STEPS, Results, StudyResults
 from ..section import Section, Table, known, labels, make_table
 from ..sections.kernels.files import modules_section
 from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import Explained, phase_rows
-from ..sections.ladder import ladder_section
+from ..sections.ladder import RungResult, ladder_section
 from ..sections.memory.findings import MemoryEntry, check_words, difference_bytes
 from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
 from ..sections.steps import BY_PHASE, PARTS, phase_bars
@@ -361,12 +362,10 @@ RUN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climbed:
-    """A ladder that was run: the records and profiles of its rungs, and a row of values for each
-    rung.
-    """
+    """A ladder that was run: the records and profiles of its rungs, and the result of each rung."""
 
     results: Results
-    rows: tuple[Row, ...]
+    rows: Sequence[RungResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -621,7 +620,7 @@ doubt.
 """
 
 
-def headline_of(directory: Directory, rows: Sequence[Row]) -> Headline:
+def headline_of(directory: Directory, rows: Sequence[StepResult]) -> Headline:
     """The headline of the directory's page; the rows are those of its runs."""
     if directory.study is not None:
         return headlines.OF_STUDIES[directory.study.subject](directory.study.sections)
@@ -668,14 +667,16 @@ def _failed_profiles(results: Results) -> list[str]:
     return [f"Under the profiler: {ends.removeprefix('; ')}."] if ends and results.published else []
 
 
-def times_of(results: Results) -> list[Row]:
+def times_of(results: Results) -> Sequence[StepResult]:
     """The configurations without a profiler; if all runs were under one, those of kernels, else
     those of memory.
     """
     profiled = [
         own for own in results.records if own.config.profiler is not Profiler.MEMORY
     ] or results.records
-    return rows_of(results.frame if results.published else to_frame(profiled, results.ceilings))
+    if results.published:
+        return results.configurations
+    return step_results(profiled, results.ceilings)
 
 
 def _with_profiles(glance: Glance, entries: Sequence[Explained]) -> Glance:
@@ -719,15 +720,15 @@ def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
     return replace(glance, bars=bars, doubts=[*glance.doubts, *doubts], trust=checked)
 
 
-def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
+def _tiles(rows: Sequence[StepResult], note: str) -> list[Tile]:
     """Step, throughput, utilisation and memory, as ranges; of one configuration the step with
     its deviation.
     """
     step = _range(rows, "step_mean_ms", words.milliseconds)
     peak = _range(rows, "peak_allocated_gib", lambda gib: f"{words.significant(gib, 3)} GiB")
     spread = f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
-    if len(rows) == 1 and rows[0]["step_std_ms"] is not None:
-        step = f"{words.mean_and_std(rows[0]['step_mean_ms'], rows[0]['step_std_ms'])} ms"
+    if len(rows) == 1 and rows[0].step_mean_ms is not None and rows[0].step_std_ms is not None:
+        step = f"{words.mean_and_std(rows[0].step_mean_ms, rows[0].step_std_ms)} ms"
         spread = "mean ± standard deviation"
     tiles = [
         Tile("step", step, note or spread),
@@ -738,7 +739,7 @@ def _tiles(rows: Sequence[Row], note: str) -> list[Tile]:
     return [tile for tile in tiles if tile.value]
 
 
-def _range(rows: Sequence[Row], key: str, text: Callable[[float], str]) -> str:
+def _range(rows: Sequence[StepResult], key: str, text: Callable[[float], str]) -> str:
     """The least and the largest value under the key, the unit once; empty without any."""
     known = [row[key] for row in rows if row[key] is not None]
     if not known:
@@ -748,11 +749,11 @@ def _range(rows: Sequence[Row], key: str, text: Callable[[float], str]) -> str:
     return low if low == high else f"{number if high.endswith(f'{space}{unit}') else low} to {high}"
 
 
-def _doubts(rows: Sequence[Row]) -> list[str]:
+def _doubts(rows: Sequence[StepResult]) -> list[str]:
     """How many times are in doubt, and by which warnings."""
     rows = _timed(rows)
-    number = sum(in_doubt(codes_of(row)) for row in rows)
-    counts = Counter(code for row in rows for code in codes_of(row) if code in DOUBTFUL)
+    number = sum(in_doubt(row.codes) for row in rows)
+    counts = Counter(code for row in rows for code in row.codes if code in DOUBTFUL)
     told = ", ".join(
         f"{code} in {count}" if len(rows) > 1 else code for code, count in counts.most_common()
     )
@@ -763,13 +764,13 @@ def _doubts(rows: Sequence[Row]) -> list[str]:
     return [many if len(rows) > 1 else f"The time is in doubt: {told}."]
 
 
-def _timed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["step_mean_ms"] is not None]
+def _timed(rows: Sequence[StepResult]) -> list[StepResult]:
+    return [row for row in rows if row.step_mean_ms is not None]
 
 
-def _steady(rows: Sequence[Row]) -> str:
+def _steady(rows: Sequence[StepResult]) -> str:
     """That the times are steady; empty without times."""
-    spread = max((row["step_cv"] for row in rows if row["step_cv"] is not None), default=None)
+    spread = max((row.step_cv for row in rows if row.step_cv is not None), default=None)
     told = (
         ""
         if spread is None

@@ -1,120 +1,60 @@
-"""A ladder for people: a row of values for each rung, tables of speed, of the gate and of
-counts, and a picture.
+"""A ladder for people: the result of each rung, tables of speed, of the gate and of counts, and a
+picture.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from ...analysis.compare import StepBlocks, Verdict, compare_in_turn, measured_steps
 from ...analysis.kernels.step_profile import StepProfile, Work
 from ...analysis.statistics import FEWEST
-from ...analysis.warnings import in_doubt
 from ...config import SETTINGS, Device, RunConfig
-from ...record import RunRecord, Status
+from ...record import Compilation, RunRecord, Status
 from ...studies.ceilings_files import NO_CEILINGS, Ceilings
-from ...sweep.ladder import GATE_STEPS, Rung, judge, reason_run
+from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
-from ..columns import Row, column, columns_of, short
+from ..column import Column, Quantity, quantity, short, six_digits
+from ..columns import column
+from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
-from ..frame import RESULTS, codes_of, rows_of, to_frame
-from ..identity import size_text
+from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
-from ..words import CHANCE, DOUBT, STATUS_WORDS, ratio, significant
+from ..words import CHANCE, DOUBT, interval_text, ratio, rounded, significant
 from .kernels.tables import Explained
 from .steps import warning_notes
-from .study import derived
 
-Rows = Sequence[Row]
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}
-UNUSED = ("selective_checkpoints", "keep_hidden", "expandable_segments", "loss_chunks")
-"""Shortcuts that no rung uses."""
-FIELDS = (
-    "batch_size",
-    "precision",
-    "compile",
-    "compile_blocks",
-    "optimizer",
-    *(name for name, setting in SETTINGS.items() if setting.is_shortcut and name not in UNUSED),
-    "learning_rate",
-    "seed",
+_OF_RUNGS = [
+    name
+    for name, setting in SETTINGS.items()
+    # what no flag asks for is in records of earlier versions
+    if setting.is_shortcut and (name in CHANGED or not setting.help)
+]
+SETTINGS_OF_RUNGS = list(
+    dict.fromkeys(
+        (
+            "batch_size",
+            "precision",
+            "compile",
+            "compile_blocks",
+            "optimizer",
+            *_OF_RUNGS,
+            "learning_rate",
+            "seed",
+        )
+    )
 )
 """Settings that ladder.csv gives of each rung."""
-TIMES = (
-    "step_mean_ms",
-    "step_std_ms",
-    "step_ci95_low_ms",
-    "step_ci95_high_ms",
-    "tokens_per_s",
-    "model_tflops_per_s",
-    "mfu",
-    "ceiling_share",
-)
-PREDICTED = ("predicted_step_ms", "predicted_step_error")
-MEASURED = (
-    "device_name",
-    "status",
-    "error",
-    *TIMES,
-    *PREDICTED,
-    "peak_allocated_gib",
-    "peak_reserved_gib",
-    "warnings",
-)
-"""Columns of a sweep's results, over the rung's processes; None for a rung that has not run."""
-COMPILED = ("graphs", "graph_breaks", "recompiles")
-PROFILED = ("launches_per_step", "busy_ms", "busy_share")
-SPEED_UPS = (
-    "speed_up_over_last",
-    "speed_up_over_last_ci95_low",
-    "speed_up_over_last_ci95_high",
-    "speed_up_over_first",
-    "speed_up_over_first_ci95_low",
-    "speed_up_over_first_ci95_high",
-)
-DISTANCES = (f"loss_{GATE_STEPS}", "distance_last", "distance_largest", "bound", "gate")
-CSV_COLUMNS = (
-    "rung",
-    "change",
-    "size",
-    *FIELDS,
-    "context_length",
-    "vocab_size",
-    "attention",
-    "device_name",
-    "status",
-    "error",
-    "processes",
-    *TIMES,
-    "last",
-    *SPEED_UPS,
-    "peak_allocated_gib",
-    "peak_reserved_gib",
-    "compile_s",
-    *COMPILED,
-    *DISTANCES,
-    *PROFILED,
-    "warnings",
-    *PREDICTED,
-)
-SPEED = (
-    column("rung"),
-    column("change"),
-    column("step_mean_ms", instead="ended"),
-    column("step_ci95_low_ms"),
-    column("predicted_step_ms", drop_order=5),
-    column("predicted_step_error", drop_order=5),
-    column("tokens_per_s"),
-    column("mfu", drop_order=6),
-    column("ceiling_share", drop_order=10),
-    column("speed_up_over_last"),
-    column("speed_up_over_last_ci95_low"),
-    column("speed_up_over_first"),
-    column("speed_up_over_first_ci95_low"),
-    column("peak_allocated_gib", drop_order=4),
-    column("gate"),
-)
+LEAST_DISTANCE = 0.001
+"""Smallest distance between losses that is written as a number, in percent of the fall of the
+loss.
+"""
 COUNTED = "Counts are of a run under torch.profiler; busy is over the step's time without it."
-GATE = columns_of("rung", *DISTANCES, "compile_s", *COMPILED)
 PASSED, UNCREDITED = "passed", "did not pass the gate"
 STYLES = {
     PASSED: Style(colour="#0072B2"),
@@ -122,119 +62,321 @@ STYLES = {
 }
 
 
-def ladder_rows(
+def distance_text(percent: float) -> str:
+    """To two significant digits; a distance below LEAST_DISTANCE, which is far below every
+    bound, as `<0.001`.
+    """
+    if 0 < percent < LEAST_DISTANCE:
+        return f"<{LEAST_DISTANCE:g}"
+    return significant(percent, 2) if percent else "0"
+
+
+_OVER_LAST, _OVER_FIRST = attrgetter("over_last"), attrgetter("over_first")
+
+
+def _speed_up(name: str, about: str, gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
+    """Column of the ratio of a gain."""
+    return Quantity(
+        name,
+        "",
+        about,
+        compute=lambda rung: gain(rung).ratio,
+        text=lambda rung: gain(rung).text(),
+        drop_order=drop,
+    )
+
+
+def _low(gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
+    """Lower end of the interval of a speed-up; its cells show both ends."""
+    return Quantity(
+        "interval",
+        "",
+        "Interval of the speed-up beside it.",
+        compute=lambda rung: gain(rung).low,
+        text=lambda rung: interval_text(gain(rung).low, gain(rung).high),
+        numeric=False,
+        drop_order=drop,
+    )
+
+
+def _high(gain: Callable[[Any], Gain]) -> Quantity[Value]:
+    """Upper end of the interval of a speed-up, in CSV files only."""
+    return Quantity("", "", "Upper end of the interval.", compute=lambda rung: gain(rung).high)
+
+
+def _most(
+    name: str, about: str, count: Callable[[Compilation], int], drop: int
+) -> Quantity[int | None]:
+    """The largest count of the compilations of a rung's processes."""
+    return Quantity(
+        name,
+        "",
+        about,
+        compute=lambda rung: max(map(count, rung.compilations), default=None),
+        drop_order=drop,
+        write=str,
+    )
+
+
+class RungResult(StepResult):
+    """The result of a rung: its times, its gate, and how much faster it is than others.
+
+    A rung that fails its gate, or has no verdict, is not credited.
+    """
+
+    before: "RungResult | None" = None
+    """The last credited rung before this one."""
+    first: "RungResult | None" = None
+    """The first credited rung before this one."""
+    may_be_fastest = False
+    """Whether the processes do not tell it from the fastest rung."""
+
+    def __init__(
+        self,
+        rung: Rung,
+        records: Sequence[RunRecord],
+        ceilings: Ceilings,
+        references: Sequence[Sequence[float | None]],
+        profile: StepProfile | None,
+    ) -> None:
+        super().__init__(rung.config.configuration, records, ceilings)
+        self._rung, self._profile = rung, profile
+        config, losses = rung.config, [record.losses for record in self.done]
+        self.verdict: Gate = judge(config.precision, losses, references, fp8=config.fp8)
+        self.is_credited = bool(self.done) and self.verdict.passed is True
+        # ladder.csv has the settings as they are, not as the columns of sweeps combine them
+        self.identity |= {name: getattr(config, name) for name in SETTINGS_OF_RUNGS}
+        self.identity["vocab_size"] = config.model.vocab_size
+        if config.model_factory is None:
+            model = config.model
+            self.identity["attention"] = f"{model.attention}-{model.sdpa_backend}"
+
+    @cached_property
+    def blocks(self) -> StepBlocks:
+        """The times of the processes, by repeat."""
+        return measured_steps(self.records)
+
+    @cached_property
+    def compilations(self) -> list[Compilation]:
+        """What each process compiled."""
+        return [record.compilation for record in self.done if record.compilation is not None]
+
+    @cached_property
+    def over_last(self) -> Gain:
+        """How many times faster than the last credited rung before it."""
+        return _gain(self.before, self)
+
+    @cached_property
+    def over_first(self) -> Gain:
+        """How many times faster than the first credited rung."""
+        return _gain(self.first, self)
+
+    # columns of ladder.csv, which the tables show too
+
+    @quantity("rung", numeric=False, write=str)
+    def rung(self) -> str:
+        """Name of the rung."""
+        return self._rung.name
+
+    @quantity("change", numeric=False, write=str, drop_order=9)
+    def change(self) -> str:
+        """What sets the rung apart from the one before."""
+        return self._rung.change
+
+    _of_the_run = OtherColumns(
+        "size",
+        *SETTINGS_OF_RUNGS,
+        "context_length",
+        "vocab_size",
+        "attention",
+        "device_name",
+        "status",
+        "error",
+        "processes",
+    )
+    _times = OtherColumns(
+        "step_mean_ms",
+        "step_std_ms",
+        "step_ci95_low_ms",
+        "step_ci95_high_ms",
+        "tokens_per_s",
+        "model_tflops_per_s",
+        "mfu",
+        "ceiling_share",
+    )
+
+    @quantity("over", numeric=False, write=str)
+    def last(self) -> str:
+        """The rung that this one is compared with."""
+        return self.before.rung if self.before is not None else ""
+
+    speed_up_over_last = _speed_up(
+        "over last", "How many times faster than the last rung that counts.", _OVER_LAST, 2
+    )
+    speed_up_over_last_ci95_low = _low(_OVER_LAST, 8)
+    speed_up_over_last_ci95_high = _high(_OVER_LAST)
+    speed_up_over_first = _speed_up(
+        "over first", "How many times faster than the first rung that counts.", _OVER_FIRST, 3
+    )
+    speed_up_over_first_ci95_low = _low(_OVER_FIRST, 7)
+    speed_up_over_first_ci95_high = _high(_OVER_FIRST)
+    _peaks = OtherColumns("peak_allocated_gib", "peak_reserved_gib")
+
+    @quantity("compiling", "s", drop_order=2, write=short)
+    def compile_s(self) -> Value:
+        """The longest compilation of its processes."""
+        # the process that found least in the compiler's cache
+        return max((compilation.seconds for compilation in self.compilations), default=None)
+
+    graphs = _most("graphs", "Graphs that were compiled.", lambda made: made.graphs, 6)
+    graph_breaks = _most(
+        "graph breaks",
+        "Places where the compiler gave up a graph.",
+        lambda made: made.graph_breaks,
+        7,
+    )
+    recompiles = _most(
+        "recompiles", "Graphs that were compiled again.", lambda made: made.recompiles, 8
+    )
+
+    @quantity("loss 20", drop_order=5, write=six_digits)
+    def loss_20(self) -> Value:
+        """Loss at the last of the steps that are compared."""
+        return self.verdict.loss
+
+    @quantity("distance", "% of the fall", drop_order=1, scale=100, write=distance_text)
+    def distance_last(self) -> Value:
+        """Distance from the first rung's loss at the last step."""
+        return self.verdict.last
+
+    @quantity("largest", "% of the fall", drop_order=3, scale=100, write=distance_text)
+    def distance_largest(self) -> Value:
+        """Largest distance from the first rung's losses."""
+        return self.verdict.largest
+
+    @quantity("bound", "% of the fall", drop_order=4, scale=100, write="{:g}".format)
+    def bound(self) -> float:
+        """Largest distance that passes."""
+        return self.verdict.bound
+
+    @quantity("gate", numeric=False, write=str)
+    def gate(self) -> str:
+        """Whether the rung computes what the first one does."""
+        return VERDICTS[self.verdict.passed] if self.done else ""
+
+    @quantity("kernels", write=short)
+    def launches_per_step(self) -> Value:
+        """Kernels or operators that were launched."""
+        return None if self._profile is None else launches_per_step(self._profile)
+
+    @quantity("busy", "ms", drop_order=1, write=rounded)
+    def busy_ms(self) -> Value:
+        """Time in which a kernel or copy ran."""
+        return None if self._profile is None else busy_ms(self._profile)
+
+    @quantity("GPU busy", "%", drop_order=2, scale=100, write=short)
+    def busy_share(self) -> Value:
+        """Part of the step without a profiler in which a kernel or copy ran.
+
+        A profiler slows the host, not the kernels, so that it can be above 1, and 1 is written.
+        """
+        if self._profile is None or self._profile.work is Work.OPERATORS:
+            return None
+        share = ratio(self.busy_ms, self.step_mean_ms)
+        return None if share is None else min(1.0, share)
+
+    _others = OtherColumns("warnings", "predicted_step_ms", "predicted_step_error")
+
+
+def _gain(slower: RungResult | None, faster: RungResult) -> Gain:
+    """The gain over another rung, with its interval; all unknown without one."""
+    interval = None if slower is None else speed_up(slower.blocks, faster.blocks)
+    if slower is None or interval is None:
+        return Gain()
+    times, low, high = interval
+    return Gain.over(slower, faster, times)._replace(low=low, high=high)
+
+
+Rungs = Sequence[RungResult]
+SPEED = (
+    RungResult.rung,
+    RungResult.change,
+    column("step_mean_ms", instead="ended"),
+    StepResult.step_ci95_low_ms,
+    # no note explains a mark of doubt here
+    column("predicted_step_ms", drop_order=5, doubt=""),
+    column("predicted_step_error", drop_order=5, doubt=""),
+    StepResult.tokens_per_s,
+    column("mfu", drop_order=6),
+    column("ceiling_share", drop_order=10),
+    RungResult.speed_up_over_last,
+    RungResult.speed_up_over_last_ci95_low,
+    RungResult.speed_up_over_first,
+    RungResult.speed_up_over_first_ci95_low,
+    column("peak_allocated_gib", drop_order=4),
+    RungResult.gate,
+)
+GATE = (
+    RungResult.rung,
+    RungResult.loss_20,
+    RungResult.distance_last,
+    RungResult.distance_largest,
+    RungResult.bound,
+    RungResult.gate,
+    RungResult.compile_s,
+    RungResult.graphs,
+    RungResult.graph_breaks,
+    RungResult.recompiles,
+)
+
+
+def ladder_results(
     ladder: Sequence[Rung],
     records: Sequence[RunRecord],
     traces: Sequence[Explained],
     ceilings: Ceilings = NO_CEILINGS,
-) -> list[Row]:
-    """One row for each rung, in order, by the records of its configuration among `records`.
+) -> list[RungResult]:
+    """The result of each rung, in order, by the records of its configuration among `records`.
 
-    A rung that fails its gate, or has no verdict, is not credited. Each rung is compared with the
-    last credited rung before it, whose name is `last`, and with the first.
+    Each rung is compared with the last credited rung before it, and with the first.
     """
-    references = [
-        each.losses for each in _records_of(ladder[0].config, records) if each.status is Status.OK
-    ]
-    measured: dict[RunConfig, Row] = {}
-    for row in rows_of(to_frame(records, ceilings)):
-        measured.setdefault(row["config"], row)
-    rows: list[Row] = []
-    blocks: dict[str, StepBlocks] = {}
+    measured: dict[RunConfig, StepResult] = {}
+    for result in step_results(records, ceilings):
+        measured.setdefault(result.config, result)
+
+    def records_of(rung: Rung) -> Sequence[RunRecord]:
+        result = measured.get(rung.config.configuration)
+        return () if result is None else result.records
+
+    references = [record.losses for record in records_of(ladder[0]) if record.status is Status.OK]
+    rungs: list[RungResult] = []
     for rung in ladder:
-        own = _records_of(rung.config, records)
-        done = [record for record in own if record.status is Status.OK]
-        frame = measured.get(rung.config.configuration, dict.fromkeys(RESULTS))
-        gate = judge(
-            rung.config.precision,
-            [record.losses for record in done],
-            references,
-            fp8=rung.config.fp8,
-        )
-        blocks[rung.name] = measured_steps(own)
-        credited = [row for row in rows if row["is_credited"]]
-        row = {
-            **_settings(rung),
-            **{name: frame[name] for name in MEASURED},
-            "ended": "not run"
-            if frame["status"] is None
-            else STATUS_WORDS[Status(frame["status"])],
-            "cv": frame["step_cv"],
-            "is_doubted": in_doubt(codes_of(frame)),
-            "processes": len(done),
-            "is_credited": bool(done) and gate.passed is True,
-            "last": credited[-1]["rung"] if credited else "",
-            "gate": VERDICTS[gate.passed] if done else "",
-            "no_verdict": gate.missing,
-            f"loss_{GATE_STEPS}": gate.loss,
-            "distance_last": gate.last,
-            "distance_largest": gate.largest,
-            "bound": gate.bound,
-            **_compiled(done),
-            **_profiled(rung, traces, frame["step_mean_ms"]),
-        }
-        row |= _over("speed_up_over_last", credited[-1:], row, blocks)
-        row |= _over("speed_up_over_first", credited[:1], row, blocks)
-        rows.append(row)
-    best = fastest_row(rows)
-    for row in rows:
-        row["may_be_fastest"] = (
-            best is not None
-            and row["is_credited"]
-            and (
-                compare_in_turn(blocks[row["rung"]], blocks[best["rung"]]).verdict
-                is Verdict.CANNOT_TELL
-            )
-        )
-    return rows
+        profiles = [entry.profile for entry in traces if entry.config == reason_run(rung)]
+        profile = profiles[-1] if profiles and profiles[-1].num_steps else None
+        result = RungResult(rung, records_of(rung), ceilings, references, profile)
+        credited = [earlier for earlier in rungs if earlier.is_credited]
+        if credited:
+            result.first, result.before = credited[0], credited[-1]
+        rungs.append(result)
+    best = fastest_rung(rungs)
+    if best is not None:
+        for result in rungs:
+            result.may_be_fastest = result.is_credited and _is_alike(result, best)
+    return rungs
 
 
-def fastest_row(rows: Rows) -> Row | None:
+def _is_alike(result: RungResult, best: RungResult) -> bool:
+    """Whether the processes of both rungs do not tell which is faster."""
+    return compare_in_turn(result.blocks, best.blocks).verdict is Verdict.CANNOT_TELL
+
+
+def fastest_rung(rungs: Rungs) -> RungResult | None:
     """The credited rung with the shortest step; None where there is none."""
-    return min(
-        (row for row in rows if row["is_credited"]),
-        key=lambda row: float(row["step_mean_ms"]),
-        default=None,
-    )
+    credited = [rung for rung in rungs if rung.is_credited]
+    return min(credited, key=lambda rung: rung.step_mean_ms or math.inf, default=None)
 
 
-def _settings(rung: Rung) -> Row:
-    config = rung.config
-    return {
-        "rung": rung.name,
-        "change": rung.change,
-        "config": config,
-        "size": size_text(config),
-        **{name: getattr(config, name) for name in FIELDS},
-        "context_length": config.model.context_length,
-        "vocab_size": config.model.vocab_size,
-        "attention": None
-        if config.model_factory
-        else f"{config.model.attention}-{config.model.sdpa_backend}",
-    }
-
-
-def _compiled(done: Sequence[RunRecord]) -> Row:
-    """The longest compilation, of the process that found least in the compiler's cache; the
-    largest of all counts.
-    """
-    found = [record.compilation for record in done if record.compilation is not None]
-    counts = {
-        name: max((int(getattr(each, name)) for each in found), default=None) for name in COMPILED
-    }
-    return {"compile_s": max((each.seconds for each in found), default=None), **counts}
-
-
-def _over(key: str, slower: Rows, row: Row, blocks: Mapping[str, StepBlocks]) -> Row:
-    """The speed-up over the other rung, if there is one, with its interval and what puts it in
-    doubt.
-    """
-    found = speed_up(blocks[slower[0]["rung"]], blocks[row["rung"]]) if slower else None
-    times, low, high = found or (None, None, None)
-    return {**derived(key, times, *slower, row), f"{key}_ci95_low": low, f"{key}_ci95_high": high}
-
-
-def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, float | None, float | None] | None:
+def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, Value, Value] | None:
     """The speed-up and its interval, from the processes of both sides; None if a side has none.
 
     Both are those of `cs336 compare`, inverted; there is no interval without FEWEST processes,
@@ -242,144 +384,128 @@ def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, float | None, f
     """
     if not slow or not fast:
         return None
-    found = compare_in_turn(slow, fast)
-    ends = (None, None) if len(slow.keys() & fast.keys()) < FEWEST else (found.high, found.low)
-    low, high = (None if end is None else 1 / end for end in ends)
-    return 1 / found.ratio, low, high
+    compared = compare_in_turn(slow, fast)
+    if len(slow.keys() & fast.keys()) < FEWEST or compared.low is None or compared.high is None:
+        return 1 / compared.ratio, None, None
+    return 1 / compared.ratio, 1 / compared.high, 1 / compared.low
 
 
-def _records_of(config: RunConfig, records: Sequence[RunRecord]) -> list[RunRecord]:
-    found = [record for record in records if record.config.configuration == config.configuration]
-    return sorted(found, key=lambda record: record.config.repeat)
+def launches_per_step(profile: StepProfile) -> float:
+    """Kernels that were launched in a step; on a CPU, operators."""
+    return sum(sum(phase.launches) for phase in profile.phases) / profile.num_steps
 
 
-def _profiled(rung: Rung, profiles: Sequence[Explained], step_ms: float | None) -> Row:
-    """Counts of the rung's last profile, beside the mean step without a profiler; None for what is
-    not known.
-
-    `busy_share` is over the plain step: a profiler slows the host, not the kernels. It is at most
-    1, and unknown on a CPU.
-    """
-    found = [entry.profile for entry in profiles if entry.config == reason_run(rung)]
-    if not found or not found[-1].num_steps:
-        return dict.fromkeys(PROFILED)
-    row = counts_of(found[-1])
-    share = None if found[-1].work is Work.OPERATORS else ratio(row["busy_ms"], step_ms)
-    return {**row, "busy_share": None if share is None else min(1.0, share)}
+def busy_ms(profile: StepProfile) -> float:
+    """Time of a step in which a kernel or copy ran."""
+    return sum(sum(phase.busy_s) for phase in profile.phases) / profile.num_steps * 1e3
 
 
-def counts_of(profile: StepProfile) -> Row:
-    """Sums over the profile, per step: kernels (on a CPU operators), and busy time."""
-    return {
-        "launches_per_step": sum(sum(phase.launches) for phase in profile.phases)
-        / profile.num_steps,
-        "busy_ms": sum(sum(phase.busy_s) for phase in profile.phases) / profile.num_steps * 1e3,
-    }
-
-
-def ladder_section(rows: Rows) -> Section:
+def ladder_section(rungs: Rungs) -> Section:
     """Speed; gate and compilation; counts, if there is a profile."""
+    told = settings(rungs)
     tables = [
         make_table(
             "From the slow way to the fast way",
-            known(SPEED, rows),
-            rows,
-            [f"{settings(rows)}.", *_speed_notes(rows)],
+            known(SPEED, rungs),
+            rungs,
+            [f"{told}.", *_speed_notes(rungs)],
             _stands_out,
-            findings(rows),
+            findings(rungs),
         ),
         make_table(
             "The same training, and what compiling takes",
-            known(GATE, rows),
-            rows,
-            _gate_notes(rows),
+            known(GATE, rungs),
+            rungs,
+            _gate_notes(rungs),
             _stands_out,
         ),
     ]
-    if any(row["launches_per_step"] is not None for row in rows):
-        on_cpu = rows[0]["config"].device is Device.CPU
-        counts = [
-            column("rung"),
-            column("launches_per_step", name="operators" if on_cpu else "kernels"),
-            column("busy_share", write=short, scale=100),
-            *([] if on_cpu else [column("busy_ms")]),
-        ]
-        tables.append(make_table("Counts of a step", known(counts, rows), rows, [COUNTED]))
-    chart = ladder_chart(rows, settings(rows))
+    if any(rung.launches_per_step is not None for rung in rungs):
+        counts: list[Column] = [RungResult.rung]
+        if rungs[0].config.device is Device.CPU:
+            counts += [replace(RungResult.launches_per_step, name="operators")]
+        else:
+            counts += [RungResult.launches_per_step, RungResult.busy_share, RungResult.busy_ms]
+        tables.append(make_table("Counts of a step", known(counts, rungs), rungs, [COUNTED]))
     return Section(
-        name="ladder", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS, pictures=(chart,)
+        name="ladder",
+        tables=tuple(tables),
+        rows=rungs,
+        keys=RungResult.csv_keys(rungs),
+        pictures=(ladder_chart(rungs, told),),
     )
 
 
-def _stands_out(row: Row) -> bool:
-    return not row["is_credited"]
+def _stands_out(rung: RungResult) -> bool:
+    return not rung.is_credited
 
 
-def _speed_notes(rows: Rows) -> Iterator[str]:
+def _speed_notes(rungs: Rungs) -> Iterator[str]:
     """How many processes there are, which rung is the fastest, and what went wrong."""
-    counts = sorted({row["processes"] for row in rows if row["processes"]})
-    if counts and counts[0] < FEWEST:
+    counts = [rung.processes for rung in rungs if rung.processes]
+    if counts and min(counts) < FEWEST:
         yield CHANCE
-    yield from findings(rows)
-    yield from warning_notes([row["warnings"] for row in rows], "rungs")
-    if any(row["speed_up_over_first"] and row["speed_up_over_first_is_doubted"] for row in rows):
+    yield from findings(rungs)
+    yield from warning_notes([rung.warnings for rung in rungs], "rungs")
+    if any(rung.over_first.is_doubted for rung in rungs):
         yield (
             f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation where "
             "there is no interval."
         )
-    yield from (f"{row['rung']}: {row['error']}" for row in rows if row["error"])
+    for rung in rungs:
+        if rung.error:
+            yield f"{rung.rung}: {rung.error}"
 
 
-def findings(rows: Rows) -> Iterator[str]:
+def findings(rungs: Rungs) -> Iterator[str]:
     """Which rung is the fastest, and which are not credited."""
-    first, best = next((row for row in rows if row["is_credited"]), None), fastest_row(rows)
-    if first is not None and best is not None:
-        times = column("speed_up_over_first").cell(best)
-        gain = f", {times} times as fast as {first['rung']}" if times else ""
-        alike = [row["rung"] for row in rows if row["may_be_fastest"] and row is not best]
+    best = fastest_rung(rungs)
+    if best is not None and best.step_mean_ms is not None:
+        first = best.first
+        gain = f", {best.over_first.text()} times as fast as {first.rung}" if first else ""
+        alike = [rung.rung for rung in rungs if rung.may_be_fastest and rung is not best]
         untold = f"; its processes do not tell it from {', '.join(alike)}" if alike else ""
-        yield (
-            f"The fastest is {best['rung']}: {significant(best['step_mean_ms'])} ms{gain}{untold}."
-        )
-    if failed := [row["rung"] for row in rows if row["processes"] and not row["is_credited"]]:
+        yield f"The fastest is {best.rung}: {significant(best.step_mean_ms)} ms{gain}{untold}."
+    if failed := [rung.rung for rung in rungs if rung.processes and not rung.is_credited]:
         yield f"Not credited, so no measure for others: {', '.join(failed)}."
 
 
-def _gate_notes(rows: Rows) -> Iterator[str]:
+def _gate_notes(rungs: Rungs) -> Iterator[str]:
     """What the losses are compared with, and why verdicts are missing."""
     yield (
         f"Losses of the first {GATE_STEPS} steps, on the same data from the same weights: their "
         "distance from those of the first rung, at the last step and at the worst, as a share of "
         "how far these fall. Of several processes the worst counts."
     )
-    missing = {row["no_verdict"] for row in rows if row["processes"] and row["no_verdict"]}
-    yield from (f"No verdict where {reason}." for reason in sorted(missing))
+    missing = {rung.verdict.missing for rung in rungs if rung.processes} - {""}
+    for reason in sorted(missing):
+        yield f"No verdict where {reason}."
 
 
-def write_ladder_report(rows: Rows, directory: Path, formats: Collection[str] = ()) -> list[Path]:
+def write_ladder_report(rungs: Rungs, directory: Path, formats: Collection[str] = ()) -> list[Path]:
     """Write ladder.csv, .md and the other `formats`, and plots/ladder.png; return their paths."""
-    section = ladder_section(rows)
+    section = ladder_section(rungs)
     return write_files({**texts_of(section), **pngs_of(section)}, directory, formats)
 
 
-def settings(rows: Rows) -> str:
+def settings(rungs: Rungs) -> str:
     """What all rungs share, in words."""
-    config = rows[0]["config"]
-    device = next((row["device_name"] for row in rows if row["device_name"]), None)
-    name = config.model_factory or config.size
+    config = rungs[0].config
     words = [
-        name,
+        config.model_factory or config.size,
         f"context {config.model.context_length}",
         f"batch {config.batch_size}",
         f"seed {config.seed}",
+        f"learning rate {config.learning_rate:g}",
+        f"tokens {config.tokens or 'random'}",
     ]
-    words += [f"learning rate {config.learning_rate:g}", f"tokens {config.tokens or 'random'}"]
-    return ", ".join([*words, *([device] if device else [])])
+    devices = [rung.device_name for rung in rungs if rung.device_name]
+    return ", ".join([*words, *devices[:1]])
 
 
-def ladder_chart(rows: Rows, settings: str) -> Chart:
+def ladder_chart(rungs: Rungs, settings: str) -> Chart:
     """Mean time of a step by rung."""
-    panel = Panel(label="step (ms)", bars=[_bar(row) for row in rows])
+    panel = Panel(label="step (ms)", bars=[_bar(rung) for rung in rungs])
     return Chart(
         name="ladder",
         title="Time of a training step, rung by rung",
@@ -389,13 +515,13 @@ def ladder_chart(rows: Rows, settings: str) -> Chart:
     )
 
 
-def _bar(row: Row) -> Bar:
-    mean_ms = row["step_mean_ms"]
+def _bar(rung: RungResult) -> Bar:
+    mean_ms = rung.step_mean_ms
     if mean_ms is None:
-        return Bar(name=row["rung"], failure=row["ended"])
+        return Bar(name=rung.rung, failure=rung.ended)
     gain = ""
-    if row["speed_up_over_first"] is not None and row["is_credited"]:
-        doubt = f" {DOUBT}" if row["speed_up_over_first_is_doubted"] else ""
-        gain = f", {significant(row['speed_up_over_first'], 3)}x{doubt}"
-    part = PASSED if row["is_credited"] else UNCREDITED
-    return Bar(name=row["rung"], parts={part: mean_ms}, words=f"{significant(mean_ms, 3)} ms{gain}")
+    if rung.over_first.ratio is not None and rung.is_credited:
+        doubt = f" {DOUBT}" if rung.over_first.is_doubted else ""
+        gain = f", {significant(rung.over_first.ratio, 3)}x{doubt}"
+    part = PASSED if rung.is_credited else UNCREDITED
+    return Bar(name=rung.rung, parts={part: mean_ms}, words=f"{significant(mean_ms, 3)} ms{gain}")

@@ -4,63 +4,27 @@ pictures.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from operator import itemgetter
 from types import MappingProxyType
-
-import pandas as pd
+from typing import Any
 
 from ...analysis.statistics import FEWEST
 from ...analysis.warnings import DOUBTFUL, in_doubt
 from ...config import UNSIZED, Phase, Profiler, RunConfig
-from ...record import RunRecord, Status, WarningCode
+from ...record import RunRecord, WarningCode
 from ...text import counted, text_of
 from ..charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
-from ..columns import VALUES, Row, column, columns_of, three_digits
-from ..frame import RESULTS, SHARED, SPEED_UPS, codes_of, describe, over_warmup, rows_of, steady
-from ..identity import UNLISTED, by_name, identity_columns, names_of, settings_of, trailing
+from ..column import Quantity, Row, three_digits
+from ..columns import column
+from ..configurations import describe, over_warmup, steady
+from ..identity import by_name, identity_columns, names_of, placed_settings, settings_of, trailing
+from ..quantities import SpeedUp, StepResult
 from ..section import Section, Table, known, make_table
-from ..words import (
-    CHANCE,
-    DOUBT,
-    DOUBTED_FORECAST,
-    SHIPPED,
-    between,
-    significant,
-    status_text,
-    warning_counts,
-)
+from ..words import CHANCE, DOUBT, DOUBTED_FORECAST, SHIPPED, between, significant, warning_counts
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
-PHASES = (
-    "data_mean_ms",
-    "forward_mean_ms",
-    "backward_mean_ms",
-    "communication_mean_ms",
-    "optimizer_mean_ms",
-)
+PHASES = [f"{phase}_mean_ms" for phase in Phase if phase is not Phase.STEP]
 """Columns of the phases, in the order of a step."""
-DERIVED = tuple(
-    dict.fromkeys(
-        (
-            "predicted_step_ms",
-            "predicted_step_error",
-            "step_cv",
-            "sent_mib",
-            "predicted_collectives_ms",
-            "tokens_per_s",
-            "mfu",
-            "ceiling_share",
-            "peak_allocated_gib",
-            "predicted_peak_gib",
-            *VALUES,
-            *SPEED_UPS,
-        )
-    )
-)
-"""Columns that are computed from the times, and those of memory."""
-ALL_COLUMNS = (*RESULTS, *UNLISTED, "processes")
-"""First columns of results.csv; all other settings come after them."""
 OFFERED = (
     "Offered: what the factory of a model of one's own was given to choose from; the model's "
     "shape is not known."
@@ -70,179 +34,197 @@ MOST_NAMED = 8
 DOUBTED = f"{DOUBT} marks a speed-up of times that are in doubt, with its deviation."
 
 
-def step_answer(frame: pd.DataFrame, record: RunRecord) -> list[str]:
+def step_answer(result: StepResult, record: RunRecord) -> list[str]:
     """Three sentences on one run: its times, its speed and peak of memory, and what puts the
     times in doubt.
     """
-    (row,), measured = rows_of(frame), record.measurement(Phase.STEP)
+    measured = record.measurement(Phase.STEP)
     if measured is None:
         return []
     low, median, high = (
         significant(1e3 * time_s)
         for time_s in (measured.min_s, measured.median_s, max(measured.times_s))
     )
-    phases = ", ".join(f"{column(key).name} {column(key).cell(row)}" for key in PHASES if row[key])
-    found = known(columns_of("tokens_per_s", "mfu", "peak_allocated_gib"), [row])
-    speed = ", ".join(f"{each.label} {each.cell(row)}" for each in found)
+    phases = [f"{column(key).name} {column(key).cell(result)}" for key in PHASES if result[key]]
+    speed = []
+    for entry in (StepResult.tokens_per_s, StepResult.mfu, StepResult.peak_allocated_gib):
+        if text := entry.cell(result):
+            speed.append(f"{entry.label} {text}")
     doubts = ", ".join(w.code for w in record.warnings if w.code in DOUBTFUL)
     under = "" if record.config.profiler is Profiler.NONE else " with the profiler running"
+    step = StepResult.step_mean_ms.cell(result)
     return [
-        f"A step takes {column('step_mean_ms').cell(row)} ms{under}: {phases}.",
+        f"A step takes {step} ms{under}: {', '.join(phases)}.",
         f"Minimum {low}, median {median}, maximum {high} ms in "
-        f"{counted(len(measured.times_s), 'step')}; {speed}.",
+        f"{counted(len(measured.times_s), 'step')}; {', '.join(speed)}.",
         f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
     ]
 
 
-def results_table(frame: pd.DataFrame, *, has_csv: bool = True) -> Table:
+def results_table(results: Sequence[StepResult], *, has_csv: bool = True) -> Table:
     """The table of step times: a row for each configuration, failed ones too; the notes have the
     findings.
 
-    With `has_csv`, a note counts the warnings and points to the CSV, which has them in each row.
+    With `has_csv`, it is the table of a sweep: a note counts the warnings and points to the CSV,
+    which has them in each row. Without, it is printed for a single run.
     """
-    notes = [
-        *(
-            [OFFERED]
-            if any(config.model_factory and config.size != UNSIZED for config in frame.index)
-            else []
-        ),
-        "Times are mean ± standard deviation over the measured steps of a process.",
-        *too_few_note(frame["processes"]),
-        *([CHANCE] if frame[[*SPEED_UPS]][frame["processes"] < FEWEST].any(axis=None) else []),
-        *([SHIPPED] if frame["prediction_is_shipped"].any() else []),
-        *([DOUBTED_FORECAST] if frame["prediction_is_doubted"].any() else []),
-        *(warning_notes([row["warnings"] for row in rows_of(frame)]) if has_csv else []),
-        *([DOUBTED] if frame[[f"{key}_is_doubted" for key in SPEED_UPS]].any(axis=None) else []),
-    ]
+    columns = [entry for entry in StepResult.entries() if entry.place]
+    if has_csv:
+        columns = [entry for entry in columns if not entry.of_one_run]
+    columns.sort(key=lambda entry: entry.place)
     return _table(
         "Time of a step",
-        frame,
-        ("step_ci95_low_ms", *PHASES, *DERIVED),
-        notes,
-        step_findings(frame),
+        results,
+        columns,
+        list(_notes(results, has_csv=has_csv)),
+        step_findings(results),
     )
 
 
-def warmup_table(frame: pd.DataFrame) -> Table | None:
+def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
+    """How to read the table of step times, and what its marks mean."""
+    if any(result.config.model_factory and result.config.size != UNSIZED for result in results):
+        yield OFFERED
+    yield "Times are mean ± standard deviation over the measured steps of a process."
+    yield from too_few_note(result.processes for result in results)
+    gains, of_few = [], []
+    for entry in StepResult.speed_ups():
+        gains += [result.gain(entry.settings) for result in results]
+        of_few += [result[entry.key] for result in results if result.processes < FEWEST]
+    if any(of_few):
+        yield CHANCE
+    if any(result.prediction_is_shipped for result in results):
+        yield SHIPPED
+    if any(result.prediction_is_doubted for result in results):
+        yield DOUBTED_FORECAST
+    if has_csv:
+        yield from warning_notes([result.warnings for result in results])
+    if any(gain.is_doubted for gain in gains):
+        yield DOUBTED
+
+
+def warmup_table(results: Sequence[StepResult]) -> Table | None:
     """The table of step times by the number of warm-up steps; None if that number does not vary."""
-    frame = over_warmup(frame)
-    keys = ("step_ci95_low_ms", "step_cv", "first_step_ms")
-    return None if frame.empty else _table("Time of a step by warm-up", frame, keys, [])
+    varying = over_warmup(results)
+    columns = [
+        StepResult.step_mean_ms,
+        StepResult.step_ci95_low_ms,
+        StepResult.step_cv,
+        StepResult.first_step_ms,
+    ]
+    return _table("Time of a step by warm-up", varying, columns) if varying else None
 
 
 def _table(
     title: str,
-    frame: pd.DataFrame,
-    keys: Sequence[str],
-    notes: Sequence[str],
+    results: Sequence[StepResult],
+    columns: Sequence[Quantity[Any]],
+    notes: Sequence[str] = (),
     findings: Sequence[str] = (),
 ) -> Table:
-    """A table of distinguishing settings, the step, the columns of `keys` that are not empty,
-    and any failures.
+    """A table of distinguishing settings, the step, the other columns that are not empty, and any
+    failures.
     """
-    rows, shared = rows_of(frame), describe(frame)
-    columns = [column("step_mean_ms"), *known(columns_of(*keys), rows)]
-    status = [] if (frame["status"] == Status.OK).all() else [column("status")]
+    step, *others = columns
+    shown = [*identity_columns(results, ALWAYS), step, *known(others, results)]
+    if any(result.failed for result in results):
+        shown.append(StepResult.status)
+    shared = describe(results)
+    told = [f"{shared}."] if shared else []
     return make_table(
         title,
-        [*identity_columns(rows, ALWAYS), *columns, *status],
-        rows,
-        [*([f"{shared}."] if shared else []), *findings, *notes],
-        lambda row: bool(row["status"] != Status.OK),
+        shown,
+        results,
+        [*told, *findings, *notes],
+        lambda result: bool(result.failed),
         findings,
     )
 
 
-def step_findings(frame: pd.DataFrame) -> list[str]:
+def step_findings(results: Sequence[StepResult]) -> list[str]:
     """Sentences on what limits steps or ended them, and on speed-ups.
 
     Of rows that differ only in warm-up, the one with the most counts. Each number has the name of
     its row.
     """
-    rows = rows_of(steady(frame))
-    timed = [row for row in rows if row["step_mean_ms"]]
-    return [*_limits(rows), *_speed_ups(timed)]
+    told = steady(results)
+    sentences = list(_limits(told))
+    for entry in StepResult.speed_ups():
+        sentences += _gains(entry, [result for result in told if result[entry.key]])
+    return sentences
 
 
-def _limits(rows: Sequence[Row]) -> Iterator[str]:
+def _limits(results: Sequence[StepResult]) -> Iterator[str]:
     """Which of several configurations the host's launches limit, and which ended without a time."""
+    if len(results) < 2:
+        return
     groups: dict[str, list[str]] = {}
-    for name, row in zip(_names(rows), rows, strict=True):
-        if row["status"] != Status.OK:
-            groups.setdefault(status_text(row["status"]).capitalize(), []).append(name)
-        elif WarningCode.LAUNCH_BOUND in codes_of(row):
+    for name, result in zip(_names(results), results, strict=True):
+        if result.failed:
+            groups.setdefault(result.ended.capitalize(), []).append(name)
+        elif WarningCode.LAUNCH_BOUND in result.codes:
             groups.setdefault("Limited by the host's launches", []).append(name)
-    for what, named in groups.items() if len(rows) > 1 else ():
+    for what, named in groups.items():
         more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-        yield (
-            f"{what}: {len(named)} of {len(rows)} configurations "
-            f"({', '.join(named[:MOST_NAMED])}{more})."
-        )
+        names = ", ".join(named[:MOST_NAMED])
+        yield f"{what}: {len(named)} of {len(results)} configurations ({names}{more})."
 
 
-def _speed_ups(rows: Sequence[Row]) -> Iterator[str]:
+def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
     """For each value of a setting with a baseline: the least and the largest speed-up."""
-    for key, (setting, *_) in SPEED_UPS.items():
-        known = [row for row in rows if row[key]]
-        for value in dict.fromkeys(row[setting] for row in known):
-            own = [row for row in known if row[setting] == value]
-            values: type[StrEnum] = type(settings_of(own[0]["config"])[setting])
-            baseline = next(iter(values))
-            number = sum(bool(row[f"{key}_is_doubted"]) for row in own)
-            doubt = f"; in {number} of {len(own)} a time is in doubt ({DOUBT})" if number else ""
-            gains = between(by_name(own, itemgetter(key)), three_digits)
-            yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
+    setting = entry.settings[0]
+    for value in dict.fromkeys(result[setting] for result in results):
+        faster = [result for result in results if result[setting] == value]
+        values: type[StrEnum] = type(settings_of(faster[0].config)[setting])
+        baseline = next(iter(values))
+        number = sum(result.gain(entry.settings).is_doubted for result in faster)
+        doubt = f"; in {number} of {len(faster)} a time is in doubt ({DOUBT})" if number else ""
+        gains = between(by_name(faster, lambda result: result[entry.key]), three_digits)
+        yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
 
 
-def _names(rows: Sequence[Row]) -> list[str]:
-    return names_of([row["identity"] for row in rows])
+def _names(results: Sequence[StepResult]) -> list[str]:
+    return names_of([result.identity for result in results])
 
 
 def results_section(
-    frame: pd.DataFrame, of_profiles: Mapping[RunConfig, Row] = MappingProxyType({})
+    results: Sequence[StepResult],
+    of_profiles: Mapping[RunConfig, Mapping[str, float]] = MappingProxyType({}),
 ) -> Section:
     """The tables and pictures of step times, and for results.csv a row with every value of each
     configuration.
 
     `of_profiles` has, by configuration, what profiles of the same runs add to these rows.
     """
-    added_keys = tuple(dict.fromkeys(key for row in of_profiles.values() for key in row))
-    unknown: Row = dict.fromkeys(added_keys)
-    rows = [
-        {
-            **unknown,
-            **row,
-            **{name: text_of(row[name]) for name in UNLISTED},
-            **of_profiles.get(row["config"], {}),
-        }
-        for row in rows_of(frame)
-    ]
-    added = [
-        name for name in trailing([row["identity"] for row in rows]) if name not in ALL_COLUMNS
-    ]
-    tables = tuple(
-        table for table in (results_table(frame), warmup_table(frame)) if table is not None
-    )
-    shared = SHARED if any(config.is_shared for config in frame.index) else ()
-    keys = (*ALL_COLUMNS, *shared, *added_keys, *added)
-    return Section(
-        name="results", tables=tables, rows=rows, keys=keys, pictures=list(step_charts(frame))
-    )
+    keys = StepResult.csv_keys(results)
+    added = dict.fromkeys(key for values in of_profiles.values() for key in values)
+    identities = [result.identity for result in results]
+    others = [name for name in trailing(identities) if name not in keys]
+    as_texts = placed_settings(40, 49)
+    rows = []
+    for result in results:
+        row: Row = {key: result[key] for key in keys}
+        row |= {name: text_of(row[name]) for name in as_texts}
+        row |= {**added, **of_profiles.get(result.config, {})}
+        rows.append(row | {name: result.identity[name] for name in others})
+    tables = [results_table(results)]
+    if by_warmup := warmup_table(results):
+        tables.append(by_warmup)
+    pictures = list(step_charts(results))
+    return Section(name="results", tables=tuple(tables), rows=rows, pictures=pictures)
 
 
 def too_few_note(counts: Iterable[int]) -> list[str]:
     """A note for rows of two processes, which have no interval, on how to get one."""
-    return (
-        [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."]
-        if 2 in set(counts)
-        else []
-    )
+    if 2 not in counts:
+        return []
+    return [f"Two processes are too few for an interval: use --repeats {FEWEST} or more."]
 
 
 def warning_notes(codes: Sequence[str | None], rows: str = "rows") -> list[str]:
     """A note that counts the rows with each warning; `rows` is what the rows are called."""
-    counted = warning_counts(codes, rows.removesuffix("s") if len(codes) == 1 else rows)
-    return [f"Warnings, named by row in the CSV: {counted}."] if counted else []
+    counts = warning_counts(codes, rows.removesuffix("s") if len(codes) == 1 else rows)
+    return [f"Warnings, named by row in the CSV: {counts}."] if counts else []
 
 
 MAX_BARS = 60
@@ -256,35 +238,45 @@ PARTS = {str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.ite
 }
 
 
-def step_charts(frame: pd.DataFrame) -> Iterator[Chart]:
+def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
     """Lying bars of several configurations, as many in one picture as can be read."""
-    bars = (
-        phase_bars(rows_of(frame)) if len(frame) > 1 and frame["step_mean_ms"].notna().any() else []
-    )
+    if len(results) < 2 or all(result.step_mean_ms is None for result in results):
+        return
+    bars = phase_bars(results)
     for number, first in enumerate(range(0, len(bars), MAX_BARS), 1):
         panel = Panel(label="time (ms)", bars=bars[first : first + MAX_BARS])
-        name, shared = f"step_time{f'_no{number}' if number > 1 else ''}", describe(frame)
         yield Chart(
-            name=name, title=BY_PHASE, settings=shared, panels=[panel], legend=5, styles=PARTS
+            name=f"step_time_no{number}" if number > 1 else "step_time",
+            title=BY_PHASE,
+            settings=describe(results),
+            panels=[panel],
+            legend=5,
+            styles=PARTS,
         )
 
 
-def phase_bars(rows: Sequence[Row]) -> list[Bar]:
-    """A bar for each row of results: its phases, and the rest of the step if noticeable.
+def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
+    """A bar for each result: its phases, and the rest of the step if noticeable.
 
     Its words are the time of the step with the deviation and, on a line of its own, the peak of
     memory.
     """
-    bars, told = [], [column("step_mean_ms", doubt="is_doubted"), column("peak_allocated_gib")]
-    for name, row in zip(names_of([row["identity"] for row in rows]), rows, strict=True):
-        step_ms = row["step_mean_ms"]
-        parts = {str(phase): row[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
-        parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
-        rest_ms = (step_ms or 0.0) - sum(parts.values())
-        if step_ms is not None and rest_ms > LEAST_REST * step_ms:
+    return [_phase_bar(name, result) for name, result in zip(_names(results), results, strict=True)]
+
+
+def _phase_bar(name: str, result: StepResult) -> Bar:
+    parts = {str(phase): result[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
+    parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
+    step_ms = result.step_mean_ms
+    if step_ms is not None:
+        rest_ms = step_ms - sum(parts.values())
+        if rest_ms > LEAST_REST * step_ms:
             parts[REST] = rest_ms
-        judged = row | {"is_doubted": in_doubt(codes_of(row))}
-        words = "\n".join(f"{own.cell(judged)} {own.unit}" for own in told if row[own.key])
-        failure = "" if row["status"] == Status.OK else status_text(row["status"])
-        bars.append(Bar(name=name, parts=parts, words=words, failure=failure))
-    return bars
+    words = []
+    if step_ms:
+        mark = f" {DOUBT}" if in_doubt(result.codes) else ""
+        words.append(f"{StepResult.step_mean_ms.cell(result)}{mark} ms")
+    if result.peak_allocated_gib:
+        words.append(f"{StepResult.peak_allocated_gib.cell(result)} GiB")
+    failure = result.ended if result.failed else ""
+    return Bar(name=name, parts=parts, words="\n".join(words), failure=failure)

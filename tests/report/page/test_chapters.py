@@ -16,7 +16,7 @@ from cs336.report.compared import Sides, compare_sides
 from cs336.report.page.chapters import Climbed, Directory, glance_at, list_of, page_of, to_html
 from cs336.report.progress import StatusLine
 from cs336.report.results import Results, StudyResults
-from cs336.report.sections.ladder import ladder_rows
+from cs336.report.sections.ladder import ladder_results
 from cs336.report.sections.memory.findings import MemoryEntry
 from cs336.report.words import status_text
 from cs336.studies.operators import Implementation, Version
@@ -89,7 +89,7 @@ def climbed():
     """0.8 s for the first rung and 0.05 s for the last; `compile` is off by half of the fall."""
     rungs = make_ladder()
     records = make_records(rungs, losses={"compile": shifted(0.5)})
-    return Climbed(results=Results(records=records), rows=tuple(ladder_rows(rungs, records, [])))
+    return Climbed(results=Results(records=records), rows=ladder_results(rungs, records, []))
 
 
 def attention():

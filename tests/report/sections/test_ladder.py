@@ -13,11 +13,12 @@ from cs336.record import Measurement, Status
 from cs336.report.draw import figure_of
 from cs336.report.sections.ladder import (
     UNCREDITED,
-    counts_of,
-    fastest_row,
+    busy_ms,
+    fastest_rung,
     ladder_chart,
-    ladder_rows,
+    ladder_results,
     ladder_section,
+    launches_per_step,
     settings,
     speed_up,
 )
@@ -54,7 +55,7 @@ def test_one_bad_process_of_three_fails_the_rung(ladder):
     records = make_records(ladder)
     bad = next(i for i, r in enumerate(records) if r.config == replace(ladder[2].config, repeat=1))
     records[bad] = replace(records[bad], losses=shifted(0.2))
-    assert by_name(ladder_rows(ladder, records, []))["compile"]["gate"] == "FAILED"
+    assert by_name(ladder_results(ladder, records, []))["compile"]["gate"] == "FAILED"
 
 
 def without_first(ladder):
@@ -63,31 +64,30 @@ def without_first(ladder):
 
 
 def test_without_a_reference_nothing_is_judged_nor_credited(ladder):
-    rows = ladder_rows(ladder, without_first(ladder), [])
+    rows = ladder_results(ladder, without_first(ladder), [])
     assert {row["gate"] for row in rows} == {"", "no verdict"}
-    assert not any(
-        row["is_credited"] or row["speed_up_over_last"] or row["speed_up_over_first"]
-        for row in rows
-    )
-    assert fastest_row(rows) is None
+    assert not any(row.is_credited for row in rows)
+    assert {row.speed_up_over_last for row in rows} == {None}
+    assert {row.speed_up_over_first for row in rows} == {None}
+    assert fastest_rung(rows) is None
 
 
 def test_counts_of_a_profile_are_per_step():
     """Two steps: 50 kernels, 40 ms of them, 40.2 ms busy."""
-    reason = counts_of(make_profile())
-    assert reason["launches_per_step"] == 25
-    assert reason["busy_ms"] == pytest.approx(20.1)
+    profile = make_profile()
+    assert launches_per_step(profile) == 25
+    assert busy_ms(profile) == pytest.approx(20.1)
 
 
 def test_busy_is_over_the_step_without_a_profiler(ladder):
     rows = by_name(
-        ladder_rows(ladder, make_records(ladder), [make_entry(ladder[2]), make_entry(ladder[3])])
+        ladder_results(ladder, make_records(ladder), [make_entry(ladder[2]), make_entry(ladder[3])])
     )
     assert rows["compile"]["busy_share"] == pytest.approx(20.1 / 100)
     assert rows["fused"]["busy_share"] == pytest.approx(20.1 / 50)
     assert rows["bf16"]["busy_share"] is None
     faster = [make_process(rung, 0.01) for rung in ladder]
-    assert ladder_rows(ladder, faster, [make_entry(ladder[3])])[3]["busy_share"] == 1, (
+    assert ladder_results(ladder, faster, [make_entry(ladder[3])])[3]["busy_share"] == 1, (
         "20.1 ms in a step of 10"
     )
 
@@ -96,7 +96,7 @@ def test_a_rung_of_an_own_model_claims_no_attention():
     (rung, *_) = make_ladder()
     own = replace(rung, config=replace(rung.config, model_factory="pkg.mod:make"))
     for ladder, expected in (((rung,), ("small", "naive-auto")), ((own,), ("make small", None))):
-        (row,) = ladder_rows(ladder, [make_process(ladder[0], 0.1)], [])
+        (row,) = ladder_results(ladder, [make_process(ladder[0], 0.1)], [])
         assert (row["size"], row["attention"]) == expected
 
 
@@ -104,7 +104,7 @@ def test_a_rung_of_an_own_model_claims_no_attention():
 def rows(ladder):
     """The third rung fails its gate; the second and the last have profiles."""
     records = make_records(ladder, losses={"compile": shifted(0.006)})
-    return ladder_rows(ladder, records, [make_entry(ladder[1]), make_entry(ladder[3])])
+    return ladder_results(ladder, records, [make_entry(ladder[1]), make_entry(ladder[3])])
 
 
 def draw_ladder(rows, words):
@@ -151,7 +151,7 @@ def test_failures_are_told_in_words(ladder):
         if r.config.configuration not in (ladder[1].config, ladder[2].config)
     ]
     records += [make_failure(ladder[2].config, Status.CRASHED, "no compiler")]
-    rows = ladder_rows(ladder, records, [])
+    rows = ladder_results(ladder, records, [])
     speed = ladder_section(rows).tables[0]
     assert column(speed, "step")[1:3] == ["not run", "crashed"]
     assert speed.failed == {1, 2}

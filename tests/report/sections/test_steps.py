@@ -8,8 +8,9 @@ import rich.console
 import scipy.stats
 
 from cs336.config import Precision
+from cs336.report.configurations import step_results
 from cs336.report.formats import WRITERS
-from cs336.report.frame import QUANTITIES, RESULTS, to_frame
+from cs336.report.quantities import StepResult
 from cs336.report.sections.steps import results_table, step_findings, warmup_table
 from cs336.report.terminal import to_rich
 from tests.report.making import make_config, make_failure, make_record
@@ -23,7 +24,7 @@ def names(table):
 
 def rendered(records, width):
     console = rich.console.Console(width=width, file=io.StringIO())
-    console.print(to_rich(results_table(to_frame(records)), width))
+    console.print(to_rich(results_table(step_results(records)), width))
     return console.file.getvalue()
 
 
@@ -31,21 +32,13 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
     write_tables(grid, tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         header, *rows = csv.reader(file)
-    assert header == [
-        *RESULTS,
-        "phases",
-        "ranges",
-        "tokens",
-        "seed",
-        "rope_theta",
-        "processes",
-        "device",
-    ]
+    assert header == [*StepResult.csv_keys([]), "device"]
     assert len(rows) == 8
     table = [dict(zip(header, row, strict=True)) for row in rows]
     failed = next(row for row in table if row["status"] == "oom")
     assert (failed["size"], failed["context_length"], failed["error"]) == ("xl", "512", "no memory")
-    assert not any(failed[name] for name in QUANTITIES)
+    measured = header[header.index("forward_mean_ms") : header.index("warnings")]
+    assert not any(failed[name] for name in measured)
     assert float(failed["predicted_peak_gib"]) > 30
     first = table[0]
     assert float(first["step_mean_ms"]) == pytest.approx(100)
@@ -54,7 +47,7 @@ def test_csv_has_every_row_and_every_column(grid, tmp_path):
 
 
 def test_selection_shows_what_varies_and_says_the_rest_once(grid):
-    table = results_table(to_frame(grid))
+    table = results_table(step_results(grid))
     assert names(table) == [
         "size",
         "context",
@@ -90,7 +83,7 @@ def test_selection_shows_what_varies_and_says_the_rest_once(grid):
 
 
 def test_failed_rows_say_so_in_words_and_have_no_numbers(grid):
-    table = results_table(to_frame(grid))
+    table = results_table(step_results(grid))
     (index,) = table.failed
     *before, predicted, speed_up, status = table.rows[index]
     assert (*before, speed_up, status) == ("xl", "512", "fp32", *[""] * 8, "", "out of memory")
@@ -100,7 +93,7 @@ def test_failed_rows_say_so_in_words_and_have_no_numbers(grid):
 
 
 def test_warmup_table(warmup_records, tmp_path):
-    table = warmup_table(to_frame(warmup_records))
+    table = warmup_table(step_results(warmup_records))
     assert names(table) == [
         "size",
         "context",
@@ -114,7 +107,7 @@ def test_warmup_table(warmup_records, tmp_path):
     assert column(table, "first measured step") == ["1,000", "200.0", "", "100.0"]
     assert column(table, "status") == ["ok", "ok", "killed", "ok"]
     assert column(table, "std/mean") == ["130", "43", "", "0.0"]
-    assert warmup_table(to_frame(warmup_records[:1])) is None
+    assert warmup_table(step_results(warmup_records[:1])) is None
     write_tables(warmup_records, tmp_path)
     for ending, mark in (
         ("md", "### Time of a step by warm-up"),
@@ -142,7 +135,7 @@ def test_every_table_of_the_step_has_the_interval_over_processes(count, tmp_path
     ]
     write_tables(records, tmp_path)
     console = rich.console.Console(width=300, file=io.StringIO())
-    for table in (results_table(to_frame(records)), warmup_table(to_frame(records))):
+    for table in (results_table(step_results(records)), warmup_table(step_results(records))):
         console.print(to_rich(table))
     texts = [
         console.file.getvalue(),
@@ -179,10 +172,10 @@ def test_every_table_of_the_step_has_the_interval_over_processes(count, tmp_path
 def test_processes_that_failed_are_not_counted():
     config = make_config()
     done = [make_record(replace(config, repeat=i), (0.1, 0.1 + i / 1e3)) for i in range(2)]
-    table = results_table(to_frame([*done, make_failure(replace(config, repeat=2))]))
+    table = results_table(step_results([*done, make_failure(replace(config, repeat=2))]))
     assert "95 % interval" not in names(table)
     assert any("--repeats 3" in note for note in table.notes)
-    assert to_frame([make_failure(config)])["processes"].tolist() == [0]
+    assert [result.processes for result in step_results([make_failure(config)])] == [0]
 
 
 def numbers(text):
@@ -201,7 +194,7 @@ def test_speed_ups_are_told_by_their_ends_and_against_the_first_value() -> None:
         for (size, context), gain in gains.items()
         for precision in (Precision.FP32, Precision.BF16)
     ]
-    (text,) = step_findings(to_frame(records))
+    (text,) = step_findings(step_results(records))
     assert numbers(text) == [0.5, 128, 5, 512]
     assert "0.500 (small ctx 128)" in text
     others = make_config(compile="default"), make_config(model={"attention": "sdpa"})
@@ -209,13 +202,13 @@ def test_speed_ups_are_told_by_their_ends_and_against_the_first_value() -> None:
         make_record(config, (time_s,))
         for config, time_s in zip((make_config(), *others), (6, 2, 3), strict=True)
     ]
-    assert [numbers(text) for text in step_findings(to_frame(chosen))] == [[2.0], [3.0]]
+    assert [numbers(text) for text in step_findings(step_results(chosen))] == [[2.0], [3.0]]
 
 
 def test_what_limits_steps_or_ended_them_is_counted_and_named() -> None:
     configs = [make_config(context_length=2**n) for n in range(7, 17)]
     records = [make_record(config, (0.1,), codes=["launch-bound"]) for config in configs[:9]]
-    bound, ended = step_findings(to_frame([*records, make_failure(configs[9])]))
+    bound, ended = step_findings(step_results([*records, make_failure(configs[9])]))
     assert numbers(bound) == [9, 10, *(2**n for n in range(7, 15)), 1]
     assert numbers(ended) == [1, 10, 2**16]
-    assert step_findings(to_frame(records[:1])) == [], "the only run has its warning beside it"
+    assert step_findings(step_results(records[:1])) == [], "the only run has its warning beside it"

@@ -22,9 +22,9 @@ from ....analysis.memory.profile import (
 from ....record import Status
 from ....text import counted
 from ...columns import Column, Row, column, columns_of
+from ...configurations import order
 from ...draw import Drawing
 from ...formats import pngs_of, texts_of, to_markdown, write_files
-from ...frame import order
 from ...identity import file_names
 from ...section import (
     Section,

@@ -1,6 +1,7 @@
 import math
 import random
 import statistics
+from collections import namedtuple
 from dataclasses import replace
 
 import numpy as np
@@ -22,9 +23,11 @@ from cs336.costs.accounting import mfu, step_flops
 from cs336.costs.memory import predict_memory
 from cs336.costs.time import step_time
 from cs336.record import Measurement, Phase, Status, WarningCode
-from cs336.report import frame as frame_module
-from cs336.report.frame import BESIDE, RESULTS, over_warmup, rows_of, to_frame
+from cs336.report import configurations
+from cs336.report.configurations import over_warmup, step_results
 from cs336.report.identity import names_of
+from cs336.report.quantities import StepResult
+from cs336.report.sections.steps import results_table
 from cs336.studies.ceilings_files import Ceilings
 from cs336.studies.ceilings_records import CollectiveCell
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square
@@ -38,19 +41,25 @@ optimizer_mean_ms, optimizer_std_ms, step_mean_ms, step_std_ms, step_cv, step_me
 step_min_ms, step_ci95_low_ms, step_ci95_high_ms, tokens_per_s, model_tflops_per_s, mfu,
 peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib, ceiling_share, data_mean_ms,
 data_std_ms, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate, fused_loss,
-fp8, fused_blocks, predicted_step_ms, predicted_step_error
-"""
+fp8, fused_blocks, predicted_step_ms, predicted_step_error, phases, ranges, tokens, seed,
+rope_theta, processes"""
+OF_RANKS = ", communication_mean_ms, communication_std_ms, sent_mib, predicted_collectives_ms"
+
+
+def names_in(text):
+    return [name.strip() for name in text.replace("\n", " ").split(",")]
 
 
 def only_row(*records):
-    (row,) = rows_of(to_frame(records))
+    (row,) = step_results(records)
     return row
 
 
-def test_columns_are_those_of_the_contract_even_without_records():
-    assert list(RESULTS) == [name.strip() for name in CONTRACT.replace("\n", " ").split(",")]
-    for records in ([], [make_record(make_config(), (0.1,))]):
-        assert tuple(to_frame(records).columns) == (*RESULTS, *BESIDE)
+@pytest.mark.parametrize(("ranks", "more"), [(1, ""), (2, OF_RANKS)])
+def test_columns_are_those_of_the_contract(ranks, more):
+    parallel = Parallel.DDP if more else Parallel.NONE
+    row = only_row(make_record(make_config(parallel=parallel, ranks=ranks), (0.1,)))
+    assert StepResult.csv_keys([row]) == names_in(CONTRACT + more)
 
 
 def test_statistics_of_one_process_agree_with_numpy_and_scipy():
@@ -92,7 +101,7 @@ def test_the_share_of_a_measured_ceiling_is_that_of_the_runs_own_device_and_prec
             make_ceilings([product_at(square(512), 50)], device_name="NVIDIA H100"),
         )
     )
-    rows = {row["precision"]: row for row in rows_of(to_frame([bf16, fp32], ceilings))}
+    rows = {row["precision"]: row for row in step_results([bf16, fp32], ceilings)}
     assert rows["bf16"]["ceiling_share"] == pytest.approx(160.2 / 500, rel=1e-3)
     assert rows["fp32"]["ceiling_share"] is None
 
@@ -110,7 +119,7 @@ def test_a_step_stands_beside_its_forecast_on_the_device_that_measured_it(device
     other = make_record(replace(config, batch_size=1), [predicted_s], device_name="NVIDIA A10")
     failed = make_failure(replace(config, batch_size=2), device_name=name)
     own = make_record(config, [predicted_s, 1.5 * predicted_s], device_name=name)
-    rows = rows_of(to_frame([own, other, failed], ceilings))
+    rows = step_results([own, other, failed], ceilings)
     measured, alone, lost = (
         next(row for row in rows if row["batch_size"] == size) for size in (4, 1, 2)
     )
@@ -139,7 +148,7 @@ def test_repeats_are_pooled_over_processes():
 
 def test_the_same_record_twice_is_one_process():
     record = make_record(make_config(), (0.1, 0.2))
-    assert rows_of(to_frame([record, record])) == rows_of(to_frame([record]))
+    assert (step_results([record, record])) == (step_results([record]))
 
 
 def test_a_single_time_has_neither_deviation_nor_interval():
@@ -151,12 +160,11 @@ def test_a_single_time_has_neither_deviation_nor_interval():
 
 @pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])
 def test_a_failed_run_has_a_row_and_no_quantity(status):
-    frame = to_frame([make_failure(make_config(), status, "why")])
-    (row,) = rows_of(frame)
-    assert (row["status"], row["error"], row["size"]) == (status.value, "why", "small")
-    quantities = RESULTS[RESULTS.index("forward_mean_ms") : RESULTS.index("predicted_peak_gib")]
-    assert [row[name] for name in (*quantities, "device_name")] == [None] * (len(quantities) + 1)
-    assert frame["step_mean_ms"].dtype == "float64"
+    row = only_row(make_failure(make_config(), status, "why"))
+    assert (row.status, row.error, row["size"]) == (status, "why", "small")
+    names = names_in(CONTRACT)
+    measured = names[names.index("forward_mean_ms") : names.index("predicted_peak_gib")]
+    assert {row[name] for name in (*measured, "device_name")} == {None}
 
 
 def test_a_failed_repeat_shows_beside_the_times_of_the_others():
@@ -175,9 +183,10 @@ def test_devices_are_not_pooled_and_a_nameless_failure_joins_the_only_one():
     config = make_config()
     one, two = make_record(config, (0.1,)), make_record(config, (0.3,), device_name="NVIDIA A100")
     nameless = make_failure(replace(config, repeat=1))
-    assert to_frame([one, two])["step_mean_ms"].round(6).tolist() == [300, 100]
-    assert len(to_frame([one, nameless])) == 1
-    assert len(to_frame([one, two, nameless])) == 3
+    means_ms = [result.step_mean_ms for result in step_results([one, two])]
+    assert means_ms == pytest.approx([300, 100])
+    assert len(step_results([one, nameless])) == 1
+    assert len(step_results([one, two, nameless])) == 3
 
 
 def test_unknown_hardware_has_no_mfu_and_an_own_model_no_flops():
@@ -228,9 +237,9 @@ def test_own_models_that_were_offered_different_shapes_are_told_apart():
         make_record(make_config("tiny" if "tiny" in text else "custom", model=model, **OWN), (0.1,))
         for text, model in changes.items()
     ]
-    frame = to_frame(records)
-    assert set(frame["size"]) == set(changes)
-    assert len({*names_of([row["identity"] for row in rows_of(frame)])}) == len(changes)
+    results = step_results(records)
+    assert {result["size"] for result in results} == set(changes)
+    assert len({*names_of([result.identity for result in results])}) == len(changes)
     gpt2 = only_row(make_record(make_config("gpt2", **OWN), (0.1,)))
     assert gpt2["size"] == "make gpt2", "of GPT-2's architecture, as the preset is"
 
@@ -265,8 +274,8 @@ def test_attention_and_compile_say_what_was_chosen():
 
 
 def test_rows_stand_in_the_order_of_the_presets(monkeypatch):
-    for name in ("predicted_peak_bytes", "prepare_forecasts"):  # minutes, for so many
-        monkeypatch.setattr(frame_module, name, lambda _: None)
+    # forecasts would take minutes, for so many
+    monkeypatch.setattr(configurations, "prepare_forecasts", lambda _: None)
     sizes = [name for name, model in SIZES.items() if model.arch is Arch.CS336]
     ordered = [
         make_config(size, context, precision=precision, mode=mode, warmup_steps=warmup)
@@ -277,15 +286,15 @@ def test_rows_stand_in_the_order_of_the_presets(monkeypatch):
         for warmup in (0, 5, 10)
     ]
     shuffled = random.Random(0).sample(ordered, len(ordered))
-    assert to_frame(map(make_failure, shuffled)).index.tolist() == ordered
+    assert [result.config for result in step_results(map(make_failure, shuffled))] == ordered
 
 
 def test_speed_up_is_over_the_same_configuration_in_fp32(grid):
-    frame = to_frame(grid)
-    known = frame[frame["precision"] == "bf16"]
-    assert known["speed_up"].tolist() == pytest.approx([2, 2, 2, math.nan], nan_ok=True)
-    assert known["speed_up_std"].iloc[0] == pytest.approx(2 * math.sqrt(2) * 0.1)
-    assert frame[frame["precision"] == "fp32"]["speed_up"].isna().all()
+    results = step_results(grid)
+    bf16 = [result for result in results if result["precision"] == "bf16"]
+    assert [result.speed_up for result in bf16] == [pytest.approx(2)] * 3 + [None]
+    assert bf16[0].gain(("precision",)).std == pytest.approx(2 * math.sqrt(2) * 0.1)
+    assert {result.speed_up for result in results if result["precision"] == "fp32"} == {None}
 
 
 @pytest.mark.parametrize(
@@ -304,7 +313,7 @@ def test_speed_up_compares_no_two_runs_that_differ_in_more(other):
         make_record(make_config(**other), (0.2,)),
         make_record(make_config(precision=Precision.BF16), (0.1,)),
     ]
-    assert to_frame(records)["speed_up"].isna().all()
+    assert {result.speed_up for result in step_results(records)} == {None}
 
 
 def test_each_speed_up_is_over_the_first_value_of_one_setting_alone():
@@ -324,10 +333,8 @@ def test_each_speed_up_is_over_the_first_value_of_one_setting_alone():
             ("sdpa", "default", "fused", 9),
         ]
     }
-    frame = to_frame(made.values())
-    rows = {
-        (row["attention"], row["compile"], row["optimizer"]): row for _, row in frame.iterrows()
-    }
+    results = step_results(made.values())
+    rows = {(row["attention"], row["compile"], row["optimizer"]): row for row in results}
     expected = {
         ("naive", "none", "adamw"): (None, None, None),
         ("sdpa", "none", "adamw"): (2, None, None),
@@ -337,30 +344,26 @@ def test_each_speed_up_is_over_the_first_value_of_one_setting_alone():
     }
     for name, values in expected.items():
         columns = ("attention_speed_up", "compile_speed_up", "optimizer_speed_up")
-        assert [rows[name][key] for key in columns] == pytest.approx(
-            [math.nan if value is None else value for value in values], nan_ok=True
-        )
-    assert frame["speed_up"].isna().all()
+        assert [rows[name][key] for key in columns] == pytest.approx(list(values))
+    assert {result.speed_up for result in results} == {None}
 
 
 def test_speed_up_compares_no_two_devices():
     full = make_record(make_config(), (0.2,), device_name="NVIDIA A100")
-    assert (
-        to_frame([full, make_record(make_config(precision=Precision.BF16), (0.1,))])["speed_up"]
-        .isna()
-        .all()
-    )
+    fast = make_record(make_config(precision=Precision.BF16), (0.1,))
+    assert {result.speed_up for result in step_results([full, fast])} == {None}
 
 
 def test_over_warmup_keeps_only_what_varies_beside_the_first_step(warmup_records):
-    frame = over_warmup(to_frame([*warmup_records, make_record(make_config("medium"), (0.1,))]))
-    assert frame["warmup_steps"].tolist() == [0, 1, 2, 5]
-    assert frame["first_step_ms"].tolist() == pytest.approx([1000, 200, math.nan, 100], nan_ok=True)
-    assert frame["step_mean_ms"].tolist() == pytest.approx(
-        [400, 400 / 3, math.nan, 100], nan_ok=True
-    )
-    assert frame["status"].tolist() == ["ok", "ok", "killed", "ok"]
-    assert over_warmup(to_frame(warmup_records[:1])).empty
+    other = make_record(make_config("medium"), (0.1,))
+    results = over_warmup(step_results([*warmup_records, other]))
+    assert [result.warmup_steps for result in results] == [0, 1, 2, 5]
+    first_ms = [result.first_step_ms for result in results]
+    assert first_ms == pytest.approx([1000, 200, None, 100])
+    means_ms = [result.step_mean_ms for result in results]
+    assert means_ms == pytest.approx([400, 400 / 3, None, 100])
+    assert [result.status for result in results] == ["ok", "ok", "killed", "ok"]
+    assert over_warmup(step_results(warmup_records[:1])) == []
 
 
 def test_the_predicted_peak_stands_beside_the_measured_one():
@@ -392,11 +395,34 @@ def test_the_time_of_collectives_is_foretold_from_ceilings_of_as_many_ranks():
     ceilings = Ceilings((make_ceilings(reductions=(cell,)),))
     for ranks, milliseconds in ((2, 4 * 3_084_928 / 2**20), (4, None)):
         record = make_record(make_config("tiny", parallel=Parallel.DDP_FLAT, ranks=ranks), (0.1,))
-        (row,) = rows_of(to_frame([record], ceilings))
+        (row,) = step_results([record], ceilings)
         assert row["predicted_collectives_ms"] == (milliseconds and pytest.approx(milliseconds))
-    (row,) = rows_of(
-        to_frame(
+    (row,) = list(
+        step_results(
             [make_record(make_config("tiny", parallel=Parallel.FSDP, ranks=2), (0.1,))], ceilings
         )
     )
     assert row["predicted_collectives_ms"] is None, "all-gathers were not measured"
+
+
+Counter = namedtuple("Counter", "energy_per_step_j")
+Rank = namedtuple("Rank", "telemetry")
+
+
+def with_energy(repeat, *energies_j):
+    """A run with the counters of these GPUs, one for each rank."""
+    ranks = tuple(Rank(Counter(energy_j)) for energy_j in energies_j)
+    record = make_record(make_config(repeat=repeat), (0.1,))
+    return replace(record, telemetry=ranks[0].telemetry, ranks=ranks if len(ranks) > 1 else ())
+
+
+@pytest.mark.parametrize(
+    ("energies_j", "expected"),
+    [([(10.0,), (14.0,)], 12), ([(10.0, 11.0)], 21), ([(10.0, None)], None), ([(None,)], None)],
+)
+def test_energy_is_that_of_all_gpus_and_only_the_table_of_a_run_shows_it(energies_j, expected):
+    row = only_row(*(with_energy(i, *of_gpus) for i, of_gpus in enumerate(energies_j)))
+    assert row.energy_per_step_j == expected
+    for has_csv in (True, False):
+        names = [heading.name for heading in results_table([row], has_csv=has_csv).headings]
+        assert ("energy" in names) is (expected is not None and not has_csv)

@@ -1,0 +1,143 @@
+"""The records of finished runs by configuration, in the order of tables."""
+
+from collections.abc import Collection, Iterable, Sequence
+from enum import StrEnum
+from typing import Any
+
+from ..config import SIZES, RunConfig
+from ..costs.time import prepare_forecasts
+from ..record import RunRecord
+from ..studies.ceilings_files import NO_CEILINGS, Ceilings
+from .identity import identities, settings_of, shared_settings
+from .quantities import StepResult
+
+
+def step_results(
+    records: Iterable[RunRecord], ceilings: Ceilings = NO_CEILINGS
+) -> list[StepResult]:
+    """The result of each configuration on each device, failed ones too, in the order of tables.
+
+    A forecast is made from the measured ceilings of the device.
+    """
+    groups = _by_configuration(records)
+    results = [StepResult(group[0].config.configuration, group, ceilings) for group in groups]
+    prepare_forecasts([result.config for result in results])
+    rows = identities((result.config, result.device_name) for result in results)
+    for result, row in zip(results, rows, strict=True):
+        result.identity = row
+    for entry in StepResult.speed_ups():
+        _find_baselines(results, entry.settings)
+    return results
+
+
+def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) -> None:
+    """Give each result the one that has the first value of the first of these settings, and is
+    equal in all others.
+    """
+    others = [apart_from(result.config, *settings) for result in results]
+    baselines = {
+        (rest, result.device_name): result
+        for rest, result in zip(others, results, strict=True)
+        if _has_first_value(result.config, settings[0])
+    }
+    for rest, result in zip(others, results, strict=True):
+        # a run that failed before it could name its device has none
+        baseline = baselines.get((rest, result.device_name)) or baselines.get((rest, None))
+        if baseline is not None and not _has_first_value(result.config, settings[0]):
+            result.baselines[settings] = baseline
+
+
+def _has_first_value(config: RunConfig, setting: str) -> bool:
+    value: StrEnum = settings_of(config)[setting]
+    return value is next(iter(type(value)))
+
+
+def over_warmup(results: Sequence[StepResult]) -> list[StepResult]:
+    """The results that differ from some other in nothing but the number of warm-up steps."""
+    counts = zip(results, _warmup_counts(results), strict=True)
+    return [result for result, of_alike in counts if len(of_alike) > 1]
+
+
+def steady(results: Sequence[StepResult]) -> list[StepResult]:
+    """Of results that differ only in their number of warm-up steps, the one with the most."""
+    counts = zip(results, _warmup_counts(results), strict=True)
+    return [result for result, of_alike in counts if result.warmup_steps == max(of_alike)]
+
+
+def _warmup_counts(results: Sequence[StepResult]) -> list[set[int]]:
+    """For each result, the numbers of warm-up steps of those equal in all other settings."""
+    others = [apart_from(result.config, "warmup_steps") for result in results]
+    counts: dict[tuple[object, ...], set[int]] = {}
+    for rest, result in zip(others, results, strict=True):
+        counts.setdefault(rest, set()).add(result.warmup_steps)
+    return [counts[rest] for rest in others]
+
+
+def describe(results: Iterable[StepResult], also: Collection[str] = ()) -> str:
+    """The settings that all results share; see `shared_settings`."""
+    return shared_settings([(result.config, result.device_name) for result in results], also)
+
+
+def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
+    """The values of all settings except `names` and the repeat: equal for runs that differ in
+    nothing else.
+    """
+    left_out = ("repeat", *names)
+    return tuple(value for name, value in settings_of(config).items() if name not in left_out)
+
+
+def _by_configuration(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
+    """The records in groups of one configuration on one device, in the order of tables.
+
+    A run that ended before it could name its device is in the group of the others if these name
+    only one device.
+    """
+    kept = dict.fromkeys(records)  # the same record twice is still one process
+    devices: dict[RunConfig, set[str | None]] = {}
+    for record in kept:
+        devices.setdefault(record.config.configuration, {None}).add(record.device_name)
+    groups: dict[tuple[RunConfig, str | None], list[RunRecord]] = {}
+    for record in kept:
+        config = record.config.configuration
+        device_name = record.device_name if len(devices[config]) > 2 else None
+        groups.setdefault((config, device_name), []).append(record)
+    ordered = sorted(groups, key=lambda key: (*order(key[0]), key[1] is None, key[1] or ""))
+    return [
+        sorted(groups[key], key=lambda record: (record.config.repeat, record.started_at))
+        for key in ordered
+    ]
+
+
+def order(config: RunConfig) -> tuple[Any, ...]:
+    """Key to sort configurations by, in the order of tables: by size, then shape, context,
+    precision, mode.
+
+    Attention, compilation and optimizer come last, their values in the order in which they are
+    declared.
+    """
+    model, sizes = config.model, list(SIZES)
+    return (
+        sizes.index(config.size) if config.size in sizes else len(sizes),
+        config.size,
+        model.d_model,
+        model.num_layers,
+        model.d_ff,
+        model.num_heads,
+        model.context_length,
+        _declared_rank(config.precision),
+        _declared_rank(config.mode),
+        config.warmup_steps,
+        config.checkpoint_blocks,
+        config.batch_size,
+        _declared_rank(model.attention),
+        _declared_rank(model.sdpa_backend),
+        _declared_rank(config.compile),
+        _declared_rank(config.optimizer),
+        _declared_rank(config.parallel),
+        config.ranks,
+        config.shard_optimizer,
+    )
+
+
+def _declared_rank(value: StrEnum) -> int:
+    return list(type(value)).index(value)
