@@ -37,7 +37,8 @@ from ..config import (
 )
 from ..measure.inputs import check_factory, parameters_of
 from ..measure.nvml import alike, disturbances, visible_gpus, why_none_visible
-from ..model.fast.choose import check_packages, describe_fast, fastest, missing_packages
+from ..model.fast.choose import describe_fast, fastest, missing_packages
+from ..model.fast.packages import check_packages
 from ..settings import Setting, declared, flag_of
 from ..text import plain_word, print_aside
 from .outcome import UsageError

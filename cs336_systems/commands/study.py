@@ -13,7 +13,7 @@ from ..config import SIZES, Device
 from ..files import encode_json, write_atomically
 from ..measure.inputs import check_factory, source_of
 from ..measure.nvml import visible_gpus
-from ..model.fast.choose import ALIGNMENT, NICE_VOCABULARY
+from ..model.fast.choose import MATMUL_MULTIPLE, NICE_VOCABULARY
 from ..report.progress import StatusLine
 from ..settings import declared
 from ..studies.ceilings_records import PADDED, CeilingsGrid, Shape
@@ -245,7 +245,7 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
         shapes.append(
             Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward")
         )
-        if model.vocab_size % ALIGNMENT:
+        if model.vocab_size % MATMUL_MULTIPLE:
             head = Shape(
                 rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head"
             )

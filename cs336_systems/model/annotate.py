@@ -49,20 +49,21 @@ def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         yield
-    plain, compressed = (path.with_name(f".{path.name}.{word}.tmp") for word in ("plain", "gzip"))
-    folder = os.open(path.parent, os.O_RDONLY)
+    plain = path.with_name(f".{path.name}.plain.tmp")
+    compressed = path.with_name(f".{path.name}.gzip.tmp")
+    descriptor = os.open(path.parent, os.O_RDONLY)
     # PyTorch writes the path into the trace as it is, where a quote in a folder's name would end
     # the text
-    without_names = Path(f"/proc/self/fd/{folder}")
+    folder = Path(f"/proc/self/fd/{descriptor}")
+    if not folder.exists():
+        folder = path.parent
     try:
-        profiler.export_chrome_trace(
-            str((without_names if without_names.exists() else path.parent) / plain.name)
-        )
+        profiler.export_chrome_trace(str(folder / plain.name))
         with plain.open("rb") as source, gzip.open(compressed, "wb", COMPRESSION) as target:
             shutil.copyfileobj(source, target, 2**20)
         compressed.replace(path)
     finally:
-        os.close(folder)
+        os.close(descriptor)
         for leftover in (plain, compressed):
             leftover.unlink(missing_ok=True)
 
@@ -194,13 +195,9 @@ def forward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
     """While open, each call of one of these modules has a range of its name."""
     with ExitStack() as hooks:
         for module, name in names.items():
-            begin = functools.partial(_enter, name)
-            hooks.callback(module.register_forward_pre_hook(begin).remove)
-            hooks.callback(
-                module.register_forward_hook(
-                    functools.partial(_leave, name), always_call=True
-                ).remove
-            )
+            enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
@@ -216,11 +213,12 @@ def own_names(model: nn.Module) -> dict[nn.Module, str]:
     """The modules that have a `range: str`, which names their ranges; their own code opens those
     of forward.
     """
-    return {
-        each: name
-        for each in model.modules()
-        if isinstance(name := getattr(each, "range", None), str)
-    }
+    names = {}
+    for module in model.modules():
+        name = getattr(module, "range", None)
+        if isinstance(name, str):
+            names[module] = name
+    return names
 
 
 @contextmanager
@@ -256,9 +254,10 @@ class _Calls:
             call.has_input = True
             _at(node, call.close)
 
-    def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
         call = self._running.pop()
-        if node := _first_node(output.values() if isinstance(output, Mapping) else (output,)):
+        outputs = output.values() if isinstance(output, Mapping) else (output,)
+        if node := _first_node(outputs):
             if not call.has_input:
                 _at(node, _CloseAfter(call, _leaves(node)).start)
             _at(node, call.open)
@@ -294,10 +293,11 @@ def _first_node(values: Iterable[object]) -> Node | None:
     """
     if torch.compiler.is_compiling():
         return None
-    parts = (part for value in values for part in (value if isinstance(value, tuple) else (value,)))
-    nodes = (
-        part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None
-    )
+    nodes: list[Node] = []
+    for value in values:
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Tensor) and part.grad_fn is not None:
+                nodes.append(part.grad_fn)
     return max(nodes, key=lambda node: node._sequence_nr(), default=None)
 
 
@@ -328,13 +328,13 @@ class _CloseAfter:
 
     def __init__(self, call: _Call, leaves: list[Node]) -> None:
         self._call = call
-        self._leaves = len(leaves)
+        self._num_leaves = len(leaves)
         self._remaining = 0
         for leaf in leaves:
             leaf.register_hook(self._count)
 
     def start(self) -> None:
-        self._remaining = self._leaves
+        self._remaining = self._num_leaves
 
     def _count(self, *_gradients: object) -> None:
         if self._remaining:
@@ -345,12 +345,16 @@ class _CloseAfter:
 
 def _leaves(node: Node) -> list[Node]:
     """The leaves of the graph behind `node`, which accumulate the gradients of parameters."""
-    found: dict[Node, bool] = {}
+    leaves: list[Node] = []
+    reached: set[Node] = set()
     pending = [node]
     while pending:
         current = pending.pop()
-        if current not in found:
-            following = [function for function, _ in current.next_functions if function is not None]
-            found[current] = not following
-            pending += following
-    return [found_node for found_node, is_leaf in found.items() if is_leaf]
+        if current in reached:
+            continue
+        reached.add(current)
+        following = [function for function, _ in current.next_functions if function is not None]
+        pending += following
+        if not following:
+            leaves.append(current)
+    return leaves

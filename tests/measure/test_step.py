@@ -22,7 +22,7 @@ from cs336.config import (
 )
 from cs336.measure.clock import HostClock
 from cs336.measure.step import TrainingStep
-from cs336.model.trainable import call_factory
+from cs336.model.own import call_factory
 from cs336.model.transformer import TransformerLM
 from tests.conftest import HostTime
 from tests.model.fast.steps import EPS, OF_AN_UPDATE, of_losses, roundings, with_smooth_updates

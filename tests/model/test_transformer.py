@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336.config import SIZES, Arch, Attention, ModelConfig, RunConfig, SdpaBackend
 from cs336.model.fast.model import FastLM
-from cs336.model.trainable import call_factory
+from cs336.model.own import call_factory
 from cs336.model.transformer import (
     LayerNorm,
     RMSNorm,

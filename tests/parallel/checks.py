@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ from cs336.measure.memory import MemoryRecorder
 from cs336.measure.step import TrainingStep
 from cs336.model.transformer import TransformerLM
 from cs336.parallel.collectives import TrafficCounter
-from cs336.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
+from cs336.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
 from cs336.parallel.fully_sharded import FSDP
+from cs336.parallel.sharded_optimizer import ShardedOptimizer
 from cs336.parallel.ways import TorchDDP, TorchFSDP
 from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, of_all_ranks, sent_by
@@ -170,13 +172,12 @@ def train(
 
 def whole_parameters(wrapped):
     """The parameters that the ranks have in parts, by their names in the module."""
-    sharded = (each for unit in wrapped._units for flat in unit.flats for each in flat.sharded)
-    whole = {
-        id(each.shard): of_all_ranks(each.shard)[: each.full.numel()].view(each.full.shape)
-        for each in sharded
-    }
+    whole = {}
+    for sharded in chain.from_iterable(flat.parameters for flat in wrapped._flats):
+        elements = of_all_ranks(sharded.shard)[: sharded.full.numel()]
+        whole[sharded.shard] = elements.view(sharded.full.shape)
     named = wrapped.module.named_parameters(remove_duplicate=False)
-    return {name: whole.get(id(each), each).detach().clone().cpu() for name, each in named}
+    return {name: whole.get(part, part).detach().clone().cpu() for name, part in named}
 
 
 def traffic_of(way, kind):
@@ -205,10 +206,7 @@ def shards():
     gathered = []
 
     def note(*_):
-        storages = [
-            flat.gathered.untyped_storage() for unit in wrapped._units for flat in unit.flats
-        ]
-        gathered.append(sum(each.nbytes() for each in storages))
+        gathered.append(sum(flat.gathered.untyped_storage().nbytes() for flat in wrapped._flats))
 
     for block in model.layers:
         block.attn.register_forward_pre_hook(note)

@@ -22,7 +22,8 @@ from cs336.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336.model.fast.weights import whole
 from cs336.model.transformer import TransformerLM
 from cs336.parallel.collectives import TrafficCounter
-from cs336.parallel.fully_sharded import OwnsWeights, ShardedMasterAdamW
+from cs336.parallel.fast_sharded import ShardedMasterAdamW
+from cs336.parallel.packs import OwnsWeights
 from tests.model.fast.steps import EPS, with_smooth_updates
 
 STEPS, LEARNING_RATE = 3, 1e-2

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cs336.measure.step import TrainingStep
-from cs336.parallel import fully_sharded
+from cs336.parallel import packs
+from cs336.parallel.fast_sharded import ShardedMasterAdamW
 from tests.model.fast.steps import OF_AN_UPDATE
 from tests.parallel import fast
 from tests.rounding import of_chain
@@ -136,12 +137,12 @@ def test_parts_of_packed_weights_of_which_some_are_frozen_are_refused(monkeypatc
     """A rank has a part of q and k, and another one of k and v."""
     step = TrainingStep(fast.config_of("cs336"))
     step.model.layers[1].attn.k_proj.requires_grad_(False)
-    monkeypatch.setattr(fully_sharded.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(fully_sharded.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(packs.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(packs.dist, "get_rank", lambda: 0)
     with pytest.raises(
         ValueError, match=r"layers\.1\.attn\.v_proj\.weight are one tensor.*freeze all or none"
     ):
-        fully_sharded.ShardedMasterAdamW(step.model, 1e-3)
+        ShardedMasterAdamW(step.model, 1e-3)
 
 
 @pytest.mark.parametrize(

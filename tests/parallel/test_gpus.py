@@ -10,7 +10,7 @@ import torch
 
 from cs336.config import Device, Parallel
 from cs336.measure.nvml import visible_gpus
-from cs336.model.fast.choose import FLASH_4, is_installed
+from cs336.model.fast.packages import FLASH_4, is_installed
 from cs336.record import Status
 from cs336.sweep.keep import Listener
 from cs336.sweep.run import run_sweep

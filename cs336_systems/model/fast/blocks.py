@@ -301,9 +301,12 @@ class DeferredBlock(CopiedBlock):
         self, block: Block, maker: CopyMaker, *, fuses: bool = False, packs: bool = False
     ) -> None:
         super().__init__(block, maker, defers=True, fuses=fuses, packs=packs)
-        self.ln1, self.ln2 = (AddNorm(each, feeds_fp8=maker.fp8) for each in (block.ln1, block.ln2))
+        self.ln1 = AddNorm(block.ln1, feeds_fp8=maker.fp8)
+        self.ln2 = AddNorm(block.ln2, feeds_fp8=maker.fp8)
 
-    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Deferred, rotations: Rotations | None, mask: Mask | None
+    ) -> Deferred:
         """The residual stream after attention, and the feed-forward network's branch, which is
         still to be added.
         """
@@ -336,7 +339,9 @@ class SelectiveBlock(DeferredBlock):
         super().__init__(block, maker, packs=packs)
         self._keeps_hidden = keeps_hidden
 
-    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Deferred, rotations: Rotations | None, mask: Mask | None
+    ) -> Deferred:
         """The residual stream after attention, and the feed-forward network's branch; attention
         is causal.
         """

@@ -108,23 +108,23 @@ def _losses(
         # Triton, which only comes with PyTorch for GPUs
         from . import cross_entropy_kernel
 
-        found = cross_entropy_kernel.losses(
+        losses = cross_entropy_kernel.losses(
             logits, targets, vocab_size, count, write_gradients=write_gradients
         )
         if write_gradients:
             # so that backward raises if it needs the old values
             torch.autograd.graph.increment_version(logits)
-        return found
+        return losses
     real = logits[:, :vocab_size]
     wide = real.float()
     log_sums = wide.logsumexp(dim=1)
-    found = log_sums - wide.gather(1, targets[:, None])[:, 0]
+    losses = log_sums - wide.gather(1, targets[:, None])[:, 0]
     if write_gradients:
         gradient = wide.sub_(log_sums[:, None]).exp_()
         gradient[torch.arange(len(targets)), targets] -= 1
         real.copy_(gradient / count)
         logits[:, vocab_size:] = 0
-    return found
+    return losses
 
 
 def _scale(rows: Tensor, factor: Tensor) -> None:

@@ -37,7 +37,7 @@ def losses(
     rows. Logits must lie within 1e38. For a target outside of the vocabulary, the loss is NaN, and
     1 is subtracted nowhere.
     """
-    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
     processors = (
         torch.cuda.get_device_properties(logits.device).multi_processor_count
@@ -48,7 +48,7 @@ def losses(
         logits,
         logits.stride(0),
         targets,
-        found,
+        result,
         len(logits),
         1 / (count or len(logits)),
         vocab_size,
@@ -57,7 +57,7 @@ def losses(
         BLOCK=BLOCK,
         num_warps=num_warps,
     )
-    return found
+    return result
 
 
 def scale_rows(rows: Tensor, factor: Tensor) -> None:
@@ -110,7 +110,7 @@ def _cross_entropy_row(
 ):
     is_known = (target >= 0) & (target < vocab_size)
     # before it is overwritten
-    own = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
+    target_logit = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
     columns = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     # every thread keeps its own running maximum and sum, so threads synchronise only after the last
     # block
@@ -133,7 +133,7 @@ def _cross_entropy_row(
         largest = larger
     top = tl.max(largest, 0)
     log_sum = top + tl.log(tl.sum(total * tl.exp2((largest - top) * LOG2_E), 0))
-    tl.store(loss, log_sum - own)
+    tl.store(loss, log_sum - target_logit)
     if WRITE_GRADIENTS:
         # softmax x share = 2 ** (x log2 e - this)
         shift = log_sum * LOG2_E - tl.log2(share)
@@ -148,7 +148,7 @@ def _cross_entropy_row(
             tl.store(at + start + columns, gradient.to(at.dtype.element_ty), mask=inside)
         # another thread has written the target's element, which is overwritten here
         tl.debug_barrier()
-        wanted = (tl.exp2((own - log_sum) * LOG2_E) - 1) * share
+        wanted = (tl.exp2((target_logit - log_sum) * LOG2_E) - 1) * share
         tl.store(at + target, wanted.to(at.dtype.element_ty), mask=is_known)
 
 

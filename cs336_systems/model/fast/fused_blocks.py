@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .fp8 import Largest, Tag, magnitudes, own_scale
+from .fp8 import Largest, Tag, magnitudes, scale_if
 from .operators import operator
 
 GELU_PART = 2, 512
@@ -147,13 +147,13 @@ def _add_norm_backward(
     branch's gradient, which is empty unless `measures`.
     """
     scale, *means = statistics.unsqueeze(-1)
-    own = gradient.float().flatten(0, -2)
+    of_normed = gradient.float().flatten(0, -2)
     wide = total.float().flatten(0, -2)
     normed = (wide - means[0] if means else wide) * scale
-    sums = [(own * normed).sum(dim=0)] + ([own.sum(dim=0)] if is_centred else [])
-    own = own * gain.float()
-    result = own - normed * (own * normed).mean(dim=-1, keepdim=True)
-    result = (result - own.mean(dim=-1, keepdim=True) if is_centred else result) * scale
+    sums = [(of_normed * normed).sum(dim=0)] + ([of_normed.sum(dim=0)] if is_centred else [])
+    of_normed = of_normed * gain.float()
+    result = of_normed - normed * (of_normed * normed).mean(dim=-1, keepdim=True)
+    result = (result - of_normed.mean(dim=-1, keepdim=True) if is_centred else result) * scale
     result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
     of_branch_bias = (
         result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
@@ -161,7 +161,7 @@ def _add_norm_backward(
     result = result.view(total.shape)
     of_branch = result.to(gradient.dtype, copy=True)
     of_stream = result.to(total.dtype, copy=True)
-    return of_stream, of_branch, torch.stack(sums), of_branch_bias, own_scale(of_branch, measures)
+    return of_stream, of_branch, torch.stack(sums), of_branch_bias, scale_if(of_branch, measures)
 
 
 @operator("fused_blocks_kernel.bias_gelu")
@@ -194,7 +194,7 @@ def _bias_gelu_backward(
     )
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-    return of_x, of_bias, own_scale(of_x, measures)
+    return of_x, of_bias, scale_if(of_x, measures)
 
 
 @operator()

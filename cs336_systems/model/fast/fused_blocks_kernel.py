@@ -89,7 +89,9 @@ def _launch_norm(
     dtype: torch.dtype,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    vectors = [None if each is None else each.contiguous() for each in (branch_bias, gain, bias)]
+    vectors = [
+        None if vector is None else vector.contiguous() for vector in (branch_bias, gain, bias)
+    ]
     width = stream.shape[-1]
     rows = stream.numel() // width
     normed = torch.empty_like(stream, dtype=dtype)
@@ -130,7 +132,7 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What fused_blocks.py says of the operator."""
     gradient, total, statistics, gain = (
-        each.contiguous() for each in (gradient, total, statistics, gain)
+        tensor.contiguous() for tensor in (gradient, total, statistics, gain)
     )
     width = total.shape[-1]
     rows = total.numel() // width
@@ -386,17 +388,17 @@ def _add_norm_grads(
     at = program.to(tl.int64) * width + column
     for row in tl.range(program, rows, programs, num_stages=STAGES):
         x = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
-        own = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        of_normed = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(statistics + row)
         if IS_CENTRED:
             x = tl.where(inside, x - tl.load(statistics + rows + row), 0.0)
-            of_bias += own
+            of_bias += of_normed
         x *= scale
-        of_gain += own * x
-        own *= gains
-        result = own - x * (tl.sum(own * x, 0) / width)
+        of_gain += of_normed * x
+        of_normed *= gains
+        result = of_normed - x * (tl.sum(of_normed * x, 0) / width)
         if IS_CENTRED:
-            result -= tl.sum(own, 0) / width
+            result -= tl.sum(of_normed, 0) / width
         result *= scale
         if HAS_STREAM:
             result += tl.load(stream_gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -432,7 +434,7 @@ def _bias_gelu_values(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
     biases = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    found = tl.zeros((BLOCK,), tl.float32)
+    maxima = tl.zeros((BLOCK,), tl.float32)
     for number in tl.static_range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + number
         inside = is_column & (row < rows) if ROWS > 1 else is_column
@@ -441,12 +443,12 @@ def _bias_gelu_values(
         value *= _gelu_share(value)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
         if MEASURES:
-            found = tl.maximum(
-                found, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN
+            maxima = tl.maximum(
+                maxima, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN
             )
     if MEASURES:
         part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(largest + part, tl.max(magnitude(found, result), 0))
+        tl.store(largest + part, tl.max(magnitude(maxima, result), 0))
 
 
 @triton.jit
@@ -473,14 +475,14 @@ def _bias_gelu_grads(
     at = program.to(tl.int64) * width + column
     for _ in tl.range(program, rows, programs, num_stages=STAGES):
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
-        own = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        of_x = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         share = _gelu_share(value)
         slope = (value * value * (3 * CUBIC) + 1) * TWICE_ROOT
-        own *= share * (1 + value * slope * (1 - share))
-        tl.store(result + at, own.to(result.dtype.element_ty), mask=inside)
-        of_bias += own
+        of_x *= share * (1 + value * slope * (1 - share))
+        tl.store(result + at, of_x.to(result.dtype.element_ty), mask=inside)
+        of_bias += of_x
         if MEASURES:
-            largest = tl.maximum(largest, tl.abs(own), propagate_nan=PROPAGATE_NAN)
+            largest = tl.maximum(largest, tl.abs(of_x), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     tl.store(partial + program * width + column, of_bias, mask=inside)
     if MEASURES:
@@ -502,8 +504,8 @@ def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row = tl.load(tokens + position).to(tl.int64)
-    own = tl.load(gradient + position * width + column, mask=inside, other=0.0)
-    tl.atomic_add(result + row * width + column, own, mask=inside, sem="relaxed")
+    of_token = tl.load(gradient + position * width + column, mask=inside, other=0.0)
+    tl.atomic_add(result + row * width + column, of_token, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -523,14 +525,14 @@ def _cast_part(
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     at = row[:, None] * num_columns + column[None, :]
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale))
-    found = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(
+    values = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(
         result.dtype.element_ty
     )
-    tl.store(result + at, found, mask=inside)
+    tl.store(result + at, values, mask=inside)
     if TRANSPOSES:
         tl.store(
             transpose + column[:, None] * num_rows + row[None, :],
-            tl.trans(found),
+            tl.trans(values),
             mask=tl.trans(inside),
         )
 
@@ -555,12 +557,12 @@ def _reduce_sums(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     first = partial + which * programs * width
-    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, programs, ROWS):
         program = start + tl.arange(0, ROWS)
         here = (program < programs)[:, None] & inside[None, :]
-        found += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
-    result = tl.sum(found, 0)
+        sums += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
+    result = tl.sum(sums, 0)
     of_rows = tl.where(which < num_rows, width, 0)
     tl.store(rows + which * stride + column, result, mask=column < of_rows)
     tl.store(last + column, result.to(last.dtype.element_ty), mask=(column >= of_rows) & inside)

@@ -99,10 +99,13 @@ class MasterAdamW(EagerOptimizer):
         for weight in weights:
             if weight.is_trained and (gradients := weight.gradients()):
                 types = tuple(gradient.dtype for gradient in gradients)
-                has_copy, is_split, has_largest = (
-                    each is not None for each in (weight.copy, weight.remainder, weight.largest)
+                kind = _Kind(
+                    bucket,
+                    weight.copy is not None,
+                    weight.remainder is not None,
+                    weight.largest is not None,
+                    types,
                 )
-                kind = _Kind(bucket, has_copy, is_split, has_largest, types)
                 kinds.setdefault(kind, []).append(weight)
                 if not (state := self.state[weight.master]):
                     for name in ("exp_avg", "exp_avg_sq"):

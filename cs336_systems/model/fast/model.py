@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
 from ..annotate import annotate
-from ..trainable import Loss, Trainable, mode_of
+from ..own import Loss
+from ..trainable import Trainable, mode_of
 from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
 from .blocks import (
     AddNorm,
@@ -26,10 +27,10 @@ from .blocks import (
     PaddedHead,
     SelectiveBlock,
 )
-from .choose import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
 from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
 from .fp8 import update_scales
 from .master_adamw import MasterAdamW, storage_of
+from .packages import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
 from .weights import CopyMaker, drop_gradients
 
 HOPPER = (9, 0)
@@ -182,10 +183,10 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             continue
         capability = torch.cuda.get_device_capability(device)
         if capability != HOPPER:
-            gpu, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+            gpu, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})"
+                f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({version})"
             )
         module = f"{__package__}.{IMPORTED_BY[package]}"
         try:

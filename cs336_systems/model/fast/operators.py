@@ -24,10 +24,9 @@ def operator(
 
     @functools.cache
     def imported() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(
-            importlib.import_module(f"{__package__}.{module}"), name
-        )
-        return found
+        function: Callable[..., Any]
+        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return function
 
     def make(plain: Callable[..., Any]) -> CustomOpDef:
         label = f"cs336::{plain.__name__.lstrip('_')}"

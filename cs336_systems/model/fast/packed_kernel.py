@@ -193,11 +193,13 @@ def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
     whole = row * 2 * width + column
     gate = tl.load(packed + whole, mask=inside).to(tl.float32)
     up = tl.load(packed + whole + width, mask=inside).to(tl.float32)
-    own = tl.load(gradient + row * width + column, mask=inside).to(tl.float32)
+    of_result = tl.load(gradient + row * width + column, mask=inside).to(tl.float32)
     share = tl.sigmoid(gate)
-    of_gate = own * up * share * (1 + gate * (1 - share))
+    of_gate = of_result * up * share * (1 + gate * (1 - share))
     tl.store(result + whole, of_gate.to(result.dtype.element_ty), mask=inside)
-    tl.store(result + whole + width, (own * gate * share).to(result.dtype.element_ty), mask=inside)
+    tl.store(
+        result + whole + width, (of_result * gate * share).to(result.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -323,16 +325,16 @@ def _reduce_packed(
         if part == 2:
             source = gradient
             stride = width
-    found = tl.zeros((ROWS, BLOCK), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     largest = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.range(program * ROWS, end, programs * ROWS, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & is_column[None, :]
-        own = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        found += own.to(tl.float32)
+        values = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        total += values.to(tl.float32)
         if MEASURES:
-            largest = tl.maximum(largest, magnitude(own, packed))
-    sums = tl.where(part == 1, 0.0, tl.sum(found, 0))
+            largest = tl.maximum(largest, magnitude(values, packed))
+    sums = tl.where(part == 1, 0.0, tl.sum(total, 0))
     tl.store(partial + (program * 3 + part) * width + column, sums, mask=is_column)
     if MEASURES:
         at = (program * tl.num_programs(1) + tl.program_id(1)) * 3 + part

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..transformer import Linear
 from .fp8 import KeptScale, Largest, Scale, Tag, fp8_linear
 
-ALIGNMENT = 16
+READ_BYTES = 16
 """Each part of a packed weight starts at a multiple of this many bytes, which one thread of a
 kernel reads at once.
 """
@@ -65,11 +65,11 @@ class LeafSlice:
         """
         if self.leaf.grad is None:
             return []
-        own = self.leaf.grad.view(-1)[self.elements]
+        gradient = self.leaf.grad.view(-1)[self.elements]
         if self.received is None:
-            return [own]
+            return [gradient]
         before = self.received.before
-        return [*self.received.gradients[:before], own, *self.received.gradients[before:]]
+        return [*self.received.gradients[:before], gradient, *self.received.gradients[before:]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -15,8 +15,8 @@ from torch import Tensor
 from cs336.config import Arch, Attention, Device, ModelConfig, RunConfig, SdpaBackend
 from cs336.measure.clock import HostClock
 from cs336.model.fast import cross_entropy
-from cs336.model.fast.choose import IMPORTED_BY
 from cs336.model.fast.model import FastLM, check_device
+from cs336.model.fast.packages import IMPORTED_BY
 from cs336.model.transformer import TransformerLM
 from tests.model.fast.steps import COPIED, drawn_step, loss_and_gradients, of_losses, roundings
 from tests.operators import Calls

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from cs336.model.fast import packed
-from cs336.model.fast.choose import FLASH_4, QUACK, is_installed
+from cs336.model.fast.packages import FLASH_4, QUACK, is_installed
 from cs336.model.fast.packed import _contract_backward, _expand, feed_forward
 from cs336.model.transformer import rope_rotations, rotate_pairs
 from tests.operators import check_operator
