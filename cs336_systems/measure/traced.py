@@ -22,8 +22,8 @@ from ..costs.shards import largest_rank
 from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Call, Trace, path_of, tracing
 from ..costs.traces import Asked, encoded
-from ..model.own import is_our_message, load_factory, told
 from ..model.trainable import make_model
+from ..model.user_code import is_our_message, load_factory, told
 from .clock import StepTimes
 from .step import TrainingStep
 

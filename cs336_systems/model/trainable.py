@@ -14,8 +14,8 @@ from ..config import CompileMode, LossKind, RunConfig
 from ..ranges import Range
 from .annotate import annotate
 from .optimizer import make_optimizer
-from .own import Loss, call_factory, check_logits, load_factory, own_loss, own_optimizer
 from .transformer import TransformerLM
+from .user_code import Loss, call_factory, check_logits, load_factory, own_loss, own_optimizer
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

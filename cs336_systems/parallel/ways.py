@@ -12,8 +12,8 @@ from ..config import Mode, Parallel, Precision, RunConfig
 from ..model.fast.master_adamw import storage_of
 from ..model.fast.model import FastLM
 from ..model.optimizer import make_optimizer
-from ..model.own import own_way
 from ..model.trainable import Trainable, blocks_of
+from ..model.user_code import own_way
 from .collectives import take_from_rank_0
 from .data_parallel import DATA_PARALLEL, NaiveDDP, PushDDP
 from .fast_sharded import CopyFSDP, ShardedMasterAdamW

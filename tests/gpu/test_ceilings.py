@@ -181,5 +181,5 @@ def test_gpus_exchange_tensors() -> None:
         print(f"{cell.collective} of {cell.num_bytes / MIB} MiB: {rate / 1e9:.1f} GB/s")
         rates.setdefault(cell.collective, []).append(rate)
     assert len(rates) == len(TIMED)
-    for found in rates.values():
-        assert found == sorted(found), "large tensors are exchanged at a higher rate"
+    for by_size in rates.values():
+        assert by_size == sorted(by_size), "large tensors are exchanged at a higher rate"

@@ -75,13 +75,13 @@ def profiled(tmp_path: Path, *configs: RunConfig) -> list[tuple[RunRecord, StepP
     )
     with contextlib.chdir(tmp_path):
         outcome = run_sweep(configs, tmp_path, Listener(), timeout_s=250)
-    found = {record.config: record for record in outcome.records}
-    assert [found[config].status for config in configs] == [Status.OK] * len(configs), (
+    records = {record.config: record for record in outcome.records}
+    assert [records[config].status for config in configs] == [Status.OK] * len(configs), (
         outcome.records
     )
     assert outcome.unexplained == ()
     return [
-        (found[config], decode_profile(explanation_path(config, tmp_path / "runs").read_bytes()))
+        (records[config], decode_profile(explanation_path(config, tmp_path / "runs").read_bytes()))
         for config in configs
     ]
 
@@ -106,17 +106,17 @@ def computing_s(rank: RankTimes, phase: PhaseTimes) -> list[float]:
 
 def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path: Path) -> None:
     slow = replace(WATCHED, model_factory="parallel_models:slow")
-    (record, found), (_, usual) = profiled(
+    (record, profile), (_, usual) = profiled(
         tmp_path, slow, replace(WATCHED, model_factory="parallel_models:good")
     )
-    quick, sleeper = sorted(found.ranks, key=lambda rank: rank.rank == FAULTY_RANK)
+    quick, sleeper = sorted(profile.ranks, key=lambda rank: rank.rank == FAULTY_RANK)
     longer = statistics.median(sent_s(quick, "exposed_s")) - statistics.median(
         sent_s(usual.ranks[0], "exposed_s")
     )
     assert longer == pytest.approx(SLEEP_S, rel=0.05)
     assert statistics.median(sent_s(sleeper, "exposed_s")) < SLEEP_S / 20
     assert statistics.median(quick.waited_s) == pytest.approx(SLEEP_S, rel=0.05)
-    entry = Explained(profile=found, profiled=record)
+    entry = Explained(profile=profile, profiled=record)
     (text,) = [text for text in findings(entry) if "Communication takes" in text]
     assert f"wait for rank {FAULTY_RANK} in 4 of 4 steps" in text
 
@@ -152,8 +152,8 @@ def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
         STEADY, model=replace(STEADY.model, attention=Attention.SDPA), optimizer=OptimizerKind.FUSED
     )
     watched = replace(eager, profiler=Profiler.KINETO, parallel=Parallel.DDP_OVERLAP)
-    ((record, found),) = profiled(tmp_path, watched)
-    for rank, clocked in zip(found.ranks, record.ranks, strict=True):
+    ((record, profile),) = profiled(tmp_path, watched)
+    for rank, clocked in zip(profile.ranks, record.ranks, strict=True):
         walls = {phase.phase.value: phase.wall_s for phase in rank.phases}
         for measured in clocked.measurements:
             if measured.phase is not Phase.STEP:
@@ -198,9 +198,9 @@ def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
     shortest = [
         min(
             statistics.median(sent_s(rank, "total_s")) - statistics.median(rank.waited_s)
-            for rank in own.ranks
+            for rank in profile.ranks
         )
-        for own in (of_nsys, of_kineto)
+        for profile in (of_nsys, of_kineto)
     ]
     print("collectives in s, without waits:", shortest)
     assert shortest[0] == pytest.approx(shortest[1], rel=0.02)

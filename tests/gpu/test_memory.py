@@ -4,6 +4,7 @@ allocator's own count.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 def config_of(size: str = "small", context_length: int = 256, **changes: object) -> RunConfig:
     attention = changes.pop("attention", Attention.NAIVE)
-    model = replace(SIZES[size], context_length=context_length, attention=attention)  # type: ignore[arg-type]
+    shape: Any = {"context_length": context_length, "attention": attention}
+    model = replace(SIZES[size], **shape)
     return RunConfig(
         size=size,
         model=model,
@@ -50,7 +52,7 @@ def recorded(config: RunConfig, tmp_path: Path) -> tuple[RunRecord, MemoryProfil
 
 def requested(moment: Moment, category: Category) -> int:
     return next(
-        (found.requested_bytes for found in moment.categories if found.category is category), 0
+        (entry.requested_bytes for entry in moment.categories if entry.category is category), 0
     )
 
 
@@ -67,12 +69,12 @@ def test_categories_add_up_and_are_what_the_closed_form_says(
     assert len(profile.boundaries) == 2 * (1 + len(config.phases))
     for moment in profile.boundaries:
         assert (
-            sum(found.num_bytes for found in moment.categories)
+            sum(entry.num_bytes for entry in moment.categories)
             == moment.allocated_bytes
             == moment.counted_bytes
         )
         assert (
-            sum(found.requested_bytes for found in moment.categories)
+            sum(entry.requested_bytes for entry in moment.categories)
             == moment.counted_requested_bytes
         )
         assert requested(moment, Category.PARAMETERS) == 4 * num_parameters

@@ -88,7 +88,7 @@ class DeviceAssertGrid(AttentionGrid):
     ("kind", "status"), [(OutOfMemoryGrid, Status.OOM), (DeviceAssertGrid, Status.CUDA_ERROR)]
 )
 def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status: Status) -> None:
-    grid = kind(**{each.name: getattr(GRID, each.name) for each in fields(GRID)})
+    grid = kind(**{field.name: getattr(GRID, field.name) for field in fields(GRID)})
     before, failed, after = run_study(grid).results
     assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK), (
         failed.failure

@@ -140,14 +140,14 @@ def check_modules(profile: StepProfile, config: RunConfig) -> None:
         else set()
     )
     for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD):
-        found = {module.path for module in profile.modules if module.phase is phase}
-        if not found:
+        paths = {module.path for module in profile.modules if module.phase is phase}
+        if not paths:
             assert phase.value not in config.phases
         elif phase is LaunchPhase.FORWARD:
-            assert modules | of_attention <= found
-            assert found <= modules | of_attention | around | {("loss",)}
+            assert modules | of_attention <= paths
+            assert paths <= modules | of_attention | around | {("loss",)}
         else:
-            assert modules <= found
-            assert found <= modules | around | again
+            assert modules <= paths
+            assert paths <= modules | around | again
     told = {phase.phase for phase in profile.phases if any(phase.recomputed_s)}
     assert told == ({LaunchPhase.BACKWARD} if config.checkpoint_blocks else set())

@@ -147,7 +147,7 @@ def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("array", "found"),
+    ("array", "result"),
     [
         (np.arange(100, dtype=np.float32), "1 axes of float32"),
         (np.ones(100, bool), "1 axes of bool"),
@@ -157,12 +157,12 @@ def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
     ],
 )
 def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
-    tmp_path: Path, array: np.ndarray, found: str
+    tmp_path: Path, array: np.ndarray, result: str
 ) -> None:
     path = tmp_path / "it's.npy"
     np.save(path, array)
     with pytest.raises(
-        ValueError, match=f"{path}: needed one axis of integers, found {found}"
+        ValueError, match=f"{path}: needed one axis of integers, found {result}"
     ) as caught:
         open_tokens(path, context_length=4)
     if array.dtype.names is None and array.ndim:
@@ -185,9 +185,9 @@ def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     on_cpu, on_gpu = make_batches(config), make_batches(replace(config, device=Device.CUDA))
     torch.cuda._sleep(500_000_000)
     pairs = [(on_cpu(), on_gpu()) for _ in range(50)]
-    for expected, found in pairs:
-        assert found[0].is_cuda
-        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, found, strict=True))
+    for expected, result in pairs:
+        assert result[0].is_cuda
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, result, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -196,7 +196,7 @@ def test_ranks_share_the_batch_of_one_process(tmp_path, ranks):
     for tokens in (None, str(tmp_path / "t.npy")):
         whole = make_batches(replace(CONFIG, tokens=tokens, batch_size=2 * ranks))
         shared = replace(CONFIG, tokens=tokens, batch_size=2, parallel=Parallel.DDP, ranks=ranks)
-        each = [make_batches(shared, rank) for rank in range(ranks)]
+        by_rank = [make_batches(shared, rank) for rank in range(ranks)]
         for _ in range(3):
-            for expected, *parts in zip(whole(), *(batches() for batches in each), strict=True):
+            for expected, *parts in zip(whole(), *(batches() for batches in by_rank), strict=True):
                 assert torch.equal(torch.cat(parts), expected)

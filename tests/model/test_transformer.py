@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336.config import SIZES, Arch, Attention, ModelConfig, RunConfig, SdpaBackend
 from cs336.model.fast.model import FastLM
-from cs336.model.own import call_factory
 from cs336.model.transformer import (
     LayerNorm,
     RMSNorm,
@@ -24,6 +23,7 @@ from cs336.model.transformer import (
     rope_rotations,
     rotate_pairs,
 )
+from cs336.model.user_code import call_factory
 from tests.model.fast.steps import roundings
 from tests.own_models import BasicsTransformerLM
 from tests.plain import plain_model

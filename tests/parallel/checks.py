@@ -53,6 +53,13 @@ OPTIMIZERS = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),
 }
 
+NOTED = "token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head"
+"""Modules whose weights in forward are noted."""
+
+
+NOTED = "token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head"
+"""Modules whose weights in forward are noted."""
+
 
 class WithSpareParameters(nn.Module):
     """The model of the course with a frozen matrix, a parameter that no loss depends on, and a
@@ -96,11 +103,12 @@ def loss_of(model, tokens):
 
 def weights_of(model):
     """All parameters whole; PyTorch's FSDP has parts of them, which it gathers."""
-    named = ((name, each.detach()) for name, each in model.named_parameters())
-    return {
-        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu().clone()
-        for name, each in named
-    }
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        weights[name] = weight.cpu().clone()
+    return weights
 
 
 class Trained(NamedTuple):
@@ -144,26 +152,26 @@ def train(
     low = [torch.bfloat16] if in_bf16 else []
     wrapped = WAYS[way](model, *low) if way else model
     seen = {}
-    for name in (
-        ("token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head") if in_bf16 else ()
-    ):
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, _, name=name: seen.__setitem__(
-                name, (module.weight.dtype, tuple(module.weight.shape))
-            )
-        )
+
+    def note(name, module, _inputs):
+        seen[name] = (module.weight.dtype, tuple(module.weight.shape))
+
+    for name in NOTED if in_bf16 else ():
+        model.get_submodule(name).register_forward_pre_hook(functools.partial(note, name))
     make = OPTIMIZERS[optimizer]
     opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
-    own = BATCH // ranks
+    share = BATCH // ranks
     for number, tokens in enumerate(batches()[: STEPS * backwards], start=1):
         with torch.autocast(device(), *low, enabled=in_bf16):
-            loss = loss_of(wrapped, tokens[rank * own : (rank + 1) * own])
+            loss = loss_of(wrapped, tokens[rank * share : (rank + 1) * share])
         loss.backward()
         if number % backwards:
             continue
         if way:
             wrapped.finish_gradient_synchronization()
-        gradients = {each.grad.dtype for each in wrapped.parameters() if each.grad is not None}
+        gradients = {
+            parameter.grad.dtype for parameter in wrapped.parameters() if parameter.grad is not None
+        }
         opt.step()
         opt.zero_grad()
     weights = whole_parameters(wrapped) if isinstance(wrapped, FSDP) else weights_of(model)
@@ -216,8 +224,8 @@ def shards():
         wrapped.finish_gradient_synchronization()
         note()
         between.append(gathered.pop())
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    gradients = {name: tuple(each.grad.shape) for name, each in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    gradients = {name: tuple(parameter.grad.shape) for name, parameter in model.named_parameters()}
     return shapes, gradients, between, gathered
 
 
@@ -229,16 +237,16 @@ def shared_states():
     model = make_model("gpt2", 0, torch.float32)
     named = list(model.named_parameters())
     opt = ShardedOptimizer(
-        [each for _, each in named[:7]], torch.optim.AdamW, lr=0.5, weight_decay=0.1
+        [parameter for _, parameter in named[:7]], torch.optim.AdamW, lr=0.5, weight_decay=0.1
     )
-    opt.add_param_group({"params": [each for _, each in named[7:]], "lr": 0.25})
+    opt.add_param_group({"params": [parameter for _, parameter in named[7:]], "lr": 0.25})
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     opt.step()
     schedule.step()
     opt.step()
-    elements = sum(each["exp_avg"].numel() for each in opt.state.values())
+    elements = sum(state["exp_avg"].numel() for state in opt.state.values())
     return elements, [group["lr"] for group in opt.param_groups], weights_of(model)
 
 
@@ -264,6 +272,6 @@ def recorded(settings, folder):
             step(ObservedClock(HostClock(), recorder.mark))
         recorder.dump(path)
     kinds = Counter()
-    for each in read_notes(notes_path(path)).sightings:
-        kinds[each.kind.value] += each.num_bytes
+    for sighting in read_notes(notes_path(path)).sightings:
+        kinds[sighting.kind.value] += sighting.num_bytes
     return dict(kinds)

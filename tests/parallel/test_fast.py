@@ -82,8 +82,8 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
     start, expected, losses = alone(two, arch, name, {"ddp-push": 1, "fsdp-push": 2}.get(way))
     results = two.call("tests.parallel.fast:train", way, arch, shard, "cpu", changes)
     shape = fast.config_of(arch, **changes).model
-    vectors = sum(each.numel() for each in expected.values() if each.ndim == 1)
-    matrices = sum(each.numel() for each in expected.values() if each.ndim > 1)
+    vectors = sum(master.numel() for master in expected.values() if master.ndim == 1)
+    matrices = sum(master.numel() for master in expected.values() if master.ndim > 1)
     table, head = shape.vocab_size * shape.d_model, 128 * shape.d_model
     for rank, (masters, updated, own_losses, sent, copies) in enumerate(results):
         assert own_losses == pytest.approx(
@@ -115,7 +115,7 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
 def test_all_of_three_ranks_add_up_what_was_pushed_in_one_order(three, way):
     """In another order sums of three would be rounded otherwise."""
     first, *others = (
-        found for found, *_ in three.call("tests.parallel.fast:train", way, "cs336", False)
+        masters for masters, *_ in three.call("tests.parallel.fast:train", way, "cs336", False)
     )
     for other in others:
         assert all(torch.equal(other[name], master) for name, master in first.items())

@@ -75,12 +75,12 @@ def test_steps_in_graphs_are_those_of_data_parallelism(two, arch, packed):
         ("ddp-push", True),
     ):
         results = two.call("tests.parallel.fast:train", way, arch, shard, "cuda", changes)
-        for (expected, _, losses, *_), (found, _, own_losses, *_) in zip(
+        for (expected, _, losses, *_), (result, _, own_losses, *_) in zip(
             wanted, results, strict=True
         ):
             allowed = of_walk(torch.bfloat16, 2 * roundings(fast.config_of(arch).model))
             assert own_losses == pytest.approx(losses, rel=allowed)
-            assert distance(found, expected) < allowed
+            assert distance(result, expected) < allowed
 
 
 def used_bytes(uuids):

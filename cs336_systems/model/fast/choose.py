@@ -8,6 +8,7 @@ rounding, which `cs336 ladder` checks.
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ...config import (
     EAGER_STEPS_BEFORE_GRAPH,
@@ -77,28 +78,31 @@ def fastest(
         common = replace(common, precision=Precision.BF16)
     # other modes capture CUDA graphs themselves, which cannot be part of the step's graphs
     keeps_mode = config.compile is CompileMode.MAX_AUTOTUNE_NO_CUDAGRAPHS
-    compiled = replace(common, compile=config.compile if keeps_mode else CompileMode.DEFAULT)
+    compile_mode = config.compile if keeps_mode else CompileMode.DEFAULT
     if not has_factory:
-        return _with_fast_model(compiled, config, device_name, is_usable)
-    return common if config.parallel.shards_parameters else compiled
+        settings = _of_fast_model(config, common.precision, device_name, is_usable)
+        return replace(common, compile=compile_mode, **settings)
+    if config.parallel.shards_parameters:
+        return common
+    return replace(common, compile=compile_mode)
 
 
-def _with_fast_model(
-    common: RunConfig,
+def _of_fast_model(
     config: RunConfig,
+    precision: Precision,
     device_name: str | None,
     is_usable: Callable[[str], bool] | None,
-) -> RunConfig:
-    """The settings of `common` with those of the fast model on a GPU; `config` was asked for."""
+) -> dict[str, Any]:
+    """Settings of the fast model on a GPU, in the place of those of `config`."""
     vocabulary_multiple = config.pad_vocabulary
     if vocabulary_multiple == 1 and config.model.vocab_size % MATMUL_MULTIPLE:
         vocabulary_multiple = NICE_VOCABULARY
-    is_fp16 = common.precision is Precision.FP16
+    is_fp16 = precision is Precision.FP16
     # the memory profiler cannot see inside a graph, and scaling fp16's gradients reads a value
     can_replay = not is_fp16 and config.profiler is not Profiler.MEMORY
     warms_up = config.warmup_steps > EAGER_STEPS_BEFORE_GRAPH
     has_copies = (
-        common.precision is Precision.BF16
+        precision is Precision.BF16
         and config.parallel.takes_any_tensor
         and config.model.d_model % PACKED_MULTIPLE == 0
     )
@@ -112,18 +116,17 @@ def _with_fast_model(
         packs_attention = packs_attention or can_pack_attention(
             config.model, device_name, is_usable
         )
-    return replace(
-        common,
-        compile_blocks=True,
-        pad_vocabulary=vocabulary_multiple,
-        cast_once=has_copies,
-        split_masters=has_copies and config.mode is Mode.TRAIN,
-        fused_loss=not is_fp16,
-        fused_blocks=has_copies,
-        fused_activations=fuses_activations,
-        packed_attention=packs_attention,
-        cuda_graph=warms_up and can_replay and config.parallel.takes_any_tensor,
-    )
+    return {
+        "compile_blocks": True,
+        "pad_vocabulary": vocabulary_multiple,
+        "cast_once": has_copies,
+        "split_masters": has_copies and config.mode is Mode.TRAIN,
+        "fused_loss": not is_fp16,
+        "fused_blocks": has_copies,
+        "fused_activations": fuses_activations,
+        "packed_attention": packs_attention,
+        "cuda_graph": warms_up and can_replay and config.parallel.takes_any_tensor,
+    }
 
 
 def has_bf16(device_name: str | None) -> bool:

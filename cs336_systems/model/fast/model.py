@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
 from ..annotate import annotate
-from ..own import Loss
 from ..trainable import Trainable, mode_of
 from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
+from ..user_code import Loss
 from .blocks import (
     AddNorm,
     CopiedBlock,

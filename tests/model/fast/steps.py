@@ -94,6 +94,6 @@ def gradients(step: TrainingStep) -> dict[str, Tensor]:
     names = (name for name, _ in step.model.named_parameters())
     weights = zip(names, step.model.weights, strict=True)  # type: ignore[call-overload]
     return {
-        name: torch.stack([each.float() for each in weight.gradients()]).sum(0)
+        name: torch.stack([tensor.float() for tensor in weight.gradients()]).sum(0)
         for name, weight in weights
     }

@@ -165,7 +165,7 @@ def test_packages_are_used_on_hopper_where_their_kernels_fit(monkeypatch, name):
     assert not fast.fused_activations
     assert not fast.packed_attention
     for package, expected in ((QUACK, (fuses, False)), (FLASH_4, (False, packs))):
-        monkeypatch.setattr(packages, "is_installed", lambda each, only=package: each == only)
+        monkeypatch.setattr(packages, "is_installed", lambda wanted, only=package: wanted == only)
         fast = fastest(config, device_name)
         assert (fast.fused_activations, fast.packed_attention) == expected
         words = describe_fast(fast)
@@ -179,8 +179,8 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
     """
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     asked = {
-        each.name: each.specifier
-        for each in map(Requirement, project["optional-dependencies"]["fused"])
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, project["optional-dependencies"]["fused"])
     }
     near = {
         QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"),
@@ -280,8 +280,8 @@ def test_on_several_ranks_only_what_works_there_is_chosen(way):
         == (way not in (Parallel.DDP, Parallel.FSDP2, Parallel.OWN))
     )
     assert fast.compile_blocks
-    own = fastest(replace(config, model_factory="a:b"), "NVIDIA H200")
-    assert (own.compile is CompileMode.NONE) == way.shards_parameters
+    of_factory = fastest(replace(config, model_factory="a:b"), "NVIDIA H200")
+    assert (of_factory.compile is CompileMode.NONE) == way.shards_parameters
 
 
 def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):

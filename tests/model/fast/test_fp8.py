@@ -73,11 +73,11 @@ def by_hand(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: bool) -> None:
     x, weight, bias, gradient = factors(device)
-    found = results(fp8_linear, x, weight, bias if has_bias else None, gradient)
+    actual = results(fp8_linear, x, weight, bias if has_bias else None, gradient)
     a, b, g = by_hand(x), by_hand(weight), by_hand(gradient)
     factor_pairs = ((a, b.t()), (g, b), (g.t(), a))
     for result, (left, right), added in zip(
-        found, factor_pairs, (bias if has_bias else 0, 0, 0), strict=False
+        actual, factor_pairs, (bias if has_bias else 0, 0, 0), strict=False
     ):
         expected = left @ right + added
         # rounded to bf16 at the end; a GPU keeps at least 13 bits of partial sums
@@ -92,7 +92,7 @@ def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: boo
         allowed = of_chain(torch.bfloat16, 2) * wide.sum(dim=0).abs() + of_sums * wide.abs().sum(
             dim=0
         )
-        assert ((found[3].double() - wide.sum(dim=0)).abs() <= allowed).all()
+        assert ((actual[3].double() - wide.sum(dim=0)).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -101,8 +101,8 @@ def test_the_size_of_a_factor_costs_no_precision(device: str, up: int, down: int
     """Powers of two change units and nothing else, up to the largest that bf16 holds."""
     x, weight, _, gradient = factors(device)
     expected = results(fp8_linear, x, weight, None, gradient)
-    found = results(fp8_linear, x * 2.0**up, weight * 2.0**down, None, gradient)
-    for mine, wanted, power in zip(found, expected, (up + down, down, up), strict=True):
+    result = results(fp8_linear, x * 2.0**up, weight * 2.0**down, None, gradient)
+    for mine, wanted, power in zip(result, expected, (up + down, down, up), strict=True):
         assert torch.equal(mine, wanted * 2.0**power)
 
 
@@ -113,17 +113,17 @@ def test_zeros_and_next_to_nothing_stay_so(device: str, index: int) -> None:
         made = list(factors(device))
         made[index] = torch.full_like(made[index], size)
         x, weight, _, gradient = made
-        found = results(fp8_linear, x, weight, None, gradient)
+        actual = results(fp8_linear, x, weight, None, gradient)
         touched = [
             result
-            for result, reads in zip(found, ((0, 1), (3, 1), (3, 0)), strict=True)
+            for result, reads in zip(actual, ((0, 1), (3, 1), (3, 0)), strict=True)
             if index in reads
         ]
         assert len(touched) == 2
         assert all(result.abs().max() < 1e-30 for result in touched)
         assert all(
             result.isfinite().all() and result.any()
-            for result in found
+            for result in actual
             if all(result is not t for t in touched)
         )
 
@@ -162,10 +162,10 @@ def test_any_strides_and_leading_axes() -> None:
     x, weight, bias, gradient = factors()
     expected = results(fp8_linear, x, weight, bias, gradient)
     batches = x.view(3, 16, -1).transpose(1, 2).contiguous().transpose(1, 2)
-    found = results(
+    result = results(
         fp8_linear, batches, weight, bias, gradient.t().contiguous().t().view(3, 16, -1)
     )
-    for mine, wanted in zip(found, expected, strict=True):
+    for mine, wanted in zip(result, expected, strict=True):
         assert torch.equal(mine.view(wanted.shape), wanted)
     same = torch.ones((), dtype=torch.bfloat16).expand(48, 112)
     broadcast = results(fp8_linear, x, weight, bias, same)

@@ -3,6 +3,7 @@ and autograd.
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -30,16 +31,16 @@ def made(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
 
-def is_close(found: Tensor | None, expected: Tensor | None) -> bool:
+def is_close(result: Tensor | None, expected: Tensor | None) -> bool:
     """To the rounding of the type of `found`, the oracle being in fp64; a norm's backward has
     three sums over a row.
     """
-    assert found is not None
+    assert result is not None
     assert expected is not None
-    narrow = found.dtype is not torch.float32
-    tolerance = of_chain(found.dtype, 2) if narrow else of_walk(torch.float32, 3 * max(WIDTHS))
+    narrow = result.dtype is not torch.float32
+    tolerance = of_chain(result.dtype, 2) if narrow else of_walk(torch.float32, 3 * max(WIDTHS))
     return torch.allclose(
-        found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()
+        result.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()
     )
 
 
@@ -72,14 +73,15 @@ def test_add_norm(
         for n, (d, is_bias) in enumerate(vectors)
         if has_biases or not is_bias
     ]
-    wide = [each.detach().double().requires_grad_() for each in given]
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
     of_stream = made(2, 5, width, seed=7, dtype=stream_type, device=device).detach()
     of_norm = made(2, 5, width, seed=8, dtype=branch_type, device=device).detach()
 
-    def with_gaps(
-        each: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-        return tuple(each) if has_biases else (each[0], each[1], None, each[2], None)  # type: ignore[return-value]
+    def with_gaps(tensors: list[Tensor]) -> list[Any]:
+        if has_biases:
+            return list(tensors)
+        stream, branch, gain = tensors
+        return [stream, branch, None, gain, None]
 
     total, normed, _ = fused_blocks.add_norm(*with_gaps(given), EPS)
     expected_total, expected_normed = add_norm_of_parts(*with_gaps(wide))
@@ -114,11 +116,11 @@ def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
     x, gradient = (made(3, 7, width, seed=n, dtype=dtype, device=device) for n in range(2))
     bias = made(width, seed=2, dtype=dtype, device=device)
     wide, wide_bias = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
-    found, _ = fused_blocks.bias_gelu(x, bias)
+    result, _ = fused_blocks.bias_gelu(x, bias)
     expected = F.gelu(wide + wide_bias, approximate="tanh")
-    found.backward(gradient.detach())
+    result.backward(gradient.detach())
     expected.backward(gradient.detach().double())
-    assert is_close(found, expected)
+    assert is_close(result, expected)
     assert is_close(x.grad, wide.grad)
     assert is_close(bias.grad, wide_bias.grad)
 
@@ -136,9 +138,9 @@ def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, devic
     with torch.no_grad():
         theirs.copy_(ours)
     tokens = tokens.to(device)
-    found, expected = fused_blocks.lookup(ours, tokens), F.embedding(tokens, theirs)
-    assert torch.equal(found, expected)
-    found.backward(gradient)
+    result, expected = fused_blocks.lookup(ours, tokens), F.embedding(tokens, theirs)
+    assert torch.equal(result, expected)
+    result.backward(gradient)
     expected.backward(gradient)
     assert theirs.grad is not None
     assert ours.grad is not None
@@ -170,9 +172,9 @@ def test_sums_over_many_rows(rows: int, device: str) -> None:
         "bias": [1.0, 1.0],
         "GELU's bias": [0.5, 0.5],
     }
-    for each, shares in zip((*vectors, bias), expected.values(), strict=True):
-        assert each.grad is not None
-        assert each.grad.tolist() == [share * rows for share in shares] * 12
+    for vector, shares in zip((*vectors, bias), expected.values(), strict=True):
+        assert vector.grad is not None
+        assert vector.grad.tolist() == [share * rows for share in shares] * 12
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -230,16 +232,16 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
         made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_()
         for n in range(3)
     ]
-    stream, branch = (each.detach().requires_grad_() for each in (stream, branch))
+    stream, branch = (tensor.detach().requires_grad_() for tensor in (stream, branch))
     check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, None, False)
     check_operator(fused_blocks._bias_gelu, stream, vectors[0], None)
     total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
     gradient = torch.ones_like(total)
     given = (None, gradient, total, statistics, vectors[1].detach(), True, None, True)
-    dense = tuple(each.contiguous() if isinstance(each, Tensor) else each for each in given)
-    for found, expected in zip(
+    dense = tuple(tensor.contiguous() if isinstance(tensor, Tensor) else tensor for tensor in given)
+    for result, expected in zip(
         fused_blocks._add_norm_backward(*given),
         fused_blocks._add_norm_backward(*dense),
         strict=True,
     ):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)

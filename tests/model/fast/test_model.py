@@ -55,17 +55,17 @@ def test_a_shortcut_is_the_same_function(arch: Arch, name: str) -> None:
     config = replace(config, model=replace(config.model, arch=arch))
     _, expected = loss_and_gradients(config)
     with Calls() as calls:
-        _, found = loss_and_gradients(replace(config, **changes))
+        _, result = loss_and_gradients(replace(config, **changes))
     assert calls.counts[OPERATORS[next(iter(changes))]] >= config.model.num_layers
-    assert set(found) == set(expected)
+    assert set(result) == set(expected)
     allowed = of_walk(torch.bfloat16, 2 * roundings(config.model))
     if config.fp8:
         # a change by a unit of bf16 moves few roundings to fp8, by the ratio of the units, but each
         # by fp8's
         allowed = (allowed * of_walk(torch.float8_e4m3fn, 2 * roundings(config.model))) ** 0.5
-    for each, gradient in expected.items():
-        if not each.endswith("k_proj.bias"):
-            assert (found[each] - gradient).norm() < allowed * gradient.norm(), each
+    for parameter, gradient in expected.items():
+        if not parameter.endswith("k_proj.bias"):
+            assert (result[parameter] - gradient).norm() < allowed * gradient.norm(), parameter
 
 
 PADDED = replace(COPIED, pad_vocabulary=8)
@@ -111,14 +111,14 @@ def trained(config: RunConfig) -> tuple[list[float], dict[str, int]]:
 def test_a_shortcut_trains_alike(arch: Arch, name: str, device: Device) -> None:
     config, changes = ALIKE[name]
     config = replace(config, model=replace(config.model, arch=arch), device=device)
-    (expected, usual), (found, counts) = trained(config), trained(replace(config, **changes))
+    (expected, usual), (result, counts) = trained(config), trained(replace(config, **changes))
     (setting,) = changes
     assert counts[setting] > usual[setting]
     dtype = torch.float8_e4m3fn if setting == "fp8" else torch.bfloat16
-    assert found == pytest.approx(expected, abs=of_losses(config, dtype))
-    assert found[-1] < found[0]
+    assert result == pytest.approx(expected, abs=of_losses(config, dtype))
+    assert result[-1] < result[0]
     if setting == "bf16_moments":  # the update is computed before the moments are rounded
-        assert found[:2] == pytest.approx(expected[:2], rel=of_sum(torch.float32, 48))
+        assert result[:2] == pytest.approx(expected[:2], rel=of_sum(torch.float32, 48))
 
 
 def gradients(model: TransformerLM | FastLM, tokens: Tensor) -> list[Tensor]:
@@ -148,10 +148,10 @@ def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
     config = replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)
     reference, tokens = TransformerLM(config), torch.arange(8).view(1, 8)
     expected = gradients(reference, tokens)
-    found = gradients(
+    result = gradients(
         FastLM(reference, RunConfig(size="custom", model=config, checkpoint_blocks=1)), tokens
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("arch", Arch)
@@ -187,9 +187,9 @@ def test_it_has_the_reference_s_parameters_under_their_names(
             (fast.named_parameters(), reference.named_parameters()),
             (fast.named_buffers(), reference.named_buffers()),
         ):
-            found, expected = dict(mine), dict(theirs)
-            assert list(found) == list(expected)
-            assert all(found[name] is expected[name] for name in expected)
+            result, expected = dict(mine), dict(theirs)
+            assert list(result) == list(expected)
+            assert all(result[name] is expected[name] for name in expected)
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,9 @@ def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
 def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept: int) -> None:
     model = replace(MODEL, arch=arch)
     expected, _, plain = backward(replace(BASE, model=model))
-    found, _, selective = backward(replace(SELECTIVE, model=model, keep_hidden=kept))
+    result, _, selective = backward(replace(SELECTIVE, model=model, keep_hidden=kept))
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(result[name], gradient), name
     more = selective - plain
     assert not [name for name in selective if "attention" in name and "backward" not in name]
     # the output projection, and the first matmul of the feed-forward network; not that of q, k, v,

@@ -153,13 +153,13 @@ def test_gradients_do_not_add_up_without_an_optimizer(device: Device) -> None:
     )
     step = TrainingStep(RunConfig(size="custom", model=model, mode=Mode.FORWARD_BACKWARD))
     order, run = step.config.phases, step._phases
-    found: list[bool] = []
+    result: list[bool] = []
 
     def phases(batch: Batch) -> Iterator[Phase]:
-        found.append(any(parameter.grad is not None for parameter in step.model.parameters()))
+        result.append(any(parameter.grad is not None for parameter in step.model.parameters()))
         yield from run(batch)
 
     step.graph, clock = StepGraph(phases, order, lambda: None, ()), EventClock()
     for _ in range(EAGER_STEPS_BEFORE_GRAPH + 2):
         step(clock)
-    assert found == [False] * (EAGER_STEPS_BEFORE_GRAPH + 1)
+    assert result == [False] * (EAGER_STEPS_BEFORE_GRAPH + 1)

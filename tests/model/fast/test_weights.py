@@ -107,9 +107,9 @@ def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
     assert tied.copy is not None
     assert tied.copy.leaf is model.lm_head.copies[0]
     tokens = torch.arange(16).view(1, 16)
-    for each in (model, oracle):
+    for module in (model, oracle):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            each(tokens).float().square().mean().backward()
+            module(tokens).float().square().mean().backward()
     assert len(tied.gradients()) == 2
     total = sum(gradient.float() for gradient in tied.gradients())
     torch.testing.assert_close(total, oracle.token_embeddings.weight.grad, rtol=0.02, atol=1e-4)
@@ -133,8 +133,8 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
     model = make(name)
     on_gpu = copy.deepcopy(model).cuda()
     optimizers = []
-    for each in (model, on_gpu):
-        weights = fast(each).weights
+    for module in (model, on_gpu):
+        weights = fast(module).weights
         optimizers.append((MasterAdamW(weights, lr=0.01, weight_decay=0.1), weights))
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -143,12 +143,12 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
             other.grad = one.grad.cuda()
         for optimizer, _ in optimizers:
             optimizer.step()
-    (_, expected), (_, found) = optimizers
-    for one, other in zip(expected, found, strict=True):
+    (_, expected), (_, result) = optimizers
+    for one, other in zip(expected, result, strict=True):
         torch.testing.assert_close(
             other.master.detach().cpu(), one.master.detach(), rtol=1e-5, atol=1e-6
         )
-    assert are_copies(found)
+    assert are_copies(result)
     for one, other in zip(
         optimizers[0][0].state.values(), optimizers[1][0].state.values(), strict=True
     ):
@@ -170,14 +170,15 @@ def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(
         leaf.grad = torch.ones_like(leaf)
     spoilt = model.layers[0].attn.q_proj.weight, model.layers[1].ffn.w2.weight
     for weight in weights:
-        if any(weight.master is each for each in spoilt):
+        if any(weight.master is master for master in spoilt):
             weight.gradients()[0].view(-1)[element] = math.nan
     MasterAdamW(weights).step()
     kept = [weight for weight in weights if weight.largest is not None]
     assert len(kept) == 7 * MODEL.num_layers
     for weight in kept:
         assert weight.largest is not None
-        assert weight.largest.isfinite().item() is not any(weight.master is each for each in spoilt)
+        is_spoilt = any(weight.master is master for master in spoilt)
+        assert weight.largest.isfinite().item() is not is_spoilt
 
 
 def are_copies(weights: tuple[Weight, ...]) -> bool:
@@ -251,10 +252,10 @@ def test_a_value_is_known_to_the_last_bit_from_its_halves(device: str) -> None:
     values = any_bits(2**18).to(device)
     narrow, remainder = split_values(values)
     assert (narrow.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
-    found, is_nan = joined_values(narrow, remainder), values.isnan()
+    result, is_nan = joined_values(narrow, remainder), values.isnan()
     assert is_nan.any()
-    assert torch.equal(found[~is_nan].view(torch.int32), values[~is_nan].view(torch.int32))
-    assert found[is_nan].isnan().all()
+    assert torch.equal(result[~is_nan].view(torch.int32), values[~is_nan].view(torch.int32))
+    assert result[is_nan].isnan().all()
     assert narrow[is_nan].isnan().all()
 
 
@@ -263,8 +264,8 @@ def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves() -> None:
     values = any_bits(2**18)
     values = values[~values.isnan()]
     is_half = (values.view(torch.int32) & 0xFFFF) == 0x8000
-    found = split_values(values)[0]
-    assert torch.equal(found[~is_half], values[~is_half].bfloat16())
+    result = split_values(values)[0]
+    assert torch.equal(result[~is_half], values[~is_half].bfloat16())
     halves = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 2.0**-134])
     assert split_values(halves)[0].tolist() == [1 + 2.0**-7, 1 + 2.0**-6, -1 - 2.0**-7, 2.0**-133]
 
@@ -283,9 +284,12 @@ def test_the_same_gradients_give_the_same_masters(
     ]
     optimizers = [
         MasterAdamW(
-            each.weights, lr=0.01, weight_decay=0.1, storage=Storage(moments, each is models[1])
+            trained.weights,
+            lr=0.01,
+            weight_decay=0.1,
+            storage=Storage(moments, splits=trained is models[1]),
         )
-        for each in models
+        for trained in models
     ]
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
@@ -300,9 +304,9 @@ def test_the_same_gradients_give_the_same_masters(
             optimizer.step()
     allowed = 0 if device == "cpu" else of_chain(torch.float32, 4 * OF_AN_UPDATE)
     away = {"rtol": allowed, "atol": allowed * 0.04}  # four steps of 0.01
-    expected, found = (masters(each) for each in models)
-    torch.testing.assert_close(found, expected, **away)
-    assert all(len(each.state) == len(models[0].weights) for each in optimizers), (
+    expected, result = (masters(trained) for trained in models)
+    torch.testing.assert_close(result, expected, **away)
+    assert all(len(trained.state) == len(models[0].weights) for trained in optimizers), (
         "every weight is trained"
     )
     split = [weight for weight in models[1].weights if weight.remainder is not None]
