@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..model.fast.master_adamw import IN_FP32, MasterAdamW, Storage
-from ..model.fast.model import COPY_DTYPE, FastLM
-from ..model.fast.weights import READ_BYTES, LeafSlice, Weight
+from ..model.fast.model import FastLM
+from ..model.fast.weights import COPY_DTYPE, READ_BYTES, LeafSlice, Weight
 from .collectives import all_gather, grouped, own_part
 from .data_parallel import PushDDP
 from .exchange import Pushes, of_all_ranks

@@ -60,9 +60,7 @@ def measured(precision: ProductPrecision, shape: Shape) -> float:
 
 
 @pytest.mark.parametrize("precision", ProductPrecision)
-def test_no_product_is_faster_than_promised_and_large_ones_come_near(
-    precision: ProductPrecision,
-) -> None:
+def test_no_product_is_faster_than_promised_and_large_ones_come_near(precision):
     rate = measured(precision, LARGE)
     promised = promised_flops(find_device(torch.cuda.get_device_name()), precision)
     if promised is None:
@@ -70,7 +68,7 @@ def test_no_product_is_faster_than_promised_and_large_ones_come_near(
     assert 0.5 * promised < 1e12 * rate < promised
 
 
-def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
+def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32():
     fp32, tf32, bf16 = (
         measured(precision, LARGE)
         for precision in (ProductPrecision.FP32, ProductPrecision.TF32, ProductPrecision.BF16)
@@ -81,7 +79,7 @@ def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
         assert measured(ProductPrecision.FP8, LARGE) > 1.2 * bf16
 
 
-def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
+def test_a_sleep_on_the_device_takes_as_long_from_a_graph():
     """Short sleeps are repeated from a graph, long ones launched; both give the time by events
     around queued ones.
     """
@@ -103,7 +101,7 @@ def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
         assert min(loops.times_s) >= 0.99 * GRID.loop_s
 
 
-def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> None:
+def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs():
     """The host needs 0.3 ms for each, as for a backward pass, and the device about 0.01 ms."""
 
     def run() -> None:
@@ -115,7 +113,7 @@ def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> 
     assert measure(run, GRID).median_s < 5e-5
 
 
-def test_a_graph_runs_as_often_as_it_says() -> None:
+def test_a_graph_runs_as_often_as_it_says():
     counter = torch.zeros(1, device="cuda")
 
     def run() -> object:
@@ -129,7 +127,7 @@ def test_a_graph_runs_as_often_as_it_says() -> None:
     assert counter.item() == 1 + 2 * 7
 
 
-def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
+def test_memory_is_no_faster_than_promised_but_its_cache_may_be():
     rows = [row for cell in GRID.cells() for row in cell.rows if isinstance(row, StreamCell)]
     sizes = [size for _ in Stream for size in GRID.stream_bytes]
     measured = measure_rows(GRID, rows)
@@ -153,13 +151,13 @@ def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
         )
 
 
-def test_the_host_alone_decides_how_long_the_narrow_step_takes() -> None:
+def test_the_host_alone_decides_how_long_the_narrow_step_takes():
     """A device that is idle for most of each step would not end it sooner if it were faster."""
     record = judged(measure_run(replace(NARROW, device=Device.CUDA)))
     assert WarningCode.LAUNCH_BOUND in {warning.code for warning in record.warnings}
 
 
-def test_a_whole_study() -> None:
+def test_a_whole_study():
     study = run_study(replace(GRID, shapes=(SMALL,), stream_bytes=(MIB,)))
     assert {timing.status for timing in study.timings} <= {Status.OK, Status.UNAVAILABLE}
     assert study.cache_bytes == torch.cuda.get_device_properties().L2_cache_size
@@ -169,7 +167,7 @@ def test_a_whole_study() -> None:
     )
 
 
-def test_gpus_exchange_tensors() -> None:
+def test_gpus_exchange_tensors():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     rates = {}

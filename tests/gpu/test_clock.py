@@ -70,7 +70,7 @@ def product_kernels(precision: Precision) -> set[str]:
     return {name for name in names if classify_kernel(name) is KernelClass.MATMUL}
 
 
-def test_fp32_runs_launch_no_tensor_core_kernel() -> None:
+def test_fp32_runs_launch_no_tensor_core_kernel():
     """In fresh processes: torch.profiler slows the launches of its own for good."""
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         fp32, tf32 = processes.map(product_kernels, (Precision.FP32, Precision.TF32))
@@ -143,7 +143,7 @@ def sleeping_record(phase: Phase | None, sync_phases: bool) -> tuple[RunRecord, 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("sync_phases", [False, True])
-def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> None:
+def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases):
     plain, _ = sleeping_record(None, sync_phases)
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         slept, sleep = sleeping_record(phase, sync_phases)
@@ -162,9 +162,7 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> Non
 
 @pytest.mark.alone
 @pytest.mark.parametrize("is_delayed", [True, False])
-def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(
-    is_delayed: bool,
-) -> None:
+def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_delayed):
     """The device sleeps for tens of milliseconds in forward, and after the optimizer's kernels.
 
     Forward waits for the host if the host is busy for longer than the first sleep, and else is
@@ -198,7 +196,7 @@ def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(
 @pytest.mark.parametrize(
     ("size", "precision"), [("large", Precision.FP32), ("large", Precision.BF16)]
 )
-def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
+def test_the_phases_sum_to_the_step(size, precision):
     """In the median step: the host may be held up between its reading of the clock and the first
     or last event.
     """
@@ -212,7 +210,7 @@ def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
 
 
 @pytest.mark.alone
-def test_a_steady_step_varies_by_less_than_one_percent() -> None:
+def test_a_steady_step_varies_by_less_than_one_percent():
     record = measure(config_of("medium"))
     assert record.measurement(Phase.STEP).cv < 0.01
     codes = {warning.code for warning in record.warnings}
@@ -220,7 +218,7 @@ def test_a_steady_step_varies_by_less_than_one_percent() -> None:
 
 
 @pytest.mark.alone
-def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
+def test_a_against_a_cannot_be_told(tmp_path):
     flags = "--size small --context-length 256"
     code = "import sys; from cs336.cli import main; sys.exit(main())"
     print(
@@ -247,7 +245,7 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     assert compare_in_turn(a, b).verdict is Verdict.CANNOT_TELL
 
 
-def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
+def test_the_first_step_s_memory_is_not_the_steady_state_s():
     """The peak is in backward, where the first step lacks AdamW's moments: 8 bytes a parameter.
 
     Up to 4 % more: the workspace of backward's products (32 MiB), made after the first peak unless
@@ -263,7 +261,7 @@ def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
 
 
 @pytest.mark.alone
-def test_energy_and_clocks_are_recorded() -> None:
+def test_energy_and_clocks_are_recorded():
     telemetry = measure(config_of("small")).telemetry
     assert 0 < telemetry.after.sm_clock_hz <= telemetry.after.max_sm_clock_hz
     assert telemetry.energy_per_step_j > 0

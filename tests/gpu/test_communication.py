@@ -104,7 +104,7 @@ def computing_s(rank: RankTimes, phase: PhaseTimes) -> list[float]:
     return [kernels - sum(of_step) for kernels, *of_step in zip(phase.kernel_s, *sent, strict=True)]
 
 
-def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path: Path) -> None:
+def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path):
     slow = replace(WATCHED, model_factory="parallel_models:slow")
     (record, profile), (_, usual) = profiled(
         tmp_path, slow, replace(WATCHED, model_factory="parallel_models:good")
@@ -121,9 +121,7 @@ def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path: Pat
     assert f"wait for rank {FAULTY_RANK} in 4 of 4 steps" in text
 
 
-def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(
-    tmp_path: Path,
-) -> None:
+def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(tmp_path):
     """36 MB of gradients are averaged while backward keeps the GPU busy, and after it; what is left
     is small.
 
@@ -144,7 +142,7 @@ def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(
         assert phases[LaunchPhase.COMMUNICATION] > 0.95 * sum(phases.values())
 
 
-def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
+def test_phases_of_each_rank_are_those_of_its_clock(tmp_path):
     """Eager, so that communication has a range of its own; each step against the events recorded
     in it.
     """
@@ -162,7 +160,7 @@ def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
                 )
 
 
-def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
+def test_both_profilers_tell_the_same_of_each_rank(tmp_path):
     """A phase takes longer where a rank waits for the other one, and forward where the host
     launches its graph late.
     """

@@ -59,7 +59,7 @@ print(json.dumps({"shape": list(found.shape), "logits": away, "loss": abs(replay
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("arch", ["cs336", "gpt2"])
-def test_logits_and_loss_are_those_of_the_reference(arch: str, fp8: bool) -> None:
+def test_logits_and_loss_are_those_of_the_reference(arch, fp8):
     """Of a replayed graph. The reference is eager, in fp32, with attention written out.
 
     In a fresh process: the shape checks of tests do not compile.
@@ -143,7 +143,7 @@ def changed(**changes: object) -> dict[str, Any]:
     return result
 
 
-def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_once() -> None:
+def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_once():
     """Blocks of one kind are compiled once."""
     selective = {"checkpoint_blocks": 1, "selective_checkpoints": True}
     plain, *others = changed(), changed(**selective), changed(**selective, keep_hidden=4)
@@ -154,7 +154,7 @@ def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_
     assert [result["graphs"] for result in (plain, *others)] == [1, 1, 2]
 
 
-def test_moments_in_bf16_are_the_same_training_in_less_memory() -> None:
+def test_moments_in_bf16_are_the_same_training_in_less_memory():
     """2 bytes less for each of two moments of a parameter."""
     plain, result = changed(), changed(bf16_moments=True)
     assert result["losses"] == pytest.approx(plain["losses"], rel=1e-3)

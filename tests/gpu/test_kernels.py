@@ -76,9 +76,7 @@ def after_optimizer() -> Iterator[Callable[[Callable[[torch.optim.Optimizer], ob
     ("changes", "attention_products"),
     [({}, 2), ({"mode": Mode.FORWARD_BACKWARD}, 2), ({"model": {"attention": Attention.SDPA}}, 0)],
 )
-def test_eager_models_launch_seven_products_a_layer_and_one(
-    changes: dict, attention_products: int, tmp_path: Path
-) -> None:
+def test_eager_models_launch_seven_products_a_layer_and_one(changes, attention_products, tmp_path):
     shape = changes.pop("model", {})
     config = config_of("small", 128, **changes)
     config = replace(config, model=replace(config.model, **shape))
@@ -100,7 +98,7 @@ in each run.
 
 
 @pytest.mark.alone
-def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
+def test_nsys_kineto_and_events_see_the_same(tmp_path):
     """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not
     matter to the GPU.
     """
@@ -158,7 +156,7 @@ def wait_and_sleep() -> None:
 
 
 @pytest.mark.alone
-def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
+def test_a_host_that_sleeps_in_forward_is_named(tmp_path):
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, wait_and_sleep))
     said = " ".join(findings(Explained(profile=profile)))
@@ -171,7 +169,7 @@ def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> None:
+def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path):
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, lambda: torch.cuda._sleep(100_000_000)))
     said = " ".join(findings(Explained(profile=profile)))
@@ -182,9 +180,7 @@ def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> N
     )
 
 
-def test_an_item_in_the_optimizer_is_named(
-    after_optimizer: Callable[[Callable[[torch.optim.Optimizer], object]], None], tmp_path: Path
-) -> None:
+def test_an_item_in_the_optimizer_is_named(after_optimizer, tmp_path):
     def look_at_every_weight(optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -208,7 +204,7 @@ def test_an_item_in_the_optimizer_is_named(
 
 
 @pytest.mark.alone
-def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
+def test_a_model_too_small_for_the_gpu_is_named(tmp_path):
     big = " ".join(findings(Explained(profile=profiled(config_of("large"), tmp_path)[1])))
     _, profile = profiled(config_of("tiny", 64), tmp_path)
     said = " ".join(findings(Explained(profile=profile)))

@@ -31,7 +31,7 @@ def climb(directory: Path, *words: str) -> dict[str, dict[str, str]]:
         return {row["rung"]: row for row in csv.DictReader(file)}
 
 
-def test_rungs_pass_the_gate_and_give_their_reasons(tmp_path: Path) -> None:
+def test_rungs_pass_the_gate_and_give_their_reasons(tmp_path):
     rows = climb(
         tmp_path,
         "--size",

@@ -42,7 +42,7 @@ def config_of(size: str = "small", context_length: int = 256, **changes: object)
         measured_steps=2,
         profiler=Profiler.MEMORY,
         **changes,
-    )  # type: ignore[arg-type]
+    )
 
 
 def recorded(config: RunConfig, tmp_path: Path) -> tuple[RunRecord, MemoryProfile]:
@@ -59,9 +59,7 @@ def requested(moment: Moment, category: Category) -> int:
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("attention", Attention)
-def test_categories_add_up_and_are_what_the_closed_form_says(
-    mode: Mode, precision: Precision, attention: Attention, tmp_path: Path
-) -> None:
+def test_categories_add_up_and_are_what_the_closed_form_says(mode, precision, attention, tmp_path):
     config = config_of(mode=mode, precision=precision, attention=attention)
     record, profile = recorded(config, tmp_path)
     assert record.status is Status.OK, record.failure
@@ -90,7 +88,7 @@ def test_categories_add_up_and_are_what_the_closed_form_says(
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_what_a_checkpoint_keeps_is_its_input(blocks: int, tmp_path: Path) -> None:
+def test_what_a_checkpoint_keeps_is_its_input(blocks, tmp_path):
     config = config_of(checkpoint_blocks=blocks)
     record, profile = recorded(config, tmp_path)
     assert record.status is Status.OK, record.failure
@@ -107,7 +105,7 @@ def test_what_a_checkpoint_keeps_is_its_input(blocks: int, tmp_path: Path) -> No
     )
 
 
-def test_low_precision_copies_are_a_category_of_their_own(tmp_path: Path) -> None:
+def test_low_precision_copies_are_a_category_of_their_own(tmp_path):
     config = config_of(precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True)
     _, profile = recorded(config, tmp_path)
     start, model = profile.boundaries[0], config.model
@@ -120,7 +118,7 @@ def test_low_precision_copies_are_a_category_of_their_own(tmp_path: Path) -> Non
     assert requested(start, Category.PARAMETERS) == 4 * count_parameters(model)
 
 
-def test_running_out_of_memory_leaves_its_evidence(tmp_path: Path) -> None:
+def test_running_out_of_memory_leaves_its_evidence(tmp_path):
     limit = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(3 * 2**30 / limit)
     try:
@@ -132,5 +130,5 @@ def test_running_out_of_memory_leaves_its_evidence(tmp_path: Path) -> None:
     assert profile.peak.allocated_bytes <= 3 * 2**30
 
 
-def test_what_programs_can_have_is_what_cuda_says() -> None:
+def test_what_programs_can_have_is_what_cuda_says():
     assert usable_gpu_bytes() == pytest.approx(torch.cuda.mem_get_info()[1], abs=64 * 2**20)

@@ -87,7 +87,7 @@ class DeviceAssertGrid(AttentionGrid):
 @pytest.mark.parametrize(
     ("kind", "status"), [(OutOfMemoryGrid, Status.OOM), (DeviceAssertGrid, Status.CUDA_ERROR)]
 )
-def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status: Status) -> None:
+def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status):
     grid = kind(**{field.name: getattr(GRID, field.name) for field in fields(GRID)})
     before, failed, after = run_study(grid).results
     assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK), (
@@ -99,7 +99,7 @@ def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status:
     assert after.memory.saved_bytes == naive_saved_bytes(GRID, after.cell)
 
 
-def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
+def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so():
     """The T x T matrix alone is larger than the device; the fused kernel never makes it."""
     total = torch.cuda.get_device_properties(0).total_memory
     context_length = 1024
@@ -131,7 +131,7 @@ def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) -> None:
+def test_measured_memory_is_the_closed_form(precision, causal):
     grid = replace(GRID, causal=causal)
     cell = AttentionCell(
         implementation=Implementation.NAIVE, precision=precision, d_head=64, context_length=1024
@@ -146,7 +146,7 @@ def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) 
     assert fused.saved_bytes < 2 * rows_bytes(grid, flash)
 
 
-def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
+def test_flash_has_no_kernel_for_fp32_and_says_why():
     (result,) = run_study(
         replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))
     ).results
@@ -164,7 +164,7 @@ def forward() -> dict[tuple[Op, Version], FusionRow]:
 
 
 @pytest.mark.alone
-def test_compiling_makes_one_kernel_of_many(forward: dict[tuple[Op, Version], FusionRow]) -> None:
+def test_compiling_makes_one_kernel_of_many(forward):
     kernels = {key: row.kernels for key, row in forward.items()}
     assert len(kernels[Op.GELU, Version.EAGER]) > 5
     assert len(kernels[Op.SOFTMAX, Version.EAGER]) >= 5
@@ -181,9 +181,7 @@ def rate_of(row: FusionRow) -> float:
 
 
 @pytest.mark.alone
-def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(
-    forward: dict[tuple[Op, Version], FusionRow],
-) -> None:
+def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(forward):
     eager, compiled = forward[Op.GELU, Version.EAGER], forward[Op.GELU, Version.COMPILED]
     assert eager.moved_bytes == 9 * eager.must_move_bytes
     assert eager.measurement.median_s > 4 * compiled.measurement.median_s

@@ -103,7 +103,7 @@ def launches(profile: StepProfile) -> dict[LaunchPhase, set[int]]:
 
 
 @pytest.mark.parametrize("kind", [*EAGER, *OTHERS])
-def test_all_watchers_see_the_same_run(kind: str, tmp_path: Path) -> None:
+def test_all_watchers_see_the_same_run(kind, tmp_path):
     config = (EAGER | OTHERS)[kind]
     if kind == "fast":
         config = fastest(config, torch.cuda.get_device_name())

@@ -117,7 +117,7 @@ def recording():
     assert not profiling._thread.records, "a range was left open"
 
 
-def test_ranges_nest_and_close_on_error(recording) -> None:
+def test_ranges_nest_and_close_on_error(recording):
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         with (
             pytest.raises(RuntimeError, match="boom"),
@@ -136,7 +136,7 @@ def test_ranges_nest_and_close_on_error(recording) -> None:
     ]
 
 
-def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch) -> None:
+def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch):
     """The only names that `nsys profile --nvtx-capture=measure` looks at; a range ends where an
     exception passes.
     """
@@ -171,7 +171,7 @@ def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch) -
 
 @pytest.mark.parametrize("annotator", [Annotator.NONE, Annotator.RECORD_FUNCTION])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_vanishes_while_compiling(backend, annotator) -> None:
+def test_vanishes_while_compiling(backend, annotator):
     @torch.compile(fullgraph=True, backend=backend)
     def double(x: torch.Tensor) -> torch.Tensor:
         with annotate(Range.FFN), annotate(Range.NORM):
@@ -187,7 +187,7 @@ def test_vanishes_while_compiling(backend, annotator) -> None:
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_forward_ranges(arch, recording) -> None:
+def test_forward_ranges(arch, recording):
     model, tokens = make(arch)
     with profile(activities=[ProfilerActivity.CPU]) as prof, torch.no_grad():
         model(tokens)
@@ -212,7 +212,7 @@ FUSED = {
 
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("arch", list(Arch))
-def test_backward_ranges(arch, is_fused, recording) -> None:
+def test_backward_ranges(arch, is_fused, recording):
     """Those of fused blocks too, though a block's branch is added by the norm of the next block."""
     model, tokens = make(arch)
     computed = (
@@ -233,7 +233,7 @@ def test_backward_ranges(arch, is_fused, recording) -> None:
         assert innermost(prof.events(), "cs336::lookup_backward") == {"embedding": 1}
 
 
-def test_backward_operators_are_in_their_ranges(recording) -> None:
+def test_backward_operators_are_in_their_ranges(recording):
     """Backward of a linear layer is two matmuls, of attention's scores and values two batched
     ones each.
     """
@@ -262,7 +262,7 @@ def test_backward_operators_are_in_their_ranges(recording) -> None:
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
+def test_gradients_are_the_same_to_the_bit(arch, recording):
     gradients = []
     for hooked in (False, True):
         model, tokens = make(arch)
@@ -277,7 +277,7 @@ def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> None:
+def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording):
     model, tokens = make(Arch.GPT2)
     with backward_ranges(own_names(model)):
         # its graph shares the nodes that accumulate into the parameters
@@ -297,7 +297,7 @@ def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> Non
     del unused
 
 
-def test_backward_ranges_leave_no_cycle(recording) -> None:
+def test_backward_ranges_leave_no_cycle(recording):
     model, tokens = make(Arch.CS336)
     gc.collect()
     gc.disable()
@@ -313,7 +313,7 @@ def test_backward_ranges_leave_no_cycle(recording) -> None:
         gc.enable()
 
 
-def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions() -> None:
+def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions():
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -32,7 +32,7 @@ def assert_well_formed(batch: Batch, vocab_size: int = MODEL.vocab_size) -> None
     assert torch.equal(tokens[:, 1:], targets[:, :-1]), "the targets are the tokens, shifted by one"
 
 
-def test_random_batches_follow_the_seed_and_stay_the_same() -> None:
+def test_random_batches_follow_the_seed_and_stay_the_same():
     batches = make_batches(CONFIG)
     batch = batches()
     assert_well_formed(batch)
@@ -50,7 +50,7 @@ def token_file(path: Path, tokens: object, dtype: npt.DTypeLike = np.uint16) -> 
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.uint64, ">u2"])
-def test_batches_of_a_file_are_its_slices(tmp_path: Path, dtype: npt.DTypeLike) -> None:
+def test_batches_of_a_file_are_its_slices(tmp_path, dtype):
     """Every token is its own position, beyond the range of int16."""
     config = token_file(tmp_path / "tokens.npy", range(49_990), dtype)
     batches = make_batches(config)
@@ -67,7 +67,7 @@ def test_batches_of_a_file_are_its_slices(tmp_path: Path, dtype: npt.DTypeLike) 
     assert not torch.equal(drawn[0][0], other()[0])
 
 
-def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_path: Path) -> None:
+def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_path):
     tokens, targets = make_batches(token_file(tmp_path / "x.npy", range(9)))()
     assert torch.equal(tokens, torch.arange(8).expand(5, 8))
     assert torch.equal(targets, torch.arange(1, 9).expand(5, 8))
@@ -86,9 +86,7 @@ def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_pa
         (np.uint64, 2**64 - 1),
     ],
 )
-def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(
-    tmp_path: Path, dtype: type, bad: int
-) -> None:
+def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(tmp_path, dtype, bad):
     config = token_file(tmp_path / "tokens.npy", [0, 1, 2, 3, 4, bad, 6, 7, 8], dtype)
     with pytest.raises(
         ValueError,
@@ -97,7 +95,7 @@ def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(
         make_batches(config)()
 
 
-def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
+def test_a_file_is_mapped_and_not_read(tmp_path):
     path, length = tmp_path / "large.npy", 2**29
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(
@@ -110,9 +108,7 @@ def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
 
 
-def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
-    tmp_path: Path,
-) -> None:
+def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(tmp_path):
     whole, objects = tmp_path / "whole.npy", tmp_path / "objects.npy"
     np.save(whole, np.arange(100, dtype=np.uint16))
     np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
@@ -157,8 +153,8 @@ def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
     ],
 )
 def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
-    tmp_path: Path, array: np.ndarray, result: str
-) -> None:
+    tmp_path, array, result
+):
     path = tmp_path / "it's.npy"
     np.save(path, array)
     with pytest.raises(
@@ -179,7 +175,7 @@ def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
 
 
 @pytest.mark.gpu
-def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path):
     """Also when the host runs ahead of the copies."""
     config = token_file(tmp_path / "x.npy", np.random.default_rng(0).integers(50_000, size=10**6))
     on_cpu, on_gpu = make_batches(config), make_batches(replace(config, device=Device.CUDA))

@@ -86,20 +86,20 @@ def both_ways(request, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("theta", [100.0, 10_000.0])
-def test_rope_turns_pairs_like_complex_numbers(both_ways, theta) -> None:
+def test_rope_turns_pairs_like_complex_numbers(both_ways, theta):
     x = torch.randn(2, 5, 3, 6)
     rotated = rotate_pairs(x, rope_rotations(5, 6, theta))
     torch.testing.assert_close(rotated.double(), rotated_by_hand(x, theta), rtol=1e-5, atol=1e-6)
 
 
-def test_rope_gradient_turns_back(both_ways) -> None:
+def test_rope_gradient_turns_back(both_ways):
     rotations, gradient = rope_rotations(5, 6, 100.0), torch.randn(2, 5, 3, 6)
     x = torch.randn(2, 5, 3, 6, requires_grad=True)
     rotate_pairs(x, rotations).backward(gradient)
     torch.testing.assert_close(rotate_pairs(x.grad, rotations), gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_rope_scores_depend_on_the_distance_alone(both_ways) -> None:
+def test_rope_scores_depend_on_the_distance_alone(both_ways):
     rotations = rope_rotations(50, 6, 100.0)
     q, k = torch.randn(6), torch.randn(6)
     at_every_position = [
@@ -118,7 +118,7 @@ def test_rope_scores_depend_on_the_distance_alone(both_ways) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rope_computes_in_fp32(both_ways, dtype) -> None:
+def test_rope_computes_in_fp32(both_ways, dtype):
     x, rotations = torch.randn(2, 50, 3, 6).to(dtype), rope_rotations(50, 6, 10_000.0)
     with torch.autocast("cpu", dtype):
         rotated = rotate_pairs(x, rotations)
@@ -126,14 +126,14 @@ def test_rope_computes_in_fp32(both_ways, dtype) -> None:
     assert torch.equal(rotated, rotate_pairs(x.float(), rotations).to(dtype))
 
 
-def test_rope_is_exact_far_out() -> None:
+def test_rope_is_exact_far_out():
     cos, sin = rope_rotations(16_385, 4, 10_000.0)[16_384].unbind(-1)
     assert cos.tolist() == pytest.approx([math.cos(16_384), math.cos(163.84)], abs=1e-7)
     assert sin.tolist() == pytest.approx([math.sin(16_384), math.sin(163.84)], abs=1e-7)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_naive_attention_and_its_gradients_are_torchs(is_causal) -> None:
+def test_naive_attention_and_its_gradients_are_torchs(is_causal):
     """With any mask, in which each query attends to itself at least; masked scores get no
     gradient.
     """
@@ -153,7 +153,7 @@ def test_naive_attention_and_its_gradients_are_torchs(is_causal) -> None:
 
 
 @pytest.mark.parametrize(("ours", "torchs"), [(RMSNorm, nn.RMSNorm), (LayerNorm, nn.LayerNorm)])
-def test_norms_are_torchs(ours, torchs) -> None:
+def test_norms_are_torchs(ours, torchs):
     # small, so that eps shows
     norm, reference, x = ours(12), torchs(12, eps=1e-5), torch.randn(5, 7, 12) / 100
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_norms_are_torchs(ours, torchs) -> None:
 
 
 @pytest.mark.parametrize("attention", list(Attention))
-def test_gpt2_follows_torchs_encoder_layers(attention) -> None:
+def test_gpt2_follows_torchs_encoder_layers(attention):
     config = replace(GPT2, attention=attention)
     model, tokens = make(config), tokens_for(config)
     state = model.state_dict()
@@ -211,7 +211,7 @@ def test_gpt2_follows_torchs_encoder_layers(attention) -> None:
 
 
 @pytest.mark.parametrize("config", VARIANTS)
-def test_no_gradient_comes_from_the_future(config) -> None:
+def test_no_gradient_comes_from_the_future(config):
     model = make(config)
     inputs: list[Tensor] = []
 
@@ -231,12 +231,12 @@ def test_no_gradient_comes_from_the_future(config) -> None:
 
 @pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize("seq", [1, 3, 8])
-def test_a_short_sequence_is_a_prefix(config, seq) -> None:
+def test_a_short_sequence_is_a_prefix(config, seq):
     model, tokens = make(config), tokens_for(config, 8)
     torch.testing.assert_close(model(tokens[:, :seq]), model(tokens)[:, :seq], rtol=1e-4, atol=1e-5)
 
 
-def test_a_long_sequence_is_refused() -> None:
+def test_a_long_sequence_is_refused():
     reference = make(CONFIG)
     for model in (reference, FastLM(reference, RunConfig(size="custom", model=CONFIG))):
         with pytest.raises(ValueError, match="needed at most context_length = 8 a row, got 9"):
@@ -244,9 +244,7 @@ def test_a_long_sequence_is_refused() -> None:
 
 
 @pytest.mark.parametrize("attention", list(Attention))
-def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with_ours(
-    attention,
-) -> None:
+def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with_ours(attention):
     config = replace(CONFIG, attention=attention, rope_theta=50.0)
     ours, tokens = make(config), tokens_for(config)
     theirs, other = (call_factory(BasicsTransformerLM, config).double() for _ in range(2))
@@ -283,7 +281,7 @@ def test_cs336_computes_what_the_course_s_model_computes_with_its_state_and_with
         ("gpt2-xl", "1557611200"),
     ],
 )
-def test_presets_hold_the_published_figures(size, figure) -> None:
+def test_presets_hold_the_published_figures(size, figure):
     with torch.device("meta"):
         model = TransformerLM(SIZES[size])
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -304,7 +302,7 @@ def std_of_cut_normal(cut: float) -> float:
     return math.sqrt(1 - 2 * cut * density / inside)
 
 
-def test_cs336_is_initialised_as_in_the_course() -> None:
+def test_cs336_is_initialised_as_in_the_course():
     torch.manual_seed(0)
     config = ModelConfig(
         vocab_size=1000, context_length=8, d_model=96, d_ff=160, num_layers=2, num_heads=2
@@ -319,7 +317,7 @@ def test_cs336_is_initialised_as_in_the_course() -> None:
         assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
 
 
-def test_gpt2_is_initialised_as_published() -> None:
+def test_gpt2_is_initialised_as_published():
     torch.manual_seed(0)
     config = ModelConfig(
         arch=Arch.GPT2,
@@ -372,7 +370,7 @@ class Count(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(config, dtype) -> None:
+def test_autocast(config, dtype):
     model, tokens = make(config), tokens_for(config)
     dtypes: dict[str, set[torch.dtype]] = {}
     for name, module in model.named_modules():
@@ -414,7 +412,7 @@ def plain():
 
 
 @pytest.mark.parametrize("config", [VARIANTS[0], VARIANTS[-1]])
-def test_compiles_without_a_break(plain, config) -> None:
+def test_compiles_without_a_break(plain, config):
     """The closer comparison, in fp32, by block, and the casts of bf16 in the whole model."""
     by_block = config.attention is Attention.NAIVE
     autocast = None if by_block else torch.bfloat16
@@ -448,7 +446,7 @@ ATEN_OF_BACKEND = {
 
 
 @pytest.mark.parametrize("backend", list(ATEN_OF_BACKEND))
-def test_the_sdpa_backend_is_in_force(plain, backend) -> None:
+def test_the_sdpa_backend_is_in_force(plain, backend):
     config = replace(CONFIG, attention=Attention.SDPA, sdpa_backend=backend, num_layers=2)
     model = plain.TransformerLM(config)
     with Count() as counted:
@@ -460,7 +458,7 @@ def test_the_sdpa_backend_is_in_force(plain, backend) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", VARIANTS)
-def test_is_born_on_the_gpu(config) -> None:
+def test_is_born_on_the_gpu(config):
     with torch.device("cuda"):
         model = TransformerLM(config)
     assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
@@ -473,7 +471,7 @@ def test_is_born_on_the_gpu(config) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", list(SdpaBackend))
-def test_every_sdpa_backend_runs_on_the_gpu(backend) -> None:
+def test_every_sdpa_backend_runs_on_the_gpu(backend):
     config = ModelConfig(
         vocab_size=11,
         context_length=160,

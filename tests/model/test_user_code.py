@@ -258,7 +258,7 @@ def of_one_shape():
     return Plain()
 
 
-def test_a_sweep_measures_a_model_of_one_shape_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_measures_a_model_of_one_shape_once(capsys):
     assert (
         main(
             [

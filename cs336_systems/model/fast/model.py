@@ -35,8 +35,6 @@ from .weights import CopyMaker, drop_gradients
 
 HOPPER = (9, 0)
 """Compute capability of the GPUs for which QuACK's tiles and FlashAttention 4's were chosen."""
-COPY_DTYPE = torch.bfloat16
-"""Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
 
 
 class FastLM(nn.Module):
@@ -52,22 +50,19 @@ class FastLM(nn.Module):
         super().__init__()
         self.config, self._settings = reference.config, settings
         check_device(settings, reference.lm_head.weight.device)
-        # with several ranks, a block's copies may be gathered only just before the block runs
-        keeps_scales = not settings.is_shared
-        maker = (
-            CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_scales=keeps_scales)
-            if settings.cast_once
-            else None
-        )
-        fused = settings.fused_blocks
-        self.token_embeddings = (
-            FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
-        )
-        blocks = [cast("Block", block) for block in reference.layers]
-        self.layers = nn.ModuleList(
-            _fast_block(block, maker, settings, n) for n, block in enumerate(blocks)
-        )
-        self.ln_final = AddNorm(reference.ln_final) if fused else reference.ln_final
+        maker = CopyMaker(settings) if settings.cast_once else None
+        # in the reference's order, which is that of the parameters
+        self.token_embeddings = reference.token_embeddings
+        self.layers = nn.ModuleList(reference.layers)
+        self.ln_final: nn.Module = reference.ln_final
+        if maker is not None:
+            blocks = [cast("Block", block) for block in reference.layers]
+            self.layers = nn.ModuleList(
+                _fast_block(block, maker, number) for number, block in enumerate(blocks)
+            )
+        if settings.fused_blocks:
+            self.token_embeddings = FusedEmbedding(reference.token_embeddings)
+            self.ln_final = AddNorm(reference.ln_final)
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
         self.register_buffer("mask", reference.mask, persistent=False)
@@ -126,9 +121,13 @@ class FastLM(nn.Module):
         )
         del embedded  # else it stays allocated through all blocks
         backend = self.config.sdpa_backend
-        is_whole = self._settings.checkpoint_blocks and not self._settings.selective_checkpoints
+        is_recomputed = (
+            self._settings.checkpoint_blocks
+            and not self._settings.selective_checkpoints
+            and torch.is_grad_enabled()
+        )
         with attention_backend(backend):
-            if is_whole and torch.is_grad_enabled():
+            if is_recomputed:
                 for group in self._groups():
                     # nothing in a block is random
                     x = checkpoint(
@@ -197,19 +196,14 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             raise ValueError(package_needed(name, why)) from error
 
 
-def _fast_block(
-    block: Block, maker: CopyMaker | None, settings: RunConfig, number: int
-) -> nn.Module:
-    if maker is None:
-        return block
-    packs = settings.packed_attention
+def _fast_block(block: Block, maker: CopyMaker, number: int) -> nn.Module:
+    """The block that computes from copies as the settings say; `number` is its place."""
+    settings = maker.settings
     if settings.selective_checkpoints:
         # the last blocks keep it, because backward frees theirs first
         keeps_hidden = number >= settings.model.num_layers - settings.keep_hidden
-        return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden, packs=packs)
-    if settings.fused_blocks:
-        return DeferredBlock(block, maker, fuses=settings.fused_activations, packs=packs)
-    return CopiedBlock(block, maker)
+        return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden)
+    return DeferredBlock(block, maker) if settings.fused_blocks else CopiedBlock(block, maker)
 
 
 def _run_again(

@@ -71,7 +71,7 @@ def by_hand(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: bool) -> None:
+def test_matmuls_are_those_of_factors_rounded_by_hand(device, has_bias):
     x, weight, bias, gradient = factors(device)
     actual = results(fp8_linear, x, weight, bias if has_bias else None, gradient)
     a, b, g = by_hand(x), by_hand(weight), by_hand(gradient)
@@ -97,7 +97,7 @@ def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: boo
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("up", "down"), [(90, -90), (120, -90), (-60, 60), (0, 0)])
-def test_the_size_of_a_factor_costs_no_precision(device: str, up: int, down: int) -> None:
+def test_the_size_of_a_factor_costs_no_precision(device, up, down):
     """Powers of two change units and nothing else, up to the largest that bf16 holds."""
     x, weight, _, gradient = factors(device)
     expected = results(fp8_linear, x, weight, None, gradient)
@@ -108,7 +108,7 @@ def test_the_size_of_a_factor_costs_no_precision(device: str, up: int, down: int
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index", [0, 1, 3], ids=["x", "weight", "gradient"])
-def test_zeros_and_next_to_nothing_stay_so(device: str, index: int) -> None:
+def test_zeros_and_next_to_nothing_stay_so(device, index):
     for size in (0.0, 1e-38):
         made = list(factors(device))
         made[index] = torch.full_like(made[index], size)
@@ -131,9 +131,7 @@ def test_zeros_and_next_to_nothing_stay_so(device: str, index: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16, 16), (64, 128), (80, 304)], ids=str)
-def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(shape, dtype, device):
     """Of elements from 2^-20 of the largest up to that; a matrix with gaps between its rows too."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape[0], 2 * shape[1], generator=generator)
@@ -152,13 +150,13 @@ def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
+def test_what_is_not_finite_is_not_hidden(bad):
     x, weight, _, _ = factors()
     x[3, 5] = bad
     assert not fp8_linear(x, weight).isfinite().any()
 
 
-def test_any_strides_and_leading_axes() -> None:
+def test_any_strides_and_leading_axes():
     x, weight, bias, gradient = factors()
     expected = results(fp8_linear, x, weight, bias, gradient)
     batches = x.view(3, 16, -1).transpose(1, 2).contiguous().transpose(1, 2)
@@ -176,20 +174,15 @@ def test_any_strides_and_leading_axes() -> None:
 
 
 def of(arch: Arch, **changes: object) -> RunConfig:
-    return replace(RUN, model=replace(MODEL, arch=arch), **changes)  # type: ignore[arg-type]
+    return replace(RUN, model=replace(MODEL, arch=arch), **changes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("checkpoints", ["none", "blocks", "selective"])
 @pytest.mark.parametrize(("arch", "forward", "backward"), [(Arch.CS336, 2, 2), (Arch.GPT2, 1, 0)])
 def test_units_that_kernels_hand_on_are_those_of_the_tensors(
-    arch: Arch,
-    forward: int,
-    backward: int,
-    checkpoints: str,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    arch, forward, backward, checkpoints, device, monkeypatch
+):
     """Other tensors are read once more for their unit: of four activations of a block what
     attention returns.
 
@@ -200,7 +193,7 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
     model = replace(MODEL, arch=arch, attention=Attention.SDPA)
     step = TrainingStep(
         replace(RUN, model=model, fp8=True, fused_blocks=True, device=device, **settings)
-    )  # type: ignore[arg-type]
+    )
     read: list[Tensor] = []
 
     def checked(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
@@ -226,9 +219,7 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(
-    arch: Arch, fp8_products_of_a_gpu: None
-) -> None:
+def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(arch, fp8_products_of_a_gpu):
     """One for q, k and v, one for the output, two of the feed-forward network; the head's three
     stay in bf16.
     """

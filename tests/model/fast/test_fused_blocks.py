@@ -58,13 +58,7 @@ def add_norm_of_parts(
 @pytest.mark.parametrize("has_biases", [False, True], ids=["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("types", TYPES, ids=str)
-def test_add_norm(
-    types: tuple[torch.dtype, torch.dtype],
-    width: int,
-    has_biases: bool,
-    reads_sum: bool,
-    device: str,
-) -> None:
+def test_add_norm(types, width, has_biases, reads_sum, device):
     stream_type, branch_type = types
     vectors = [(branch_type, True), (torch.float32, False), (torch.float32, True)]
     given = [made(2, 5, width, seed=n, dtype=dtype, device=device) for n, dtype in enumerate(types)]
@@ -102,7 +96,6 @@ def test_add_norm(
     assert is_close(normed, again)
     assert is_close(given[0].grad, rounded.grad)
     assert is_close(given[1].grad, rounded.grad)
-    assert rounded.grad is not None
     if has_biases:
         assert is_close(given[2].grad, rounded.grad.sum((0, 1)))
         assert is_close(given[4].grad, wide[4].grad)
@@ -112,7 +105,7 @@ def test_add_norm(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [8, 3072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
+def test_bias_gelu(dtype, width, device):
     x, gradient = (made(3, 7, width, seed=n, dtype=dtype, device=device) for n in range(2))
     bias = made(width, seed=2, dtype=dtype, device=device)
     wide, wide_bias = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
@@ -127,7 +120,7 @@ def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("vocab", "width"), [(11, 5), (1000, 1600)])
-def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, device: str) -> None:
+def test_rows_of_the_embedding_and_their_gradients(vocab, width, device):
     """Of tokens that come often, once and not at all. Gradients are whole numbers, so that their
     order is all one.
     """
@@ -142,15 +135,13 @@ def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, devic
     assert torch.equal(result, expected)
     result.backward(gradient)
     expected.backward(gradient)
-    assert theirs.grad is not None
-    assert ours.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
     assert not ours.grad[-1].any(), "no token names the last row"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 2047, 16_384])
-def test_sums_over_many_rows(rows: int, device: str) -> None:
+def test_sums_over_many_rows(rows, device):
     """More rows than programs, and fewer: none is left out, none counted twice. Of ones, so that
     sums are exact.
     """
@@ -173,13 +164,12 @@ def test_sums_over_many_rows(rows: int, device: str) -> None:
         "GELU's bias": [0.5, 0.5],
     }
     for vector, shares in zip((*vectors, bias), expected.values(), strict=True):
-        assert vector.grad is not None
         assert vector.grad.tolist() == [share * rows for share in shares] * 12
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_spoilt", [False, True])
-def test_nan_in_the_first_row_reaches_the_units(is_spoilt: bool, device: str) -> None:
+def test_nan_in_the_first_row_reaches_the_units(is_spoilt, device):
     """Of so many rows that a program reads several: on a GPU, not in Triton's interpreter, a
     maximum may drop NaN.
     """
@@ -208,7 +198,7 @@ def test_nan_in_the_first_row_reaches_the_units(is_spoilt: bool, device: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pytorch_finds_the_operators_well_made(device: str) -> None:
+def test_pytorch_finds_the_operators_well_made(device):
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     stream, branch = (made(2, 4, 24, seed=n, dtype=torch.float32, device=device) for n in range(2))
     vectors = [made(24, seed=n, dtype=torch.float32, device=device) for n in range(3)]
@@ -223,7 +213,7 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_does_not_lie_row_after_row(device: str) -> None:
+def test_what_does_not_lie_row_after_row(device):
     """A kernel would take it for what does."""
     stream, branch = (
         made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2)

@@ -454,7 +454,7 @@ def in_fresh_process() -> Iterator[Callable[[str], Any]]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         words, env=environment, cwd=Path(__file__).parents[3], **pipes
-    ) as process:  # type: ignore[call-overload]
+    ) as process:
 
         def run(script: str) -> Any:
             print(json.dumps(script), file=process.stdin, flush=True)
@@ -472,7 +472,7 @@ def interpreted(in_fresh_process: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda script: in_fresh_process(COMMON + script)
 
 
-def test_adamw_does_what_pytorch_s_does(interpreted: Callable[[str], Any]) -> None:
+def test_adamw_does_what_pytorch_s_does(interpreted):
     result = interpreted(ADAMW)
     assert all(
         error < (2**-7 if name.endswith("copies") else 1e-6) for name, error in result.items()
@@ -480,9 +480,7 @@ def test_adamw_does_what_pytorch_s_does(interpreted: Callable[[str], Any]) -> No
     assert result["bf16 copies"] > 0
 
 
-def test_adamw_of_split_masters_is_that_of_whole_ones_to_the_last_bit(
-    interpreted: Callable[[str], Any],
-) -> None:
+def test_adamw_of_split_masters_is_that_of_whole_ones_to_the_last_bit(interpreted):
     result = interpreted(SPLIT)
     assert result["masters"] is result["copies"] is True
     assert set(result["largest"]) == {0}
@@ -490,24 +488,22 @@ def test_adamw_of_split_masters_is_that_of_whole_ones_to_the_last_bit(
     assert all(result[name] for name in result if name.startswith("NaN"))
 
 
-def test_the_loss_and_its_gradient_are_pytorch_s(interpreted: Callable[[str], Any]) -> None:
+def test_the_loss_and_its_gradient_are_pytorch_s(interpreted):
     result = interpreted(LOSS)
     assert result.pop("unknown targets") == [1, 0], "no loss, and nothing written beside the row"
     assert set(result.pop("padding")) == {0}
     assert all(error < 1e-5 for errors in result.values() for error in errors), result
 
 
-def test_what_follows_packed_matmuls_is_what_pytorch_computes(
-    interpreted: Callable[[str], Any],
-) -> None:
+def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted):
     result = interpreted(PACKED)
     assert len(result) == 12
     assert all(error < 1e-5 for errors in result.values() for error in errors), result
 
 
 def test_adamw_rounds_moments_to_one_of_their_neighbours_in_bf16_and_on_average_not_at_all(
-    interpreted: Callable[[str], Any],
-) -> None:
+    interpreted,
+):
     """All elements are alike, so that the noise alone tells them apart: by element, moment, tensor
     and step.
 
@@ -524,21 +520,19 @@ def test_adamw_rounds_moments_to_one_of_their_neighbours_in_bf16_and_on_average_
     assert result["nan"]
 
 
-def test_what_is_between_matmuls_is_what_pytorch_computes(
-    interpreted: Callable[[str], Any],
-) -> None:
+def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted):
     result = interpreted(BLOCKS)
     assert len(result) == 20
     assert all(error < 1e-5 for errors in result.values() for error in errors), result
 
 
-def test_casts_to_fp8_are_pytorch_s_and_their_transposes(interpreted: Callable[[str], Any]) -> None:
+def test_casts_to_fp8_are_pytorch_s_and_their_transposes(interpreted):
     result = interpreted(CASTS)
     assert len(result) == 12
     assert all(result)
 
 
-def test_the_whole_model_compiles_without_a_break(in_fresh_process: Callable[[str], Any]) -> None:
+def test_the_whole_model_compiles_without_a_break(in_fresh_process):
     """The compiler takes operations apart and rounds at other places, which may be a place of
     e4m3 for an element.
     """
@@ -547,9 +541,7 @@ def test_the_whole_model_compiles_without_a_break(in_fresh_process: Callable[[st
     assert in_fp8 < 0.1
 
 
-def test_selective_checkpoints_save_as_much_when_compiled(
-    in_fresh_process: Callable[[str], Any],
-) -> None:
+def test_selective_checkpoints_save_as_much_when_compiled(in_fresh_process):
     result = in_fresh_process(COMPILED)
     assert result["equal"]
     assert result["saved_bytes"][0] == result["saved_bytes"][1]

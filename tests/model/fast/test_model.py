@@ -47,7 +47,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", SHORTCUTS)
 @pytest.mark.parametrize("arch", Arch)
-def test_a_shortcut_is_the_same_function(arch: Arch, name: str) -> None:
+def test_a_shortcut_is_the_same_function(arch, name):
     """To the rounding of bf16, gradients and loss; the gradient of the keys' biases is nothing
     but rounding.
     """
@@ -108,7 +108,7 @@ def trained(config: RunConfig) -> tuple[list[float], dict[str, int]]:
 @pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("arch", Arch)
-def test_a_shortcut_trains_alike(arch: Arch, name: str, device: Device) -> None:
+def test_a_shortcut_trains_alike(arch, name, device):
     config, changes = ALIKE[name]
     config = replace(config, model=replace(config.model, arch=arch), device=device)
     (expected, usual), (result, counts) = trained(config), trained(replace(config, **changes))
@@ -129,7 +129,7 @@ def gradients(model: TransformerLM | FastLM, tokens: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
+def test_checkpoints_change_no_gradient(arch, blocks):
     torch.manual_seed(0)
     reference = TransformerLM(replace(MODEL, arch=arch))
     settings = RunConfig(size="custom", model=reference.config, checkpoint_blocks=blocks)
@@ -141,7 +141,7 @@ def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
         assert torch.equal(kept, computed_again)
 
 
-def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
+def test_a_checkpoint_computes_attention_again_by_the_same_kernel():
     """PyTorch checks that what is computed again is what was there: by another kernel it would
     not be.
     """
@@ -156,7 +156,7 @@ def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
 
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("multiple", [11, 16, 100])
-def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> None:
+def test_a_padded_vocabulary_is_the_same_function(arch, multiple):
     torch.manual_seed(0)
     reference = TransformerLM(replace(MODEL, arch=arch))
     padded = FastLM(
@@ -171,9 +171,7 @@ def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> 
 
 @pytest.mark.parametrize("attention", Attention)
 @pytest.mark.parametrize("arch", Arch)
-def test_it_has_the_reference_s_parameters_under_their_names(
-    arch: Arch, attention: Attention
-) -> None:
+def test_it_has_the_reference_s_parameters_under_their_names(arch, attention):
     """In their order, which is that of the optimizer's state; and its tables, which no
     checkpoint has.
     """
@@ -181,7 +179,7 @@ def test_it_has_the_reference_s_parameters_under_their_names(
     for changes in ({}, {"cast_once": True}, {"cast_once": True, "fused_blocks": True}):
         settings = RunConfig(
             size="custom", model=reference.config, precision="bf16", optimizer="fused", **changes
-        )  # type: ignore[arg-type]
+        )
         fast = FastLM(reference, settings)
         for mine, theirs in (
             (fast.named_parameters(), reference.named_parameters()),
@@ -196,9 +194,7 @@ def test_it_has_the_reference_s_parameters_under_their_names(
     ("name", "package"),
     [("fused_activations", "quack-kernels"), ("packed_attention", "flash-attn-4")],
 )
-def test_a_gpu_of_another_generation_and_a_package_that_fails_are_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
+def test_a_gpu_of_another_generation_and_a_package_that_fails_are_named(monkeypatch, name, package):
     """Where the model is made, as this may be another machine than that of the command; a CPU
     needs no package.
     """

@@ -78,7 +78,7 @@ def is_close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [8, 24, 1024, 1600, 6400])
-def test_swiglu(width: int, device: str) -> None:
+def test_swiglu(width, device):
     """In bf16 on a GPU alone: there the kernel rounds once, PyTorch after each operation."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     x = made(3, 7, 2 * width, dtype=dtype, device=device)
@@ -87,8 +87,6 @@ def test_swiglu(width: int, device: str) -> None:
     result, expected = packed.swiglu(x), swiglu_of_parts(wide)
     result.backward(gradient)
     expected.backward(gradient.float())
-    assert x.grad is not None
-    assert wide.grad is not None
     assert is_close(result, expected, dtype)
     assert is_close(x.grad, wide.grad, dtype)
 
@@ -96,7 +94,7 @@ def test_swiglu(width: int, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+def test_heads(shape, dtype, device):
     """Their gradients as attention returns them, heads before tokens."""
     batch, seq, heads, d_head = shape
     rotations = rope_rotations(seq, d_head, 10_000.0).to(device)
@@ -111,8 +109,6 @@ def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
     )
     torch.autograd.backward(result, gradients)
     torch.autograd.backward(expected, [gradient.float() for gradient in gradients])
-    assert x.grad is not None
-    assert wide.grad is not None
     assert all(is_close(part, other, dtype) for part, other in zip(result, expected, strict=True))
     assert is_close(x.grad, wide.grad, dtype)
 
@@ -120,9 +116,7 @@ def test_heads(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_heads_with_a_bias(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_heads_with_a_bias(shape, dtype, device):
     """The gradient of a bias that the matmul has added is that of a bias that autograd adds."""
     batch, seq, heads, d_head = shape
     width = 3 * heads * d_head
@@ -144,10 +138,6 @@ def test_heads_with_a_bias(
         torch.equal(part, (packed_heads + bias).view(batch, seq, 3, heads, d_head)[:, :, index])
         for index, part in enumerate(result)
     )
-    assert packed_heads.grad is not None
-    assert bias.grad is not None
-    assert wide.grad is not None
-    assert wide_bias.grad is not None
     assert torch.equal(packed_heads.grad.double(), wide.grad)
     assert bias.grad.dtype is dtype
     of_sums = of_sum(torch.float32, batch * seq) * wide.grad.abs().sum((0, 1))
@@ -157,19 +147,18 @@ def test_heads_with_a_bias(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 2047, 16_384])
-def test_a_bias_gets_the_gradients_of_all_rows(rows: int, device: str) -> None:
+def test_a_bias_gets_the_gradients_of_all_rows(rows, device):
     """None left out, none counted twice. Of small integers, so that sums are exact."""
     packed_heads, bias = (
         torch.zeros(shape, device=device, requires_grad=True) for shape in ((1, rows, 72), (72,))
     )
     q, k, v = packed.cut_heads(packed_heads, bias, 3)
     (q.sum() + 2 * k.sum() + 3 * v.sum()).backward()
-    assert bias.grad is not None
     assert bias.grad.tolist() == [share * rows for share in (1.0, 2.0, 3.0) for _ in range(24)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pytorch_finds_the_operators_well_made(device: str) -> None:
+def test_pytorch_finds_the_operators_well_made(device):
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     x = made(2, 4, 48, dtype=torch.float32, device=device)
     check_operator(packed._swiglu, x)
@@ -184,9 +173,7 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
 @pytest.mark.parametrize("device", FLASH_DEVICES)
 @pytest.mark.parametrize("has_rope", [True, False])
 @pytest.mark.parametrize("shape", FLASH_SHAPES, ids=str)
-def test_attention_and_its_gradients_are_those_of_fp64(
-    shape: tuple[int, int, int, int], has_rope: bool, device: str
-) -> None:
+def test_attention_and_its_gradients_are_those_of_fp64(shape, has_rope, device):
     """With RoPE there is no bias, and with a bias no RoPE, as in the two architectures."""
     batch, seq, heads, d_head = shape
     width = 3 * heads * d_head
@@ -202,15 +189,12 @@ def test_attention_and_its_gradients_are_those_of_fp64(
     gradient = made(batch, seq, heads * d_head, dtype=torch.bfloat16, device=device).detach()
     result.backward(gradient)
     wanted.backward(gradient.double())
-    assert qkv.grad is not None
-    assert wide.grad is not None
     assert qkv.grad.shape == wide.grad.shape
     pairs = [
         (result, wanted),
         *zip(qkv.grad.chunk(3, dim=-1), wide.grad.chunk(3, dim=-1), strict=True),
     ]
     if bias is not None:
-        assert bias.grad is not None
         of_q, (of_k, exact_of_k), of_v = zip(
             bias.grad.chunk(3), wide.grad.sum((0, 1)).chunk(3), strict=True
         )
@@ -226,14 +210,13 @@ def test_attention_and_its_gradients_are_those_of_fp64(
 
 
 @pytest.mark.parametrize("device", FLASH_DEVICES)
-def test_the_gradient_of_attention_s_bias_sums_over_all_rows(device: str) -> None:
+def test_the_gradient_of_attention_s_bias_sums_over_all_rows(device):
     """Whatever the weights of a query are, they sum to 1: the gradient of each element is 1 from
     every query.
     """
     qkv, bias = torch.zeros(3, 300, 3 * 64), torch.zeros(3 * 64)
     qkv, bias = (tensor.to(device, torch.bfloat16).requires_grad_() for tensor in (qkv, bias))
     packed.packed_attention(qkv.clone(), 1, None, bias).backward(torch.ones(3, 300, 64).to(qkv))
-    assert bias.grad is not None
     assert (
         bias.grad.tolist()
         == [0.0] * 128 + [pytest.approx(900, rel=of_chain(torch.bfloat16, 2))] * 64
@@ -241,7 +224,7 @@ def test_the_gradient_of_attention_s_bias_sums_over_all_rows(device: str) -> Non
 
 
 @pytest.mark.parametrize("device", FLASH_DEVICES)
-def test_attention_compiles_whole(device: str) -> None:
+def test_attention_compiles_whole(device):
     rotations = rope_rotations(32, 64, 10_000.0).to(device)
     weight, bias = (
         made(3 * 128, 64, dtype=torch.bfloat16, device=device),
@@ -263,7 +246,7 @@ def test_attention_compiles_whole(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", FLASH_DEVICES)
-def test_pytorch_finds_attention_well_made(device: str) -> None:
+def test_pytorch_finds_attention_well_made(device):
     qkv, rotations = (
         made(2, 16, 3 * 128, dtype=torch.bfloat16, device=device).detach(),
         rope_rotations(16, 64, 10_000.0).to(device),

@@ -22,7 +22,7 @@ def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
     that backward called.
     """
     step = drawn_step(config)
-    weights: tuple[Any, ...] = step.model.weights  # type: ignore[assignment]
+    weights: tuple[Any, ...] = step.model.weights
     known = {
         t.untyped_storage().data_ptr() for t in (*step.model.parameters(), *step.model.buffers())
     }
@@ -43,7 +43,7 @@ def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
 
 @pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("arch", Arch)
-def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept: int) -> None:
+def test_gradients_are_the_same_and_attention_is_computed_once(arch, kept):
     model = replace(MODEL, arch=arch)
     expected, _, plain = backward(replace(BASE, model=model))
     result, _, selective = backward(replace(SELECTIVE, model=model, keep_hidden=kept))
@@ -59,7 +59,7 @@ def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept:
 
 @pytest.mark.parametrize("changes", [{}, {"pad_vocabulary": 8}, {"batch_size": 2}], ids=str)
 @pytest.mark.parametrize("arch", Arch)
-def test_what_is_saved_is_forecast(arch: Arch, changes: dict[str, int]) -> None:
+def test_what_is_saved_is_forecast(arch, changes):
     for config in (
         BASE,
         SELECTIVE,

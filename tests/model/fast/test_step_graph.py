@@ -3,7 +3,7 @@ replayed.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from unittest.mock import MagicMock
 
 import pytest
@@ -105,9 +105,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     ids=["one process", "several ranks"],
 )
 @pytest.mark.parametrize("reads_data", [False, True], ids=["random tokens", "token file"])
-def test_every_step_has_each_phase_once_with_its_own_time(
-    device: Device, reads_data: bool, order: tuple[Phase, ...], joined: Collection[Phase]
-) -> None:
+def test_every_step_has_each_phase_once_with_its_own_time(device, reads_data, order, joined):
     """This holds for eager steps, for the step that captures, and for replays."""
     seen: list[tuple[int, float]] = []
     loss, static = torch.zeros(()), torch.zeros(1)
@@ -146,7 +144,7 @@ def test_every_step_has_each_phase_once_with_its_own_time(
     assert graph.peak_bytes == 77
 
 
-def test_gradients_do_not_add_up_without_an_optimizer(device: Device) -> None:
+def test_gradients_do_not_add_up_without_an_optimizer(device):
     """The captured step must begin without gradients too, or its replays would add to them."""
     model = ModelConfig(
         vocab_size=7, context_length=4, d_model=8, d_ff=8, num_layers=1, num_heads=2

@@ -77,7 +77,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
+def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name):
     """The oracle casts every weight in every step, and its optimizer knows nothing of copies."""
     config, model = replace(AUTOCAST, model=MODELS[name]), make(name)
     oracle = copy.deepcopy(model)
@@ -96,7 +96,7 @@ def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
         assert (mine[key] - theirs[key]).norm() < away, key
 
 
-def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
+def test_a_tied_weight_learns_from_both_of_its_uses():
     """Gradients of the embedding and of the head add up: against autograd on one fp32 weight."""
     oracle = make("gpt2")
     model = fast(copy.deepcopy(oracle))
@@ -116,7 +116,7 @@ def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
 
 
 @pytest.mark.parametrize("mode", [mode for mode in Mode if mode is not Mode.TRAIN])
-def test_other_modes_cast_once_too(mode: Mode) -> None:
+def test_other_modes_cast_once_too(mode):
     config = replace(AUTOCAST, mode=mode, optimizer=OptimizerKind.ADAMW)
     model = make("cs336")
     _, expected = trained(config, copy.deepcopy(model), 2)
@@ -128,7 +128,7 @@ def test_other_modes_cast_once_too(mode: Mode) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> None:
+def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name):
     """The same gradients to both: three steps, then every master, moment and copy."""
     model = make(name)
     on_gpu = copy.deepcopy(model).cuda()
@@ -158,9 +158,7 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("element", [0, -1])
-def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(
-    element: int, device: str
-) -> None:
+def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(element, device):
     """A GPU's maximum may drop NaN. The kernel masks the last elements of w2's copy, and none of
     q_proj's.
     """
@@ -202,9 +200,9 @@ def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "settings", [{}, {"cast_once": True}, {"mode": Mode.FORWARD_BACKWARD}, {"mode": Mode.INFERENCE}]
 )
-def test_a_replayed_graph_trains_as_the_step_itself_does(settings: dict[str, object]) -> None:
+def test_a_replayed_graph_trains_as_the_step_itself_does(settings):
     """Ten steps: three as they are, the fourth captured. Phases are timed inside of the graph."""
-    config = replace(AUTOCAST, device=Device.CUDA, **settings)  # type: ignore[arg-type]
+    config = replace(AUTOCAST, device=Device.CUDA, **settings)
     model = make("cs336").cuda()
     _, expected = trained_on_gpu(config, copy.deepcopy(model), 10)
     step, losses = trained_on_gpu(replace(config, cuda_graph=True), model, 10)
@@ -248,7 +246,7 @@ def any_bits(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_value_is_known_to_the_last_bit_from_its_halves(device: str) -> None:
+def test_a_value_is_known_to_the_last_bit_from_its_halves(device):
     values = any_bits(2**18).to(device)
     narrow, remainder = split_values(values)
     assert (narrow.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
@@ -259,7 +257,7 @@ def test_a_value_is_known_to_the_last_bit_from_its_halves(device: str) -> None:
     assert narrow[is_nan].isnan().all()
 
 
-def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves() -> None:
+def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves():
     """PyTorch rounds a number half way between two to the even one."""
     values = any_bits(2**18)
     values = values[~values.isnan()]
@@ -274,9 +272,7 @@ def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves() -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_gradients_give_the_same_masters(
-    name: str, device: str, fp8: bool, moments: torch.dtype
-) -> None:
+def test_the_same_gradients_give_the_same_masters(name, device, fp8, moments):
     """To the last bit on a CPU; on a GPU the two are different kernels."""
     model = make(name).to(device)
     models = [
@@ -317,7 +313,7 @@ def test_the_same_gradients_give_the_same_masters(
         assert weight.largest is None or weight.largest == weight.copy.values.abs().max()
 
 
-def test_only_what_the_model_reads_as_a_copy_is_split() -> None:
+def test_only_what_the_model_reads_as_a_copy_is_split():
     for name in MODELS:
         model = fast(make(name))
         names = {parameter: key for key, parameter in model.named_parameters()}
@@ -364,7 +360,7 @@ def stepped(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_moments_are_one_of_their_neighbours_and_on_average_right(device: str) -> None:
+def test_moments_are_one_of_their_neighbours_and_on_average_right(device):
     [state] = stepped(-0.7, 1, device).state.values()
     for name, exact in zip(MOMENTS, (0.1 * -0.7, 0.05 * 0.7**2), strict=True):
         assert state[name].dtype is torch.bfloat16
@@ -372,7 +368,7 @@ def test_moments_are_one_of_their_neighbours_and_on_average_right(device: str) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_second_moment_grows_by_changes_too_small_to_round_to(device: str) -> None:
+def test_a_second_moment_grows_by_changes_too_small_to_round_to(device):
     """By (1 - beta2) of what it lacks: rounded to the nearest, it would stay where that is half
     a step of bf16.
     """
@@ -387,7 +383,7 @@ def test_a_second_moment_grows_by_changes_too_small_to_round_to(device: str) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_not_finite_stays_so(device: str) -> None:
+def test_what_is_not_finite_stays_so(device):
     for gradient, is_kept in ((torch.inf, torch.isinf), (torch.nan, torch.isnan)):
         [state] = stepped(gradient, 1, device, size=1030).state.values()
         assert all(is_kept(state[name]).all() for name in MOMENTS)
