@@ -84,7 +84,7 @@ def test_a_sleep_on_the_device_takes_as_long_from_a_graph():
     around queued ones.
     """
 
-    def seconds(cycles: int) -> float:
+    def seconds(cycles):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(10 * SLEEP_CYCLES)  # meanwhile the host launches the rest
         before.record()
@@ -104,7 +104,7 @@ def test_a_sleep_on_the_device_takes_as_long_from_a_graph():
 def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs():
     """The host needs 0.3 ms for each, as for a backward pass, and the device about 0.01 ms."""
 
-    def run() -> None:
+    def run():
         end = time.perf_counter() + 3e-4
         while time.perf_counter() < end:
             pass
@@ -116,7 +116,7 @@ def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs():
 def test_a_graph_runs_as_often_as_it_says():
     counter = torch.zeros(1, device="cuda")
 
-    def run() -> object:
+    def run():
         return counter.add_(1)
 
     run()

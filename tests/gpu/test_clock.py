@@ -85,10 +85,10 @@ class Sleep:
     the same.
     """
 
-    def __init__(self) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    def __init__(self):
+        self._events = []
 
-    def __call__(self) -> None:
+    def __call__(self):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         torch.cuda._sleep(SLEEP_CYCLES)
@@ -106,7 +106,7 @@ class Sleep:
 class SleepAfter(nn.Module):
     """The model with a sleep at the very end of its forward."""
 
-    def __init__(self, model: nn.Module, sleep: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, sleep: Callable[[], None]):
         super().__init__()
         self.model = model
         self.sleep = sleep
@@ -119,7 +119,7 @@ class SleepAfter(nn.Module):
 
 def sleeping_record(phase: Phase | None, sync_phases: bool) -> tuple[RunRecord, Sleep]:
     with torch.device("cuda"):
-        model: nn.Module = TransformerLM(SIZES["medium"])
+        model = TransformerLM(SIZES["medium"])
     sleep = Sleep()
     if phase is Phase.FORWARD:
         model = SleepAfter(model, sleep)
@@ -169,7 +169,7 @@ def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_
     still asleep at its end.
     """
 
-    def sleep_and_be_busy() -> None:
+    def sleep_and_be_busy():
         torch.cuda._sleep(60_000_000)
         until_s = perf_counter() + 0.3 * is_delayed
         while perf_counter() < until_s:

@@ -139,8 +139,7 @@ def changed(**changes: object) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     print(changes, done.stdout)
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
 def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_once():

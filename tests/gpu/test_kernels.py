@@ -134,7 +134,7 @@ def test_nsys_kineto_and_events_see_the_same(tmp_path):
 class Pausing(nn.Module):
     """The model, and a pause of the host or of the device in each forward pass."""
 
-    def __init__(self, model: nn.Module, pause: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, pause: Callable[[], None]):
         super().__init__()
         self.model, self.pause = model, pause
 
@@ -150,7 +150,7 @@ def small_model() -> tuple[RunConfig, nn.Module]:
         return config, TransformerLM(config.model)
 
 
-def wait_and_sleep() -> None:
+def wait_and_sleep():
     torch.cuda.synchronize()
     time.sleep(0.03)
 
@@ -181,7 +181,7 @@ def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path):
 
 
 def test_an_item_in_the_optimizer_is_named(after_optimizer, tmp_path):
-    def look_at_every_weight(optimizer: torch.optim.Optimizer) -> None:
+    def look_at_every_weight(optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.flatten()[0].item()

@@ -4,7 +4,6 @@ allocator's own count.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 def config_of(size: str = "small", context_length: int = 256, **changes: object) -> RunConfig:
     attention = changes.pop("attention", Attention.NAIVE)
-    shape: Any = {"context_length": context_length, "attention": attention}
+    shape = {"context_length": context_length, "attention": attention}
     model = replace(SIZES[size], **shape)
     return RunConfig(
         size=size,

@@ -66,7 +66,7 @@ OTHERS = {
 }
 
 
-def run_all(configs: list[RunConfig], runs: Path) -> None:
+def run_all(configs: list[RunConfig], runs: Path):
     for config in configs:
         record = run_here(config, runs)
         write_record(record, runs)
@@ -119,7 +119,7 @@ def test_all_watchers_see_the_same_run(kind, tmp_path):
     assert launches(seen[Profiler.NSYS]) == launches(seen[Profiler.KINETO])
 
 
-def check_modules(profile: StepProfile, config: RunConfig) -> None:
+def check_modules(profile: StepProfile, config: RunConfig):
     """The modules of each phase are all there, and no range stands inside one that should have
     been closed.
     """

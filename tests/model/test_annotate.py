@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import nvtx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -72,7 +72,7 @@ def spans(events: list[FunctionEvent]) -> Span:
 def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
     """Of each call of `operator`, the name of the shortest range around it."""
 
-    def around(call: FunctionEvent) -> str:
+    def around(call):
         holding = [
             e
             for e in events
@@ -173,7 +173,7 @@ def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_vanishes_while_compiling(backend, annotator):
     @torch.compile(fullgraph=True, backend=backend)
-    def double(x: torch.Tensor) -> torch.Tensor:
+    def double(x):
         with annotate(Range.FFN), annotate(Range.NORM):
             return x + x
 
@@ -315,22 +315,22 @@ def test_backward_ranges_leave_no_cycle(recording):
 
 def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions():
     class Layer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.attention, self.step = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, *, hidden: Tensor) -> tuple[Tensor, None]:
+        def forward(self, *, hidden):
             return self.step(self.attention(hidden)), None
 
     class Other(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embedding, self.layers = (
                 nn.Embedding(11, 8),
                 nn.ModuleList(Layer() for _ in range(2)),
             )
 
-        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        def forward(self, tokens):
             hidden = self.embedding(tokens)
             for layer in self.layers:
                 hidden, _ = layer(hidden=hidden)

@@ -22,7 +22,7 @@ MODEL = ModelConfig(
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=5)
 
 
-def assert_well_formed(batch: Batch, vocab_size: int = MODEL.vocab_size) -> None:
+def assert_well_formed(batch: Batch, vocab_size: int = MODEL.vocab_size):
     for part in batch:
         assert part.dtype == torch.int64
         assert part.shape == (5, 8)

@@ -23,13 +23,13 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     ]
 
 
-def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:
+def set_gradients(params: list[torch.nn.Parameter], step: int):
     generator = torch.Generator().manual_seed(100 + step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
 
-def run(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+def run(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range):
     for step in steps:
         set_gradients(params, step)
         optimizer.step()

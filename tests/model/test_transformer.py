@@ -80,7 +80,7 @@ def rotated_by_hand(x: Tensor, theta: float) -> Tensor:
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "as-compiled"])
-def both_ways(request, monkeypatch) -> None:
+def both_ways(request, monkeypatch):
     """RoPE is computed with complex numbers in eager mode, and with real ones while compiling."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: request.param)
 
@@ -213,9 +213,9 @@ def test_gpt2_follows_torchs_encoder_layers(attention):
 @pytest.mark.parametrize("config", VARIANTS)
 def test_no_gradient_comes_from_the_future(config):
     model = make(config)
-    inputs: list[Tensor] = []
+    inputs = []
 
-    def catch(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+    def catch(_module, _args, output):
         inputs.append(output.detach().requires_grad_())
         return inputs[-1]
 
@@ -345,9 +345,9 @@ def test_gpt2_is_initialised_as_published():
 class Count(TorchDispatchMode):
     """Counts the operators that compute or move something; views cost no kernel."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: Counter[str] = Counter()
+        self.calls = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         returns = func._schema.returns
@@ -372,7 +372,7 @@ class Count(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(config, dtype):
     model, tokens = make(config), tokens_for(config)
-    dtypes: dict[str, set[torch.dtype]] = {}
+    dtypes = {}
     for name, module in model.named_modules():
         module.register_forward_hook(
             lambda m, a, out, n=name: dtypes.setdefault(n, set()).add(out.dtype)

@@ -3,7 +3,6 @@ alone.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -95,12 +94,10 @@ def test_loss_in_parts_has_the_gradients_of_the_whole(device, chunks):
 
 def test_the_logits_of_one_part_are_there_at_a_time():
     """No tensor is as large as the logits of two parts."""
-    sizes: list[int] = []
+    sizes = []
 
     class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             sizes.extend(
                 tensor.numel() for tensor in tree_leaves(result) if isinstance(tensor, Tensor)

@@ -3,7 +3,6 @@ and autograd.
 """
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def test_add_norm(types, width, has_biases, reads_sum, device):
     of_stream = made(2, 5, width, seed=7, dtype=stream_type, device=device).detach()
     of_norm = made(2, 5, width, seed=8, dtype=branch_type, device=device).detach()
 
-    def with_gaps(tensors: list[Tensor]) -> list[Any]:
+    def with_gaps(tensors):
         if has_biases:
             return list(tensors)
         stream, branch, gain = tensors

@@ -456,7 +456,7 @@ def in_fresh_process() -> Iterator[Callable[[str], Any]]:
         words, env=environment, cwd=Path(__file__).parents[3], **pipes
     ) as process:
 
-        def run(script: str) -> Any:
+        def run(script):
             print(json.dumps(script), file=process.stdin, flush=True)
             printed = json.loads(process.stdout.readline())
             assert printed.startswith(("{", "[")), printed

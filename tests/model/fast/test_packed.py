@@ -231,7 +231,7 @@ def test_attention_compiles_whole(device):
         made(3 * 128, dtype=torch.bfloat16, device=device),
     )
 
-    def both(x: Tensor) -> Tensor:
+    def both(x):
         rotated = packed.packed_attention(F.linear(x, weight), 2, rotations)
         return rotated + packed.packed_attention(F.linear(x, weight, bias.detach()), 2, None, bias)
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,14 +21,14 @@ def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
     that backward called.
     """
     step = drawn_step(config)
-    weights: tuple[Any, ...] = step.model.weights
+    weights = step.model.weights
     known = {
         t.untyped_storage().data_ptr() for t in (*step.model.parameters(), *step.model.buffers())
     }
     known |= {w.copy.leaf.untyped_storage().data_ptr() for w in weights if w.copy is not None}
-    saved: dict[int, int] = {}
+    saved = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         if (storage := tensor.untyped_storage()).data_ptr() not in known:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -333,7 +333,7 @@ def test_only_what_the_model_reads_as_a_copy_is_split():
 # Moments in bf16
 
 
-def assert_rounded_at_random(values: Tensor, exact: float) -> None:
+def assert_rounded_at_random(values: Tensor, exact: float):
     """Each is one of the two neighbours of `exact` in bf16, and their mean is `exact`, to five
     standard deviations.
     """
