@@ -79,6 +79,7 @@ _thread = _Thread()
 
 
 def _push_record(name: str) -> None:
+    """Open a range of torch.profiler on this thread."""
     record = torch.profiler.record_function(name)
     record.__enter__()
     _thread.records.append(record)
@@ -162,6 +163,7 @@ def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:
     """
 
     def placed(module: nn.Module, name: str, depth: int) -> Iterator[tuple[nn.Module, str]]:
+        """The module and, down to `depth` levels, those that it calls, with their names."""
         yield module, f"{name} module" if name in _OF_STEPS else name
         for child, place in _called(module, "") if depth else ():
             yield from placed(child, place, depth - 1)
@@ -249,12 +251,18 @@ class _Calls:
         self._running: list[_Call] = []
 
     def begin(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Before forward: have the call's range in backward close when the input's gradient is
+        ready.
+        """
         self._running.append(call := _Call(self._name))
         if node := _first_node((*inputs, *named.values())):
             call.has_input = True
             _at(node, call.close)
 
     def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
+        """After forward: have the call's range in backward open when the output's gradient is
+        ready.
+        """
         call = self._running.pop()
         outputs = output.values() if isinstance(output, Mapping) else (output,)
         if node := _first_node(outputs):
@@ -277,10 +285,12 @@ class _Call:
         """Whether the input has a gradient."""
 
     def open(self) -> None:
+        """Open the range in backward."""
         annotate(self._name).__enter__()
         _thread.in_backward.append(self)
 
     def close(self) -> None:
+        """Close the range, and those that were left open inside it; nothing if it is not open."""
         while self in _thread.in_backward:
             annotate(_thread.in_backward.pop()._name).__exit__(None, None, None)
 
@@ -315,6 +325,7 @@ def _at(node: Node, action: Callable[[], None]) -> None:
 
 
 def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> None:
+    """Call the actions, the last added first."""
     for action in reversed(actions):
         action()
 
@@ -334,9 +345,11 @@ class _CloseAfter:
             leaf.register_hook(self._count)
 
     def start(self) -> None:
+        """Wait from now on for all leaves."""
         self._remaining = self._num_leaves
 
     def _count(self, *_gradients: object) -> None:
+        """Note that a leaf has run; close the range after the last one."""
         if self._remaining:
             self._remaining -= 1
             if not self._remaining:

@@ -308,6 +308,7 @@ class LayerNorm(nn.Module):
 
 
 def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """The architecture's norm."""
     return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
 
 

@@ -151,6 +151,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def _bytes(tensors: object) -> int:
+    """Bytes of all tensors in a tensor, list or tuple."""
     return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 

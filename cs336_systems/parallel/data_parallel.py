@@ -63,6 +63,7 @@ class NaiveDDP(nn.Module):
         self._average([leaf for leaf in self._leaves if leaf.tensor.grad is not None])
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
+        """Average the gradients of these leaves; all of them are there."""
         for leaf in leaves:
             _averaging([leaf]).wait()
 
@@ -210,6 +211,7 @@ class PushDDP(NaiveDDP):
         return output
 
     def _push(self, number: int) -> None:
+        """Start to copy a leaf's gradient, or its parts, to the other ranks."""
         leaf = self._leaves[number]
         gradient = _gradient(leaf.tensor).view(-1)
         if leaf.shared_elements:

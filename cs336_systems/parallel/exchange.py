@@ -77,6 +77,7 @@ def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
 def _opened(
     pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: torch.Size, offset: int
 ) -> Tensor:
+    """A tensor of another process's memory, which `_handle` describes."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
         storage = cast(Any, torch.UntypedStorage)._new_shared_fd_cpu(opened, size)
@@ -118,6 +119,7 @@ class Pushes:
         return Copied(self._stream.record_event(), [source for source, _ in (*pairs, *local)])
 
     def _begin(self) -> None:
+        """Before the first copy of a step, wait until all ranks have come, if asked to."""
         if self._waits and not self._has_begun:
             self._has_begun = True
             self.barrier()
@@ -154,6 +156,7 @@ class Copied:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]], local: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Make the copies on the current stream."""
     for source, target in pairs:
         push(source, target)
     for source, target in local:

@@ -136,6 +136,7 @@ class FSDP(nn.Module):
         *inputs: Any,  # noqa: ANN401
         **named_inputs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
+        """Call a compiled module with its parameters gathered."""
         self._before_forward(unit)
         output = None
         try:
@@ -174,6 +175,7 @@ class FSDP(nn.Module):
         return None
 
     def _before_forward(self, unit: ShardedUnit) -> None:
+        """Gather the unit, and start to gather those that came next in the last forward."""
         unit.gather()
         unit.install()
         if self._in_backward:  # a checkpoint computes the unit again
@@ -184,6 +186,7 @@ class FSDP(nn.Module):
             self._gather_ahead(self._last_order[place + 1 : place + 1 + AHEAD])
 
     def _after_forward(self, unit: ShardedUnit, output: Any) -> None:  # noqa: ANN401
+        """Free the unit, unless backward begins with it, and have backward gather it again."""
         unit.uninstall()
         if self._in_backward:
             return
@@ -194,6 +197,7 @@ class FSDP(nn.Module):
             tensor.register_hook(lambda _gradient, unit=unit: self._before_backward(unit))
 
     def _before_backward(self, unit: ShardedUnit) -> None:
+        """Gather the unit for its backward, and start to gather those before it."""
         self._in_backward = True
         if not unit.is_lookup:
             unit.gather()

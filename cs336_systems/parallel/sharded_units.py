@@ -286,6 +286,7 @@ class ShardedUnit:
             parameter.install(parameter.shard)
 
     def _count(self, _parameter: Tensor) -> None:
+        """Note that one gradient is ready; report the last one."""
         self._num_graded += 1
         if self._num_graded == self._num_trained:
             self.when_graded(self)

@@ -47,6 +47,9 @@ def _adamw_chunks(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
+    """Update one chunk of one tensor. A row of `pointers` has a tensor's addresses, in the order of
+    `ChunkedAdamW`'s columns.
+    """
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
     start = tl.load(chunk_numbers + number).to(tl.int64) * CHUNK
@@ -128,6 +131,7 @@ def _update(
     SIZE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
+    """Update SIZE elements from `start` on: load, add up the gradients, apply AdamW, store."""
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
     if HAS_COPY:
@@ -331,4 +335,5 @@ class ChunkedAdamW:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """Where each tensor begins in memory."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)

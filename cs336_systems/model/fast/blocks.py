@@ -257,6 +257,9 @@ class AddNorm(nn.Module):
     ) -> tuple[
         Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"], Largest | None
     ]:
+        """The stream after the addition, its norm, and the largest magnitudes of the norm if fp8
+        needs them.
+        """
         stream, branch, branch_bias, tag = x
         with annotate(self.range):
             return add_norm(

@@ -82,6 +82,7 @@ def _cross_entropy_losses(
     WRITE_GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Handle every n-th row, where n is the number of programs."""
     at = logits + tl.program_id(0).to(tl.int64) * stride
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _cross_entropy_row(
@@ -108,6 +109,9 @@ def _cross_entropy_row(
     WRITE_GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One row's loss by an online softmax (Milakov and Gimelshein 2018), and then its gradient over
+    the logits.
+    """
     is_known = (target >= 0) & (target < vocab_size)
     # before it is overwritten
     target_logit = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
@@ -154,6 +158,7 @@ def _cross_entropy_row(
 
 @triton.jit
 def _cross_entropy_scale(rows, stride, factor, size, BLOCK: tl.constexpr):
+    """Multiply one row in place, unless the factor is 1."""
     by = tl.load(factor)
     if by != 1:
         at = rows + tl.program_id(0).to(tl.int64) * stride

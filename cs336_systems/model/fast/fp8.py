@@ -77,6 +77,7 @@ def scale_of(largest: Largest) -> Scale:
 
 
 def _scales(largest: Tensor) -> Tensor:
+    """Scales of tensors with these largest magnitudes."""
     return largest.float().clamp(min=TINY) / MAX
 
 

@@ -120,6 +120,7 @@ def _rms_or_layer_norm(
 def _normed(
     total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """RMSNorm, or LayerNorm with a bias, in `dtype`; and the statistics that `_add_norm` returns."""
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
     wide = wide - means[0].unsqueeze(-1) if means else wide
@@ -199,16 +200,19 @@ def _bias_gelu_backward(
 
 @operator()
 def _lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    """`lookup`; PyTorch itself computes it on a GPU too."""
     return F.embedding(tokens, weight)
 
 
 @operator("fused_blocks_kernel.lookup_backward")
 def _lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+    """The gradient of the table: each token's gradient, added to its row."""
     result = gradient.new_zeros(num_rows, gradient.shape[-1])
     return result.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
 
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for backward what `_differentiate_add_norm` needs."""
     _, branch, branch_bias, gain, bias, _, tag, _ = inputs
     total, _, statistics, largest = output
     ctx.save_for_backward(total, statistics, gain)
@@ -229,6 +233,7 @@ def _differentiate_add_norm(
     _statistics: None,
     _largest: None,
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments of `_add_norm`, in their order."""
     total, statistics, gain = ctx.saved_tensors
     branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
@@ -258,6 +263,7 @@ def _differentiate_add_norm(
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save for backward what `_differentiate_norm` needs."""
     x, gain, bias, _, _ = inputs
     statistics = output[1]
     ctx.save_for_backward(x, statistics, gain)
@@ -266,6 +272,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments of `_rms_or_layer_norm`, in their order."""
     x, statistics, gain = ctx.saved_tensors
     is_centred = ctx.bias_type is not None
     of_x, _, rows, _, _ = _add_norm_backward(
@@ -283,6 +290,7 @@ def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[
 def _keep_bias_gelu(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]
 ) -> None:
+    """Save for backward what `_differentiate_bias_gelu` needs."""
     x, bias, tag = inputs
     ctx.save_for_backward(x, bias)
     ctx.is_tagged = tag is not None
@@ -292,11 +300,13 @@ def _keep_bias_gelu(
 def _differentiate_bias_gelu(
     ctx: Any, gradient: Tensor, _largest: None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the arguments of `_bias_gelu`, in their order."""
     of_x, of_bias, scale = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
     return of_x, of_bias, scale if ctx.is_tagged else None
 
 
 def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    """Save for backward what `_differentiate_lookup` needs."""
     del output
     weight, tokens = inputs
     ctx.save_for_backward(tokens)
@@ -304,6 +314,7 @@ def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
 
 
 def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    """Gradients of the arguments of `_lookup`, in their order."""
     (tokens,) = ctx.saved_tensors
     return cast(Tensor, _lookup_backward(gradient, tokens, ctx.num_rows)), None
 

@@ -89,6 +89,9 @@ def _launch_norm(
     dtype: torch.dtype,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm each row of `stream`, after adding `branch` and its bias and writing the sum to `total`
+    if they are given.
+    """
     vectors = [
         None if vector is None else vector.contiguous() for vector in (branch_bias, gain, bias)
     ]
@@ -330,6 +333,7 @@ def _add_norm_values(
     MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Forward of one row: add the branch if there is one, and norm the sum."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -376,6 +380,7 @@ def _add_norm_grads(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Backward of every n-th row of n programs; `partial` gets their sums for gain and biases."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -431,6 +436,7 @@ def _bias_gelu_values(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Forward of a tile of ROWS rows and BLOCK columns, and its largest magnitude."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
     biases = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
@@ -465,6 +471,7 @@ def _bias_gelu_grads(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Backward of BLOCK columns of every n-th row; `partial` gets their sum for the bias."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -500,6 +507,7 @@ def _gelu_share(x):
 
 @triton.jit
 def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
+    """Add LOOKUP_COLUMNS of one token's gradient to its row of the table."""
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -520,6 +528,7 @@ def _cast_part(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Cast one tile to fp8, and write it to the result and, if wanted, to the transpose."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
@@ -553,6 +562,7 @@ def _reduce_sums(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Add up the programs' sums for some columns; the first program also computes the scale."""
     which = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

@@ -118,6 +118,7 @@ class MasterAdamW(EagerOptimizer):
                     self._update_one(weight)
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
+        """Update these weights, all of one kind, by one kernel."""
         # Triton, which only comes with PyTorch for GPUs
         from .adamw_kernel import ChunkedAdamW
 
@@ -140,10 +141,12 @@ class MasterAdamW(EagerOptimizer):
 
     @property
     def _settings(self) -> dict[str, Any]:
+        """The hyperparameters, which are those of the only group."""
         (group,) = self.param_groups
         return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
 
     def _update_one(self, weight: Weight) -> None:
+        """Update a weight by PyTorch's operators."""
         settings, state = self._settings, self.state[weight.master]
         lr, (beta1, beta2) = settings["lr"], settings["betas"]
         values = weight.values()

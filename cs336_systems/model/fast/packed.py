@@ -85,12 +85,14 @@ class _CutHeads(torch.autograd.Function):
 
 @operator("packed_kernel.swiglu")
 def _swiglu(packed: Tensor) -> Tensor:
+    """`swiglu`, rounded after each operation."""
     gate, up = packed.contiguous().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 @operator("packed_kernel.swiglu_backward")
 def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
+    """Gradient of `packed` from the gradient of the result."""
     gate, up = packed.contiguous().chunk(2, dim=-1)
     return torch.cat(
         (torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1
@@ -99,6 +101,7 @@ def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
 
 @operator("packed_kernel.rope_heads")
 def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope_heads`."""
     q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
     return (
         rotate_pairs(q, rotations),
@@ -109,6 +112,7 @@ def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tens
 
 @operator("packed_kernel.rope_heads_backward")
 def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
+    """Gradient of `packed` from those of the heads: q and k are rotated back."""
     back = rotations * rotations.new_tensor((1, -1))
     turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
     return torch.stack((*turned, v), dim=2).flatten(2)
@@ -126,16 +130,19 @@ def _cut_heads_backward(
 
 
 def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:
+    """Gradient of the argument of `_swiglu`."""
     (packed,) = ctx.saved_tensors
     return cast(Tensor, _swiglu_backward(packed, gradient))
 
 
 def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    """Gradients of the arguments of `_rope_heads`."""
     (rotations,) = ctx.saved_tensors
     return cast(Tensor, _rope_heads_backward(q, k, v, rotations)), None
 
 
 def _keep_last(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:
+    """Save the last argument for backward."""
     del output
     ctx.save_for_backward(inputs[-1])
 

@@ -153,6 +153,7 @@ def packed_bias_backward(
 def _launch_rope(
     packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool
 ) -> None:
+    """Split `packed` into rotated q and k, and v; with `back` assemble it from these."""
     width = packed.shape[-1] // 3
     _rope_heads[_grid(q, width)](
         packed,
@@ -170,11 +171,13 @@ def _launch_rope(
 
 
 def _grid(part: Tensor, width: int) -> tuple[int, int]:
+    """One program for each row and each BLOCK of its columns."""
     return part.numel() // width, triton.cdiv(width, BLOCK)
 
 
 @triton.jit
 def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
+    """SwiGLU of a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -187,6 +190,7 @@ def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
+    """Gradients of gate and up of a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -215,6 +219,7 @@ def _rope_heads(
     BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Split and rotate a part of one row, or put it together and rotate it back."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -236,6 +241,7 @@ def _rope_heads(
 def _rope_packed(
     packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Rotate a part of the q and k of one row in place."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < 2 * width
@@ -262,6 +268,7 @@ def _cut_heads_grads(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Put together a part of every n-th row of n programs; `partial` gets its sum for the bias."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -311,6 +318,9 @@ def _reduce_packed(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Sum one of the three parts over every n-th tile of rows, for the bias, and find its largest
+    magnitude.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     part = tl.program_id(2)
@@ -343,6 +353,7 @@ def _reduce_packed(
 
 @triton.jit
 def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Rotate one part of a row from `whole` to `part`, or from `part` to `whole`."""
     even, odd = _pairs(tl.load(part if BACK else whole, mask=inside).to(tl.float32), BLOCK)
     turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK,))
     tl.store(whole if BACK else part, turned.to(whole.dtype.element_ty), mask=inside)

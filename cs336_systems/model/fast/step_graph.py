@@ -95,6 +95,7 @@ class StepGraph:
         here.wait_stream(self._stream)
 
     def _capture(self, batch: Batch) -> None:
+        """Capture one graph for each group of phases, all from one run of them."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         # shared, so a phase can reuse memory that an earlier phase has freed
