@@ -72,7 +72,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.records: list[torch.profiler.record_function] = []
         self.path: list[str] = []
-        self.in_backward: list[_Call] = []
+        self.in_backward: list[_ModuleCall] = []
 
 
 _thread = _Thread()
@@ -121,7 +121,7 @@ class _Annotation:
 
 
 PushPop = tuple[Callable[[str], object], Callable[[], object]]
-_NOTHING = nullcontext()
+_NO_RANGE = nullcontext()
 _PUSH_POP: dict[Annotator, PushPop] = {
     Annotator.RECORD_FUNCTION: (
         _push_record,
@@ -150,7 +150,7 @@ def annotate(name: str) -> AbstractContextManager[None]:
     """
     if torch.compiler.is_compiling():
         return nullcontext()  # Dynamo enters only contexts that it has seen created
-    return _NOTHING if _annotation is None else _annotation(name)
+    return _NO_RANGE if _annotation is None else _annotation(name)
 
 
 def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:
@@ -236,28 +236,28 @@ def backward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
     """
     with ExitStack() as hooks:
         for module, name in names.items():
-            calls = _Calls(name)
+            calls = _ModuleCalls(name)
             hooks.callback(module.register_forward_pre_hook(calls.begin, with_kwargs=True).remove)
             # always: a checkpoint ends its recomputation by an exception
             hooks.callback(module.register_forward_hook(calls.end, always_call=True).remove)
         yield
 
 
-class _Calls:
+class _ModuleCalls:
     """The hooks of one module, and its calls that have not returned."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: list[_Call] = []
+        self._running: list[_ModuleCall] = []
 
     def begin(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Before forward: have the call's range in backward close when the input's gradient is
         ready.
         """
-        self._running.append(call := _Call(self._name))
+        self._running.append(call := _ModuleCall(self._name))
         if node := _first_node((*inputs, *named.values())):
             call.has_input = True
-            _at(node, call.close)
+            _before_node(node, call.close)
 
     def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
         """After forward: have the call's range in backward open when the output's gradient is
@@ -267,11 +267,11 @@ class _Calls:
         outputs = output.values() if isinstance(output, Mapping) else (output,)
         if node := _first_node(outputs):
             if not call.has_input:
-                _at(node, _CloseAfter(call, _leaves(node)).start)
-            _at(node, call.open)
+                _before_node(node, _CloseAfter(call, _leaves(node)).start)
+            _before_node(node, call.open)
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module, and its range in backward.
 
     The node that opens the range or the one that closes it may never run: recomputation by a
@@ -311,7 +311,7 @@ def _first_node(values: Iterable[object]) -> Node | None:
     return max(nodes, key=lambda node: node._sequence_nr(), default=None)
 
 
-def _at(node: Node, action: Callable[[], None]) -> None:
+def _before_node(node: Node, action: Callable[[], None]) -> None:
     """Call `action` just before `node` runs; the action added last runs first, as backward is
     forward in reverse.
     """
@@ -337,7 +337,7 @@ class _CloseAfter:
     must do nothing.
     """
 
-    def __init__(self, call: _Call, leaves: list[Node]) -> None:
+    def __init__(self, call: _ModuleCall, leaves: list[Node]) -> None:
         self._call = call
         self._num_leaves = len(leaves)
         self._remaining = 0

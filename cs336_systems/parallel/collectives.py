@@ -84,7 +84,7 @@ def barrier_on_host(name: str) -> None:
         time.sleep(_POLL_S)
 
 
-COLLECTIVES = {
+COLLECTIVE_OF_OPERATOR = {
     "allreduce_": Collective.ALL_REDUCE,
     "allreduce_coalesced_": Collective.ALL_REDUCE,
     "allgather_": Collective.ALL_GATHER,
@@ -123,9 +123,9 @@ class TrafficCounter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         name = func.__name__.partition(".")[0]
-        if func.namespace == "c10d" and name in COLLECTIVES:
+        if func.namespace == "c10d" and name in COLLECTIVE_OF_OPERATOR:
             # the output of a reduce-scatter comes first, and is a part
-            whole = args[1 if COLLECTIVES[name] is Collective.REDUCE_SCATTER else 0]
+            whole = args[1 if COLLECTIVE_OF_OPERATOR[name] is Collective.REDUCE_SCATTER else 0]
             self._payloads.setdefault(name, []).append(_bytes(whole))
         elif func is torch.ops.cs336.push.default:
             self._payloads.setdefault("push", []).append(_bytes(args[0]))
@@ -138,7 +138,7 @@ class TrafficCounter(TorchDispatchMode):
         for name, payloads in sorted(self._payloads.items()):
             payload_bytes = sent_bytes = sum(payloads)
             if name != "push":
-                sent_bytes = round(sent_share(COLLECTIVES[name], ranks) * payload_bytes)
+                sent_bytes = round(sent_share(COLLECTIVE_OF_OPERATOR[name], ranks) * payload_bytes)
             traffic.append(
                 Traffic(
                     collective=name.strip("_").removesuffix("_base"),
@@ -172,8 +172,8 @@ class Averaging:
         op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM  # gloo has no average
         self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]
         self._works = [
-            *grouped(lambda tensor: dist.all_reduce(tensor, op=op, async_op=True), tensors),
-            *grouped(
+            *start_grouped(lambda tensor: dist.all_reduce(tensor, op=op, async_op=True), tensors),
+            *start_grouped(
                 lambda whole: reduce_scatter(own_part(whole), whole, op=op, async_op=True),
                 shared_out,
             ),
@@ -195,7 +195,7 @@ def own_part(whole: Tensor) -> Tensor:
     return whole[dist.get_rank() * length :][:length]
 
 
-def grouped(
+def start_grouped(
     collective: Callable[[Tensor], dist.Work | None], tensors: Sequence[Tensor]
 ) -> list["dist.Work | _CoalescingManager"]:
     """Start the asynchronous collective for all tensors, and return works to wait for; NCCL runs

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
 from ..model.fast.weights import READ_BYTES
-from .collectives import Averaging, all_gather, grouped, push
+from .collectives import Averaging, all_gather, push, start_grouped
 
 
 def shared_rows(like: Tensor, count: int) -> Tensor:
@@ -359,7 +359,7 @@ class PeerCopies:
 
     def average(self, gradients: Sequence[Tensor]) -> None:
         """Sum gradients that every rank needs whole; they are few."""
-        for group in grouped(dist.all_reduce, gradients):
+        for group in start_grouped(dist.all_reduce, gradients):
             group.wait()
 
 
@@ -370,7 +370,7 @@ def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[
     """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel
     of NCCL.
 
-    With gloo each is gathered by itself (see grouped).
+    With gloo each is gathered by itself (see start_grouped).
     """
     if dist.get_backend() != "nccl":
         works = []

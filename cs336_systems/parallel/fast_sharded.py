@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..model.fast.master_adamw import IN_FP32, MasterAdamW, Storage
 from ..model.fast.model import FastLM
 from ..model.fast.weights import COPY_DTYPE, READ_BYTES, LeafSlice, Weight
-from .collectives import all_gather, grouped, own_part
+from .collectives import all_gather, own_part, start_grouped
 from .data_parallel import PushDDP
 from .exchange import Pushes, of_all_ranks
 from .fully_sharded import FSDP
@@ -121,7 +121,7 @@ class _Gathers:
 
     def start(self, tensors: Sequence[Tensor]) -> None:
         """Start with these tensors, of which this rank has updated its part."""
-        self._started += grouped(
+        self._started += start_grouped(
             lambda whole: all_gather(whole, own_part(whole), async_op=True), tensors
         )
 

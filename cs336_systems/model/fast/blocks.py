@@ -40,7 +40,7 @@ from .fused_blocks import add_norm, bias_gelu, lookup, norm
 from .packed import cut_heads, feed_forward, packed_attention, rope_heads, swiglu
 from .weights import Copies, CopyMaker
 
-Stream = Float[Tensor, "batch seq d_model"]
+ResidualStream = Float[Tensor, "batch seq d_model"]
 Hidden = Float[Tensor, "tokens d_hidden"]
 _checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -340,7 +340,7 @@ class SelectiveBlock(DeferredBlock):
         return Deferred(stream, branch, self.ffn.w2.deferred_bias)
 
     def _project(
-        self, stream: Stream
+        self, stream: ResidualStream
     ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
         """q, k and v side by side."""
         with annotate(Range.FORWARD), self._own_range():
@@ -350,12 +350,16 @@ class SelectiveBlock(DeferredBlock):
             with annotate(self.attn.range):
                 return self.attn.project(normed)
 
-    def _after_attention(self, stream: Stream, values: Stream) -> tuple[Stream, Stream]:
+    def _after_attention(
+        self, stream: ResidualStream, values: ResidualStream
+    ) -> tuple[ResidualStream, ResidualStream]:
         """The residual stream after attention, and the feed-forward network's branch."""
         stream, hidden, tag = self._expand(stream, values)
         return stream, self._contract(hidden, tag).view_as(stream)
 
-    def _expand(self, stream: Stream, values: Stream) -> tuple[Stream, Hidden, Tag | None]:
+    def _expand(
+        self, stream: ResidualStream, values: ResidualStream
+    ) -> tuple[ResidualStream, Hidden, Tag | None]:
         """The residual stream after attention, and the result of the feed-forward network's first
         matmul.
 

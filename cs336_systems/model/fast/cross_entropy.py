@@ -40,7 +40,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        _scale(gradient, factor)
+        _multiply(gradient, factor)
         return gradient, None, None
 
 
@@ -93,8 +93,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         of_x, of_weight = ctx.saved_tensors
-        _scale(of_x, factor)
-        _scale(of_weight, factor)
+        _multiply(of_x, factor)
+        _multiply(of_weight, factor)
         return of_x, of_weight, None, None, None
 
 
@@ -127,12 +127,12 @@ def _losses(
     return losses
 
 
-def _scale(rows: Tensor, factor: Tensor) -> None:
+def _multiply(rows: Tensor, factor: Tensor) -> None:
     """Multiply in place."""
     if rows.is_cuda:
         from . import cross_entropy_kernel
 
-        cross_entropy_kernel.scale_rows(rows, factor)
+        cross_entropy_kernel.multiply_rows(rows, factor)
         torch.autograd.graph.increment_version(rows)
     else:
         rows.mul_(factor)

@@ -15,7 +15,7 @@ BLOCK = 4096
 """Logits that a program holds at once."""
 LONG_ROW = 16_384
 """From this many logits in a row on, fewer programs with more threads each are faster."""
-WIDTH: tl.constexpr = tl.constexpr(8)
+VECTOR: tl.constexpr = tl.constexpr(8)
 """Logits of one thread: 16 bytes in low precision."""
 LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
 """Below all logits, and finite even times LOG2_E, because infinity minus infinity is NaN."""
@@ -60,7 +60,7 @@ def losses(
     return result
 
 
-def scale_rows(rows: Tensor, factor: Tensor) -> None:
+def multiply_rows(rows: Tensor, factor: Tensor) -> None:
     """Multiply in place; the kernel reads the factor on the device, and leaves the rows alone if
     it is 1.
     """
@@ -115,11 +115,11 @@ def _cross_entropy_row(
     is_known = (target >= 0) & (target < vocab_size)
     # before it is overwritten
     target_logit = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
-    columns = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    columns = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     # every thread keeps its own running maximum and sum, so threads synchronise only after the last
     # block
-    largest = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    largest = tl.full((BLOCK // VECTOR,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK // VECTOR,), tl.float32)
     whole = vocab_size // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         x = tl.load(at + start + columns, eviction_policy="evict_last").to(tl.float32)

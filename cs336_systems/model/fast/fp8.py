@@ -37,7 +37,7 @@ Largest = Float[Tensor, " parts"]
 """fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element
 is not.
 """
-Scale = Float[Tensor, ""]
+Fp8Scale = Float[Tensor, ""]
 """The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
 """An element beside the result of a layer, whose gradient is the scale of the result's gradient."""
@@ -48,7 +48,7 @@ def fp8_linear(
     weight: Float[Tensor, "d_out d_in"],
     bias: Float[Tensor, " d_out"] | None = None,
     largest: Largest | None = None,
-    weight_scale: Scale | None = None,
+    weight_scale: Fp8Scale | None = None,
     *,
     tags: bool = False,
 ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
@@ -71,7 +71,7 @@ def fp8_linear(
     return result.unflatten(0, x.shape[:-1]), tag if tags else None
 
 
-def scale_of(largest: Largest) -> Scale:
+def scale_of(largest: Largest) -> Fp8Scale:
     """The scale of a tensor with these magnitudes."""
     return _scales(largest.amax())
 
@@ -97,7 +97,7 @@ class KeptScale(NamedTuple):
     """
 
     largest: Largest
-    scale: Scale
+    scale: Fp8Scale
 
 
 def update_scales(kept: Sequence[KeptScale]) -> None:

@@ -100,11 +100,9 @@ def _add_norm(
     """
     del tag
     total = stream.float() + branch.float()
-    total = (
-        (total if branch_bias is None else total + branch_bias.float())
-        .to(stream.dtype)
-        .contiguous()
-    )
+    if branch_bias is not None:
+        total = total + branch_bias.float()
+    total = total.to(stream.dtype).contiguous()
     normed, statistics = _normed(total, gain, bias, eps, branch.dtype)
     return total, normed, statistics, magnitudes(normed, statistics.shape[1] if measures else 0)
 
@@ -120,13 +118,15 @@ def _rms_or_layer_norm(
 def _normed(
     total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """RMSNorm, or LayerNorm with a bias, in `dtype`; and the statistics that `_add_norm` returns."""
+    """RMSNorm, or LayerNorm with a bias; and the statistics that `_add_norm` returns."""
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
-    wide = wide - means[0].unsqueeze(-1) if means else wide
+    if means:
+        wide = wide - means[0].unsqueeze(-1)
     scale = (wide.square().mean(dim=-1) + eps).rsqrt()
     normed = wide * scale.unsqueeze(-1) * gain.float()
-    normed = normed if bias is None else normed + bias.float()
+    if bias is not None:
+        normed = normed + bias.float()
     return normed.view(total.shape).to(dtype, copy=True), torch.stack((scale, *means))
 
 
@@ -150,15 +150,22 @@ def _add_norm_backward(
     scale, *means = statistics.unsqueeze(-1)
     of_normed = gradient.float().flatten(0, -2)
     wide = total.float().flatten(0, -2)
-    normed = (wide - means[0] if means else wide) * scale
-    sums = [(of_normed * normed).sum(dim=0)] + ([of_normed.sum(dim=0)] if is_centred else [])
+    if means:
+        wide = wide - means[0]
+    normed = wide * scale
+    sums = [(of_normed * normed).sum(dim=0)]
+    if is_centred:
+        sums.append(of_normed.sum(dim=0))
     of_normed = of_normed * gain.float()
     result = of_normed - normed * (of_normed * normed).mean(dim=-1, keepdim=True)
-    result = (result - of_normed.mean(dim=-1, keepdim=True) if is_centred else result) * scale
-    result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
-    of_branch_bias = (
-        result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
-    )
+    if is_centred:
+        result = result - of_normed.mean(dim=-1, keepdim=True)
+    result = result * scale
+    if stream_gradient is not None:
+        result = result + stream_gradient.float().flatten(0, -2)
+    of_branch_bias = result.new_empty(0)
+    if branch_bias_type is not None:
+        of_branch_bias = result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
     of_branch = result.to(gradient.dtype, copy=True)
     of_stream = result.to(total.dtype, copy=True)

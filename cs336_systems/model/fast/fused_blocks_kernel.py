@@ -46,8 +46,8 @@ TRANSPOSED_TYPES = torch.bfloat16, torch.float16
 """Types that the cast can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to
 wrong places.
 """
-LEAST: tl.constexpr = tl.constexpr(TINY)
-MOST: tl.constexpr = tl.constexpr(MAX)
+FP8_TINY: tl.constexpr = tl.constexpr(TINY)
+FP8_MAX: tl.constexpr = tl.constexpr(MAX)
 
 
 def add_norm(
@@ -584,7 +584,7 @@ def _reduce_sums(
                 seen = tl.maximum(
                     seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0)
                 )
-            tl.store(scale, tl.maximum(tl.max(seen, 0), LEAST) / MOST)
+            tl.store(scale, tl.maximum(tl.max(seen, 0), FP8_TINY) / FP8_MAX)
 
 
 @triton.jit

@@ -28,10 +28,10 @@ from .blocks import (
     SelectiveBlock,
 )
 from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
-from .fp8 import update_scales
+from .fp8 import KeptScale, update_scales
 from .master_adamw import MasterAdamW, storage_of
 from .packages import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
-from .weights import CopyMaker, drop_gradients
+from .weights import CopyMaker, Weight, drop_gradients
 
 HOPPER = (9, 0)
 """Compute capability of the GPUs for which QuACK's tiles and FlashAttention 4's were chosen."""
@@ -66,11 +66,12 @@ class FastLM(nn.Module):
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
         self.register_buffer("mask", reference.mask, persistent=False)
-        self.weights = (
-            maker.weights(self.parameters(), self.token_embeddings.weight) if maker else ()
-        )
+        self.weights: tuple[Weight, ...] = ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
-        self._scales = tuple(maker.scales) if maker else ()
+        self._scales: Sequence[KeptScale] = ()
+        if maker is not None:
+            self.weights = maker.weights(self.parameters(), self.token_embeddings.weight)
+            self._scales = tuple(maker.scales)
         if settings.checkpoint_blocks:
             # else the first checkpoint imports it, within a step
             importlib.import_module("torch._dynamo")
@@ -116,9 +117,9 @@ class FastLM(nn.Module):
         if self._scales:
             update_scales(self._scales)
         embedded = self.token_embeddings(tokens)
-        x: Tensor | Deferred = (
-            self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
-        )
+        x: Tensor | Deferred = embedded
+        if self._settings.fused_blocks:
+            x = self._nothing_deferred(embedded)
         del embedded  # else it stays allocated through all blocks
         backend = self.config.sdpa_backend
         is_recomputed = (
@@ -161,11 +162,9 @@ class FastLM(nn.Module):
         # create such tensors.
         is_traced = torch.compiler.is_compiling()
         needs_grad = torch.is_grad_enabled() and not is_traced
-        bias = (
-            None
-            if last.deferred_bias is None
-            else make(len(last.deferred_bias), requires_grad=not is_traced)
-        )
+        bias = None
+        if last.deferred_bias is not None:
+            bias = make(len(last.deferred_bias), requires_grad=not is_traced)
         has_tag = last.copies.in_fp8 and not self._settings.selective_checkpoints
         tag = torch.zeros(1, device=x.device, requires_grad=needs_grad) if has_tag else None
         return Deferred(x, make(x.shape, requires_grad=needs_grad), bias, tag)

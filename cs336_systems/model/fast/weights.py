@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...config import RunConfig
 from ..transformer import Linear
-from .fp8 import KeptScale, Largest, Scale, Tag, fp8_linear
+from .fp8 import Fp8Scale, KeptScale, Largest, Tag, fp8_linear
 
 COPY_DTYPE = torch.bfloat16
 """Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
@@ -192,7 +192,7 @@ class Copies(NamedTuple):
     bias: Tensor | None
     in_fp8: bool = False
     """Whether the matmul casts both its factors to fp8."""
-    scale: Scale | None = None
+    scale: Fp8Scale | None = None
     """Scale of the weight in fp8; None if it is not kept."""
 
     def matmul(

@@ -196,8 +196,8 @@ for vocab, padded in (
     losses = kernel.losses(
         logits, targets, vocab, 2 * 8, write_gradients=True
     )  # of one of two parts
-    kernel.scale_rows(logits, torch.tensor(6.0))
-    kernel.scale_rows(logits, torch.tensor(1.0))
+    kernel.multiply_rows(logits, torch.tensor(6.0))
+    kernel.multiply_rows(logits, torch.tensor(1.0))
     errors = {
         "loss": losses - expected,
         "alone": alone - expected,
