@@ -14,14 +14,7 @@ from cs336.measure.run import measure as measure_run
 from cs336.record import Status, WarningCode
 from cs336.report.sections.ceilings import promised_flops
 from cs336.studies.ceilings_cell import NARROW, measure_rows, why_unavailable
-from cs336.studies.ceilings_records import (
-    CeilingsGrid,
-    ProductCell,
-    ProductPrecision,
-    Shape,
-    Stream,
-    StreamCell,
-)
+from cs336.studies.ceilings_records import CeilingsGrid, ProductPrecision, Shape, Stream, StreamCell
 from cs336.studies.cell import attempt
 from cs336.studies.loops import measure, replayed
 from cs336.studies.runner import run_study
@@ -41,7 +34,7 @@ GRID = CeilingsGrid(
 SLEEP_CYCLES = 2_000_000
 
 
-def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
+def product_of(precision, shape):
     """The row of one product."""
     (row,), _ = attempt(
         GRID, next(replace(GRID, shapes=(shape,), precisions=(precision,)).cells()), measure_rows
@@ -49,7 +42,7 @@ def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
     return row
 
 
-def measured(precision: ProductPrecision, shape: Shape) -> float:
+def measured(precision, shape):
     """TFLOP/s."""
     cell = product_of(precision, shape)
     if cell.timing.status is Status.UNAVAILABLE:

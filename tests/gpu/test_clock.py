@@ -5,7 +5,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -14,7 +13,7 @@ from time import perf_counter
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336.analysis.compare import Verdict, compare_in_turn, measured_steps
@@ -24,7 +23,7 @@ from cs336.config import SIZES, Device, OptimizerKind, Phase, Precision, RunConf
 from cs336.measure.precision import apply_math_mode
 from cs336.measure.run import measure
 from cs336.model.transformer import TransformerLM
-from cs336.record import RunRecord, Status, WarningCode, load_records
+from cs336.record import Status, WarningCode, load_records
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -34,12 +33,12 @@ TENSOR_CORES = re.compile("tf32|bf16|tensorop", re.IGNORECASE)
 """In names of cuBLAS's and CUTLASS's kernels of products that tensor cores compute."""
 
 
-def config_of(size: str, context_length: int = 512, **changes: object) -> RunConfig:
+def config_of(size, context_length=512, **changes):
     model = replace(SIZES[size], context_length=context_length)
     return RunConfig(size=size, model=model, device=Device.CUDA, **changes)
 
 
-def run_in_fresh_process(*arguments: str) -> str:
+def run_in_fresh_process(*arguments):
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -52,7 +51,7 @@ def run_in_fresh_process(*arguments: str) -> str:
     return done.stdout
 
 
-def product_kernels(precision: Precision) -> set[str]:
+def product_kernels(precision):
     """Names of the kernels of matrix products in a step of this process."""
     apply_math_mode(precision)
     with torch.device("cuda"):
@@ -95,7 +94,7 @@ class Sleep:
         end.record()
         self._events.append((start, end))
 
-    def median_s(self, last: int) -> float:
+    def median_s(self, last):
         """Of the last ones, by events around each alone."""
         torch.cuda.synchronize()
         return statistics.median(
@@ -106,18 +105,18 @@ class Sleep:
 class SleepAfter(nn.Module):
     """The model with a sleep at the very end of its forward."""
 
-    def __init__(self, model: nn.Module, sleep: Callable[[], None]):
+    def __init__(self, model, sleep):
         super().__init__()
         self.model = model
         self.sleep = sleep
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         logits = self.model(tokens)
         self.sleep()
         return logits
 
 
-def sleeping_record(phase: Phase | None, sync_phases: bool) -> tuple[RunRecord, Sleep]:
+def sleeping_record(phase, sync_phases):
     with torch.device("cuda"):
         model = TransformerLM(SIZES["medium"])
     sleep = Sleep()

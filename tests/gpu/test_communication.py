@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cs336.analysis.kernels.phases import LaunchPhase
-from cs336.analysis.kernels.step_profile import PhaseTimes, RankTimes, StepProfile, decode_profile
+from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.config import (
     SIZES,
     Attention,
@@ -26,7 +26,7 @@ from cs336.config import (
 )
 from cs336.measure.nvml import visible_gpus
 from cs336.model.fast.choose import fastest
-from cs336.record import RunRecord, Status
+from cs336.record import Status
 from cs336.report.sections.kernels.findings import findings
 from cs336.report.sections.kernels.tables import Explained
 from cs336.sweep.keep import Listener
@@ -68,7 +68,7 @@ def two_gpus():
         pytest.skip("needs two GPUs")
 
 
-def profiled(tmp_path: Path, *configs: RunConfig) -> list[tuple[RunRecord, StepProfile]]:
+def profiled(tmp_path, *configs):
     """The runs, each with its explained profile."""
     (tmp_path / "parallel_models.py").symlink_to(
         Path(__file__).parents[1] / "parallel" / "models.py"
@@ -86,13 +86,13 @@ def profiled(tmp_path: Path, *configs: RunConfig) -> list[tuple[RunRecord, StepP
     ]
 
 
-def sent_s(rank: RankTimes, which: str) -> list[float]:
+def sent_s(rank, which):
     """Time of collectives in each step, all of it or what is exposed."""
     rows = [getattr(row, which) for row in rank.communication if row.collective is None]
     return [sum(times) for times in zip(*rows, strict=True)]
 
 
-def computing_s(rank: RankTimes, phase: PhaseTimes) -> list[float]:
+def computing_s(rank, phase):
     """Time of a phase's kernels in each step, without collectives, which wait for the other
     rank.
     """

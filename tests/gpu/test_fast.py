@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -125,7 +124,7 @@ print(
 """
 
 
-def changed(**changes: object) -> dict[str, Any]:
+def changed(**changes):
     """What the step with these changes does, in a fresh process: memory is its own, and shape
     checks do not compile.
     """

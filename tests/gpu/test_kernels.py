@@ -4,22 +4,20 @@ name.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336.analysis.kernels.explain import explain
 from cs336.analysis.kernels.phases import LaunchPhase
-from cs336.analysis.kernels.step_profile import PhaseTimes, StepProfile, decode_profile
+from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.config import SIZES, Attention, Device, Mode, Phase, Profiler, RunConfig
 from cs336.measure.run import measure
 from cs336.model.transformer import TransformerLM
-from cs336.record import RunRecord, Status
+from cs336.record import Status
 from cs336.report.sections.kernels.findings import findings
 from cs336.report.sections.kernels.tables import Explained
 from cs336.sweep.run import run_sweep
@@ -32,28 +30,26 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TIMED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
-def config_of(size: str, context_length: int = 512, **changes: object) -> RunConfig:
+def config_of(size, context_length=512, **changes):
     model = replace(SIZES[size], context_length=context_length)
     return RunConfig(size=size, model=model, device=Device.CUDA, measured_steps=5, **changes)
 
 
-def phase(profile: StepProfile, name: str) -> PhaseTimes:
+def phase(profile, name):
     return next(times for times in profile.phases if times.phase == name)
 
 
-def num_unattributed(profile: StepProfile) -> int:
+def num_unattributed(profile):
     return sum(
         sum(times.launches) for times in profile.phases if times.phase is LaunchPhase.UNATTRIBUTED
     )
 
 
-def mean_s(times_s: tuple[float, ...]) -> float:
+def mean_s(times_s):
     return sum(times_s) / len(times_s)
 
 
-def profiled(
-    config: RunConfig, tmp_path: Path, model: nn.Module | None = None
-) -> tuple[RunRecord, StepProfile]:
+def profiled(config, tmp_path, model=None):
     """The run in this process under torch.profiler."""
     watched = replace(config, profiler=Profiler.KINETO)
     record = measure(watched, model, profile=tmp_path / "trace.json.gz")
@@ -62,7 +58,7 @@ def profiled(
 
 
 @pytest.fixture
-def after_optimizer() -> Iterator[Callable[[Callable[[torch.optim.Optimizer], object]], None]]:
+def after_optimizer():
     """Does something at the end of every optimizer step, inside its range."""
     handles = []
     yield lambda act: handles.append(
@@ -134,17 +130,17 @@ def test_nsys_kineto_and_events_see_the_same(tmp_path):
 class Pausing(nn.Module):
     """The model, and a pause of the host or of the device in each forward pass."""
 
-    def __init__(self, model: nn.Module, pause: Callable[[], None]):
+    def __init__(self, model, pause):
         super().__init__()
         self.model, self.pause = model, pause
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         logits = self.model(tokens)
         self.pause()
         return logits
 
 
-def small_model() -> tuple[RunConfig, nn.Module]:
+def small_model():
     config = config_of("small", 256)
     with torch.device("cuda"):
         return config, TransformerLM(config.model)

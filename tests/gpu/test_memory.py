@@ -3,13 +3,12 @@ allocator's own count.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from cs336.analysis.memory.explain import explain_memory
-from cs336.analysis.memory.profile import Category, MemoryProfile, Moment
+from cs336.analysis.memory.profile import Category
 from cs336.config import (
     SIZES,
     Attention,
@@ -24,12 +23,12 @@ from cs336.costs.accounting import count_parameters
 from cs336.costs.memory import predicted_peak_bytes
 from cs336.measure.nvml import usable_gpu_bytes
 from cs336.measure.run import measure
-from cs336.record import RunRecord, Status
+from cs336.record import Status
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def config_of(size: str = "small", context_length: int = 256, **changes: object) -> RunConfig:
+def config_of(size="small", context_length=256, **changes):
     attention = changes.pop("attention", Attention.NAIVE)
     shape = {"context_length": context_length, "attention": attention}
     model = replace(SIZES[size], **shape)
@@ -44,12 +43,12 @@ def config_of(size: str = "small", context_length: int = 256, **changes: object)
     )
 
 
-def recorded(config: RunConfig, tmp_path: Path) -> tuple[RunRecord, MemoryProfile]:
+def recorded(config, tmp_path):
     record = measure(config, profile=tmp_path / "snapshot.pickle")
     return record, explain_memory(tmp_path / "snapshot.pickle")
 
 
-def requested(moment: Moment, category: Category) -> int:
+def requested(moment, category):
     return next(
         (entry.requested_bytes for entry in moment.categories if entry.category is category), 0
     )

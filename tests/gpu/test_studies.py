@@ -1,6 +1,5 @@
 """The attention grid and the fusion study where their numbers count: on a GPU."""
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
@@ -16,7 +15,6 @@ from cs336.studies.operators import (
     AttentionGrid,
     CellResult,
     FusionGrid,
-    FusionRow,
     Implementation,
     Op,
     Version,
@@ -53,7 +51,7 @@ FUSION = FusionGrid(
 
 # What stands in for the study's own function in the worker: found there by name, so at the top of
 # the module.
-def out_of_memory_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
+def out_of_memory_at_512(grid, rows):
     def too_much(q, k, v):
         return q * torch.empty(2**42, device="cuda")[0]
 
@@ -63,7 +61,7 @@ def out_of_memory_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> lis
     ]
 
 
-def device_assert_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
+def device_assert_at_512(grid, rows):
     def out_of_bounds(q, k, v):
         picked = q.flatten()[torch.full((8,), q.numel() + 7, device="cuda")]
         torch.cuda.synchronize()
@@ -120,7 +118,7 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so():
     assert flash.status is Status.OK, flash.failure
 
 
-def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
+def measured_alone(grid, cell):
     """The result of a cell with nothing in the allocator's cache."""
     blank = CellResult(cell=cell, status=Status.OK)
     (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_attention)
@@ -154,7 +152,7 @@ def test_flash_has_no_kernel_for_fp32_and_says_why():
 
 
 @pytest.fixture(scope="module")
-def forward() -> dict[tuple[Op, Version], FusionRow]:
+def forward():
     study = run_study(FUSION)
     for row in study.rows:
         assert row.status is Status.OK, (row.op, row.version, row.failure)
@@ -175,7 +173,7 @@ def test_compiling_makes_one_kernel_of_many(forward):
         assert len(kernels[op, Version.FUSED]) == 1, kernels[op, Version.FUSED]
 
 
-def rate_of(row: FusionRow) -> float:
+def rate_of(row):
     return row.must_move_bytes / row.measurement.median_s
 
 

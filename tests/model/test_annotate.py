@@ -41,7 +41,7 @@ class Span:
     event: FunctionEvent
     children: list["Span"] = field(default_factory=list)
 
-    def names(self) -> list[object]:
+    def names(self):
         return [
             item
             for child in self.children
@@ -49,7 +49,7 @@ class Span:
         ]
 
 
-def spans(events: list[FunctionEvent]) -> Span:
+def spans(events):
     """Tree of the ranges among `events`; two that overlap without one holding the other are an
     error.
     """
@@ -69,7 +69,7 @@ def spans(events: list[FunctionEvent]) -> Span:
     return root
 
 
-def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
+def innermost(events, operator):
     """Of each call of `operator`, the name of the shortest range around it."""
 
     def around(call):
@@ -90,7 +90,7 @@ def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
     return Counter(around(event) for event in events if event.name == operator)
 
 
-def make(arch: Arch, device: str = "cpu") -> tuple[TransformerLM, torch.Tensor]:
+def make(arch, device="cpu"):
     torch.manual_seed(0)
     config = ModelConfig(
         arch=arch,
@@ -105,7 +105,7 @@ def make(arch: Arch, device: str = "cpu") -> tuple[TransformerLM, torch.Tensor]:
         return TransformerLM(config), torch.randint(config.vocab_size, (3, 7))
 
 
-def loss_of(model: TransformerLM, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(model, tokens):
     return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import pytest
 import torch
 
 from cs336.config import Device, ModelConfig, Parallel, RunConfig
-from cs336.model.batches import Batch, make_batches
+from cs336.model.batches import make_batches
 from cs336.model.tokens import open_tokens
 
 MODEL = ModelConfig(
@@ -22,7 +21,7 @@ MODEL = ModelConfig(
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=5)
 
 
-def assert_well_formed(batch: Batch, vocab_size: int = MODEL.vocab_size):
+def assert_well_formed(batch, vocab_size=MODEL.vocab_size):
     for part in batch:
         assert part.dtype == torch.int64
         assert part.shape == (5, 8)
@@ -44,7 +43,7 @@ def test_random_batches_follow_the_seed_and_stay_the_same():
     assert not torch.equal(batch[0], other[0])
 
 
-def token_file(path: Path, tokens: object, dtype: npt.DTypeLike = np.uint16) -> RunConfig:
+def token_file(path, tokens, dtype=np.uint16):
     np.save(path, np.asarray(tokens, dtype=dtype))
     return replace(CONFIG, tokens=str(path))
 

@@ -16,20 +16,20 @@ SHAPES = ((5, 3), (7,), (2, 1, 3))
 SETTINGS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+def parameters(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [
         torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES
     ]
 
 
-def set_gradients(params: list[torch.nn.Parameter], step: int):
+def set_gradients(params, step):
     generator = torch.Generator().manual_seed(100 + step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
 
-def run(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range):
+def run(optimizer, params, steps):
     for step in steps:
         set_gradients(params, step)
         optimizer.step()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import cross_entropy
 
@@ -30,7 +30,7 @@ class Base(nn.Module):
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(KNOWN, 16), nn.Linear(16, PADDED)
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens):
         return self.head(self.embedding(tokens))
 
 

@@ -20,9 +20,7 @@ without a rest.
 """
 
 
-def both(
-    device: str, dtype: torch.dtype, vocab: int, padded: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def both(device, dtype, vocab, padded):
     """Losses and gradients with respect to the logits: of the fused one, then PyTorch's in fp32,
     as autocast has it.
     """

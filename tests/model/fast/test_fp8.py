@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336.measure.step import TrainingStep
@@ -29,9 +28,7 @@ RUN = RunConfig(
 SELECTIVE = {"checkpoint_blocks": 1, "selective_checkpoints": True}
 
 
-def factors(
-    device: str = "cpu", rows: int = 48, d_in: int = 80, d_out: int = 112
-) -> tuple[Tensor, ...]:
+def factors(device="cpu", rows=48, d_in=80, d_out=112):
     """x, the weight, the bias and the gradient of the result, of unlike sizes."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((rows, d_in), (d_out, d_in), (d_out,), (rows, d_out))
@@ -43,13 +40,11 @@ def factors(
     return tuple(tensor.to(device, torch.bfloat16) for tensor in made)
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x, weight, bias=None):
     return fp8.fp8_linear(x, weight, bias)[0]
 
 
-def results(
-    layer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor
-) -> tuple[Tensor, ...]:
+def results(layer, x, weight, bias, gradient):
     """What the layer returns, and the gradients of x, the weight and, where there is one, the
     bias.
     """
@@ -58,7 +53,7 @@ def results(
     return (result.detach(), *torch.autograd.grad(result, leaves, gradient))
 
 
-def by_hand(x: Tensor) -> Tensor:
+def by_hand(x):
     """x rounded to e4m3 in units of 1/448 of its largest element, in fp64: 3 bits of mantissa,
     exponents from -6 up.
     """
@@ -173,7 +168,7 @@ def test_any_strides_and_leading_axes():
 # In a step
 
 
-def of(arch: Arch, **changes: object) -> RunConfig:
+def of(arch, **changes):
     return replace(RUN, model=replace(MODEL, arch=arch), **changes)
 
 

@@ -25,12 +25,12 @@ TYPES = [
 """Of the stream and of the branch."""
 
 
-def made(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
+def made(*shape, seed, dtype, device):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
 
-def is_close(result: Tensor | None, expected: Tensor | None) -> bool:
+def is_close(result, expected):
     """To the rounding of the type of `found`, the oracle being in fp64; a norm's backward has
     three sums over a row.
     """
@@ -43,9 +43,7 @@ def is_close(result: Tensor | None, expected: Tensor | None) -> bool:
     )
 
 
-def add_norm_of_parts(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def add_norm_of_parts(stream, branch, branch_bias, gain, bias):
     total = stream + branch if branch_bias is None else stream + (branch + branch_bias)
     if bias is None:
         return total, F.rms_norm(total, gain.shape, gain, EPS)

@@ -7,9 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -443,7 +441,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def in_fresh_process() -> Iterator[Callable[[str], Any]]:
+def in_fresh_process():
     """What a script prints, in a process of its own, forked off one that has imported PyTorch and
     its compiler.
 
@@ -467,7 +465,7 @@ def in_fresh_process() -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.fixture
-def interpreted(in_fresh_process: Callable[[str], Any]) -> Callable[[str], Any]:
+def interpreted(in_fresh_process):
     pytest.importorskip("triton")
     return lambda script: in_fresh_process(COMMON + script)
 

@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336.config import Arch, Attention, Device, ModelConfig, RunConfig, SdpaBackend
 from cs336.measure.clock import HostClock
@@ -85,7 +84,7 @@ ALIKE = {
 
 
 @functools.cache
-def trained(config: RunConfig) -> tuple[list[float], dict[str, int]]:
+def trained(config):
     """Losses of six steps, and by setting how often the steps did what it asks for."""
     step = drawn_step(config)
     with (
@@ -121,7 +120,7 @@ def test_a_shortcut_trains_alike(arch, name, device):
         assert result[:2] == pytest.approx(expected[:2], rel=of_sum(torch.float32, 48))
 
 
-def gradients(model: TransformerLM | FastLM, tokens: Tensor) -> list[Tensor]:
+def gradients(model, tokens):
     model.zero_grad()
     model(tokens).square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]

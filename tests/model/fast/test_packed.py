@@ -5,7 +5,6 @@ autograd.
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
 
 from cs336.model.fast import packed
 from cs336.model.fast.packages import FLASH_4, QUACK, is_installed
@@ -36,12 +35,12 @@ SHAPES = [(2, 5, 3, 8), (1, 3, 25, 64), (2, 16, 4, 80)]
 """Batch, tokens, heads, width of a head."""
 
 
-def made(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+def made(*shape, dtype, device):
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
 
-def written_out(qkv: Tensor, heads: int, rotations: Tensor | None) -> Tensor:
+def written_out(qkv, heads, rotations):
     """Every score, its mask and its softmax, in the type of `qkv`."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     if rotations is not None:
@@ -57,17 +56,17 @@ def written_out(qkv: Tensor, heads: int, rotations: Tensor | None) -> Tensor:
     return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-def swiglu_of_parts(x: Tensor) -> Tensor:
+def swiglu_of_parts(x):
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-def heads_of_parts(x: Tensor, rotations: Tensor) -> tuple[Tensor, ...]:
+def heads_of_parts(x, rotations):
     q, k, v = (part.unflatten(-1, (-1, 2 * rotations.shape[1])) for part in x.chunk(3, dim=-1))
     return rotate_pairs(q, rotations), rotate_pairs(k, rotations), v
 
 
-def is_close(result: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def is_close(result, expected, dtype):
     """To rounding: in bf16 of both results at the end, in fp32 of the 16 operations of SwiGLU's
     backward or fewer.
     """

@@ -1,13 +1,11 @@
 """Selective checkpoints: the same gradients, less saved, and attention computed once."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from cs336.config import Arch, RunConfig
+from cs336.config import Arch
 from cs336.costs.fast_memory import saved_bytes
 from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
 from tests.operators import Calls
@@ -16,7 +14,7 @@ BASE = replace(COPIED, fused_blocks=True, fused_loss=True)
 SELECTIVE = replace(BASE, checkpoint_blocks=1, selective_checkpoints=True)
 
 
-def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
+def backward(config):
     """The gradients of a step, the bytes of activations that forward saved, and the operators
     that backward called.
     """

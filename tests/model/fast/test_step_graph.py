@@ -33,13 +33,13 @@ class Device:
         self.now_s = 0.0
         self.captured = None
 
-    def run(self, operation: Callable[[], None]):
+    def run(self, operation):
         if self.captured is None:
             operation()
         else:
             self.captured.append(operation)
 
-    def work(self, seconds: float):
+    def work(self, seconds):
         def take():
             self.now_s += seconds
 
@@ -47,7 +47,7 @@ class Device:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch):
     device = Device()
 
     class Event:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cs336.config import (
     Arch,
@@ -24,7 +24,7 @@ from cs336.measure.clock import HostClock
 from cs336.measure.step import TrainingStep
 from cs336.model.fast.master_adamw import MasterAdamW, Storage
 from cs336.model.fast.model import FastLM
-from cs336.model.fast.weights import Weight, joined_values, split_values, whole
+from cs336.model.fast.weights import joined_values, split_values, whole
 from cs336.model.transformer import TransformerLM
 from tests.model.fast.steps import OF_AN_UPDATE, of_losses, roundings, with_smooth_updates
 from tests.rounding import of_chain, of_walk
@@ -49,17 +49,17 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make(name: str, seed: int = 0) -> TransformerLM:
+def make(name, seed=0):
     torch.manual_seed(seed)
     return TransformerLM(MODELS[name])
 
 
-def fast(model: TransformerLM) -> FastLM:
+def fast(model):
     """The model computed from copies of its weights."""
     return FastLM(model, replace(AUTOCAST, model=model.config, cast_once=True))
 
 
-def masters(model: FastLM) -> dict[str, Tensor]:
+def masters(model):
     """The weights by the names of their parameters, split ones made whole."""
     names = (name for name, _ in model.named_parameters())
     return {
@@ -67,9 +67,7 @@ def masters(model: FastLM) -> dict[str, Tensor]:
     }
 
 
-def trained(
-    config: RunConfig, model: nn.Module, steps: int = 8
-) -> tuple[TrainingStep, list[float]]:
+def trained(config, model, steps=8):
     step = TrainingStep(config, model)
     if step.optimizer is not None:
         with_smooth_updates(step)
@@ -179,7 +177,7 @@ def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(ele
         assert weight.largest.isfinite().item() is not is_spoilt
 
 
-def are_copies(weights: tuple[Weight, ...]) -> bool:
+def are_copies(weights):
     """Whether all copies are their masters, rounded."""
     copied = [(weight.copy.values, weight.master) for weight in weights if weight.copy is not None]
     return bool(copied) and all(
@@ -187,7 +185,7 @@ def are_copies(weights: tuple[Weight, ...]) -> bool:
     )
 
 
-def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
+def leaves(weights):
     """All tensors that gather gradients, once each; a tied weight's master among them."""
     places = [
         place for weight in weights for place in (weight.copy, weight.read) if place is not None
@@ -211,9 +209,7 @@ def test_a_replayed_graph_trains_as_the_step_itself_does(settings):
     assert step.graph.peak_bytes
 
 
-def trained_on_gpu(
-    config: RunConfig, model: nn.Module, steps: int
-) -> tuple[TrainingStep, list[float]]:
+def trained_on_gpu(config, model, steps):
     from cs336.measure.clock import make_clock
 
     step, clock, losses = TrainingStep(config, model), make_clock(config), []
@@ -231,7 +227,7 @@ def trained_on_gpu(
 # Split masters
 
 
-def any_bits(count: int) -> Tensor:
+def any_bits(count):
     """fp32 values with random bits: of every magnitude, subnormal and infinite ones and NaN
     among them.
     """
@@ -333,7 +329,7 @@ def test_only_what_the_model_reads_as_a_copy_is_split():
 # Moments in bf16
 
 
-def assert_rounded_at_random(values: Tensor, exact: float):
+def assert_rounded_at_random(values, exact):
     """Each is one of the two neighbours of `exact` in bf16, and their mean is `exact`, to five
     standard deviations.
     """
@@ -347,9 +343,7 @@ def assert_rounded_at_random(values: Tensor, exact: float):
     assert abs(values.double().mean().item() - exact) < 5 * deviation
 
 
-def stepped(
-    gradient: float, steps: int, device: str, *, beta2: float = 0.95, size: int = 2**16
-) -> MasterAdamW:
+def stepped(gradient, steps, device, *, beta2=0.95, size=2**16):
     """The optimizer of `size` parameters, all of them 1, after so many steps with this gradient."""
     parameter = nn.Parameter(torch.ones(size, device=device))
     optimizer = MasterAdamW([whole(parameter)], betas=(0.9, beta2), storage=Storage(torch.bfloat16))
