@@ -73,15 +73,14 @@ class FlatDDP(NaiveDDP):
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
         shared_out = [leaf for leaf in leaves if leaf.shared_elements]
-        whole = [leaf.tensor for leaf in leaves if not leaf.shared_elements]
-        groups = [
-            [tensor for tensor in whole if tensor.dtype is dtype]
-            for dtype in dict.fromkeys(tensor.dtype for tensor in whole)
-        ]
-        flats = [collectives.flattened([_gradient(tensor) for tensor in group]) for group in groups]
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for leaf in leaves:
+            if not leaf.shared_elements:
+                by_type.setdefault(leaf.tensor.dtype, []).append(leaf.tensor)
+        flats = [collectives.flattened(list(map(_gradient, group))) for group in by_type.values()]
         for averaging in (collectives.Averaging(flats), _averaging(shared_out)):
             averaging.wait()
-        for group, flat in zip(groups, flats, strict=True):
+        for group, flat in zip(by_type.values(), flats, strict=True):
             for tensor, part in zip(group, collectives.parts_of(flat, group), strict=True):
                 tensor.grad = part
 

@@ -138,10 +138,9 @@ class _PushedParts:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         by_rank = of_all_ranks(tensors)
         del by_rank[dist.get_rank()]
-        self._targets = {
-            id(tensor): [own_part(copy) for copy in copies]
-            for tensor, *copies in zip(tensors, *by_rank, strict=True)
-        }
+        self._targets: dict[int, list[Tensor]] = {}
+        for tensor, *copies in zip(tensors, *by_rank, strict=True):
+            self._targets[id(tensor)] = [own_part(copy) for copy in copies]
         self._pushes = Pushes(tensors[0].device)
 
     def start(self, tensors: Sequence[Tensor]) -> None:

@@ -42,11 +42,12 @@ class Span:
     children: list["Span"] = field(default_factory=list)
 
     def names(self):
-        return [
-            item
-            for child in self.children
-            for item in (child.event.name, *([child.names()] if child.children else []))
-        ]
+        names = []
+        for child in self.children:
+            names.append(child.event.name)
+            if child.children:
+                names.append(child.names())
+        return names
 
 
 def spans(events):

@@ -164,6 +164,15 @@ def test_norms_are_torchs(ours, torchs):
 
 # whole models
 
+OUR_NAMES = {
+    "self_attn.out_proj": "attn.output_proj",
+    "linear1": "ffn.w1",
+    "linear2": "ffn.w2",
+    "norm1": "ln1",
+    "norm2": "ln2",
+}
+"""Layers of PyTorch's encoder layer, and ours."""
+
 
 @pytest.mark.parametrize("attention", list(Attention))
 def test_gpt2_follows_torchs_encoder_layers(attention):
@@ -185,23 +194,13 @@ def test_gpt2_follows_torchs_encoder_layers(attention):
             norm_first=True,
             activation=lambda y: F.gelu(y, approximate="tanh"),
         )
-        layer.load_state_dict(
-            {
-                f"self_attn.in_proj_{p}": torch.cat([w[f"attn.{n}_proj.{p}"] for n in "qkv"])
-                for p in ("weight", "bias")
-            }
-            | {
-                f"{theirs}.{p}": w[f"{ours}.{p}"]
-                for theirs, ours in (
-                    ("self_attn.out_proj", "attn.output_proj"),
-                    ("linear1", "ffn.w1"),
-                    ("linear2", "ffn.w2"),
-                    ("norm1", "ln1"),
-                    ("norm2", "ln2"),
-                )
-                for p in ("weight", "bias")
-            }
-        )
+        theirs = {}
+        for kind in ("weight", "bias"):
+            packed = torch.cat([w[f"attn.{part}_proj.{kind}"] for part in "qkv"])
+            theirs[f"self_attn.in_proj_{kind}"] = packed
+            for name, our_name in OUR_NAMES.items():
+                theirs[f"{name}.{kind}"] = w[f"{our_name}.{kind}"]
+        layer.load_state_dict(theirs)
         x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(SEQ), is_causal=True)
     x = F.layer_norm(x, (config.d_model,), state["ln_final.weight"], state["ln_final.bias"])
     torch.testing.assert_close(

@@ -119,7 +119,10 @@ class Weight:
         """Gradients to add up to the weight's: those of the master and of the copy, if there are
         any.
         """
-        return [gradient.view(self.shape) for place in self.places for gradient in place.gradients]
+        gradients: list[Tensor] = []
+        for place in self.places:
+            gradients += [gradient.view(self.shape) for gradient in place.gradients]
+        return gradients
 
     def values(self) -> Tensor:
         """The master in fp32: the tensor itself, or a new one if the master is split."""
