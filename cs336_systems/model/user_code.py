@@ -68,7 +68,8 @@ def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Mo
             missing.append(parameter.name)
     if missing:
         raise ValueError(
-            f"the model factory needs {', '.join(missing)}; it can have: {', '.join(known)}"
+            f"the model factory needs {_quoted(missing)}, without a default; it can be given: "
+            f"{_quoted(known)}"
         )
     names = {parameter.name for parameter in parameters}
     made = factory(**{name: value for name, value in known.items() if name in names})
@@ -77,6 +78,11 @@ def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Mo
             f"the model factory must return a torch.nn.Module, got {type(made).__name__}"
         )
     return made
+
+
+def _quoted(names: Iterable[str]) -> str:
+    """Names of parameters, quoted so that nobody takes them for flags."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def own_way(name: str, module: nn.Module, bucket_mib: int) -> Any:  # noqa: ANN401
