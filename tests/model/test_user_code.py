@@ -163,7 +163,7 @@ def test_an_exception_is_told_as_what_it_is(seed):
             Failing(draw.randrange(4), kind(text)), TOKENS, contextlib.nullcontext(), None
         )
     line = inspect.getsourcelines(Failing.fail)[1] + 2
-    assert told(raised.value) == f"{kind.__name__}: {raised.value} (test_own.py, line {line})"
+    assert told(raised.value) == f"{kind.__name__}: {raised.value} (test_user_code.py, line {line})"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,8 @@ def test_an_exception_is_told_as_what_it_is(seed):
 )
 def test_tokens_are_to_blame_where_an_operation_does_not_take_them(operation):
     with pytest.raises(
-        ValueError, match=r"int64 tokens of shape \(2, 8\).*\w+Error: .* \(test_own.py, line \d+\)"
+        ValueError,
+        match=r"int64 tokens of shape \(2, 8\).*\w+Error: .* \(test_user_code.py, line \d+\)",
     ):
         vocabulary_of(Misled(operation), TOKENS, contextlib.nullcontext(), None)
 
