@@ -82,7 +82,7 @@ def without_kernel_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """What --fast chooses is the same where QuACK and FlashAttention 4 are installed; tests of
     it say that they are.
     """
-    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda _: False)
+    monkeypatch.setattr("cs336.model.fast.packages.is_installed", lambda _: False)
 
 
 @pytest.fixture

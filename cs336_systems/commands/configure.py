@@ -23,7 +23,8 @@ from ..config import (
 )
 from ..measure.inputs import check_factory, parameters_of
 from ..measure.nvml import alike, visible_gpus
-from ..model.fast.choose import check_packages, describe_fast, fastest, missing_packages
+from ..model.fast.choose import describe_fast, fastest, missing_packages
+from ..model.fast.packages import check_packages
 from ..settings import flag_of
 from ..text import print_aside
 from .flags import OF_MODEL, SETTING_FIELDS, value_or

@@ -14,7 +14,7 @@ from ..costs.allocator import MIB
 from ..files import encode_json, write_atomically
 from ..measure.inputs import check_factory, source_of
 from ..measure.nvml import visible_gpus
-from ..model.fast.choose import ALIGNMENT, NICE_VOCABULARY
+from ..model.fast.choose import MATMUL_MULTIPLE, NICE_VOCABULARY
 from ..report.progress import StatusLine
 from ..settings import declared
 from ..studies.ceilings_records import PADDED, CeilingsGrid, Shape
@@ -249,7 +249,7 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
     for name in dict.fromkeys(presets):
         model = SIZES[name]
         columns = {"feed-forward": model.d_ff}
-        if model.vocab_size % ALIGNMENT:
+        if model.vocab_size % MATMUL_MULTIPLE:
             columns["head"] = model.vocab_size
             padded = math.ceil(model.vocab_size / NICE_VOCABULARY) * NICE_VOCABULARY
             columns[f"head{PADDED}"] = padded

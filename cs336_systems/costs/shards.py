@@ -164,7 +164,7 @@ def _shares(counts: Mapping[str, int], ranks: int) -> tuple[int, tuple[str, ...]
     """The rank to which a sharded optimizer gives most, and the parameters that it gets.
 
     Each parameter goes to the rank that has the fewest elements so far, as in
-    `parallel/data_parallel.py`.
+    `parallel/sharded_optimizer.py`.
     """
     owned: list[list[str]] = [[] for _ in range(ranks)]
     totals = [0] * ranks

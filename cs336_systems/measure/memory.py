@@ -28,7 +28,8 @@ from ..config import CompileMode, Phase
 from ..model.annotate import current_path
 from ..model.fast.model import FastLM
 from ..model.fast.weights import Weight
-from ..parallel.fully_sharded import FSDP, OwnsWeights
+from ..parallel.fully_sharded import FSDP
+from ..parallel.packs import OwnsWeights
 from ..ranges import Range
 from .step import TrainingStep
 

@@ -21,7 +21,7 @@ from ..analysis.statistics import steady_interval
 from ..analysis.warnings import throttled
 from ..config import Device, Mode, Phase, Profiler, RunConfig
 from ..model.annotate import annotate, set_annotator
-from ..parallel.collectives import Rank, group_of, meet_on_host
+from ..parallel.collectives import Rank, barrier_on_host, group_of
 from ..ranges import Range, rank_range
 from ..record import (
     Durations,
@@ -375,7 +375,7 @@ def _meet_under_nsys(config: RunConfig, where: str) -> None:
     To begin, it may wait until a device is idle, so the ranks meet on the host.
     """
     if config.is_shared and config.profiler is Profiler.NSYS:
-        meet_on_host(f"measured steps: {where}")
+        barrier_on_host(f"measured steps: {where}")
 
 
 def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:

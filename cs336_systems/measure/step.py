@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..config import SIZES, CompileMode, Device, Mode, Phase, Precision, RunConfig
 from ..model.annotate import annotate
 from ..model.batches import Batch, make_batches
-from ..model.trainable import Trainable, make_model, vocabulary_of
+from ..model.trainable import Trainable, make_model
 from ..model.transformer import TransformerLM
+from ..model.user_code import vocabulary_of
 from ..ranges import Range
 from ..record import Compilation, Memory, MemoryMoment, MomentName
 from .clock import Clock, StepTimes

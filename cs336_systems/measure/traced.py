@@ -22,7 +22,8 @@ from ..costs.shards import largest_rank
 from ..costs.tape import Category, Form, Tape, TraceError
 from ..costs.trace import Call, Trace, path_of, tracing
 from ..costs.traces import Asked, encoded
-from ..model.trainable import is_own_message, load_factory, make_model, told
+from ..model.trainable import make_model
+from ..model.user_code import is_our_message, load_factory, told
 from .clock import StepTimes
 from .step import TrainingStep
 
@@ -353,7 +354,7 @@ def trace_all(asked: Asked) -> dict[str, bytes]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"its code ends the process (sys.exit({error.code!r}))"
-    if is_own_message(error):
+    if is_our_message(error):
         return str(error).splitlines()[0]
     return told(error)
 

@@ -49,20 +49,21 @@ def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler:
         yield
-    plain, compressed = (path.with_name(f".{path.name}.{word}.tmp") for word in ("plain", "gzip"))
-    folder = os.open(path.parent, os.O_RDONLY)
+    plain = path.with_name(f".{path.name}.plain.tmp")
+    compressed = path.with_name(f".{path.name}.gzip.tmp")
+    descriptor = os.open(path.parent, os.O_RDONLY)
     # PyTorch writes the path into the trace as it is, where a quote in a folder's name would end
     # the text
-    without_names = Path(f"/proc/self/fd/{folder}")
+    folder = Path(f"/proc/self/fd/{descriptor}")
+    if not folder.exists():
+        folder = path.parent
     try:
-        profiler.export_chrome_trace(
-            str((without_names if without_names.exists() else path.parent) / plain.name)
-        )
+        profiler.export_chrome_trace(str(folder / plain.name))
         with plain.open("rb") as source, gzip.open(compressed, "wb", COMPRESSION) as target:
             shutil.copyfileobj(source, target, 2**20)
         compressed.replace(path)
     finally:
-        os.close(folder)
+        os.close(descriptor)
         for leftover in (plain, compressed):
             leftover.unlink(missing_ok=True)
 
@@ -71,13 +72,14 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.records: list[torch.profiler.record_function] = []
         self.path: list[str] = []
-        self.in_backward: list[_Call] = []
+        self.in_backward: list[_ModuleCall] = []
 
 
 _thread = _Thread()
 
 
 def _push_record(name: str) -> None:
+    """Open a range of torch.profiler on this thread."""
     record = torch.profiler.record_function(name)
     record.__enter__()
     _thread.records.append(record)
@@ -119,7 +121,7 @@ class _Annotation:
 
 
 PushPop = tuple[Callable[[str], object], Callable[[], object]]
-_NOTHING = nullcontext()
+_NO_RANGE = nullcontext()
 _PUSH_POP: dict[Annotator, PushPop] = {
     Annotator.RECORD_FUNCTION: (
         _push_record,
@@ -148,7 +150,7 @@ def annotate(name: str) -> AbstractContextManager[None]:
     """
     if torch.compiler.is_compiling():
         return nullcontext()  # Dynamo enters only contexts that it has seen created
-    return _NOTHING if _annotation is None else _annotation(name)
+    return _NO_RANGE if _annotation is None else _annotation(name)
 
 
 def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:
@@ -161,6 +163,7 @@ def module_names(model: nn.Module, depth: int) -> dict[nn.Module, str]:
     """
 
     def placed(module: nn.Module, name: str, depth: int) -> Iterator[tuple[nn.Module, str]]:
+        """The module and, down to `depth` levels, those that it calls, with their names."""
         yield module, f"{name} module" if name in _OF_STEPS else name
         for child, place in _called(module, "") if depth else ():
             yield from placed(child, place, depth - 1)
@@ -194,13 +197,9 @@ def forward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
     """While open, each call of one of these modules has a range of its name."""
     with ExitStack() as hooks:
         for module, name in names.items():
-            begin = functools.partial(_enter, name)
-            hooks.callback(module.register_forward_pre_hook(begin).remove)
-            hooks.callback(
-                module.register_forward_hook(
-                    functools.partial(_leave, name), always_call=True
-                ).remove
-            )
+            enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
@@ -216,11 +215,12 @@ def own_names(model: nn.Module) -> dict[nn.Module, str]:
     """The modules that have a `range: str`, which names their ranges; their own code opens those
     of forward.
     """
-    return {
-        each: name
-        for each in model.modules()
-        if isinstance(name := getattr(each, "range", None), str)
-    }
+    names = {}
+    for module in model.modules():
+        name = getattr(module, "range", None)
+        if isinstance(name, str):
+            names[module] = name
+    return names
 
 
 @contextmanager
@@ -236,35 +236,42 @@ def backward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
     """
     with ExitStack() as hooks:
         for module, name in names.items():
-            calls = _Calls(name)
+            calls = _ModuleCalls(name)
             hooks.callback(module.register_forward_pre_hook(calls.begin, with_kwargs=True).remove)
             # always: a checkpoint ends its recomputation by an exception
             hooks.callback(module.register_forward_hook(calls.end, always_call=True).remove)
         yield
 
 
-class _Calls:
+class _ModuleCalls:
     """The hooks of one module, and its calls that have not returned."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: list[_Call] = []
+        self._running: list[_ModuleCall] = []
 
     def begin(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._running.append(call := _Call(self._name))
+        """Before forward: have the call's range in backward close when the input's gradient is
+        ready.
+        """
+        self._running.append(call := _ModuleCall(self._name))
         if node := _first_node((*inputs, *named.values())):
             call.has_input = True
-            _at(node, call.close)
+            _before_node(node, call.close)
 
-    def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
+        """After forward: have the call's range in backward open when the output's gradient is
+        ready.
+        """
         call = self._running.pop()
-        if node := _first_node(output.values() if isinstance(output, Mapping) else (output,)):
+        outputs = output.values() if isinstance(output, Mapping) else (output,)
+        if node := _first_node(outputs):
             if not call.has_input:
-                _at(node, _CloseAfter(call, _leaves(node)).start)
-            _at(node, call.open)
+                _before_node(node, _CloseAfter(call, _leaves(node)).start)
+            _before_node(node, call.open)
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module, and its range in backward.
 
     The node that opens the range or the one that closes it may never run: recomputation by a
@@ -278,10 +285,12 @@ class _Call:
         """Whether the input has a gradient."""
 
     def open(self) -> None:
+        """Open the range in backward."""
         annotate(self._name).__enter__()
         _thread.in_backward.append(self)
 
     def close(self) -> None:
+        """Close the range, and those that were left open inside it; nothing if it is not open."""
         while self in _thread.in_backward:
             annotate(_thread.in_backward.pop()._name).__exit__(None, None, None)
 
@@ -294,14 +303,15 @@ def _first_node(values: Iterable[object]) -> Node | None:
     """
     if torch.compiler.is_compiling():
         return None
-    parts = (part for value in values for part in (value if isinstance(value, tuple) else (value,)))
-    nodes = (
-        part.grad_fn for part in parts if isinstance(part, Tensor) and part.grad_fn is not None
-    )
+    nodes: list[Node] = []
+    for value in values:
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Tensor) and part.grad_fn is not None:
+                nodes.append(part.grad_fn)
     return max(nodes, key=lambda node: node._sequence_nr(), default=None)
 
 
-def _at(node: Node, action: Callable[[], None]) -> None:
+def _before_node(node: Node, action: Callable[[], None]) -> None:
     """Call `action` just before `node` runs; the action added last runs first, as backward is
     forward in reverse.
     """
@@ -315,6 +325,7 @@ def _at(node: Node, action: Callable[[], None]) -> None:
 
 
 def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> None:
+    """Call the actions, the last added first."""
     for action in reversed(actions):
         action()
 
@@ -326,17 +337,19 @@ class _CloseAfter:
     must do nothing.
     """
 
-    def __init__(self, call: _Call, leaves: list[Node]) -> None:
+    def __init__(self, call: _ModuleCall, leaves: list[Node]) -> None:
         self._call = call
-        self._leaves = len(leaves)
+        self._num_leaves = len(leaves)
         self._remaining = 0
         for leaf in leaves:
             leaf.register_hook(self._count)
 
     def start(self) -> None:
-        self._remaining = self._leaves
+        """Wait from now on for all leaves."""
+        self._remaining = self._num_leaves
 
     def _count(self, *_gradients: object) -> None:
+        """Note that a leaf has run; close the range after the last one."""
         if self._remaining:
             self._remaining -= 1
             if not self._remaining:
@@ -345,12 +358,16 @@ class _CloseAfter:
 
 def _leaves(node: Node) -> list[Node]:
     """The leaves of the graph behind `node`, which accumulate the gradients of parameters."""
-    found: dict[Node, bool] = {}
+    leaves: list[Node] = []
+    reached: set[Node] = set()
     pending = [node]
     while pending:
         current = pending.pop()
-        if current not in found:
-            following = [function for function, _ in current.next_functions if function is not None]
-            found[current] = not following
-            pending += following
-    return [found_node for found_node, is_leaf in found.items() if is_leaf]
+        if current in reached:
+            continue
+        reached.add(current)
+        following = [function for function, _ in current.next_functions if function is not None]
+        pending += following
+        if not following:
+            leaves.append(current)
+    return leaves

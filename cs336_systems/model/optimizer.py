@@ -61,6 +61,7 @@ class AdamW(EagerOptimizer):
                     self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter; its state is made in the first step."""
         if gradient.is_sparse:
             raise ValueError(
                 f"AdamW needs dense gradients, got a sparse one of shape {tuple(gradient.shape)}"

@@ -28,8 +28,8 @@ def open_tokens(path: Path, context_length: int) -> np.ndarray:
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         converted = f"{path.with_suffix('')}-int32.npy"
         line = f"numpy.save({converted!r}, numpy.load({str(path)!r}).ravel().astype('int32'))"
-        found = f"{tokens.ndim} axes of {tokens.dtype}"
-        raise ValueError(f"{path}: needed one axis of integers, found {found}; converted by {line}")
+        came = f"{tokens.ndim} axes of {tokens.dtype}"
+        raise ValueError(f"{path}: needed one axis of integers, found {came}; converted by {line}")
     if len(tokens) <= context_length:
         raise ValueError(
             f"{path}: needed more than context_length = {context_length} tokens, found "

@@ -41,23 +41,17 @@ class TransformerLM(nn.Module):
         super().__init__()
         self.config = config
         gpt2 = config.arch is Arch.GPT2
-        self.token_embeddings = Embedding(
-            config.vocab_size, config.d_model, config.context_length if gpt2 else None
-        )
+        positions = config.context_length if gpt2 else None
+        self.token_embeddings = Embedding(config.vocab_size, config.d_model, positions)
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.ln_final = _norm(config)
         self.lm_head = LMHead(config.d_model, config.vocab_size)
-        rotations = (
-            None
-            if gpt2
-            else rope_rotations(config.context_length, config.d_head, config.rope_theta)
-        )
-        naive = config.attention is Attention.NAIVE
-        mask = (
-            torch.ones(config.context_length, config.context_length, dtype=torch.bool).tril()
-            if naive
-            else None
-        )
+        rotations = mask = None
+        length = config.context_length
+        if not gpt2:
+            rotations = rope_rotations(length, config.d_head, config.rope_theta)
+        if config.attention is Attention.NAIVE:
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
         # all layers share these tables, which are not saved in the state dict
         self.register_buffer("rotations", rotations, persistent=False)
         self.register_buffer("mask", mask, persistent=False)
@@ -308,6 +302,7 @@ class LayerNorm(nn.Module):
 
 
 def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """The architecture's norm."""
     return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
 
 
@@ -328,14 +323,14 @@ def rotate_pairs(
     """
     pairs = rearrange(x.float(), "batch seq heads (pairs two) -> batch seq heads pairs two", two=2)
     rotations = rotations.unsqueeze(1)
-    # Inductor generates no code for complex numbers, and fuses these
     if torch.compiler.is_compiling():
+        # Inductor generates no code for complex numbers, and fuses these
         (even, odd), (cos, sin) = pairs.unbind(-1), rotations.unbind(-1)
         rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    else:  # one kernel
-        rotated = torch.view_as_real(
-            torch.view_as_complex(pairs) * torch.view_as_complex(rotations)
-        )
+    else:
+        # complex numbers need one kernel
+        turned = torch.view_as_complex(pairs) * torch.view_as_complex(rotations)
+        rotated = torch.view_as_real(turned)
     return rotated.flatten(-2).to(x.dtype)
 
 
@@ -344,7 +339,9 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
     for each matmul.
     """
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    if torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 _BACKENDS = {

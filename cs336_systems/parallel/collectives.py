@@ -20,7 +20,8 @@ from ..config import Device
 from ..costs.communication import Collective, sent_share
 from ..record import Traffic
 
-_LOOK_S = 1e-3
+_POLL_S = 1e-3
+"""Time between two looks whether all ranks have come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ def devices_of(gpu_uuids: Sequence[str], *, all_of_them: bool) -> list[str]:
     writes to them.
     """
     others = gpu_uuids if all_of_them else ()
-    return [",".join(dict.fromkeys([own, *others])) for own in gpu_uuids]
+    return [",".join(dict.fromkeys([uuid, *others])) for uuid in gpu_uuids]
 
 
 @contextlib.contextmanager
@@ -75,17 +76,15 @@ def group_of(rank: Rank, device: Device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def meet_on_host(name: str) -> None:
-    """Wait until every rank has come to the place of this name, while nothing runs on the
-    devices.
-    """
+def barrier_on_host(name: str) -> None:
+    """Wait until every rank has called this with the same name; no device takes part."""
     store = dist.distributed_c10d._get_default_store()
     store.add(name, 1)
     while store.add(name, 0) < dist.get_world_size():
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-KINDS = {
+COLLECTIVE_OF_OPERATOR = {
     "allreduce_": Collective.ALL_REDUCE,
     "allreduce_coalesced_": Collective.ALL_REDUCE,
     "allgather_": Collective.ALL_GATHER,
@@ -96,9 +95,7 @@ KINDS = {
     "reduce_scatter_tensor_coalesced_": Collective.REDUCE_SCATTER,
     "broadcast_": Collective.BROADCAST,
 }
-"""Collectives by the names of their operators. The whole tensors come first; in a
-reduce-scatter, after the output.
-"""
+"""Collectives by the names of their operators."""
 
 
 @torch.library.custom_op("cs336::push", mutates_args=("target",))
@@ -125,31 +122,37 @@ class TrafficCounter(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        if func.namespace == "c10d" and (name := func.__name__.partition(".")[0]) in KINDS:
-            whole = tree_leaves(args[1 if KINDS[name] is Collective.REDUCE_SCATTER else 0])
+        name = func.__name__.partition(".")[0]
+        if func.namespace == "c10d" and name in COLLECTIVE_OF_OPERATOR:
+            # the output of a reduce-scatter comes first, and is a part
+            whole = args[1 if COLLECTIVE_OF_OPERATOR[name] is Collective.REDUCE_SCATTER else 0]
             self._payloads.setdefault(name, []).append(_bytes(whole))
-        if func is torch.ops.cs336.push.default:
-            self._payloads.setdefault("push", []).append(_bytes([args[0]]))
+        elif func is torch.ops.cs336.push.default:
+            self._payloads.setdefault("push", []).append(_bytes(args[0]))
         return func(*args, **(kwargs or {}))
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What has been counted, by the kind of collective."""
         ranks = dist.get_world_size()
-        return tuple(
-            Traffic(
-                collective=name.strip("_").removesuffix("_base"),
-                count=len(payloads),
-                payload_bytes=sum(payloads),
-                sent_bytes=sum(payloads)
-                if name == "push"
-                else round(sent_share(KINDS[name], ranks) * sum(payloads)),
+        traffic = []
+        for name, payloads in sorted(self._payloads.items()):
+            payload_bytes = sent_bytes = sum(payloads)
+            if name != "push":
+                sent_bytes = round(sent_share(COLLECTIVE_OF_OPERATOR[name], ranks) * payload_bytes)
+            traffic.append(
+                Traffic(
+                    collective=name.strip("_").removesuffix("_base"),
+                    count=len(payloads),
+                    payload_bytes=payload_bytes,
+                    sent_bytes=sent_bytes,
+                )
             )
-            for name, payloads in sorted(self._payloads.items())
-        )
+        return tuple(traffic)
 
 
-def _bytes(tensors: Iterable[object]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+def _bytes(tensors: object) -> int:
+    """Bytes of all tensors in a tensor, list or tuple."""
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
 if hasattr(dist, "all_gather_single"):  # their names since PyTorch 2.13
@@ -169,8 +172,8 @@ class Averaging:
         op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM  # gloo has no average
         self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]
         self._works = [
-            *grouped(lambda tensor: dist.all_reduce(tensor, op=op, async_op=True), tensors),
-            *grouped(
+            *start_grouped(lambda tensor: dist.all_reduce(tensor, op=op, async_op=True), tensors),
+            *start_grouped(
                 lambda whole: reduce_scatter(own_part(whole), whole, op=op, async_op=True),
                 shared_out,
             ),
@@ -192,7 +195,7 @@ def own_part(whole: Tensor) -> Tensor:
     return whole[dist.get_rank() * length :][:length]
 
 
-def grouped(
+def start_grouped(
     collective: Callable[[Tensor], dist.Work | None], tensors: Sequence[Tensor]
 ) -> list["dist.Work | _CoalescingManager"]:
     """Start the asynchronous collective for all tensors, and return works to wait for; NCCL runs
@@ -249,7 +252,9 @@ def divide_gradients(output: object) -> None:
 
 def graded(output: object) -> Iterator[Tensor]:
     """The tensors of an output that have a gradient."""
-    return (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad)
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            yield leaf
 
 
 def check_same_gradients(names: Iterable[str], parameters: Sequence[Tensor]) -> None:
@@ -259,7 +264,7 @@ def check_same_gradients(names: Iterable[str], parameters: Sequence[Tensor]) -> 
     if not parameters:
         return
     have = torch.tensor(
-        [each.grad is not None for each in parameters],
+        [parameter.grad is not None for parameter in parameters],
         dtype=torch.int32,
         device=parameters[0].device,
     )

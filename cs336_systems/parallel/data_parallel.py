@@ -7,7 +7,7 @@ of rank 0. Later changes of buffers are not exchanged. A parameter without a gra
 on any rank.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..model.optimizer import EagerOptimizer
+from ..config import Mode, Parallel, RunConfig
 from . import collectives
-from .exchange import Pushes, of_all_ranks, shared_rows
+from .exchange import Pushes, of_all_ranks, other_ranks, row_from_here, shared_rows
 
 OTHER_GRADIENTS = "backward made other gradients than in the first step; use ddp-naive or ddp-flat"
 
@@ -63,6 +63,7 @@ class NaiveDDP(nn.Module):
         self._average([leaf for leaf in self._leaves if leaf.tensor.grad is not None])
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
+        """Average the gradients of these leaves; all of them are there."""
         for leaf in leaves:
             _averaging([leaf]).wait()
 
@@ -72,15 +73,14 @@ class FlatDDP(NaiveDDP):
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
         shared_out = [leaf for leaf in leaves if leaf.shared_elements]
-        whole = [leaf.tensor for leaf in leaves if not leaf.shared_elements]
-        groups = [
-            [each for each in whole if each.dtype is dtype]
-            for dtype in dict.fromkeys(t.dtype for t in whole)
-        ]
-        flats = [collectives.flattened([_gradient(tensor) for tensor in group]) for group in groups]
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for leaf in leaves:
+            if not leaf.shared_elements:
+                by_type.setdefault(leaf.tensor.dtype, []).append(leaf.tensor)
+        flats = [collectives.flattened(list(map(_gradient, group))) for group in by_type.values()]
         for averaging in (collectives.Averaging(flats), _averaging(shared_out)):
             averaging.wait()
-        for group, flat in zip(groups, flats, strict=True):
+        for group, flat in zip(by_type.values(), flats, strict=True):
             for tensor, part in zip(group, collectives.parts_of(flat, group), strict=True):
                 tensor.grad = part
 
@@ -117,6 +117,7 @@ class OverlapDDP(NaiveDDP):
             )
 
     def _note(self, number: int) -> None:
+        """Note that this gradient is ready; start to average all buckets that are complete."""
         if number in self._ready:
             raise RuntimeError(
                 "backward came twice before finish_gradient_synchronization(), and gradients of "
@@ -129,11 +130,10 @@ class OverlapDDP(NaiveDDP):
         if number not in self._bucket_of:
             raise RuntimeError(OTHER_GRADIENTS)
         self._bucket_of[number].num_missing -= 1
-        while (
-            self._num_started < len(self._buckets)
-            and not self._buckets[self._num_started].num_missing
-        ):
+        while self._num_started < len(self._buckets):
             bucket = self._buckets[self._num_started]
+            if bucket.num_missing:
+                break
             bucket.averaging = _averaging(bucket.leaves)
             self._num_started += 1
 
@@ -177,22 +177,21 @@ class PushDDP(NaiveDDP):
     ) -> None:
         super().__init__(module, leaves)
         self._adds = adds
-        rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._others = [other for other in range(self._ranks) if other != rank]
-        parts = [_own(leaf, leaf.tensor.detach()) for leaf in self._leaves]
-        rows = [shared_rows(part, self._ranks - 1) for part in parts]
-        self._received = [
-            list(each[:, : len(part)]) for each, part in zip(rows, parts, strict=True)
-        ]
+        self._ranks = dist.get_world_size()
+        parts = [_averaged_part(leaf, leaf.tensor.detach()) for leaf in self._leaves]
+        buffers = [shared_rows(part, self._ranks - 1) for part in parts]
+        by_rank = of_all_ranks(buffers)
+        self._others = other_ranks()
+        self._received: dict[Tensor, tuple[Tensor, ...]] = {}
         """For each leaf, buffers for the gradients of the other ranks, in the order of the
         ranks.
         """
-        theirs = of_all_ranks(rows)
-        row_there = {other: rank if rank < other else rank - 1 for other in self._others}
-        self._targets = [
-            [theirs[other][number][row_there[other], : len(part)] for other in self._others]
-            for number, part in enumerate(parts)
-        ]
+        self._targets: list[list[Tensor]] = []
+        """For each leaf, where its gradient goes: a buffer of every other rank."""
+        for number, (leaf, part) in enumerate(zip(self._leaves, parts, strict=True)):
+            self._received[leaf.tensor] = tuple(buffers[number][:, : len(part)])
+            rows = [row_from_here(by_rank[other][number], other) for other in self._others]
+            self._targets.append([row[: len(part)] for row in rows])
         self._pushes = Pushes(self._leaves[0].tensor.device, waits=True)
         for number, leaf in enumerate(self._leaves):
             leaf.tensor.register_post_accumulate_grad_hook(
@@ -203,12 +202,7 @@ class PushDDP(NaiveDDP):
         """Buffers of a leaf's gradients from the other ranks, each as one axis, in rank order;
         None if not a leaf.
         """
-        found = (
-            rows
-            for leaf, rows in zip(self._leaves, self._received, strict=True)
-            if leaf.tensor is tensor
-        )
-        return next(map(tuple, found), None)
+        return self._received.get(tensor)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         output = super().forward(*inputs, **named_inputs)
@@ -216,6 +210,7 @@ class PushDDP(NaiveDDP):
         return output
 
     def _push(self, number: int) -> None:
+        """Start to copy a leaf's gradient, or its parts, to the other ranks."""
         leaf = self._leaves[number]
         gradient = _gradient(leaf.tensor).view(-1)
         if leaf.shared_elements:
@@ -231,18 +226,17 @@ class PushDDP(NaiveDDP):
         if not self._adds:
             return
         rank = dist.get_rank()
-        received = {
-            id(leaf.tensor): rows for leaf, rows in zip(self._leaves, self._received, strict=True)
-        }
         for leaf in leaves:
-            own, rows = _own(leaf, _gradient(leaf.tensor)), received[id(leaf.tensor)]
-            in_order = [*rows[:rank], own, *rows[rank:]]
-            first, others = in_order[0], in_order[1:]
-            for count, other in enumerate(others, start=1):
-                torch.add(first, other, out=own if count == len(others) else first)
+            result = _averaged_part(leaf, _gradient(leaf.tensor))
+            rows = self._received[leaf.tensor]
+            in_order = [*rows[:rank], result, *rows[rank:]]
+            total, others = in_order[0], in_order[1:]
+            for count, gradient in enumerate(others, start=1):
+                # the last sum goes where the optimizer reads the gradient
+                torch.add(total, gradient, out=result if count == len(others) else total)
 
 
-def _own(leaf: Leaf, tensor: Tensor) -> Tensor:
+def _averaged_part(leaf: Leaf, tensor: Tensor) -> Tensor:
     """The elements, as one axis, whose average this rank gets."""
     flat = tensor.view(-1)
     return collectives.own_part(flat[: leaf.shared_elements]) if leaf.shared_elements else flat
@@ -260,14 +254,19 @@ class _Bucket:
 
 def _averaging(leaves: Sequence[Leaf]) -> collectives.Averaging:
     """Start to average the gradients of the leaves, in place."""
-    whole = [_gradient(leaf.tensor) for leaf in leaves if not leaf.shared_elements]
-    shared = [leaf for leaf in leaves if leaf.shared_elements]
-    return collectives.Averaging(
-        whole, [_gradient(leaf.tensor).view(-1)[: leaf.shared_elements] for leaf in shared]
-    )
+    whole: list[Tensor] = []
+    shared_out: list[Tensor] = []
+    for leaf in leaves:
+        gradient = _gradient(leaf.tensor)
+        if leaf.shared_elements:
+            shared_out.append(gradient.view(-1)[: leaf.shared_elements])
+        else:
+            whole.append(gradient)
+    return collectives.Averaging(whole, shared_out)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
+    """The gradient, made contiguous where it stands."""
     assert tensor.grad is not None
     tensor.grad = tensor.grad.contiguous()
     return tensor.grad
@@ -292,84 +291,18 @@ def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> l
     return sorted(buckets, key=lambda bucket: order.index(bucket[-1]))
 
 
-class ShardedOptimizer(EagerOptimizer):
-    """`optimizer_cls(params, **kwargs)`; each rank updates the parameters it owns (ZeRO-1,
-    Rajbhandari et al. 2020).
-
-    Each rank must have the whole gradients of the parameters that it owns, as after data
-    parallelism. Every parameter goes to the rank that owns the fewest elements so far, so that the
-    shares are about equal. Hyperparameters are those of `param_groups`, so learning-rate schedulers
-    work as usual. Saving and loading its state is left out.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        optimizer_cls: Callable[..., torch.optim.Optimizer],
-        **kwargs: Any,  # noqa: ANN401 (hyperparameters of any optimizer)
-    ) -> None:
-        self._make, self._settings = optimizer_cls, kwargs
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._owned = [0] * self._ranks
-        """Elements that each rank owns."""
-        self._owner: dict[nn.Parameter, int] = {}
-        self._local: torch.optim.Optimizer | None = None
-        """None as long as this rank owns no parameter."""
-        self._local_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Groups of all parameters, each with the group of those that this rank owns."""
-        super().__init__(params, kwargs)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override] # noqa: ANN401
-        """Update the parameters of this rank, then broadcast every parameter with a gradient from
-        its owner.
-
-        `kwargs` are given to the optimizer's own step, as in the course's interface.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, local in self._local_groups:
-            local.update({name: value for name, value in group.items() if name != "params"})
-        if self._local is not None:
-            self._local.step(**kwargs)
-        updated = [each for each in self._owner if each.grad is not None]
-        values = [each.detach().contiguous() for each in updated]
-        works = [
-            dist.broadcast(value, src=self._owner[each], async_op=True)
-            for each, value in zip(updated, values, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        for each, value in zip(updated, values, strict=True):
-            if value.data_ptr() != each.data_ptr():
-                each.copy_(value)
-        return loss
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Share out the parameters of another group; every rank must add the same."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for name, value in self._usual(group["params"]).items():
-            group.setdefault(name, value)
-        for parameter in group["params"]:
-            owner = min(range(self._ranks), key=self._owned.__getitem__)
-            self._owner[parameter] = owner
-            self._owned[owner] += parameter.numel()
-        own = [parameter for parameter in group["params"] if self._owner[parameter] == self._rank]
-        if not own:
-            return
-        local = {**group, "params": own}
-        if self._local is None:
-            self._local = self._make([local], **self._settings)
-            self.state = self._local.state
-        else:
-            self._local.add_param_group(local)
-        self._local_groups.append((group, self._local.param_groups[-1]))
-
-    def _usual(self, parameters: list[nn.Parameter]) -> dict[str, Any]:
-        """Default hyperparameters of `optimizer_cls`, for ranks that own no parameter too."""
-        return self._make(
-            [nn.Parameter(each[:0]) for each in parameters[:1]], **self._settings
-        ).defaults
+DATA_PARALLEL: Mapping[
+    Parallel, Callable[[nn.Module, Sequence[Leaf] | None, RunConfig], NaiveDDP]
+] = {
+    Parallel.DDP_NAIVE: lambda module, leaves, _: NaiveDDP(module, leaves),
+    Parallel.DDP_FLAT: lambda module, leaves, _: FlatDDP(module, leaves),
+    Parallel.DDP_OVERLAP: lambda module, leaves, config: OverlapDDP(
+        module, leaves, config.bucket_mib * 2**20
+    ),
+    Parallel.DDP_PUSH: lambda module, leaves, config: PushDDP(
+        module, leaves, adds=leaves is None or config.mode is not Mode.TRAIN
+    ),
+}
+"""The ways of --parallel that leave the whole model to each rank. Leaves are given for the fast
+model alone, whose optimizer adds up the gradients that ranks send each other.
+"""

@@ -8,7 +8,7 @@ a kernel of NCCL, they take no multiprocessor from the matmuls that run at the s
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,15 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
-from ..model.fast.weights import ALIGNMENT
-from .collectives import Averaging, all_gather, grouped, push
+from ..model.fast.weights import READ_BYTES
+from .collectives import Averaging, all_gather, push, start_grouped
 
 
 def shared_rows(like: Tensor, count: int) -> Tensor:
     """`count` rows for other ranks to write, each as long as `like` or slightly longer, so that
     all begin aligned.
     """
-    multiple = ALIGNMENT // like.itemsize
+    multiple = READ_BYTES // like.itemsize
     return like.new_empty(count, -(-like.numel() // multiple) * multiple)
 
 
@@ -33,13 +33,25 @@ def of_all_ranks(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """The tensors that every rank passed, by rank, as views of that rank's memory; all must pass
     the same number.
     """
-    handles = [_handle(tensor) for tensor in tensors]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, handles)
-    return [
-        [*tensors] if rank == dist.get_rank() else [make(*arguments) for make, arguments in theirs]
-        for rank, theirs in enumerate(found)
-    ]
+    handles: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(handles, [_handle(tensor) for tensor in tensors])
+    by_rank = [[*tensors] for _ in handles]
+    for rank in other_ranks():
+        by_rank[rank] = [make(*arguments) for make, arguments in handles[rank]]
+    return by_rank
+
+
+def other_ranks() -> list[int]:
+    """All ranks but this one, in order."""
+    return [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+
+
+def row_from_here(rows: Tensor, other: int) -> Tensor:
+    """The row that this rank writes, of those that rank `other` keeps for all ranks but itself, in
+    their order.
+    """
+    rank = dist.get_rank()
+    return rows[rank - (rank > other)]
 
 
 def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
@@ -58,25 +70,22 @@ def _handle(tensor: Tensor) -> Any:  # noqa: ANN401
             "ddp-overlap or fsdp"
         )
         raise RuntimeError(f"{error}; {hint}") from error
-    return _opened, (
-        os.getpid(),
-        descriptor,
-        size,
-        tensor.dtype,
-        tensor.shape,
-        tensor.storage_offset(),
-    )
+    layout = tensor.dtype, tensor.shape, tensor.storage_offset()
+    return _opened, (os.getpid(), descriptor, size, *layout)
 
 
 def _opened(
     pid: int, descriptor: int, size: int, dtype: torch.dtype, shape: torch.Size, offset: int
 ) -> Tensor:
-    own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    """A tensor of another process's memory, which `_handle` describes."""
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(own, size)  # type: ignore[attr-defined]
+        storage = cast(Any, torch.UntypedStorage)._new_shared_fd_cpu(opened, size)
     finally:
-        os.close(own)
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape)  # type: ignore[call-overload,no-any-return]
+        os.close(opened)
+    tensor = torch.empty(0, dtype=dtype)
+    tensor.set_(storage, offset, shape)  # type: ignore[call-overload]
+    return tensor
 
 
 class Pushes:
@@ -94,25 +103,26 @@ class Pushes:
         self._waits, self._has_begun = waits, False
 
     def start(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]] = ()
+        self, pairs: Sequence[tuple[Tensor, Tensor]], local: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> "Copied":
-        """Copy each source to its target, once the current stream has made the sources; `own`
-        stay on this rank.
+        """Copy each source to its target, once the current stream has made the sources; `local`
+        pairs stay on this rank.
         """
         if self._stream is None:
             self._begin()
-            _copy(pairs, own)
+            _copy(pairs, local)
             return Copied(None, ())
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._begin()
-            _copy(pairs, own)
-        return Copied(self._stream.record_event(), [source for source, _ in (*pairs, *own)])
+            _copy(pairs, local)
+        return Copied(self._stream.record_event(), [source for source, _ in (*pairs, *local)])
 
     def _begin(self) -> None:
+        """Before the first copy of a step, wait until all ranks have come, if asked to."""
         if self._waits and not self._has_begun:
             self._has_begun = True
-            self.meet()
+            self.barrier()
 
     def finish(self) -> None:
         """Wait until every rank has made its copies. On a GPU the current stream waits, and the
@@ -121,9 +131,9 @@ class Pushes:
         self._has_begun = False
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        self.meet()
+        self.barrier()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank has called this; on a GPU the current stream waits, and the host
         does not.
         """
@@ -145,23 +155,24 @@ class Copied:
             torch.cuda.current_stream().wait_event(self.event)
 
 
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]], local: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Make the copies on the current stream."""
     for source, target in pairs:
         push(source, target)
-    for source, target in own:
+    for source, target in local:
         target.copy_(source)
 
 
 def _check_access() -> None:
     """Raise RuntimeError unless this rank can write to the GPUs of all ranks."""
-    here, there = torch.cuda.current_device(), range(torch.cuda.device_count())
-    reached = [
-        other for other in there if other == here or torch.cuda.can_device_access_peer(here, other)
-    ]
-    if len(reached) < dist.get_world_size():
+    here, visible = torch.cuda.current_device(), torch.cuda.device_count()
+    others = [device for device in range(visible) if device != here]
+    # a GPU is no peer of itself
+    reached = 1 + sum(torch.cuda.can_device_access_peer(here, other) for other in others)
+    if reached < dist.get_world_size():
         raise RuntimeError(
             f"each of the {dist.get_world_size()} ranks must see the GPUs of all and be able to "
-            f"write to their memory; this one sees {len(there)} and can write to {len(reached)} "
+            f"write to their memory; this one sees {visible} and can write to {reached} "
             "with its own; use --parallel ddp-overlap"
         )
 
@@ -213,9 +224,10 @@ class CollectiveExchange:
 
     def gather(self, parts: Parts) -> Sequence[Started]:
         """Start to gather the whole parameters."""
-        masters = parts.masters
-        own = masters if masters.dtype is parts.dtype else masters.to(parts.dtype)
-        return start_gather(parts.wholes, parts.parts_of(own))
+        sent = parts.masters
+        if sent.dtype is not parts.dtype:
+            sent = sent.to(parts.dtype)
+        return start_gather(parts.wholes, parts.parts_of(sent))
 
     def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
         """Start to average the whole gradients in `wholes`, by parameter number; this rank's
@@ -223,10 +235,10 @@ class CollectiveExchange:
         """
         options = ReduceScatterOptions()
         options.reduceOp, options.asyncOp = dist.ReduceOp(self._op), True
-        own = parts.parts_of(means)
+        results = parts.parts_of(means)
         group = c10d._get_default_group()
         return group.reduce_scatter_tensor_coalesced(
-            [own[number] for number in wholes], [*wholes.values()], options
+            [results[number] for number in wholes], [*wholes.values()], options
         )
 
     def receive(self) -> None:
@@ -258,7 +270,7 @@ class PeerCopies:
     def __init__(self, device: torch.device, *, adds: bool) -> None:
         self._adds = adds
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._others = [rank for rank in range(self._ranks) if rank != self._rank]
+        self._others = other_ranks()
         self._pulls, self._pushes = Pushes(device), Pushes(device)
         self._cast: list[tuple[Parts, Tensor]] = []
         """Parts that are gathered in another type than their masters', each with a buffer in
@@ -280,17 +292,16 @@ class PeerCopies:
     def connect(self, every: Sequence[Parts]) -> None:
         """Prepare to exchange these; every rank must call it once."""
         sent = [self._in_sent_type(parts) for parts in every]
-        rows = [shared_rows(own, self._ranks - 1) for own in sent]
-        by_rank = of_all_ranks([*sent, *rows])
+        buffers = [shared_rows(masters, self._ranks - 1) for masters in sent]
+        by_rank = of_all_ranks([*sent, *buffers])
         for number, parts in enumerate(every):
             length = len(parts.masters)
-            self._received[id(parts)] = list(rows[number][:, :length])
-            self._sources[id(parts)] = [parts.parts_of(of_rank[number]) for of_rank in by_rank]
-            theirs = {other: by_rank[other][len(every) + number] for other in self._others}
-            self._targets[id(parts)] = {
-                other: parts.parts_of(theirs[other][self._rank - (self._rank > other), :length])
-                for other in self._others
-            }
+            self._received[id(parts)] = list(buffers[number][:, :length])
+            self._sources[id(parts)] = [parts.parts_of(tensors[number]) for tensors in by_rank]
+            self._targets[id(parts)] = targets = {}
+            for other in self._others:
+                rows = by_rank[other][len(every) + number]
+                targets[other] = parts.parts_of(row_from_here(rows, other)[:length])
 
     def _in_sent_type(self, parts: Parts) -> Tensor:
         """The masters, or a buffer for their copy in the type in which they are gathered."""
@@ -304,38 +315,29 @@ class PeerCopies:
         """Wait until the parts of all ranks are those of this step."""
         for parts, sent in self._cast:
             sent.copy_(parts.masters)
-        self._pulls.meet()
+        self._pulls.barrier()
 
     def gather(self, parts: Parts) -> Sequence[Started]:
         """Start to copy the parts of all ranks."""
-        sources = self._sources[id(parts)]
-        pairs = [
-            [
-                (source, whole.view(self._ranks, -1)[rank])
-                for source, whole in zip(of_rank, parts.wholes, strict=True)
-            ]
-            for rank, of_rank in enumerate(sources)
-        ]
-        return [
-            self._pulls.start(
-                [pair for other in self._others for pair in pairs[other]], pairs[self._rank]
-            )
-        ]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        local: list[tuple[Tensor, Tensor]] = []
+        for rank, sources in enumerate(self._sources[id(parts)]):
+            targets = [whole.view(self._ranks, -1)[rank] for whole in parts.wholes]
+            of_rank = local if rank == self._rank else pairs
+            of_rank += zip(sources, targets, strict=True)
+        return [self._pulls.start(pairs, local)]
 
     def scatter(self, parts: Parts, wholes: dict[int, Tensor], means: Tensor) -> Started:
         """Start to send the other ranks their parts of gradients, by parameter number; copy this
         rank's to `means`.
         """
         by_rank = {number: whole.view(self._ranks, -1) for number, whole in wholes.items()}
-        targets, own = self._targets[id(parts)], parts.parts_of(means)
-        return self._pushes.start(
-            [
-                (each[other], targets[other][number])
-                for other in self._others
-                for number, each in by_rank.items()
-            ],
-            [(each[self._rank], own[number]) for number, each in by_rank.items()],
-        )
+        results, targets = parts.parts_of(means), self._targets[id(parts)]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for other in self._others:
+            pairs += [(rows[other], targets[other][number]) for number, rows in by_rank.items()]
+        local = [(rows[self._rank], results[number]) for number, rows in by_rank.items()]
+        return self._pushes.start(pairs, local)
 
     def receive(self) -> None:
         """Wait until gradients from all ranks are there."""
@@ -357,7 +359,7 @@ class PeerCopies:
 
     def average(self, gradients: Sequence[Tensor]) -> None:
         """Sum gradients that every rank needs whole; they are few."""
-        for group in grouped(dist.all_reduce, gradients):
+        for group in start_grouped(dist.all_reduce, gradients):
             group.wait()
 
 
@@ -368,14 +370,15 @@ def start_gather(wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Sequence[
     """Start to gather each of `parts` from all ranks into its place in `wholes`, all in one kernel
     of NCCL.
 
-    With gloo each is gathered by itself (see grouped).
+    With gloo each is gathered by itself (see start_grouped).
     """
     if dist.get_backend() != "nccl":
-        works = [
-            all_gather(whole, part, async_op=True)
-            for whole, part in zip(wholes, parts, strict=True)
-        ]
-        return [work for work in works if work is not None]
+        works = []
+        for whole, part in zip(wholes, parts, strict=True):
+            work = all_gather(whole, part, async_op=True)
+            if work is not None:
+                works.append(work)
+        return works
     options = AllgatherOptions()
     options.asyncOp = True
     return [c10d._get_default_group().allgather_into_tensor_coalesced([*wholes], [*parts], options)]

@@ -21,8 +21,8 @@ from ..config import Device
 from ..measure.clock import EventClock, HostClock
 from ..measure.failure import classify, describe
 from ..measure.precision import apply_math_mode
-from ..model.trainable import load_callable
 from ..model.transformer import naive_attention
+from ..model.user_code import load_callable
 from ..record import Failure, Measurement, Status
 from .cell import make_generator
 from .operators import (

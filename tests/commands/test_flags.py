@@ -155,7 +155,7 @@ NO_FLAG = ("size", "model", "model_factory", "profiler", "repeat", "arch")
 def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_tokens", "check_factory"):
         monkeypatch.setattr(configure, check, lambda *_: None)
-    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda _: True)
+    monkeypatch.setattr("cs336.model.fast.packages.is_installed", lambda _: True)
     bases = make_bases(RunConfig, ModelConfig)
     for where, field in settings_of(bases[0]):
         if field.name not in ("size", "profiler", "repeat", "arch", "update_in_backward"):
@@ -343,7 +343,7 @@ def test_fast_leaves_fused_activations_out_for_what_cannot_be_combined_with_them
     monkeypatch: pytest.MonkeyPatch, flag: str
 ) -> None:
     see(monkeypatch, H100)
-    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda _: True)
+    monkeypatch.setattr("cs336.model.fast.packages.is_installed", lambda _: True)
     flags = "--device cuda --size xl --context-length 512 --fast"
     assert one(flags).fused_activations
     other = one(f"{flags} --{flag}")

@@ -23,8 +23,9 @@ from cs336.costs.tape import Category
 from cs336.costs.time import costs_by_module
 from cs336.costs.trace import tracing
 from cs336.measure import traced
-from cs336.model.trainable import checkpoint_each_block, logits_of
+from cs336.model.trainable import checkpoint_each_block
 from cs336.model.transformer import TransformerLM
+from cs336.model.user_code import logits_of
 
 D, V, LAYERS, LENGTH = 32, 70, 3, 64
 

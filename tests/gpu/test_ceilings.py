@@ -14,14 +14,7 @@ from cs336.measure.run import measure as measure_run
 from cs336.record import Status, WarningCode
 from cs336.report.sections.ceilings import promised_flops
 from cs336.studies.ceilings_cell import NARROW, measure_rows, why_unavailable
-from cs336.studies.ceilings_records import (
-    CeilingsGrid,
-    ProductCell,
-    ProductPrecision,
-    Shape,
-    Stream,
-    StreamCell,
-)
+from cs336.studies.ceilings_records import CeilingsGrid, ProductPrecision, Shape, Stream, StreamCell
 from cs336.studies.cell import attempt
 from cs336.studies.loops import measure, replayed
 from cs336.studies.runner import run_study
@@ -41,7 +34,7 @@ GRID = CeilingsGrid(
 SLEEP_CYCLES = 2_000_000
 
 
-def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
+def product_of(precision, shape):
     """The row of one product."""
     (row,), _ = attempt(
         GRID, next(replace(GRID, shapes=(shape,), precisions=(precision,)).cells()), measure_rows
@@ -49,7 +42,7 @@ def product_of(precision: ProductPrecision, shape: Shape) -> ProductCell:
     return row
 
 
-def measured(precision: ProductPrecision, shape: Shape) -> float:
+def measured(precision, shape):
     """TFLOP/s."""
     cell = product_of(precision, shape)
     if cell.timing.status is Status.UNAVAILABLE:
@@ -60,9 +53,7 @@ def measured(precision: ProductPrecision, shape: Shape) -> float:
 
 
 @pytest.mark.parametrize("precision", ProductPrecision)
-def test_no_product_is_faster_than_promised_and_large_ones_come_near(
-    precision: ProductPrecision,
-) -> None:
+def test_no_product_is_faster_than_promised_and_large_ones_come_near(precision):
     rate = measured(precision, LARGE)
     promised = promised_flops(find_device(torch.cuda.get_device_name()), precision)
     if promised is None:
@@ -70,7 +61,7 @@ def test_no_product_is_faster_than_promised_and_large_ones_come_near(
     assert 0.5 * promised < 1e12 * rate < promised
 
 
-def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
+def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32():
     fp32, tf32, bf16 = (
         measured(precision, LARGE)
         for precision in (ProductPrecision.FP32, ProductPrecision.TF32, ProductPrecision.BF16)
@@ -81,12 +72,12 @@ def test_fewer_bits_are_faster_and_true_fp32_is_not_tf32() -> None:
         assert measured(ProductPrecision.FP8, LARGE) > 1.2 * bf16
 
 
-def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
+def test_a_sleep_on_the_device_takes_as_long_from_a_graph():
     """Short sleeps are repeated from a graph, long ones launched; both give the time by events
     around queued ones.
     """
 
-    def seconds(cycles: int) -> float:
+    def seconds(cycles):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(10 * SLEEP_CYCLES)  # meanwhile the host launches the rest
         before.record()
@@ -103,10 +94,10 @@ def test_a_sleep_on_the_device_takes_as_long_from_a_graph() -> None:
         assert min(loops.times_s) >= 0.99 * GRID.loop_s
 
 
-def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> None:
+def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs():
     """The host needs 0.3 ms for each, as for a backward pass, and the device about 0.01 ms."""
 
-    def run() -> None:
+    def run():
         end = time.perf_counter() + 3e-4
         while time.perf_counter() < end:
             pass
@@ -115,10 +106,10 @@ def test_a_run_that_the_host_is_slow_to_launch_takes_what_the_device_needs() -> 
     assert measure(run, GRID).median_s < 5e-5
 
 
-def test_a_graph_runs_as_often_as_it_says() -> None:
+def test_a_graph_runs_as_often_as_it_says():
     counter = torch.zeros(1, device="cuda")
 
-    def run() -> object:
+    def run():
         return counter.add_(1)
 
     run()
@@ -129,7 +120,7 @@ def test_a_graph_runs_as_often_as_it_says() -> None:
     assert counter.item() == 1 + 2 * 7
 
 
-def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
+def test_memory_is_no_faster_than_promised_but_its_cache_may_be():
     rows = [row for cell in GRID.cells() for row in cell.rows if isinstance(row, StreamCell)]
     sizes = [size for _ in Stream for size in GRID.stream_bytes]
     measured = measure_rows(GRID, rows)
@@ -153,13 +144,13 @@ def test_memory_is_no_faster_than_promised_but_its_cache_may_be() -> None:
         )
 
 
-def test_the_host_alone_decides_how_long_the_narrow_step_takes() -> None:
+def test_the_host_alone_decides_how_long_the_narrow_step_takes():
     """A device that is idle for most of each step would not end it sooner if it were faster."""
     record = judged(measure_run(replace(NARROW, device=Device.CUDA)))
     assert WarningCode.LAUNCH_BOUND in {warning.code for warning in record.warnings}
 
 
-def test_a_whole_study() -> None:
+def test_a_whole_study():
     study = run_study(replace(GRID, shapes=(SMALL,), stream_bytes=(MIB,)))
     assert {timing.status for timing in study.timings} <= {Status.OK, Status.UNAVAILABLE}
     assert study.cache_bytes == torch.cuda.get_device_properties().L2_cache_size
@@ -169,7 +160,7 @@ def test_a_whole_study() -> None:
     )
 
 
-def test_gpus_exchange_tensors() -> None:
+def test_gpus_exchange_tensors():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     rates = {}
@@ -181,5 +172,5 @@ def test_gpus_exchange_tensors() -> None:
         print(f"{cell.collective} of {cell.num_bytes / MIB} MiB: {rate / 1e9:.1f} GB/s")
         rates.setdefault(cell.collective, []).append(rate)
     assert len(rates) == len(TIMED)
-    for found in rates.values():
-        assert found == sorted(found), "large tensors are exchanged at a higher rate"
+    for by_size in rates.values():
+        assert by_size == sorted(by_size), "large tensors are exchanged at a higher rate"

@@ -5,7 +5,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
@@ -14,7 +13,7 @@ from time import perf_counter
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336.analysis.compare import Verdict, compare_in_turn, measured_steps
@@ -24,7 +23,7 @@ from cs336.config import SIZES, Device, OptimizerKind, Phase, Precision, RunConf
 from cs336.measure.precision import apply_math_mode
 from cs336.measure.run import measure
 from cs336.model.transformer import TransformerLM
-from cs336.record import RunRecord, Status, WarningCode, load_records
+from cs336.record import Status, WarningCode, load_records
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -34,12 +33,12 @@ TENSOR_CORES = re.compile("tf32|bf16|tensorop", re.IGNORECASE)
 """In names of cuBLAS's and CUTLASS's kernels of products that tensor cores compute."""
 
 
-def config_of(size: str, context_length: int = 512, **changes: object) -> RunConfig:
+def config_of(size, context_length=512, **changes):
     model = replace(SIZES[size], context_length=context_length)
     return RunConfig(size=size, model=model, device=Device.CUDA, **changes)
 
 
-def run_in_fresh_process(*arguments: str) -> str:
+def run_in_fresh_process(*arguments):
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -52,7 +51,7 @@ def run_in_fresh_process(*arguments: str) -> str:
     return done.stdout
 
 
-def product_kernels(precision: Precision) -> set[str]:
+def product_kernels(precision):
     """Names of the kernels of matrix products in a step of this process."""
     apply_math_mode(precision)
     with torch.device("cuda"):
@@ -70,7 +69,7 @@ def product_kernels(precision: Precision) -> set[str]:
     return {name for name in names if classify_kernel(name) is KernelClass.MATMUL}
 
 
-def test_fp32_runs_launch_no_tensor_core_kernel() -> None:
+def test_fp32_runs_launch_no_tensor_core_kernel():
     """In fresh processes: torch.profiler slows the launches of its own for good."""
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         fp32, tf32 = processes.map(product_kernels, (Precision.FP32, Precision.TF32))
@@ -85,17 +84,17 @@ class Sleep:
     the same.
     """
 
-    def __init__(self) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    def __init__(self):
+        self._events = []
 
-    def __call__(self) -> None:
+    def __call__(self):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         torch.cuda._sleep(SLEEP_CYCLES)
         end.record()
         self._events.append((start, end))
 
-    def median_s(self, last: int) -> float:
+    def median_s(self, last):
         """Of the last ones, by events around each alone."""
         torch.cuda.synchronize()
         return statistics.median(
@@ -106,20 +105,20 @@ class Sleep:
 class SleepAfter(nn.Module):
     """The model with a sleep at the very end of its forward."""
 
-    def __init__(self, model: nn.Module, sleep: Callable[[], None]) -> None:
+    def __init__(self, model, sleep):
         super().__init__()
         self.model = model
         self.sleep = sleep
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         logits = self.model(tokens)
         self.sleep()
         return logits
 
 
-def sleeping_record(phase: Phase | None, sync_phases: bool) -> tuple[RunRecord, Sleep]:
+def sleeping_record(phase, sync_phases):
     with torch.device("cuda"):
-        model: nn.Module = TransformerLM(SIZES["medium"])
+        model = TransformerLM(SIZES["medium"])
     sleep = Sleep()
     if phase is Phase.FORWARD:
         model = SleepAfter(model, sleep)
@@ -143,7 +142,7 @@ def sleeping_record(phase: Phase | None, sync_phases: bool) -> tuple[RunRecord, 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("sync_phases", [False, True])
-def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> None:
+def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases):
     plain, _ = sleeping_record(None, sync_phases)
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
         slept, sleep = sleeping_record(phase, sync_phases)
@@ -162,16 +161,14 @@ def test_a_sleep_is_found_in_the_phase_it_was_put_into(sync_phases: bool) -> Non
 
 @pytest.mark.alone
 @pytest.mark.parametrize("is_delayed", [True, False])
-def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(
-    is_delayed: bool,
-) -> None:
+def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_delayed):
     """The device sleeps for tens of milliseconds in forward, and after the optimizer's kernels.
 
     Forward waits for the host if the host is busy for longer than the first sleep, and else is
     still asleep at its end.
     """
 
-    def sleep_and_be_busy() -> None:
+    def sleep_and_be_busy():
         torch.cuda._sleep(60_000_000)
         until_s = perf_counter() + 0.3 * is_delayed
         while perf_counter() < until_s:
@@ -198,7 +195,7 @@ def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(
 @pytest.mark.parametrize(
     ("size", "precision"), [("large", Precision.FP32), ("large", Precision.BF16)]
 )
-def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
+def test_the_phases_sum_to_the_step(size, precision):
     """In the median step: the host may be held up between its reading of the clock and the first
     or last event.
     """
@@ -212,7 +209,7 @@ def test_the_phases_sum_to_the_step(size: str, precision: Precision) -> None:
 
 
 @pytest.mark.alone
-def test_a_steady_step_varies_by_less_than_one_percent() -> None:
+def test_a_steady_step_varies_by_less_than_one_percent():
     record = measure(config_of("medium"))
     assert record.measurement(Phase.STEP).cv < 0.01
     codes = {warning.code for warning in record.warnings}
@@ -220,7 +217,7 @@ def test_a_steady_step_varies_by_less_than_one_percent() -> None:
 
 
 @pytest.mark.alone
-def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
+def test_a_against_a_cannot_be_told(tmp_path):
     flags = "--size small --context-length 256"
     code = "import sys; from cs336.cli import main; sys.exit(main())"
     print(
@@ -247,7 +244,7 @@ def test_a_against_a_cannot_be_told(tmp_path: Path) -> None:
     assert compare_in_turn(a, b).verdict is Verdict.CANNOT_TELL
 
 
-def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
+def test_the_first_step_s_memory_is_not_the_steady_state_s():
     """The peak is in backward, where the first step lacks AdamW's moments: 8 bytes a parameter.
 
     Up to 4 % more: the workspace of backward's products (32 MiB), made after the first peak unless
@@ -263,7 +260,7 @@ def test_the_first_step_s_memory_is_not_the_steady_state_s() -> None:
 
 
 @pytest.mark.alone
-def test_energy_and_clocks_are_recorded() -> None:
+def test_energy_and_clocks_are_recorded():
     telemetry = measure(config_of("small")).telemetry
     assert 0 < telemetry.after.sm_clock_hz <= telemetry.after.max_sm_clock_hz
     assert telemetry.energy_per_step_j > 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cs336.analysis.kernels.phases import LaunchPhase
-from cs336.analysis.kernels.step_profile import PhaseTimes, RankTimes, StepProfile, decode_profile
+from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.config import (
     SIZES,
     Attention,
@@ -26,7 +26,7 @@ from cs336.config import (
 )
 from cs336.measure.nvml import visible_gpus
 from cs336.model.fast.choose import fastest
-from cs336.record import RunRecord, Status
+from cs336.record import Status
 from cs336.report.sections.kernels.findings import findings
 from cs336.report.sections.kernels.tables import Explained
 from cs336.sweep.keep import Listener
@@ -68,31 +68,31 @@ def two_gpus():
         pytest.skip("needs two GPUs")
 
 
-def profiled(tmp_path: Path, *configs: RunConfig) -> list[tuple[RunRecord, StepProfile]]:
+def profiled(tmp_path, *configs):
     """The runs, each with its explained profile."""
     (tmp_path / "parallel_models.py").symlink_to(
         Path(__file__).parents[1] / "parallel" / "models.py"
     )
     with contextlib.chdir(tmp_path):
         outcome = run_sweep(configs, tmp_path, Listener(), timeout_s=250)
-    found = {record.config: record for record in outcome.records}
-    assert [found[config].status for config in configs] == [Status.OK] * len(configs), (
+    records = {record.config: record for record in outcome.records}
+    assert [records[config].status for config in configs] == [Status.OK] * len(configs), (
         outcome.records
     )
     assert outcome.unexplained == ()
     return [
-        (found[config], decode_profile(explanation_path(config, tmp_path / "runs").read_bytes()))
+        (records[config], decode_profile(explanation_path(config, tmp_path / "runs").read_bytes()))
         for config in configs
     ]
 
 
-def sent_s(rank: RankTimes, which: str) -> list[float]:
+def sent_s(rank, which):
     """Time of collectives in each step, all of it or what is exposed."""
     rows = [getattr(row, which) for row in rank.communication if row.collective is None]
     return [sum(times) for times in zip(*rows, strict=True)]
 
 
-def computing_s(rank: RankTimes, phase: PhaseTimes) -> list[float]:
+def computing_s(rank, phase):
     """Time of a phase's kernels in each step, without collectives, which wait for the other
     rank.
     """
@@ -104,26 +104,24 @@ def computing_s(rank: RankTimes, phase: PhaseTimes) -> list[float]:
     return [kernels - sum(of_step) for kernels, *of_step in zip(phase.kernel_s, *sent, strict=True)]
 
 
-def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path: Path) -> None:
+def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path):
     slow = replace(WATCHED, model_factory="parallel_models:slow")
-    (record, found), (_, usual) = profiled(
+    (record, profile), (_, usual) = profiled(
         tmp_path, slow, replace(WATCHED, model_factory="parallel_models:good")
     )
-    quick, sleeper = sorted(found.ranks, key=lambda rank: rank.rank == FAULTY_RANK)
+    quick, sleeper = sorted(profile.ranks, key=lambda rank: rank.rank == FAULTY_RANK)
     longer = statistics.median(sent_s(quick, "exposed_s")) - statistics.median(
         sent_s(usual.ranks[0], "exposed_s")
     )
     assert longer == pytest.approx(SLEEP_S, rel=0.05)
     assert statistics.median(sent_s(sleeper, "exposed_s")) < SLEEP_S / 20
     assert statistics.median(quick.waited_s) == pytest.approx(SLEEP_S, rel=0.05)
-    entry = Explained(profile=found, profiled=record)
+    entry = Explained(profile=profile, profiled=record)
     (text,) = [text for text in findings(entry) if "Communication takes" in text]
     assert f"wait for rank {FAULTY_RANK} in 4 of 4 steps" in text
 
 
-def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(
-    tmp_path: Path,
-) -> None:
+def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(tmp_path):
     """36 MB of gradients are averaged while backward keeps the GPU busy, and after it; what is left
     is small.
 
@@ -144,7 +142,7 @@ def test_what_runs_beside_backward_is_overlapped_and_what_is_late_is_exposed(
         assert phases[LaunchPhase.COMMUNICATION] > 0.95 * sum(phases.values())
 
 
-def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
+def test_phases_of_each_rank_are_those_of_its_clock(tmp_path):
     """Eager, so that communication has a range of its own; each step against the events recorded
     in it.
     """
@@ -152,8 +150,8 @@ def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
         STEADY, model=replace(STEADY.model, attention=Attention.SDPA), optimizer=OptimizerKind.FUSED
     )
     watched = replace(eager, profiler=Profiler.KINETO, parallel=Parallel.DDP_OVERLAP)
-    ((record, found),) = profiled(tmp_path, watched)
-    for rank, clocked in zip(found.ranks, record.ranks, strict=True):
+    ((record, profile),) = profiled(tmp_path, watched)
+    for rank, clocked in zip(profile.ranks, record.ranks, strict=True):
         walls = {phase.phase.value: phase.wall_s for phase in rank.phases}
         for measured in clocked.measurements:
             if measured.phase is not Phase.STEP:
@@ -162,7 +160,7 @@ def test_phases_of_each_rank_are_those_of_its_clock(tmp_path: Path) -> None:
                 )
 
 
-def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
+def test_both_profilers_tell_the_same_of_each_rank(tmp_path):
     """A phase takes longer where a rank waits for the other one, and forward where the host
     launches its graph late.
     """
@@ -198,9 +196,9 @@ def test_both_profilers_tell_the_same_of_each_rank(tmp_path: Path) -> None:
     shortest = [
         min(
             statistics.median(sent_s(rank, "total_s")) - statistics.median(rank.waited_s)
-            for rank in own.ranks
+            for rank in profile.ranks
         )
-        for own in (of_nsys, of_kineto)
+        for profile in (of_nsys, of_kineto)
     ]
     print("collectives in s, without waits:", shortest)
     assert shortest[0] == pytest.approx(shortest[1], rel=0.02)

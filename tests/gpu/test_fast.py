@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -59,7 +58,7 @@ print(json.dumps({"shape": list(found.shape), "logits": away, "loss": abs(replay
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("arch", ["cs336", "gpt2"])
-def test_logits_and_loss_are_those_of_the_reference(arch: str, fp8: bool) -> None:
+def test_logits_and_loss_are_those_of_the_reference(arch, fp8):
     """Of a replayed graph. The reference is eager, in fp32, with attention written out.
 
     In a fresh process: the shape checks of tests do not compile.
@@ -73,10 +72,10 @@ def test_logits_and_loss_are_those_of_the_reference(arch: str, fp8: bool) -> Non
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["shape"] == [4, 128, 1001]
-    assert found["logits"] < (0.15 if fp8 else 0.02)
-    assert found["loss"] < (1e-2 if fp8 else 1e-3)
+    result = json.loads(done.stdout)
+    assert result["shape"] == [4, 128, 1001]
+    assert result["logits"] < (0.15 if fp8 else 0.02)
+    assert result["loss"] < (1e-2 if fp8 else 1e-3)
 
 
 CHANGED = """
@@ -125,7 +124,7 @@ print(
 """
 
 
-def changed(**changes: object) -> dict[str, Any]:
+def changed(**changes):
     """What the step with these changes does, in a fresh process: memory is its own, and shape
     checks do not compile.
     """
@@ -139,24 +138,23 @@ def changed(**changes: object) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     print(changes, done.stdout)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
-def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_once() -> None:
+def test_selective_checkpoints_in_graphs_give_the_same_losses_and_run_attention_once():
     """Blocks of one kind are compiled once."""
     selective = {"checkpoint_blocks": 1, "selective_checkpoints": True}
     plain, *others = changed(), changed(**selective), changed(**selective, keep_hidden=4)
-    for found in others:
-        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
-        assert found["attention"] == plain["attention"] == 6
-        assert found["peak"] == pytest.approx(found["foretold"], rel=0.05)
-    assert [found["graphs"] for found in (plain, *others)] == [1, 1, 2]
+    for result in others:
+        assert result["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+        assert result["attention"] == plain["attention"] == 6
+        assert result["peak"] == pytest.approx(result["foretold"], rel=0.05)
+    assert [result["graphs"] for result in (plain, *others)] == [1, 1, 2]
 
 
-def test_moments_in_bf16_are_the_same_training_in_less_memory() -> None:
+def test_moments_in_bf16_are_the_same_training_in_less_memory():
     """2 bytes less for each of two moments of a parameter."""
-    plain, found = changed(), changed(bf16_moments=True)
-    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-3)
-    assert plain["peak"] - found["peak"] == pytest.approx(4 * found["parameters"], rel=0.01)
-    assert found["peak"] == pytest.approx(found["foretold"], rel=0.05)
+    plain, result = changed(), changed(bf16_moments=True)
+    assert result["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+    assert plain["peak"] - result["peak"] == pytest.approx(4 * result["parameters"], rel=0.01)
+    assert result["peak"] == pytest.approx(result["foretold"], rel=0.05)

@@ -25,7 +25,7 @@ TRANSFORMERS = [
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("factory", [*DRAWN, *TRANSFORMERS])
-def test_peaks_are_those_foretold(factory: str, precision: Precision) -> None:
+def test_peaks_are_those_foretold(factory, precision):
     """`pytest -m gpu tests/gpu/test_foretold.py -s -k mixtral` prints both peaks."""
     if factory in TRANSFORMERS:
         pytest.importorskip("transformers")

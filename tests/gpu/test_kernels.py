@@ -4,22 +4,20 @@ name.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336.analysis.kernels.explain import explain
 from cs336.analysis.kernels.phases import LaunchPhase
-from cs336.analysis.kernels.step_profile import PhaseTimes, StepProfile, decode_profile
+from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.config import SIZES, Attention, Device, Mode, Phase, Profiler, RunConfig
 from cs336.measure.run import measure
 from cs336.model.transformer import TransformerLM
-from cs336.record import RunRecord, Status
+from cs336.record import Status
 from cs336.report.sections.kernels.findings import findings
 from cs336.report.sections.kernels.tables import Explained
 from cs336.sweep.run import run_sweep
@@ -32,28 +30,26 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TIMED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
-def config_of(size: str, context_length: int = 512, **changes: object) -> RunConfig:
+def config_of(size, context_length=512, **changes):
     model = replace(SIZES[size], context_length=context_length)
     return RunConfig(size=size, model=model, device=Device.CUDA, measured_steps=5, **changes)
 
 
-def phase(profile: StepProfile, name: str) -> PhaseTimes:
+def phase(profile, name):
     return next(times for times in profile.phases if times.phase == name)
 
 
-def num_unattributed(profile: StepProfile) -> int:
+def num_unattributed(profile):
     return sum(
         sum(times.launches) for times in profile.phases if times.phase is LaunchPhase.UNATTRIBUTED
     )
 
 
-def mean_s(times_s: tuple[float, ...]) -> float:
+def mean_s(times_s):
     return sum(times_s) / len(times_s)
 
 
-def profiled(
-    config: RunConfig, tmp_path: Path, model: nn.Module | None = None
-) -> tuple[RunRecord, StepProfile]:
+def profiled(config, tmp_path, model=None):
     """The run in this process under torch.profiler."""
     watched = replace(config, profiler=Profiler.KINETO)
     record = measure(watched, model, profile=tmp_path / "trace.json.gz")
@@ -62,7 +58,7 @@ def profiled(
 
 
 @pytest.fixture
-def after_optimizer() -> Iterator[Callable[[Callable[[torch.optim.Optimizer], object]], None]]:
+def after_optimizer():
     """Does something at the end of every optimizer step, inside its range."""
     handles = []
     yield lambda act: handles.append(
@@ -76,9 +72,7 @@ def after_optimizer() -> Iterator[Callable[[Callable[[torch.optim.Optimizer], ob
     ("changes", "attention_products"),
     [({}, 2), ({"mode": Mode.FORWARD_BACKWARD}, 2), ({"model": {"attention": Attention.SDPA}}, 0)],
 )
-def test_eager_models_launch_seven_products_a_layer_and_one(
-    changes: dict, attention_products: int, tmp_path: Path
-) -> None:
+def test_eager_models_launch_seven_products_a_layer_and_one(changes, attention_products, tmp_path):
     shape = changes.pop("model", {})
     config = config_of("small", 128, **changes)
     config = replace(config, model=replace(config.model, **shape))
@@ -100,7 +94,7 @@ in each run.
 
 
 @pytest.mark.alone
-def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
+def test_nsys_kineto_and_events_see_the_same(tmp_path):
     """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not
     matter to the GPU.
     """
@@ -136,29 +130,29 @@ def test_nsys_kineto_and_events_see_the_same(tmp_path: Path) -> None:
 class Pausing(nn.Module):
     """The model, and a pause of the host or of the device in each forward pass."""
 
-    def __init__(self, model: nn.Module, pause: Callable[[], None]) -> None:
+    def __init__(self, model, pause):
         super().__init__()
         self.model, self.pause = model, pause
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         logits = self.model(tokens)
         self.pause()
         return logits
 
 
-def small_model() -> tuple[RunConfig, nn.Module]:
+def small_model():
     config = config_of("small", 256)
     with torch.device("cuda"):
         return config, TransformerLM(config.model)
 
 
-def wait_and_sleep() -> None:
+def wait_and_sleep():
     torch.cuda.synchronize()
     time.sleep(0.03)
 
 
 @pytest.mark.alone
-def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
+def test_a_host_that_sleeps_in_forward_is_named(tmp_path):
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, wait_and_sleep))
     said = " ".join(findings(Explained(profile=profile)))
@@ -171,7 +165,7 @@ def test_a_host_that_sleeps_in_forward_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> None:
+def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path):
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, lambda: torch.cuda._sleep(100_000_000)))
     said = " ".join(findings(Explained(profile=profile)))
@@ -182,10 +176,8 @@ def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path: Path) -> N
     )
 
 
-def test_an_item_in_the_optimizer_is_named(
-    after_optimizer: Callable[[Callable[[torch.optim.Optimizer], object]], None], tmp_path: Path
-) -> None:
-    def look_at_every_weight(optimizer: torch.optim.Optimizer) -> None:
+def test_an_item_in_the_optimizer_is_named(after_optimizer, tmp_path):
+    def look_at_every_weight(optimizer):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.flatten()[0].item()
@@ -208,7 +200,7 @@ def test_an_item_in_the_optimizer_is_named(
 
 
 @pytest.mark.alone
-def test_a_model_too_small_for_the_gpu_is_named(tmp_path: Path) -> None:
+def test_a_model_too_small_for_the_gpu_is_named(tmp_path):
     big = " ".join(findings(Explained(profile=profiled(config_of("large"), tmp_path)[1])))
     _, profile = profiled(config_of("tiny", 64), tmp_path)
     said = " ".join(findings(Explained(profile=profile)))

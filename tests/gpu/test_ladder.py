@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
-def climb(directory: Path, *words: str) -> dict[str, dict[str, str]]:
+def climb(directory, *words):
     """The rows of ladder.csv by rung, of a ladder run as a user types it."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -31,7 +31,7 @@ def climb(directory: Path, *words: str) -> dict[str, dict[str, str]]:
         return {row["rung"]: row for row in csv.DictReader(file)}
 
 
-def test_rungs_pass_the_gate_and_give_their_reasons(tmp_path: Path) -> None:
+def test_rungs_pass_the_gate_and_give_their_reasons(tmp_path):
     rows = climb(
         tmp_path,
         "--size",

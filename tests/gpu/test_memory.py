@@ -3,13 +3,12 @@ allocator's own count.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from cs336.analysis.memory.explain import explain_memory
-from cs336.analysis.memory.profile import Category, MemoryProfile, Moment
+from cs336.analysis.memory.profile import Category
 from cs336.config import (
     SIZES,
     Attention,
@@ -24,14 +23,15 @@ from cs336.costs.accounting import count_parameters
 from cs336.costs.memory import predicted_peak_bytes
 from cs336.measure.nvml import usable_gpu_bytes
 from cs336.measure.run import measure
-from cs336.record import RunRecord, Status
+from cs336.record import Status
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def config_of(size: str = "small", context_length: int = 256, **changes: object) -> RunConfig:
+def config_of(size="small", context_length=256, **changes):
     attention = changes.pop("attention", Attention.NAIVE)
-    model = replace(SIZES[size], context_length=context_length, attention=attention)  # type: ignore[arg-type]
+    shape = {"context_length": context_length, "attention": attention}
+    model = replace(SIZES[size], **shape)
     return RunConfig(
         size=size,
         model=model,
@@ -40,26 +40,24 @@ def config_of(size: str = "small", context_length: int = 256, **changes: object)
         measured_steps=2,
         profiler=Profiler.MEMORY,
         **changes,
-    )  # type: ignore[arg-type]
+    )
 
 
-def recorded(config: RunConfig, tmp_path: Path) -> tuple[RunRecord, MemoryProfile]:
+def recorded(config, tmp_path):
     record = measure(config, profile=tmp_path / "snapshot.pickle")
     return record, explain_memory(tmp_path / "snapshot.pickle")
 
 
-def requested(moment: Moment, category: Category) -> int:
+def requested(moment, category):
     return next(
-        (found.requested_bytes for found in moment.categories if found.category is category), 0
+        (entry.requested_bytes for entry in moment.categories if entry.category is category), 0
     )
 
 
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("attention", Attention)
-def test_categories_add_up_and_are_what_the_closed_form_says(
-    mode: Mode, precision: Precision, attention: Attention, tmp_path: Path
-) -> None:
+def test_categories_add_up_and_are_what_the_closed_form_says(mode, precision, attention, tmp_path):
     config = config_of(mode=mode, precision=precision, attention=attention)
     record, profile = recorded(config, tmp_path)
     assert record.status is Status.OK, record.failure
@@ -67,12 +65,12 @@ def test_categories_add_up_and_are_what_the_closed_form_says(
     assert len(profile.boundaries) == 2 * (1 + len(config.phases))
     for moment in profile.boundaries:
         assert (
-            sum(found.num_bytes for found in moment.categories)
+            sum(entry.num_bytes for entry in moment.categories)
             == moment.allocated_bytes
             == moment.counted_bytes
         )
         assert (
-            sum(found.requested_bytes for found in moment.categories)
+            sum(entry.requested_bytes for entry in moment.categories)
             == moment.counted_requested_bytes
         )
         assert requested(moment, Category.PARAMETERS) == 4 * num_parameters
@@ -88,7 +86,7 @@ def test_categories_add_up_and_are_what_the_closed_form_says(
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_what_a_checkpoint_keeps_is_its_input(blocks: int, tmp_path: Path) -> None:
+def test_what_a_checkpoint_keeps_is_its_input(blocks, tmp_path):
     config = config_of(checkpoint_blocks=blocks)
     record, profile = recorded(config, tmp_path)
     assert record.status is Status.OK, record.failure
@@ -105,7 +103,7 @@ def test_what_a_checkpoint_keeps_is_its_input(blocks: int, tmp_path: Path) -> No
     )
 
 
-def test_low_precision_copies_are_a_category_of_their_own(tmp_path: Path) -> None:
+def test_low_precision_copies_are_a_category_of_their_own(tmp_path):
     config = config_of(precision=Precision.BF16, optimizer=OptimizerKind.FUSED, cast_once=True)
     _, profile = recorded(config, tmp_path)
     start, model = profile.boundaries[0], config.model
@@ -118,7 +116,7 @@ def test_low_precision_copies_are_a_category_of_their_own(tmp_path: Path) -> Non
     assert requested(start, Category.PARAMETERS) == 4 * count_parameters(model)
 
 
-def test_running_out_of_memory_leaves_its_evidence(tmp_path: Path) -> None:
+def test_running_out_of_memory_leaves_its_evidence(tmp_path):
     limit = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(3 * 2**30 / limit)
     try:
@@ -130,5 +128,5 @@ def test_running_out_of_memory_leaves_its_evidence(tmp_path: Path) -> None:
     assert profile.peak.allocated_bytes <= 3 * 2**30
 
 
-def test_what_programs_can_have_is_what_cuda_says() -> None:
+def test_what_programs_can_have_is_what_cuda_says():
     assert usable_gpu_bytes() == pytest.approx(torch.cuda.mem_get_info()[1], abs=64 * 2**20)

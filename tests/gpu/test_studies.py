@@ -1,11 +1,9 @@
 """The attention grid and the fusion study where their numbers count: on a GPU."""
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336.config import Device, Phase, Precision
 from cs336.costs.hardware import find_device
@@ -17,7 +15,6 @@ from cs336.studies.operators import (
     AttentionGrid,
     CellResult,
     FusionGrid,
-    FusionRow,
     Implementation,
     Op,
     Version,
@@ -54,8 +51,8 @@ FUSION = FusionGrid(
 
 # What stands in for the study's own function in the worker: found there by name, so at the top of
 # the module.
-def out_of_memory_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
-    def too_much(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def out_of_memory_at_512(grid, rows):
+    def too_much(q, k, v):
         return q * torch.empty(2**42, device="cuda")[0]
 
     return [
@@ -64,8 +61,8 @@ def out_of_memory_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> lis
     ]
 
 
-def device_assert_at_512(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
-    def out_of_bounds(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def device_assert_at_512(grid, rows):
+    def out_of_bounds(q, k, v):
         picked = q.flatten()[torch.full((8,), q.numel() + 7, device="cuda")]
         torch.cuda.synchronize()
         return q * picked.sum()
@@ -87,8 +84,8 @@ class DeviceAssertGrid(AttentionGrid):
 @pytest.mark.parametrize(
     ("kind", "status"), [(OutOfMemoryGrid, Status.OOM), (DeviceAssertGrid, Status.CUDA_ERROR)]
 )
-def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status: Status) -> None:
-    grid = kind(**{each.name: getattr(GRID, each.name) for each in fields(GRID)})
+def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status):
+    grid = kind(**{field.name: getattr(GRID, field.name) for field in fields(GRID)})
     before, failed, after = run_study(grid).results
     assert (before.status, failed.status, after.status) == (Status.OK, status, Status.OK), (
         failed.failure
@@ -99,7 +96,7 @@ def test_a_cell_that_fails_on_the_device_leaves_the_next_one_whole(kind, status:
     assert after.memory.saved_bytes == naive_saved_bytes(GRID, after.cell)
 
 
-def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
+def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so():
     """The T x T matrix alone is larger than the device; the fused kernel never makes it."""
     total = torch.cuda.get_device_properties(0).total_memory
     context_length = 1024
@@ -121,7 +118,7 @@ def test_the_grid_runs_out_of_memory_where_the_closed_form_says_so() -> None:
     assert flash.status is Status.OK, flash.failure
 
 
-def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
+def measured_alone(grid, cell):
     """The result of a cell with nothing in the allocator's cache."""
     blank = CellResult(cell=cell, status=Status.OK)
     (row,), is_fit = attempt(grid, Cell(label=cell.label, rows=(blank,)), measure_attention)
@@ -131,7 +128,7 @@ def measured_alone(grid: AttentionGrid, cell: AttentionCell) -> CellResult:
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("causal", [False, True])
-def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) -> None:
+def test_measured_memory_is_the_closed_form(precision, causal):
     grid = replace(GRID, causal=causal)
     cell = AttentionCell(
         implementation=Implementation.NAIVE, precision=precision, d_head=64, context_length=1024
@@ -146,7 +143,7 @@ def test_measured_memory_is_the_closed_form(precision: Precision, causal: bool) 
     assert fused.saved_bytes < 2 * rows_bytes(grid, flash)
 
 
-def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
+def test_flash_has_no_kernel_for_fp32_and_says_why():
     (result,) = run_study(
         replace(GRID, context_lengths=(256,), implementations=(Implementation.FLASH,))
     ).results
@@ -155,7 +152,7 @@ def test_flash_has_no_kernel_for_fp32_and_says_why() -> None:
 
 
 @pytest.fixture(scope="module")
-def forward() -> dict[tuple[Op, Version], FusionRow]:
+def forward():
     study = run_study(FUSION)
     for row in study.rows:
         assert row.status is Status.OK, (row.op, row.version, row.failure)
@@ -164,7 +161,7 @@ def forward() -> dict[tuple[Op, Version], FusionRow]:
 
 
 @pytest.mark.alone
-def test_compiling_makes_one_kernel_of_many(forward: dict[tuple[Op, Version], FusionRow]) -> None:
+def test_compiling_makes_one_kernel_of_many(forward):
     kernels = {key: row.kernels for key, row in forward.items()}
     assert len(kernels[Op.GELU, Version.EAGER]) > 5
     assert len(kernels[Op.SOFTMAX, Version.EAGER]) >= 5
@@ -176,14 +173,12 @@ def test_compiling_makes_one_kernel_of_many(forward: dict[tuple[Op, Version], Fu
         assert len(kernels[op, Version.FUSED]) == 1, kernels[op, Version.FUSED]
 
 
-def rate_of(row: FusionRow) -> float:
+def rate_of(row):
     return row.must_move_bytes / row.measurement.median_s
 
 
 @pytest.mark.alone
-def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(
-    forward: dict[tuple[Op, Version], FusionRow],
-) -> None:
+def test_fewer_bytes_take_less_time_and_none_move_faster_than_the_memory(forward):
     eager, compiled = forward[Op.GELU, Version.EAGER], forward[Op.GELU, Version.COMPILED]
     assert eager.moved_bytes == 9 * eager.must_move_bytes
     assert eager.measurement.median_s > 4 * compiled.measurement.median_s

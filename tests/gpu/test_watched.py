@@ -94,10 +94,10 @@ def test_phases_are_those_of_the_benchmark(loop):
     expected = measure(CONFIG)
     watched = watch(*loop[:2], warmup_steps=0)
     train(watched, *loop)
-    found = watched.record()
+    result = watched.record()
     watched.remove()
     for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
-        ours, theirs = (median(record.measurement(phase).times_s) for record in (found, expected))
+        ours, theirs = (median(record.measurement(phase).times_s) for record in (result, expected))
         print(f"{phase}: {1e3 * ours:.3f} ms watched, {1e3 * theirs:.3f} ms benchmark")
         assert ours == pytest.approx(theirs, rel=0.03)
 

@@ -5,14 +5,13 @@ same kernels.
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cs336.analysis.kernels.phases import LaunchPhase
-from cs336.analysis.kernels.step_profile import StepProfile, decode_profile
+from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.config import (
     EAGER_STEPS_BEFORE_GRAPH,
     Arch,
@@ -66,7 +65,7 @@ OTHERS = {
 }
 
 
-def run_all(configs: list[RunConfig], runs: Path) -> None:
+def run_all(configs, runs):
     for config in configs:
         record = run_here(config, runs)
         write_record(record, runs)
@@ -74,7 +73,7 @@ def run_all(configs: list[RunConfig], runs: Path) -> None:
             explain_run(config, runs)
 
 
-def watched(config: RunConfig, folder: Path) -> dict[Profiler, StepProfile]:
+def watched(config, folder):
     """What the profilers of kernels saw, in fresh processes: torch.profiler slows the launches
     of its own for good.
     """
@@ -98,12 +97,12 @@ def watched(config: RunConfig, folder: Path) -> dict[Profiler, StepProfile]:
     }
 
 
-def launches(profile: StepProfile) -> dict[LaunchPhase, set[int]]:
+def launches(profile):
     return {phase.phase: set(phase.launches) for phase in profile.phases if any(phase.launches)}
 
 
 @pytest.mark.parametrize("kind", [*EAGER, *OTHERS])
-def test_all_watchers_see_the_same_run(kind: str, tmp_path: Path) -> None:
+def test_all_watchers_see_the_same_run(kind, tmp_path):
     config = (EAGER | OTHERS)[kind]
     if kind == "fast":
         config = fastest(config, torch.cuda.get_device_name())
@@ -119,7 +118,7 @@ def test_all_watchers_see_the_same_run(kind: str, tmp_path: Path) -> None:
     assert launches(seen[Profiler.NSYS]) == launches(seen[Profiler.KINETO])
 
 
-def check_modules(profile: StepProfile, config: RunConfig) -> None:
+def check_modules(profile, config):
     """The modules of each phase are all there, and no range stands inside one that should have
     been closed.
     """
@@ -140,14 +139,14 @@ def check_modules(profile: StepProfile, config: RunConfig) -> None:
         else set()
     )
     for phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD):
-        found = {module.path for module in profile.modules if module.phase is phase}
-        if not found:
+        paths = {module.path for module in profile.modules if module.phase is phase}
+        if not paths:
             assert phase.value not in config.phases
         elif phase is LaunchPhase.FORWARD:
-            assert modules | of_attention <= found
-            assert found <= modules | of_attention | around | {("loss",)}
+            assert modules | of_attention <= paths
+            assert paths <= modules | of_attention | around | {("loss",)}
         else:
-            assert modules <= found
-            assert found <= modules | around | again
+            assert modules <= paths
+            assert paths <= modules | around | again
     told = {phase.phase for phase in profile.phases if any(phase.recomputed_s)}
     assert told == ({LaunchPhase.BACKWARD} if config.checkpoint_blocks else set())

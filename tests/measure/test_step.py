@@ -22,8 +22,8 @@ from cs336.config import (
 )
 from cs336.measure.clock import HostClock
 from cs336.measure.step import TrainingStep
-from cs336.model.trainable import call_factory
 from cs336.model.transformer import TransformerLM
+from cs336.model.user_code import call_factory
 from tests.conftest import HostTime
 from tests.model.fast.steps import EPS, OF_AN_UPDATE, of_losses, roundings, with_smooth_updates
 from tests.rounding import of_chain, of_walk

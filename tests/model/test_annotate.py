@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import nvtx
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -41,15 +41,16 @@ class Span:
     event: FunctionEvent
     children: list["Span"] = field(default_factory=list)
 
-    def names(self) -> list[object]:
-        return [
-            item
-            for child in self.children
-            for item in (child.event.name, *([child.names()] if child.children else []))
-        ]
+    def names(self):
+        names = []
+        for child in self.children:
+            names.append(child.event.name)
+            if child.children:
+                names.append(child.names())
+        return names
 
 
-def spans(events: list[FunctionEvent]) -> Span:
+def spans(events):
     """Tree of the ranges among `events`; two that overlap without one holding the other are an
     error.
     """
@@ -69,10 +70,10 @@ def spans(events: list[FunctionEvent]) -> Span:
     return root
 
 
-def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
+def innermost(events, operator):
     """Of each call of `operator`, the name of the shortest range around it."""
 
-    def around(call: FunctionEvent) -> str:
+    def around(call):
         holding = [
             e
             for e in events
@@ -90,7 +91,7 @@ def innermost(events: list[FunctionEvent], operator: str) -> Counter[str]:
     return Counter(around(event) for event in events if event.name == operator)
 
 
-def make(arch: Arch, device: str = "cpu") -> tuple[TransformerLM, torch.Tensor]:
+def make(arch, device="cpu"):
     torch.manual_seed(0)
     config = ModelConfig(
         arch=arch,
@@ -105,7 +106,7 @@ def make(arch: Arch, device: str = "cpu") -> tuple[TransformerLM, torch.Tensor]:
         return TransformerLM(config), torch.randint(config.vocab_size, (3, 7))
 
 
-def loss_of(model: TransformerLM, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(model, tokens):
     return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
@@ -117,7 +118,7 @@ def recording():
     assert not profiling._thread.records, "a range was left open"
 
 
-def test_ranges_nest_and_close_on_error(recording) -> None:
+def test_ranges_nest_and_close_on_error(recording):
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         with (
             pytest.raises(RuntimeError, match="boom"),
@@ -136,7 +137,7 @@ def test_ranges_nest_and_close_on_error(recording) -> None:
     ]
 
 
-def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch) -> None:
+def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch):
     """The only names that `nsys profile --nvtx-capture=measure` looks at; a range ends where an
     exception passes.
     """
@@ -171,9 +172,9 @@ def test_nvtx_ranges_are_registered_strings_of_the_default_domain(monkeypatch) -
 
 @pytest.mark.parametrize("annotator", [Annotator.NONE, Annotator.RECORD_FUNCTION])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_vanishes_while_compiling(backend, annotator) -> None:
+def test_vanishes_while_compiling(backend, annotator):
     @torch.compile(fullgraph=True, backend=backend)
-    def double(x: torch.Tensor) -> torch.Tensor:
+    def double(x):
         with annotate(Range.FFN), annotate(Range.NORM):
             return x + x
 
@@ -187,7 +188,7 @@ def test_vanishes_while_compiling(backend, annotator) -> None:
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_forward_ranges(arch, recording) -> None:
+def test_forward_ranges(arch, recording):
     model, tokens = make(arch)
     with profile(activities=[ProfilerActivity.CPU]) as prof, torch.no_grad():
         model(tokens)
@@ -212,7 +213,7 @@ FUSED = {
 
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("arch", list(Arch))
-def test_backward_ranges(arch, is_fused, recording) -> None:
+def test_backward_ranges(arch, is_fused, recording):
     """Those of fused blocks too, though a block's branch is added by the norm of the next block."""
     model, tokens = make(arch)
     computed = (
@@ -233,7 +234,7 @@ def test_backward_ranges(arch, is_fused, recording) -> None:
         assert innermost(prof.events(), "cs336::lookup_backward") == {"embedding": 1}
 
 
-def test_backward_operators_are_in_their_ranges(recording) -> None:
+def test_backward_operators_are_in_their_ranges(recording):
     """Backward of a linear layer is two matmuls, of attention's scores and values two batched
     ones each.
     """
@@ -262,7 +263,7 @@ def test_backward_operators_are_in_their_ranges(recording) -> None:
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
+def test_gradients_are_the_same_to_the_bit(arch, recording):
     gradients = []
     for hooked in (False, True):
         model, tokens = make(arch)
@@ -277,7 +278,7 @@ def test_gradients_are_the_same_to_the_bit(arch, recording) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> None:
+def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording):
     model, tokens = make(Arch.GPT2)
     with backward_ranges(own_names(model)):
         # its graph shares the nodes that accumulate into the parameters
@@ -297,7 +298,7 @@ def test_backward_ranges_stay_balanced_over_overlapping_graphs(recording) -> Non
     del unused
 
 
-def test_backward_ranges_leave_no_cycle(recording) -> None:
+def test_backward_ranges_leave_no_cycle(recording):
     model, tokens = make(Arch.CS336)
     gc.collect()
     gc.disable()
@@ -313,24 +314,24 @@ def test_backward_ranges_leave_no_cycle(recording) -> None:
         gc.enable()
 
 
-def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions() -> None:
+def test_modules_of_another_model_have_ranges_by_their_places_in_both_directions():
     class Layer(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.attention, self.step = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, *, hidden: Tensor) -> tuple[Tensor, None]:
+        def forward(self, *, hidden):
             return self.step(self.attention(hidden)), None
 
     class Other(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embedding, self.layers = (
                 nn.Embedding(11, 8),
                 nn.ModuleList(Layer() for _ in range(2)),
             )
 
-        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        def forward(self, tokens):
             hidden = self.embedding(tokens)
             for layer in self.layers:
                 hidden, _ = layer(hidden=hidden)

@@ -7,13 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 import pytest
 import torch
 
 from cs336.config import Device, ModelConfig, Parallel, RunConfig
-from cs336.model.batches import Batch, make_batches
+from cs336.model.batches import make_batches
 from cs336.model.tokens import open_tokens
 
 MODEL = ModelConfig(
@@ -22,7 +21,7 @@ MODEL = ModelConfig(
 CONFIG = RunConfig(size="custom", model=MODEL, batch_size=5)
 
 
-def assert_well_formed(batch: Batch, vocab_size: int = MODEL.vocab_size) -> None:
+def assert_well_formed(batch, vocab_size=MODEL.vocab_size):
     for part in batch:
         assert part.dtype == torch.int64
         assert part.shape == (5, 8)
@@ -32,7 +31,7 @@ def assert_well_formed(batch: Batch, vocab_size: int = MODEL.vocab_size) -> None
     assert torch.equal(tokens[:, 1:], targets[:, :-1]), "the targets are the tokens, shifted by one"
 
 
-def test_random_batches_follow_the_seed_and_stay_the_same() -> None:
+def test_random_batches_follow_the_seed_and_stay_the_same():
     batches = make_batches(CONFIG)
     batch = batches()
     assert_well_formed(batch)
@@ -44,13 +43,13 @@ def test_random_batches_follow_the_seed_and_stay_the_same() -> None:
     assert not torch.equal(batch[0], other[0])
 
 
-def token_file(path: Path, tokens: object, dtype: npt.DTypeLike = np.uint16) -> RunConfig:
+def token_file(path, tokens, dtype=np.uint16):
     np.save(path, np.asarray(tokens, dtype=dtype))
     return replace(CONFIG, tokens=str(path))
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, np.uint64, ">u2"])
-def test_batches_of_a_file_are_its_slices(tmp_path: Path, dtype: npt.DTypeLike) -> None:
+def test_batches_of_a_file_are_its_slices(tmp_path, dtype):
     """Every token is its own position, beyond the range of int16."""
     config = token_file(tmp_path / "tokens.npy", range(49_990), dtype)
     batches = make_batches(config)
@@ -67,7 +66,7 @@ def test_batches_of_a_file_are_its_slices(tmp_path: Path, dtype: npt.DTypeLike) 
     assert not torch.equal(drawn[0][0], other()[0])
 
 
-def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_path: Path) -> None:
+def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_path):
     tokens, targets = make_batches(token_file(tmp_path / "x.npy", range(9)))()
     assert torch.equal(tokens, torch.arange(8).expand(5, 8))
     assert torch.equal(targets, torch.arange(1, 9).expand(5, 8))
@@ -86,9 +85,7 @@ def test_a_file_just_long_enough_has_one_slice_and_every_token_is_reached(tmp_pa
         (np.uint64, 2**64 - 1),
     ],
 )
-def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(
-    tmp_path: Path, dtype: type, bad: int
-) -> None:
+def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(tmp_path, dtype, bad):
     config = token_file(tmp_path / "tokens.npy", [0, 1, 2, 3, 4, bad, 6, 7, 8], dtype)
     with pytest.raises(
         ValueError,
@@ -97,7 +94,7 @@ def test_a_token_outside_the_vocabulary_is_an_error_that_names_the_file(
         make_batches(config)()
 
 
-def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
+def test_a_file_is_mapped_and_not_read(tmp_path):
     path, length = tmp_path / "large.npy", 2**29
     with path.open("wb") as file:
         np.lib.format.write_array_header_1_0(
@@ -110,9 +107,7 @@ def test_a_file_is_mapped_and_not_read(tmp_path: Path) -> None:
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
 
 
-def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
-    tmp_path: Path,
-) -> None:
+def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(tmp_path):
     whole, objects = tmp_path / "whole.npy", tmp_path / "objects.npy"
     np.save(whole, np.arange(100, dtype=np.uint16))
     np.save(objects, np.array([{}], dtype=object), allow_pickle=True)
@@ -147,7 +142,7 @@ def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("array", "found"),
+    ("array", "result"),
     [
         (np.arange(100, dtype=np.float32), "1 axes of float32"),
         (np.ones(100, bool), "1 axes of bool"),
@@ -157,12 +152,12 @@ def test_no_broken_file_is_taken_for_tokens_and_none_is_unpickled_or_waited_for(
     ],
 )
 def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
-    tmp_path: Path, array: np.ndarray, found: str
-) -> None:
+    tmp_path, array, result
+):
     path = tmp_path / "it's.npy"
     np.save(path, array)
     with pytest.raises(
-        ValueError, match=f"{path}: needed one axis of integers, found {found}"
+        ValueError, match=f"{path}: needed one axis of integers, found {result}"
     ) as caught:
         open_tokens(path, context_length=4)
     if array.dtype.names is None and array.ndim:
@@ -179,15 +174,15 @@ def test_tokens_of_another_type_or_shape_come_with_the_line_that_converts_them(
 
 
 @pytest.mark.gpu
-def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path):
     """Also when the host runs ahead of the copies."""
     config = token_file(tmp_path / "x.npy", np.random.default_rng(0).integers(50_000, size=10**6))
     on_cpu, on_gpu = make_batches(config), make_batches(replace(config, device=Device.CUDA))
     torch.cuda._sleep(500_000_000)
     pairs = [(on_cpu(), on_gpu()) for _ in range(50)]
-    for expected, found in pairs:
-        assert found[0].is_cuda
-        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, found, strict=True))
+    for expected, result in pairs:
+        assert result[0].is_cuda
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, result, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -196,7 +191,7 @@ def test_ranks_share_the_batch_of_one_process(tmp_path, ranks):
     for tokens in (None, str(tmp_path / "t.npy")):
         whole = make_batches(replace(CONFIG, tokens=tokens, batch_size=2 * ranks))
         shared = replace(CONFIG, tokens=tokens, batch_size=2, parallel=Parallel.DDP, ranks=ranks)
-        each = [make_batches(shared, rank) for rank in range(ranks)]
+        by_rank = [make_batches(shared, rank) for rank in range(ranks)]
         for _ in range(3):
-            for expected, *parts in zip(whole(), *(batches() for batches in each), strict=True):
+            for expected, *parts in zip(whole(), *(batches() for batches in by_rank), strict=True):
                 assert torch.equal(torch.cat(parts), expected)

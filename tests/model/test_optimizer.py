@@ -16,20 +16,20 @@ SHAPES = ((5, 3), (7,), (2, 1, 3))
 SETTINGS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+def parameters(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [
         torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES
     ]
 
 
-def set_gradients(params: list[torch.nn.Parameter], step: int) -> None:
+def set_gradients(params, step):
     generator = torch.Generator().manual_seed(100 + step)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
 
 
-def run(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], steps: range) -> None:
+def run(optimizer, params, steps):
     for step in steps:
         set_gradients(params, step)
         optimizer.step()
@@ -38,7 +38,7 @@ def run(optimizer: torch.optim.Optimizer, params: list[torch.nn.Parameter], step
 @pytest.mark.parametrize("weight_decay", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_follows_torch(kind, dtype, weight_decay) -> None:
+def test_every_kind_follows_torch(kind, dtype, weight_decay):
     settings = SETTINGS | {"weight_decay": weight_decay}
     ours, theirs = parameters(dtype), parameters(dtype)
     run(make_optimizer(kind, ours, **settings), ours, range(20))
@@ -47,7 +47,7 @@ def test_every_kind_follows_torch(kind, dtype, weight_decay) -> None:
     torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed * SETTINGS["lr"])
 
 
-def test_the_optimizer_of_masters_follows_torch() -> None:
+def test_the_optimizer_of_masters_follows_torch():
     ours, theirs = parameters(), parameters()
     run(MasterAdamW([whole(parameter) for parameter in ours], **SETTINGS), ours, range(20))
     run(torch.optim.AdamW(theirs, **SETTINGS, foreach=False), theirs, range(20))
@@ -55,7 +55,7 @@ def test_the_optimizer_of_masters_follows_torch() -> None:
     torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed * SETTINGS["lr"])
 
 
-def test_steps_on_the_host_alone() -> None:
+def test_steps_on_the_host_alone():
     p = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
     optimizer = AdamW([p])
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_steps_on_the_host_alone() -> None:
     assert optimizer.state[p]["step"] == 2
 
 
-def test_resumes_from_a_state_dict() -> None:
+def test_resumes_from_a_state_dict():
     straight, resumed = parameters(), parameters()
     run(AdamW(straight, **SETTINGS), straight, range(6))
     first = AdamW(resumed, **SETTINGS)
@@ -76,7 +76,7 @@ def test_resumes_from_a_state_dict() -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_are_refused():
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="dense gradients"):

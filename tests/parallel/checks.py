@@ -3,6 +3,7 @@
 import functools
 from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ from cs336.measure.memory import MemoryRecorder
 from cs336.measure.step import TrainingStep
 from cs336.model.transformer import TransformerLM
 from cs336.parallel.collectives import TrafficCounter
-from cs336.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP, ShardedOptimizer
+from cs336.parallel.data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
 from cs336.parallel.fully_sharded import FSDP
+from cs336.parallel.sharded_optimizer import ShardedOptimizer
 from cs336.parallel.ways import TorchDDP, TorchFSDP
 from tests.measure.allocator import make_up_allocator
 from tests.parallel.fast import config_of, of_all_ranks, sent_by
@@ -50,6 +52,13 @@ OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),
 }
+
+NOTED = "token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head"
+"""Modules whose weights in forward are noted."""
+
+
+NOTED = "token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head"
+"""Modules whose weights in forward are noted."""
 
 
 class WithSpareParameters(nn.Module):
@@ -94,11 +103,12 @@ def loss_of(model, tokens):
 
 def weights_of(model):
     """All parameters whole; PyTorch's FSDP has parts of them, which it gathers."""
-    named = ((name, each.detach()) for name, each in model.named_parameters())
-    return {
-        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).cpu().clone()
-        for name, each in named
-    }
+    weights = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        weights[name] = weight.cpu().clone()
+    return weights
 
 
 class Trained(NamedTuple):
@@ -142,26 +152,26 @@ def train(
     low = [torch.bfloat16] if in_bf16 else []
     wrapped = WAYS[way](model, *low) if way else model
     seen = {}
-    for name in (
-        ("token_embeddings", "layers.1.ln1", "layers.1.attn.q_proj", "lm_head") if in_bf16 else ()
-    ):
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, _, name=name: seen.__setitem__(
-                name, (module.weight.dtype, tuple(module.weight.shape))
-            )
-        )
+
+    def note(name, module, _inputs):
+        seen[name] = (module.weight.dtype, tuple(module.weight.shape))
+
+    for name in NOTED if in_bf16 else ():
+        model.get_submodule(name).register_forward_pre_hook(functools.partial(note, name))
     make = OPTIMIZERS[optimizer]
     opt = ShardedOptimizer(wrapped.parameters(), make) if shard else make(wrapped.parameters())
-    own = BATCH // ranks
+    share = BATCH // ranks
     for number, tokens in enumerate(batches()[: STEPS * backwards], start=1):
         with torch.autocast(device(), *low, enabled=in_bf16):
-            loss = loss_of(wrapped, tokens[rank * own : (rank + 1) * own])
+            loss = loss_of(wrapped, tokens[rank * share : (rank + 1) * share])
         loss.backward()
         if number % backwards:
             continue
         if way:
             wrapped.finish_gradient_synchronization()
-        gradients = {each.grad.dtype for each in wrapped.parameters() if each.grad is not None}
+        gradients = {
+            parameter.grad.dtype for parameter in wrapped.parameters() if parameter.grad is not None
+        }
         opt.step()
         opt.zero_grad()
     weights = whole_parameters(wrapped) if isinstance(wrapped, FSDP) else weights_of(model)
@@ -170,13 +180,12 @@ def train(
 
 def whole_parameters(wrapped):
     """The parameters that the ranks have in parts, by their names in the module."""
-    sharded = (each for unit in wrapped._units for flat in unit.flats for each in flat.sharded)
-    whole = {
-        id(each.shard): of_all_ranks(each.shard)[: each.full.numel()].view(each.full.shape)
-        for each in sharded
-    }
+    whole = {}
+    for sharded in chain.from_iterable(flat.parameters for flat in wrapped._flats):
+        elements = of_all_ranks(sharded.shard)[: sharded.full.numel()]
+        whole[sharded.shard] = elements.view(sharded.full.shape)
     named = wrapped.module.named_parameters(remove_duplicate=False)
-    return {name: whole.get(id(each), each).detach().clone().cpu() for name, each in named}
+    return {name: whole.get(part, part).detach().clone().cpu() for name, part in named}
 
 
 def traffic_of(way, kind):
@@ -205,10 +214,7 @@ def shards():
     gathered = []
 
     def note(*_):
-        storages = [
-            flat.gathered.untyped_storage() for unit in wrapped._units for flat in unit.flats
-        ]
-        gathered.append(sum(each.nbytes() for each in storages))
+        gathered.append(sum(flat.gathered.untyped_storage().nbytes() for flat in wrapped._flats))
 
     for block in model.layers:
         block.attn.register_forward_pre_hook(note)
@@ -218,8 +224,8 @@ def shards():
         wrapped.finish_gradient_synchronization()
         note()
         between.append(gathered.pop())
-    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    gradients = {name: tuple(each.grad.shape) for name, each in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    gradients = {name: tuple(parameter.grad.shape) for name, parameter in model.named_parameters()}
     return shapes, gradients, between, gathered
 
 
@@ -231,16 +237,16 @@ def shared_states():
     model = make_model("gpt2", 0, torch.float32)
     named = list(model.named_parameters())
     opt = ShardedOptimizer(
-        [each for _, each in named[:7]], torch.optim.AdamW, lr=0.5, weight_decay=0.1
+        [parameter for _, parameter in named[:7]], torch.optim.AdamW, lr=0.5, weight_decay=0.1
     )
-    opt.add_param_group({"params": [each for _, each in named[7:]], "lr": 0.25})
+    opt.add_param_group({"params": [parameter for _, parameter in named[7:]], "lr": 0.25})
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.5**step)
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     opt.step()
     schedule.step()
     opt.step()
-    elements = sum(each["exp_avg"].numel() for each in opt.state.values())
+    elements = sum(state["exp_avg"].numel() for state in opt.state.values())
     return elements, [group["lr"] for group in opt.param_groups], weights_of(model)
 
 
@@ -266,6 +272,6 @@ def recorded(settings, folder):
             step(ObservedClock(HostClock(), recorder.mark))
         recorder.dump(path)
     kinds = Counter()
-    for each in read_notes(notes_path(path)).sightings:
-        kinds[each.kind.value] += each.num_bytes
+    for sighting in read_notes(notes_path(path)).sightings:
+        kinds[sighting.kind.value] += sighting.num_bytes
     return dict(kinds)

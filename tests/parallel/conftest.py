@@ -41,22 +41,24 @@ class Ranks:
         assert not ended, f"ranks have ended with exit codes {ended} before {name}{arguments}"
         for pipe in self._pipes:
             pipe.send((name, arguments, options))
-        found = {}
-        while len(found) < len(self._pipes):
-            ready = wait([pipe for pipe in self._pipes if pipe not in found], PATIENCE_S)
-            assert ready, f"no answer of {len(self._pipes) - len(found)} ranks to {name}{arguments}"
+        answers = {}
+        while len(answers) < len(self._pipes):
+            ready = wait([pipe for pipe in self._pipes if pipe not in answers], PATIENCE_S)
+            assert ready, (
+                f"no answer of {len(self._pipes) - len(answers)} ranks to {name}{arguments}"
+            )
             for pipe in ready:
                 try:
-                    found[pipe] = pipe.recv()
+                    answers[pipe] = pipe.recv()
                 except EOFError:
                     process = self._processes[pipe]
                     process.join()
                     pytest.fail(
                         f"a rank ended with exit code {process.exitcode} in {name}{arguments}"
                     )
-        failed = [said for is_good, said in found.values() if not is_good]
+        failed = [said for is_good, said in answers.values() if not is_good]
         assert not failed, "\n".join(failed)
-        return [found[pipe][1] for pipe in self._pipes]
+        return [answers[pipe][1] for pipe in self._pipes]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,7 +22,8 @@ from cs336.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336.model.fast.weights import whole
 from cs336.model.transformer import TransformerLM
 from cs336.parallel.collectives import TrafficCounter
-from cs336.parallel.fully_sharded import OwnsWeights, ShardedMasterAdamW
+from cs336.parallel.fast_sharded import ShardedMasterAdamW
+from cs336.parallel.packs import OwnsWeights
 from tests.model.fast.steps import EPS, with_smooth_updates
 
 STEPS, LEARNING_RATE = 3, 1e-2
@@ -40,31 +41,31 @@ def of_all_ranks(part):
         for _ in range(dist.get_world_size())
     ]
     dist.all_gather(parts, part.contiguous())
-    return torch.cat([each.view(-1) for each in parts])
+    return torch.cat([piece.view(-1) for piece in parts])
 
 
 def whole_masters(sharding, model):
     """The masters whole, by their names in the model: of several that are one tensor, each rank
     may have a part.
     """
-    shapes = {name: each.shape for name, each in TransformerLM(model).named_parameters()}
-    found = {}
+    shapes = {name: parameter.shape for name, parameter in TransformerLM(model).named_parameters()}
+    masters = {}
     for joined, weight in sharding.named_weights:
         names, values = joined.split(" + "), weight.values()
         is_part = values.shape != shapes[names[0]]
         flat = of_all_ranks(values) if is_part else values.reshape(-1)
         for name in names:
-            found[name] = flat[: shapes[name].numel()].view(shapes[name]).clone()
+            masters[name] = flat[: shapes[name].numel()].view(shapes[name]).clone()
             flat = flat[shapes[name].numel() :]
-    return found
+    return masters
 
 
 def sent_by(traffic):
     """Bytes that a rank sends, by collectives that both threads of gloo may complete at once."""
     assert dist.get_backend() == "nccl" or not UNSAFE_ON_GLOO & {
-        each.collective for each in traffic
+        counted.collective for counted in traffic
     }
-    return sum(each.sent_bytes for each in traffic)
+    return sum(counted.sent_bytes for counted in traffic)
 
 
 def config_of(arch, way="none", shard=False, ranks=1, device="cpu", num_layers=2, **changes):
@@ -119,22 +120,15 @@ def train(way, arch, shard, device="cpu", changes=None):
         losses.append(step(clock)[1].item())
     sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
     if isinstance(sharding, OwnsWeights):
-        masters = {
-            name: each.cpu() for name, each in whole_masters(sharding, step.config.model).items()
-        }
+        masters = whole_masters(sharding, step.config.model)
     else:
-        names = (name for name, _ in step.model.named_parameters())
-        masters = {
-            name: weight.values().cpu().clone()
-            for name, weight in zip(names, step.model.weights, strict=True)
-        }
+        names = [name for name, _ in step.model.named_parameters()]
+        values = [weight.values().clone() for weight in step.model.weights]
+        masters = dict(zip(names, values, strict=True))
+    masters = {name: master.cpu() for name, master in masters.items()}
     updated = sum(state["exp_avg"].numel() for state in step.optimizer.state.values())
-    copies = {
-        id(weight.copy.leaf): weight.copy.leaf.detach().cpu()
-        for weight in step.model.weights
-        if weight.copy
-    }
-    copies = [each.clone() for each in copies.values()]
+    leaves = dict.fromkeys(weight.copy.leaf for weight in step.model.weights if weight.copy)
+    copies = [leaf.detach().cpu().clone() for leaf in leaves]
     return masters, updated, losses, sent_by(counter.traffic()), copies
 
 
@@ -160,9 +154,8 @@ def train_frozen(way, shard):
     torch.manual_seed(0)
     model = TransformerLM(config.model)
     model.layers[1].requires_grad_(False)
-    before = {
-        name: each.detach().clone() for name, each in model.named_parameters() if each.ndim > 1
-    }
+    parameters = model.named_parameters()
+    before = {name: matrix.detach().clone() for name, matrix in parameters if matrix.ndim > 1}
     step = TrainingStep(config, model, rank=dist.get_rank())
     for _ in range(2):
         step(HostClock())
@@ -171,7 +164,7 @@ def train_frozen(way, shard):
     after = (
         whole_masters(sharding, config.model) if is_sharded else dict(step.model.named_parameters())
     )
-    return [name for name, each in before.items() if not torch.equal(after[name], each)]
+    return [name for name, matrix in before.items() if not torch.equal(after[name], matrix)]
 
 
 def rounded_away(values):
@@ -181,6 +174,35 @@ def rounded_away(values):
     magnitude, step = cut.double().abs(), 2.0 ** (torch.frexp(cut).exponent - 8).double()
     up = exact - magnitude >= step / 2
     return torch.copysign(magnitude + step * up, values.double()).bfloat16()
+
+
+def round_copies(weights, splits):
+    """Write the copies of the masters; with `splits` rounded as those of split masters are."""
+    for weight in weights:
+        if weight.copy and not splits:
+            weight.refresh()
+        elif weight.copy:
+            rounding = torch.Tensor.bfloat16 if weight.read else rounded_away
+            weight.copy.values.copy_(rounding(weight.master.detach()).view(-1))
+
+
+def gradients_of(step, batch, leaves):
+    """The loss of a batch, and the gradients of the leaves that have one."""
+    loss = step.forward(batch())
+    step.backward(loss)
+    gradients = {leaf: leaf.grad.clone() for leaf in leaves if leaf.grad is not None}
+    step.optimizer.zero_grad()
+    return loss.item(), gradients
+
+
+def give_to_masters(weights, gradients):
+    """Add up the gradients of master and copy as the master's, in fp32."""
+    for weight in weights:
+        total = gradients.get(weight.master, torch.zeros_like(weight.master))
+        weight.master.grad = total
+        if weight.copy:
+            of_copy = gradients[weight.copy.leaf].view(-1)[weight.copy.elements]
+            total.view(-1).add_(of_copy)
 
 
 def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
@@ -196,62 +218,34 @@ def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
     changes = dict(changes or {})
     splits = changes.pop("split_masters", False)
     config = config_of(arch, **changes)
+    shared = config_of(arch, "ddp-flat", ranks=ranks, **changes)
     torch.manual_seed(0)
     step = with_smooth_updates(TrainingStep(config))
-    batches = [
-        make_batches(config_of(arch, "ddp-flat", ranks=ranks, **changes), rank)
-        for rank in range(ranks)
-    ]
-    read = [weight.copy.leaf for weight in step.model.weights if weight.copy]
-    leaves = list({id(leaf): leaf for leaf in (*step.model.parameters(), *read)}.values())
-    of_masters = MasterAdamW(
-        [whole(weight.master) for weight in step.model.weights],
-        storage_of(config),
-        lr=config.learning_rate,
-        eps=EPS,
-    )
+    batches = [make_batches(shared, rank) for rank in range(ranks)]
+    weights = step.model.weights
+    read = [weight.copy.leaf for weight in weights if weight.copy]
+    leaves = list(dict.fromkeys([*step.model.parameters(), *read]))
+    masters = [whole(weight.master) for weight in weights]
+    of_masters = MasterAdamW(masters, storage_of(config), lr=config.learning_rate, eps=EPS)
     before = {name: master.detach().clone() for name, master in step.model.named_parameters()}
-
-    def round_copies():
-        for weight in step.model.weights:
-            if weight.copy and not splits:
-                weight.refresh()
-            elif weight.copy:
-                rounding = torch.Tensor.bfloat16 if weight.read else rounded_away
-                weight.copy.values.copy_(rounding(weight.master.detach()).view(-1))
-
-    round_copies()
+    round_copies(weights, splits)
     losses = []
     for _ in range(STEPS):
-        found = []
-        for batch in batches:
-            loss = step.forward(batch())
-            step.backward(loss)
-            found.append(
-                ([None if leaf.grad is None else leaf.grad.clone() for leaf in leaves], loss.item())
-            )
-            step.optimizer.zero_grad()
-        losses.append([loss for _, loss in found])
-        sums = {}
-        for leaf, *gradients in zip(leaves, *(gradients for gradients, _ in found), strict=True):
-            if gradients[0] is not None:
-                leaf.grad = sum(gradients) / ranks
-                is_wide = axes_in_fp32 is not None and leaf.ndim >= axes_in_fp32
-                sums[leaf] = (
-                    sum(gradient.float() for gradient in gradients) / ranks
-                    if is_wide
-                    else leaf.grad.float()
-                )
-        if axes_in_fp32 is not None:
-            for weight in step.model.weights:
-                weight.master.grad = sums.get(weight.master, torch.zeros_like(weight.master))
-                if weight.copy:
-                    weight.master.grad.view(-1).add_(
-                        sums[weight.copy.leaf].view(-1)[weight.copy.elements]
-                    )
-            of_masters.step()
-        else:
+        by_rank = [gradients_of(step, batch, leaves) for batch in batches]
+        losses.append([loss for loss, _ in by_rank])
+        means = {}
+        for leaf in by_rank[0][1]:
+            gradients = [of_rank[leaf] for _, of_rank in by_rank]
+            if axes_in_fp32 is not None and leaf.ndim >= axes_in_fp32:
+                gradients = [gradient.float() for gradient in gradients]
+            means[leaf] = sum(gradients) / ranks
+        if axes_in_fp32 is None:
+            for leaf, mean in means.items():
+                leaf.grad = mean
             step.optimizer.step()
-        round_copies()
+        else:
+            give_to_masters(weights, {leaf: mean.float() for leaf, mean in means.items()})
+            of_masters.step()
+        round_copies(weights, splits)
         step.optimizer.zero_grad()
-    return before, {name: each.detach() for name, each in step.model.named_parameters()}, losses
+    return before, {name: master.detach() for name, master in step.model.named_parameters()}, losses

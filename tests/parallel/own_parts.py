@@ -53,10 +53,10 @@ class Sharded(torch.optim.Optimizer):
     def __init__(self, params, optimizer_cls, **kwargs):
         self.every = list(params)
         super().__init__(self.every, {})
-        self.own = optimizer_cls(self.every[dist.get_rank() :: dist.get_world_size()], **kwargs)
+        self.local = optimizer_cls(self.every[dist.get_rank() :: dist.get_world_size()], **kwargs)
 
     def step(self, closure=None, **kwargs):
-        self.own.step(closure, **kwargs)
+        self.local.step(closure, **kwargs)
         for place, parameter in enumerate(self.every):
             dist.broadcast(parameter.data, place % dist.get_world_size())
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cs336.measure.step import TrainingStep
-from cs336.parallel import fully_sharded
+from cs336.parallel import packs
+from cs336.parallel.fast_sharded import ShardedMasterAdamW
 from tests.model.fast.steps import OF_AN_UPDATE
 from tests.parallel import fast
 from tests.rounding import of_chain
@@ -81,8 +82,8 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
     start, expected, losses = alone(two, arch, name, {"ddp-push": 1, "fsdp-push": 2}.get(way))
     results = two.call("tests.parallel.fast:train", way, arch, shard, "cpu", changes)
     shape = fast.config_of(arch, **changes).model
-    vectors = sum(each.numel() for each in expected.values() if each.ndim == 1)
-    matrices = sum(each.numel() for each in expected.values() if each.ndim > 1)
+    vectors = sum(master.numel() for master in expected.values() if master.ndim == 1)
+    matrices = sum(master.numel() for master in expected.values() if master.ndim > 1)
     table, head = shape.vocab_size * shape.d_model, 128 * shape.d_model
     for rank, (masters, updated, own_losses, sent, copies) in enumerate(results):
         assert own_losses == pytest.approx(
@@ -114,7 +115,7 @@ def test_training_on_two_ranks_is_that_of_one_process_that_averages(two, name, w
 def test_all_of_three_ranks_add_up_what_was_pushed_in_one_order(three, way):
     """In another order sums of three would be rounded otherwise."""
     first, *others = (
-        found for found, *_ in three.call("tests.parallel.fast:train", way, "cs336", False)
+        masters for masters, *_ in three.call("tests.parallel.fast:train", way, "cs336", False)
     )
     for other in others:
         assert all(torch.equal(other[name], master) for name, master in first.items())
@@ -136,12 +137,12 @@ def test_parts_of_packed_weights_of_which_some_are_frozen_are_refused(monkeypatc
     """A rank has a part of q and k, and another one of k and v."""
     step = TrainingStep(fast.config_of("cs336"))
     step.model.layers[1].attn.k_proj.requires_grad_(False)
-    monkeypatch.setattr(fully_sharded.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(fully_sharded.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(packs.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(packs.dist, "get_rank", lambda: 0)
     with pytest.raises(
         ValueError, match=r"layers\.1\.attn\.v_proj\.weight are one tensor.*freeze all or none"
     ):
-        fully_sharded.ShardedMasterAdamW(step.model, 1e-3)
+        ShardedMasterAdamW(step.model, 1e-3)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from cs336.config import Device, Parallel
 from cs336.measure.nvml import visible_gpus
-from cs336.model.fast.choose import FLASH_4, is_installed
+from cs336.model.fast.packages import FLASH_4, is_installed
 from cs336.record import Status
 from cs336.sweep.keep import Listener
 from cs336.sweep.run import run_sweep
@@ -75,12 +75,12 @@ def test_steps_in_graphs_are_those_of_data_parallelism(two, arch, packed):
         ("ddp-push", True),
     ):
         results = two.call("tests.parallel.fast:train", way, arch, shard, "cuda", changes)
-        for (expected, _, losses, *_), (found, _, own_losses, *_) in zip(
+        for (expected, _, losses, *_), (result, _, own_losses, *_) in zip(
             wanted, results, strict=True
         ):
             allowed = of_walk(torch.bfloat16, 2 * roundings(fast.config_of(arch).model))
             assert own_losses == pytest.approx(losses, rel=allowed)
-            assert distance(found, expected) < allowed
+            assert distance(result, expected) < allowed
 
 
 def used_bytes(uuids):

@@ -38,10 +38,10 @@ def test_own_parts_train_as_ours_do(two, parts):
         optimizer=OptimizerKind.OWN if "own_optimizer" in parts else OURS.optimizer,
         **parts,
     )
-    for (ours, _), (found, sizes) in zip(
+    for (ours, _), (result, sizes) in zip(
         two.call(f"{PARTS}:losses", OURS), two.call(f"{PARTS}:losses", config), strict=True
     ):
-        assert found == pytest.approx(ours, rel=of_chain(torch.float32, 2 * 3 * OF_AN_UPDATE))
+        assert result == pytest.approx(ours, rel=of_chain(torch.float32, 2 * 3 * OF_AN_UPDATE))
         assert sizes[-1:] == [config.bucket_mib] or "Bucketed" not in str(parts)
 
 

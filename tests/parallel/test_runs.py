@@ -79,9 +79,9 @@ def test_losses_are_those_of_one_process_with_the_whole_batch(swept, name):
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])
 def test_each_step_is_the_slowest_ranks(swept, name):
     record = swept[0][name]
-    assert [each.rank for each in record.ranks] == [*range(record.config.ranks)]
-    steps = [{each.phase: each.times_s for each in rank.measurements} for rank in record.ranks]
-    whole = {each.phase: each.times_s for each in record.measurements}
+    assert [rank.rank for rank in record.ranks] == [*range(record.config.ranks)]
+    steps = [times_by_phase(rank) for rank in record.ranks]
+    whole = times_by_phase(record)
     assert [*whole] == [
         Phase.FORWARD,
         Phase.BACKWARD,
@@ -102,19 +102,15 @@ def test_each_step_is_the_slowest_ranks(swept, name):
 def test_a_rank_that_sleeps_in_forward_is_found_and_the_other_waits_after_backward(swept):
     record = swept[0]["slow"]
     assert record.status is Status.OK, record.failure
-    (message,) = (each.message for each in record.warnings if each.code is WarningCode.UNEVEN_RANKS)
-    assert message.startswith("rank 1 works")
-    quick, slow = record.ranks
-    assert min(times_of(slow, Phase.FORWARD)) > SLEEP_S > min(times_of(quick, Phase.FORWARD))
-    assert (
-        max(times_of(quick, Phase.COMMUNICATION))
-        > SLEEP_S / 2
-        > min(times_of(slow, Phase.COMMUNICATION))
-    )
+    messages = {warning.code: warning.message for warning in record.warnings}
+    assert messages[WarningCode.UNEVEN_RANKS].startswith("rank 1 works")
+    quick, slow = map(times_by_phase, record.ranks)
+    assert min(slow[Phase.FORWARD]) > SLEEP_S > min(quick[Phase.FORWARD])
+    assert max(quick[Phase.COMMUNICATION]) > SLEEP_S / 2 > min(slow[Phase.COMMUNICATION])
 
 
-def times_of(rank, phase):
-    return next(each.times_s for each in rank.measurements if each.phase is phase)
+def times_by_phase(measured):
+    return {measurement.phase: measurement.times_s for measurement in measured.measurements}
 
 
 @pytest.mark.parametrize("name", ["ddp-flat", "sharded optimizer", "fsdp", "fsdp2"])
@@ -131,9 +127,9 @@ def test_what_each_rank_keeps_at_the_three_moments(swept, name):
         kept = {"fsdp": (whole + vectors) // 2, "fsdp2": whole // 2 + sign * 2 * rows}.get(
             name, whole
         )
-        found = [(each.parameters_bytes, each.gradients_bytes) for each in rank.moments]
-        assert found == [(kept, 0), (kept, kept), (kept, 0)]
-        start, *later = [each.optimizer_state_bytes for each in rank.moments]
+        keeps = [(moment.parameters_bytes, moment.gradients_bytes) for moment in rank.moments]
+        assert keeps == [(kept, 0), (kept, kept), (kept, 0)]
+        start, *later = [moment.optimizer_state_bytes for moment in rank.moments]
         assert start == 0
         if name != "sharded optimizer":
             assert later == [2 * kept, 2 * kept]

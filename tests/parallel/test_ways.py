@@ -30,15 +30,15 @@ def alone(ranks, *arguments, **options):
     return ranks.call(TRAIN, None, *arguments, **options)[0]
 
 
-def distance(found, expected):
+def distance(result, expected):
     """The largest relative difference of a parameter.
 
     Those of keys are left out, as a bias of keys has no gradient in exact arithmetic (softmax takes
     no notice of what is added to all scores of a query) and AdamW makes much of rounding.
     """
-    assert found.keys() >= expected.keys()
+    assert result.keys() >= expected.keys()
     return max(
-        float((found[name] - whole).norm() / whole.norm())
+        float((result[name] - whole).norm() / whole.norm())
         for name, whole in expected.items()
         if not name.endswith("k_proj.bias")
     )
@@ -49,8 +49,8 @@ def check_trained_as_alone(
 ):
     expected = alone(ranks, kind, optimizer, dtype, backwards=backwards).weights
     tolerance = of_walk(dtype, 2 * STEPS * roundings(ModelConfig(**SHAPE)))
-    for found in ranks.call(TRAIN, way, kind, optimizer, dtype, backwards=backwards, **options):
-        assert distance(found.weights, expected) < tolerance
+    for result in ranks.call(TRAIN, way, kind, optimizer, dtype, backwards=backwards, **options):
+        assert distance(result.weights, expected) < tolerance
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -94,16 +94,16 @@ def test_each_rank_has_its_share_of_the_state(two):
     for factor in (1, 0.5):
         for group, lr in zip(whole.param_groups, (0.5, 0.25), strict=True):
             group["lr"] = lr * factor
-        for each in model.parameters():
-            each.grad = torch.ones_like(each)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         whole.step()
-    found = two.call("tests.parallel.checks:shared_states")
-    elements = [each[0] for each in found]
-    total = sum(each.numel() for each in model.parameters())
-    largest = max(each.numel() for each in model.parameters())
+    states = two.call("tests.parallel.checks:shared_states")
+    elements = [count for count, _, _ in states]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    largest = max(parameter.numel() for parameter in model.parameters())
     assert sum(elements) == total
     assert max(elements) - min(elements) <= largest
-    for _, rates, weights in found:
+    for _, rates, weights in states:
         assert rates == [0.25, 0.125]
         assert distance(weights, checks.weights_of(model)) < of_chain(
             torch.float32, 2 * OF_AN_UPDATE
@@ -134,27 +134,29 @@ def test_low_precision_is_gathered_and_the_masters_are_not(two):
         torch.bfloat16, 2 * roundings(ModelConfig(**SHAPE)), BATCH * SHAPE["context_length"]
     )
     for way in FSDP_WAYS:
-        found = two.call(TRAIN, way, "cs336", in_bf16=True)
-        for each in found if way != "fsdp2" else ():
-            assert each.in_forward == {
+        of_ranks = two.call(TRAIN, way, "cs336", in_bf16=True)
+        for trained in of_ranks if way != "fsdp2" else ():
+            assert trained.in_forward == {
                 "token_embeddings": (torch.float32, (vocab_size, d_model)),
                 "layers.1.ln1": (torch.float32, (d_model,)),
                 "layers.1.attn.q_proj": (torch.bfloat16, (d_model, d_model)),
                 "lm_head": (torch.bfloat16, (vocab_size, d_model)),
             }
-            assert each.gradients == {torch.float32}
-            assert {whole.dtype for whole in each.weights.values()} == {torch.float32}
-        assert sum(each.loss for each in found) / 2 == pytest.approx(expected, abs=allowed)
+            assert trained.gradients == {torch.float32}
+            assert {whole.dtype for whole in trained.weights.values()} == {torch.float32}
+        assert sum(trained.loss for trained in of_ranks) / 2 == pytest.approx(expected, abs=allowed)
 
 
 def test_what_is_gathered_is_freed_and_shards_are_parts(two):
     model = checks.make_model("cs336", 0, torch.float32)
     whole = dict(model.named_parameters())
-    block_bytes = sum(each.nbytes for each in model.layers[0].parameters() if each.ndim == 2)
+    block = model.layers[0].parameters()
+    block_bytes = sum(parameter.nbytes for parameter in block if parameter.ndim == 2)
     for shapes, gradients, between, gathered in two.call("tests.parallel.checks:shards"):
-        for name, each in whole.items():
-            length = (-(-each.numel() // 2),) if each.ndim == 2 else tuple(each.shape)
-            assert shapes[name] == gradients[name] == length
+        for name, parameter in whole.items():
+            is_matrix = parameter.ndim == 2
+            shape = (-(-parameter.numel() // 2),) if is_matrix else parameter.shape
+            assert shapes[name] == gradients[name] == shape
         assert between == [0, 0, 0]
         # in a block's forward: itself and the next two units, the last of which is the head
         head_bytes = 2 * -(-whole["lm_head.weight"].numel() // 2) * 4
@@ -236,9 +238,9 @@ WHOLE, PART = BLOCKS + 2 * TABLE + VECTORS, BLOCKS // 2 + TABLE + VECTORS
 def test_the_recorder_of_memory_sees_what_a_rank_keeps_and_what_is_gathered(
     two, tmp_path, settings, expected
 ):
-    for found in two.call("tests.parallel.checks:recorded", settings, str(tmp_path)):
-        state = found.pop("optimizer state")
+    for result in two.call("tests.parallel.checks:recorded", settings, str(tmp_path)):
+        state = result.pop("optimizer state")
         assert state == pytest.approx(
             8 * WHOLE if expected["parameters"] == 4 * WHOLE else 8 * PART, rel=0.04
         )
-        assert {kind: found.get(kind, 0) for kind in expected} == expected
+        assert {kind: result.get(kind, 0) for kind in expected} == expected

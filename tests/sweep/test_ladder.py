@@ -24,7 +24,7 @@ from cs336.files import FileError
 from cs336.measure.clock import make_clock
 from cs336.measure.step import TrainingStep
 from cs336.model.fast import fp8
-from cs336.model.fast.choose import FLASH_4, QUACK
+from cs336.model.fast.packages import FLASH_4, QUACK
 from cs336.sweep.ladder import (
     BOUNDS,
     FP8_BOUND,
@@ -136,7 +136,7 @@ def test_packages_that_are_installed_give_hopper_a_rung_more(
     monkeypatch, package, base, name, fields
 ):
     without = names(rungs(base, H200))
-    monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda wanted: wanted == package)
+    monkeypatch.setattr("cs336.model.fast.packages.is_installed", lambda wanted: wanted == package)
     ladder = rungs(base, H200)
     steps = {b.name: changed(a.config, b.config) for a, b in itertools.pairwise(ladder)}
     assert steps.get(name) == fields

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fused_blocks_kernel import magnitude
-from .weights import ALIGNMENT, NAN_BITS
+from .weights import NAN_BITS, READ_BYTES
 
 CHUNK = 1024
 """Elements of one program: 4.09 TB/s on an H200, which copies at 4.26. More elements or warps
@@ -47,6 +47,9 @@ def _adamw_chunks(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
+    """Update one chunk of one tensor. A row of `pointers` has a tensor's addresses, in the order of
+    `ChunkedAdamW`'s columns.
+    """
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)
     start = tl.load(chunk_numbers + number).to(tl.int64) * CHUNK
@@ -128,6 +131,7 @@ def _update(
     SIZE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
+    """Update SIZE elements from `start` on: load, add up the gradients, apply AdamW, store."""
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
     if HAS_COPY:
@@ -264,10 +268,11 @@ class ChunkedAdamW:
         self._num_wide = len(gradient_types) - self._num_narrow
         nothing = torch.zeros(len(masters), dtype=torch.int64)
         # columns: master or remainder, first moment, second moment, copy, largest, gradients
-        placed = [_addresses(tensors) for tensors in (masters, firsts, seconds)]
-        placed += [_addresses(each) if each else nothing for each in (copies, largest)]
-        placed += [nothing for _ in gradient_types]
-        self._pointers = torch.stack(placed, dim=1)
+        columns = [_addresses(tensors) for tensors in (masters, firsts, seconds)]
+        for optional in (copies, largest):
+            columns.append(_addresses(optional) if optional else nothing)
+        columns += [nothing for _ in gradient_types]
+        self._pointers = torch.stack(columns, dim=1)
         self._on_device = self._pointers.to(device)
 
     def __call__(
@@ -311,14 +316,16 @@ class ChunkedAdamW:
         """Note the gradients' addresses, and upload them if they have changed; in a capture,
         `upload` must follow.
         """
-        found = torch.stack([_addresses(column) for column in zip(*gradients, strict=True)], dim=1)
-        if (found % ALIGNMENT).any():
+        addresses = torch.stack(
+            [_addresses(column) for column in zip(*gradients, strict=True)], dim=1
+        )
+        if (addresses % READ_BYTES).any():
             raise RuntimeError(
-                f"the kernel needs gradients that start at a multiple of {ALIGNMENT} bytes, and "
+                f"the kernel needs gradients that start at a multiple of {READ_BYTES} bytes, and "
                 "one does not"
             )
-        if not torch.equal(self._pointers[:, 5:], found):
-            self._pointers[:, 5:] = found
+        if not torch.equal(self._pointers[:, 5:], addresses):
+            self._pointers[:, 5:] = addresses
             if not torch.cuda.is_current_stream_capturing():
                 self.upload()
 
@@ -328,4 +335,5 @@ class ChunkedAdamW:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """Where each tensor begins in memory."""
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)

@@ -55,8 +55,10 @@ def attend_backward(
     """
     result = torch.empty_like(packed)
     dq, dk, dv = _parts(result, num_heads)
-    by_head = (each.contiguous().unflatten(-1, (num_heads, -1)) for each in (values, gradient))
-    _flash_attn_bwd(*_parts(packed, num_heads), *by_head, lse, causal=True, dq=dq, dk=dk, dv=dv)
+    values = values.contiguous().unflatten(-1, (num_heads, -1))
+    of_values = gradient.contiguous().unflatten(-1, (num_heads, -1))
+    q, k, v = _parts(packed, num_heads)
+    _flash_attn_bwd(q, k, v, values, of_values, lse, causal=True, dq=dq, dk=dk, dv=dv)
     if rotations is not None:
         packed_kernel.rotate(result, rotations, back=True)
     if bias_type is None:

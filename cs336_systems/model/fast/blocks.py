@@ -40,7 +40,7 @@ from .fused_blocks import add_norm, bias_gelu, lookup, norm
 from .packed import cut_heads, feed_forward, packed_attention, rope_heads, swiglu
 from .weights import Copies, CopyMaker
 
-Stream = Float[Tensor, "batch seq d_model"]
+ResidualStream = Float[Tensor, "batch seq d_model"]
 Hidden = Float[Tensor, "tokens d_hidden"]
 _checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -48,18 +48,20 @@ _checkpoint: Callable[..., Any] = partial(checkpoint, use_reentrant=False, prese
 
 
 class CopiedLinear(Linear):
-    """x W^T from a copy of W, plus a bias; one that `defers` leaves its bias to the kernel that
-    reads the result.
+    """x W^T from a copy of W, plus a bias; with fused blocks the kernel that reads the result adds
+    the bias.
     """
 
-    def __init__(self, linear: Linear, maker: CopyMaker, *, defers: bool = False) -> None:
+    def __init__(self, linear: Linear, maker: CopyMaker) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias = linear.weight, linear.bias
-        copies = maker.copies(linear)
-        self.deferred_bias = copies.bias if defers else None
+        self.copies = maker.copies(linear)
+        self._defers = maker.settings.fused_blocks
+        self.deferred_bias: Tensor | None = None
         """Left to the kernel that reads the result; None if added already or absent."""
-        self.copies = copies._replace(bias=None) if defers else copies
-        self._defers = defers
+        if self._defers:
+            self.deferred_bias = self.copies.bias
+            self.copies = self.copies._replace(bias=None)
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         return self.copies.matmul(x)[0]
@@ -67,34 +69,27 @@ class CopiedLinear(Linear):
     def tagged(
         self, x: Float[Tensor, "... d_in"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
-        """The result and, in fp8 if it defers, its tag (fp8.py); `largest` has the magnitudes of
-        x, if known.
+        """The result and, in fp8 with fused blocks, its tag (fp8.py); `largest` has the magnitudes
+        of x, if known.
         """
         return self.copies.matmul(x, largest, tags=self._defers)
 
 
 class PackedAttention(SelfAttention):
-    """Attention that computes q, k and v by one matmul; `packs` reads them side by side.
+    """Attention that computes q, k and v by one matmul; packed attention reads them side by side.
 
-    If it `defers`, the next norm adds the bias of the output projection.
+    With fused blocks the next norm adds the bias of the output projection.
     """
 
     output_proj: CopiedLinear
 
-    def __init__(
-        self,
-        attention: SelfAttention,
-        maker: CopyMaker,
-        *,
-        defers: bool = False,
-        packs: bool = False,
-    ) -> None:
+    def __init__(self, attention: SelfAttention, maker: CopyMaker) -> None:
         nn.Module.__init__(self)
-        self.num_heads, self._packs = attention.num_heads, packs
+        self.num_heads, self._packs = attention.num_heads, maker.settings.packed_attention
         parts = attention.q_proj, attention.k_proj, attention.v_proj
         self.q_proj, self.k_proj, self.v_proj = parts
         self.packed = maker.copies(*parts)
-        self.output_proj = CopiedLinear(attention.output_proj, maker, defers=defers)
+        self.output_proj = CopiedLinear(attention.output_proj, maker)
 
     def forward(  # type: ignore[override]
         self,
@@ -147,30 +142,28 @@ class PackedAttention(SelfAttention):
 
 
 class CopiedFeedForward(nn.Module):
-    """The feed-forward network. SwiGLU applies w1 and w3 by one matmul; `fuses` computes
-    activations within matmuls.
+    """The feed-forward network. SwiGLU applies w1 and w3 by one matmul; fused activations are
+    computed within matmuls.
 
-    If it `defers`, GELU's kernel adds the bias of w1, and the next norm that of w2.
+    With fused blocks, GELU's kernel adds the bias of w1, and the next norm that of w2.
     """
 
     range: str = Range.FFN
 
-    def __init__(
-        self, ffn: SwiGLU | GeluMLP, maker: CopyMaker, *, defers: bool = False, fuses: bool = False
-    ) -> None:
+    def __init__(self, ffn: SwiGLU | GeluMLP, maker: CopyMaker) -> None:
         super().__init__()
-        self._fuses, self._is_gated = fuses, isinstance(ffn, SwiGLU)
-        self.w1: Linear = (
-            ffn.w1 if isinstance(ffn, SwiGLU) else CopiedLinear(ffn.w1, maker, defers=defers)
-        )
-        self.w2 = CopiedLinear(ffn.w2, maker, defers=defers)
+        self._fuses = maker.settings.fused_activations
+        self._is_gated = isinstance(ffn, SwiGLU)
         self.deferred_bias: Tensor | None = None
         """Bias of w1 that `activate` adds."""
+        self.w1: Linear = ffn.w1
+        if isinstance(ffn, GeluMLP):
+            self.w1 = copied = CopiedLinear(ffn.w1, maker)
+            self.first, self.deferred_bias = copied.copies, copied.deferred_bias
+        self.w2 = CopiedLinear(ffn.w2, maker)
         if isinstance(ffn, SwiGLU):
             self.w3 = ffn.w3
             self.first = maker.copies(ffn.w1, ffn.w3)
-        elif isinstance(self.w1, CopiedLinear):
-            self.first, self.deferred_bias = self.w1.copies, self.w1.deferred_bias
 
     def forward(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
@@ -214,21 +207,13 @@ class CopiedBlock(Block):
     attn: PackedAttention
     ffn: CopiedFeedForward  # type: ignore[assignment]
 
-    def __init__(
-        self,
-        block: Block,
-        maker: CopyMaker,
-        *,
-        defers: bool = False,
-        fuses: bool = False,
-        packs: bool = False,
-    ) -> None:
+    def __init__(self, block: Block, maker: CopyMaker) -> None:
         nn.Module.__init__(self)
         self.range = block.range
         self.ln1 = block.ln1
-        self.attn = PackedAttention(block.attn, maker, defers=defers, packs=packs)
+        self.attn = PackedAttention(block.attn, maker)
         self.ln2 = block.ln2
-        self.ffn = CopiedFeedForward(block.ffn, maker, defers=defers, fuses=fuses)
+        self.ffn = CopiedFeedForward(block.ffn, maker)
 
     def forward(
         self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
@@ -272,6 +257,9 @@ class AddNorm(nn.Module):
     ) -> tuple[
         Float[Tensor, "batch seq d_model"], Float[Tensor, "batch seq d_model"], Largest | None
     ]:
+        """The stream after the addition, its norm, and the largest magnitudes of the norm if fp8
+        needs them.
+        """
         stream, branch, branch_bias, tag = x
         with annotate(self.range):
             return add_norm(
@@ -289,21 +277,19 @@ class AddNorm(nn.Module):
 class DeferredBlock(CopiedBlock):
     """The reference's block, computed from copies; it defers each residual addition to the next
     norm.
-
-    `fuses` computes the feed-forward network's activation within its matmuls, and `packs` attention
-    from q, k and v side by side.
     """
 
     ln1: AddNorm  # type: ignore[assignment]
     ln2: AddNorm  # type: ignore[assignment]
 
-    def __init__(
-        self, block: Block, maker: CopyMaker, *, fuses: bool = False, packs: bool = False
-    ) -> None:
-        super().__init__(block, maker, defers=True, fuses=fuses, packs=packs)
-        self.ln1, self.ln2 = (AddNorm(each, feeds_fp8=maker.fp8) for each in (block.ln1, block.ln2))
+    def __init__(self, block: Block, maker: CopyMaker) -> None:
+        super().__init__(block, maker)
+        self.ln1 = AddNorm(block.ln1, feeds_fp8=maker.settings.fp8)
+        self.ln2 = AddNorm(block.ln2, feeds_fp8=maker.settings.fp8)
 
-    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Deferred, rotations: Rotations | None, mask: Mask | None
+    ) -> Deferred:
         """The residual stream after attention, and the feed-forward network's branch, which is
         still to be added.
         """
@@ -330,13 +316,13 @@ class SelectiveBlock(DeferredBlock):
     does not recompute it.
     """
 
-    def __init__(
-        self, block: Block, maker: CopyMaker, *, keeps_hidden: bool, packs: bool = False
-    ) -> None:
-        super().__init__(block, maker, packs=packs)
+    def __init__(self, block: Block, maker: CopyMaker, *, keeps_hidden: bool) -> None:
+        super().__init__(block, maker)
         self._keeps_hidden = keeps_hidden
 
-    def forward(self, x: Deferred, rotations: Rotations | None, mask: Mask | None) -> Deferred:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Deferred, rotations: Rotations | None, mask: Mask | None
+    ) -> Deferred:
         """The residual stream after attention, and the feed-forward network's branch; attention
         is causal.
         """
@@ -354,7 +340,7 @@ class SelectiveBlock(DeferredBlock):
         return Deferred(stream, branch, self.ffn.w2.deferred_bias)
 
     def _project(
-        self, stream: Stream
+        self, stream: ResidualStream
     ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
         """q, k and v side by side."""
         with annotate(Range.FORWARD), self._own_range():
@@ -364,12 +350,16 @@ class SelectiveBlock(DeferredBlock):
             with annotate(self.attn.range):
                 return self.attn.project(normed)
 
-    def _after_attention(self, stream: Stream, values: Stream) -> tuple[Stream, Stream]:
+    def _after_attention(
+        self, stream: ResidualStream, values: ResidualStream
+    ) -> tuple[ResidualStream, ResidualStream]:
         """The residual stream after attention, and the feed-forward network's branch."""
         stream, hidden, tag = self._expand(stream, values)
         return stream, self._contract(hidden, tag).view_as(stream)
 
-    def _expand(self, stream: Stream, values: Stream) -> tuple[Stream, Hidden, Tag | None]:
+    def _expand(
+        self, stream: ResidualStream, values: ResidualStream
+    ) -> tuple[ResidualStream, Hidden, Tag | None]:
         """The residual stream after attention, and the result of the feed-forward network's first
         matmul.
 

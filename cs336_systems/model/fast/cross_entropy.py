@@ -40,7 +40,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        _scale(gradient, factor)
+        _multiply(gradient, factor)
         return gradient, None, None
 
 
@@ -93,8 +93,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         of_x, of_weight = ctx.saved_tensors
-        _scale(of_x, factor)
-        _scale(of_weight, factor)
+        _multiply(of_x, factor)
+        _multiply(of_weight, factor)
         return of_x, of_weight, None, None, None
 
 
@@ -108,31 +108,31 @@ def _losses(
         # Triton, which only comes with PyTorch for GPUs
         from . import cross_entropy_kernel
 
-        found = cross_entropy_kernel.losses(
+        losses = cross_entropy_kernel.losses(
             logits, targets, vocab_size, count, write_gradients=write_gradients
         )
         if write_gradients:
             # so that backward raises if it needs the old values
             torch.autograd.graph.increment_version(logits)
-        return found
+        return losses
     real = logits[:, :vocab_size]
     wide = real.float()
     log_sums = wide.logsumexp(dim=1)
-    found = log_sums - wide.gather(1, targets[:, None])[:, 0]
+    losses = log_sums - wide.gather(1, targets[:, None])[:, 0]
     if write_gradients:
         gradient = wide.sub_(log_sums[:, None]).exp_()
         gradient[torch.arange(len(targets)), targets] -= 1
         real.copy_(gradient / count)
         logits[:, vocab_size:] = 0
-    return found
+    return losses
 
 
-def _scale(rows: Tensor, factor: Tensor) -> None:
+def _multiply(rows: Tensor, factor: Tensor) -> None:
     """Multiply in place."""
     if rows.is_cuda:
         from . import cross_entropy_kernel
 
-        cross_entropy_kernel.scale_rows(rows, factor)
+        cross_entropy_kernel.multiply_rows(rows, factor)
         torch.autograd.graph.increment_version(rows)
     else:
         rows.mul_(factor)

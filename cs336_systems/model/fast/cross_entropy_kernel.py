@@ -15,7 +15,7 @@ BLOCK = 4096
 """Logits that a program holds at once."""
 LONG_ROW = 16_384
 """From this many logits in a row on, fewer programs with more threads each are faster."""
-WIDTH: tl.constexpr = tl.constexpr(8)
+VECTOR: tl.constexpr = tl.constexpr(8)
 """Logits of one thread: 16 bytes in low precision."""
 LOWEST: tl.constexpr = tl.constexpr(-1.0e38)
 """Below all logits, and finite even times LOG2_E, because infinity minus infinity is NaN."""
@@ -37,7 +37,7 @@ def losses(
     rows. Logits must lie within 1e38. For a target outside of the vocabulary, the loss is NaN, and
     1 is subtracted nowhere.
     """
-    found = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
     processors = (
         torch.cuda.get_device_properties(logits.device).multi_processor_count
@@ -48,7 +48,7 @@ def losses(
         logits,
         logits.stride(0),
         targets,
-        found,
+        result,
         len(logits),
         1 / (count or len(logits)),
         vocab_size,
@@ -57,10 +57,10 @@ def losses(
         BLOCK=BLOCK,
         num_warps=num_warps,
     )
-    return found
+    return result
 
 
-def scale_rows(rows: Tensor, factor: Tensor) -> None:
+def multiply_rows(rows: Tensor, factor: Tensor) -> None:
     """Multiply in place; the kernel reads the factor on the device, and leaves the rows alone if
     it is 1.
     """
@@ -82,6 +82,7 @@ def _cross_entropy_losses(
     WRITE_GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Handle every n-th row, where n is the number of programs."""
     at = logits + tl.program_id(0).to(tl.int64) * stride
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _cross_entropy_row(
@@ -108,14 +109,17 @@ def _cross_entropy_row(
     WRITE_GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One row's loss by an online softmax (Milakov and Gimelshein 2018), and then its gradient over
+    the logits.
+    """
     is_known = (target >= 0) & (target < vocab_size)
     # before it is overwritten
-    own = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
-    columns = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    target_logit = tl.load(at + target, mask=is_known, other=float("nan")).to(tl.float32)
+    columns = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     # every thread keeps its own running maximum and sum, so threads synchronise only after the last
     # block
-    largest = tl.full((BLOCK // WIDTH,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK // WIDTH,), tl.float32)
+    largest = tl.full((BLOCK // VECTOR,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK // VECTOR,), tl.float32)
     whole = vocab_size // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         x = tl.load(at + start + columns, eviction_policy="evict_last").to(tl.float32)
@@ -133,7 +137,7 @@ def _cross_entropy_row(
         largest = larger
     top = tl.max(largest, 0)
     log_sum = top + tl.log(tl.sum(total * tl.exp2((largest - top) * LOG2_E), 0))
-    tl.store(loss, log_sum - own)
+    tl.store(loss, log_sum - target_logit)
     if WRITE_GRADIENTS:
         # softmax x share = 2 ** (x log2 e - this)
         shift = log_sum * LOG2_E - tl.log2(share)
@@ -148,12 +152,13 @@ def _cross_entropy_row(
             tl.store(at + start + columns, gradient.to(at.dtype.element_ty), mask=inside)
         # another thread has written the target's element, which is overwritten here
         tl.debug_barrier()
-        wanted = (tl.exp2((own - log_sum) * LOG2_E) - 1) * share
+        wanted = (tl.exp2((target_logit - log_sum) * LOG2_E) - 1) * share
         tl.store(at + target, wanted.to(at.dtype.element_ty), mask=is_known)
 
 
 @triton.jit
 def _cross_entropy_scale(rows, stride, factor, size, BLOCK: tl.constexpr):
+    """Multiply one row in place, unless the factor is 1."""
     by = tl.load(factor)
     if by != 1:
         at = rows + tl.program_id(0).to(tl.int64) * stride

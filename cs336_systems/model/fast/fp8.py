@@ -37,7 +37,7 @@ Largest = Float[Tensor, " parts"]
 """fp32 magnitudes whose maximum is the largest magnitude of a tensor; not finite if any element
 is not.
 """
-Scale = Float[Tensor, ""]
+Fp8Scale = Float[Tensor, ""]
 """The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
 """An element beside the result of a layer, whose gradient is the scale of the result's gradient."""
@@ -48,7 +48,7 @@ def fp8_linear(
     weight: Float[Tensor, "d_out d_in"],
     bias: Float[Tensor, " d_out"] | None = None,
     largest: Largest | None = None,
-    weight_scale: Scale | None = None,
+    weight_scale: Fp8Scale | None = None,
     *,
     tags: bool = False,
 ) -> tuple[Float[Tensor, "... d_out"], Tag | None]:
@@ -71,16 +71,17 @@ def fp8_linear(
     return result.unflatten(0, x.shape[:-1]), tag if tags else None
 
 
-def scale_of(largest: Largest) -> Scale:
+def scale_of(largest: Largest) -> Fp8Scale:
     """The scale of a tensor with these magnitudes."""
     return _scales(largest.amax())
 
 
 def _scales(largest: Tensor) -> Tensor:
+    """Scales of tensors with these largest magnitudes."""
     return largest.float().clamp(min=TINY) / MAX
 
 
-def own_scale(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
+def scale_if(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
     """The scale of x, as one element; empty unless `is_wanted`."""
     return scale_of(x.abs()).view(1) if is_wanted else x.new_empty(0, dtype=torch.float32)
 
@@ -96,14 +97,14 @@ class KeptScale(NamedTuple):
     """
 
     largest: Largest
-    scale: Scale
+    scale: Fp8Scale
 
 
 def update_scales(kept: Sequence[KeptScale]) -> None:
     """Compute all these scales, in few launches; each must have the same number of magnitudes."""
     with torch.no_grad():
-        found = _scales(torch.stack([each.largest for each in kept]).amax(dim=1))
-        torch._foreach_copy_([each.scale for each in kept], [*found.unbind()])
+        scales = _scales(torch.stack([tensor.largest for tensor in kept]).amax(dim=1))
+        torch._foreach_copy_([tensor.scale for tensor in kept], [*scales.unbind()])
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -121,10 +122,8 @@ class _Fp8Linear(torch.autograd.Function):
         x_scale = scale_of(_largest_of_rows(x) if largest is None else largest)
         weight_scale = scale_of(_largest_of_rows(weight)) if weight_scale is None else weight_scale
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
-        (x8, x8_transpose), (weight8, weight8_transpose) = (
-            _fp8_casts(each, scale, has_backward)
-            for each, scale in ((x, x_scale), (weight, weight_scale))
-        )
+        x8, x8_transpose = _fp8_casts(x, x_scale, has_backward)
+        weight8, weight8_transpose = _fp8_casts(weight, weight_scale, has_backward)
         ctx.save_for_backward(x8_transpose, x_scale, weight8_transpose, weight_scale)
         ctx.has_bias, ctx.reads_tag = bias is not None, reads_tag
         # fast: partial sums keep fewer bits than fp32. Gradients are sums over all tokens and use
@@ -139,15 +138,8 @@ class _Fp8Linear(torch.autograd.Function):
         gradient8, gradient8_transpose = _fp8_casts(gradient, scale, True)
         of_x = _matmul(gradient8, weight8_transpose.t(), scale, weight_scale, gradient.dtype)
         of_weight = _matmul(gradient8_transpose, x8_transpose.t(), scale, x_scale, gradient.dtype)
-        return (
-            of_x,
-            of_weight,
-            gradient.sum(dim=0) if ctx.has_bias else None,
-            None,
-            None,
-            None,
-            None,
-        )
+        of_bias = gradient.sum(dim=0) if ctx.has_bias else None
+        return of_x, of_weight, of_bias, None, None, None, None
 
 
 def _matmul(
@@ -188,5 +180,5 @@ def _fp8_casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tens
     """
     # rounding may put the largest element slightly above MAX, but the cast gives NaN only from 3 %
     # above MAX on
-    found = (x.float() * scale.reciprocal()).to(DTYPE).contiguous()
-    return found, found.t().contiguous() if transposes else found.new_empty(0, 0)
+    result = (x.float() * scale.reciprocal()).to(DTYPE).contiguous()
+    return result, result.t().contiguous() if transposes else result.new_empty(0, 0)

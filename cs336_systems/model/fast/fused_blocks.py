@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .fp8 import Largest, Tag, magnitudes, own_scale
+from .fp8 import Largest, Tag, magnitudes, scale_if
 from .operators import operator
 
 GELU_PART = 2, 512
@@ -100,11 +100,9 @@ def _add_norm(
     """
     del tag
     total = stream.float() + branch.float()
-    total = (
-        (total if branch_bias is None else total + branch_bias.float())
-        .to(stream.dtype)
-        .contiguous()
-    )
+    if branch_bias is not None:
+        total = total + branch_bias.float()
+    total = total.to(stream.dtype).contiguous()
     normed, statistics = _normed(total, gain, bias, eps, branch.dtype)
     return total, normed, statistics, magnitudes(normed, statistics.shape[1] if measures else 0)
 
@@ -120,12 +118,15 @@ def _rms_or_layer_norm(
 def _normed(
     total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """RMSNorm, or LayerNorm with a bias; and the statistics that `_add_norm` returns."""
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
-    wide = wide - means[0].unsqueeze(-1) if means else wide
+    if means:
+        wide = wide - means[0].unsqueeze(-1)
     scale = (wide.square().mean(dim=-1) + eps).rsqrt()
     normed = wide * scale.unsqueeze(-1) * gain.float()
-    normed = normed if bias is None else normed + bias.float()
+    if bias is not None:
+        normed = normed + bias.float()
     return normed.view(total.shape).to(dtype, copy=True), torch.stack((scale, *means))
 
 
@@ -147,21 +148,28 @@ def _add_norm_backward(
     branch's gradient, which is empty unless `measures`.
     """
     scale, *means = statistics.unsqueeze(-1)
-    own = gradient.float().flatten(0, -2)
+    of_normed = gradient.float().flatten(0, -2)
     wide = total.float().flatten(0, -2)
-    normed = (wide - means[0] if means else wide) * scale
-    sums = [(own * normed).sum(dim=0)] + ([own.sum(dim=0)] if is_centred else [])
-    own = own * gain.float()
-    result = own - normed * (own * normed).mean(dim=-1, keepdim=True)
-    result = (result - own.mean(dim=-1, keepdim=True) if is_centred else result) * scale
-    result = result if stream_gradient is None else result + stream_gradient.float().flatten(0, -2)
-    of_branch_bias = (
-        result.new_empty(0) if branch_bias_type is None else result.sum(dim=0).to(branch_bias_type)
-    )
+    if means:
+        wide = wide - means[0]
+    normed = wide * scale
+    sums = [(of_normed * normed).sum(dim=0)]
+    if is_centred:
+        sums.append(of_normed.sum(dim=0))
+    of_normed = of_normed * gain.float()
+    result = of_normed - normed * (of_normed * normed).mean(dim=-1, keepdim=True)
+    if is_centred:
+        result = result - of_normed.mean(dim=-1, keepdim=True)
+    result = result * scale
+    if stream_gradient is not None:
+        result = result + stream_gradient.float().flatten(0, -2)
+    of_branch_bias = result.new_empty(0)
+    if branch_bias_type is not None:
+        of_branch_bias = result.sum(dim=0).to(branch_bias_type)
     result = result.view(total.shape)
     of_branch = result.to(gradient.dtype, copy=True)
     of_stream = result.to(total.dtype, copy=True)
-    return of_stream, of_branch, torch.stack(sums), of_branch_bias, own_scale(of_branch, measures)
+    return of_stream, of_branch, torch.stack(sums), of_branch_bias, scale_if(of_branch, measures)
 
 
 @operator("fused_blocks_kernel.bias_gelu")
@@ -194,21 +202,24 @@ def _bias_gelu_backward(
     )
     of_bias = wide.flatten(0, -2).sum(dim=0).to(bias.dtype)
     of_x = wide.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
-    return of_x, of_bias, own_scale(of_x, measures)
+    return of_x, of_bias, scale_if(of_x, measures)
 
 
 @operator()
 def _lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    """`lookup`; PyTorch itself computes it on a GPU too."""
     return F.embedding(tokens, weight)
 
 
 @operator("fused_blocks_kernel.lookup_backward")
 def _lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
+    """The gradient of the table: each token's gradient, added to its row."""
     result = gradient.new_zeros(num_rows, gradient.shape[-1])
     return result.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
 
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for backward what `_differentiate_add_norm` needs."""
     _, branch, branch_bias, gain, bias, _, tag, _ = inputs
     total, _, statistics, largest = output
     ctx.save_for_backward(total, statistics, gain)
@@ -229,6 +240,7 @@ def _differentiate_add_norm(
     _statistics: None,
     _largest: None,
 ) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments of `_add_norm`, in their order."""
     total, statistics, gain = ctx.saved_tensors
     branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
@@ -258,6 +270,7 @@ def _differentiate_add_norm(
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save for backward what `_differentiate_norm` needs."""
     x, gain, bias, _, _ = inputs
     statistics = output[1]
     ctx.save_for_backward(x, statistics, gain)
@@ -266,6 +279,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments of `_rms_or_layer_norm`, in their order."""
     x, statistics, gain = ctx.saved_tensors
     is_centred = ctx.bias_type is not None
     of_x, _, rows, _, _ = _add_norm_backward(
@@ -283,6 +297,7 @@ def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[
 def _keep_bias_gelu(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]
 ) -> None:
+    """Save for backward what `_differentiate_bias_gelu` needs."""
     x, bias, tag = inputs
     ctx.save_for_backward(x, bias)
     ctx.is_tagged = tag is not None
@@ -292,11 +307,13 @@ def _keep_bias_gelu(
 def _differentiate_bias_gelu(
     ctx: Any, gradient: Tensor, _largest: None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of the arguments of `_bias_gelu`, in their order."""
     of_x, of_bias, scale = _bias_gelu_backward(*ctx.saved_tensors, gradient, ctx.is_tagged)
     return of_x, of_bias, scale if ctx.is_tagged else None
 
 
 def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    """Save for backward what `_differentiate_lookup` needs."""
     del output
     weight, tokens = inputs
     ctx.save_for_backward(tokens)
@@ -304,6 +321,7 @@ def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
 
 
 def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    """Gradients of the arguments of `_lookup`, in their order."""
     (tokens,) = ctx.saved_tensors
     return cast(Tensor, _lookup_backward(gradient, tokens, ctx.num_rows)), None
 

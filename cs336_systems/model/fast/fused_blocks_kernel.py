@@ -46,8 +46,8 @@ TRANSPOSED_TYPES = torch.bfloat16, torch.float16
 """Types that the cast can transpose: for fp32, Triton 3.6 writes a fourth of the transpose to
 wrong places.
 """
-LEAST: tl.constexpr = tl.constexpr(TINY)
-MOST: tl.constexpr = tl.constexpr(MAX)
+FP8_TINY: tl.constexpr = tl.constexpr(TINY)
+FP8_MAX: tl.constexpr = tl.constexpr(MAX)
 
 
 def add_norm(
@@ -89,7 +89,12 @@ def _launch_norm(
     dtype: torch.dtype,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    vectors = [None if each is None else each.contiguous() for each in (branch_bias, gain, bias)]
+    """Norm each row of `stream`, after adding `branch` and its bias and writing the sum to `total`
+    if they are given.
+    """
+    vectors = [
+        None if vector is None else vector.contiguous() for vector in (branch_bias, gain, bias)
+    ]
     width = stream.shape[-1]
     rows = stream.numel() // width
     normed = torch.empty_like(stream, dtype=dtype)
@@ -130,7 +135,7 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What fused_blocks.py says of the operator."""
     gradient, total, statistics, gain = (
-        each.contiguous() for each in (gradient, total, statistics, gain)
+        tensor.contiguous() for tensor in (gradient, total, statistics, gain)
     )
     width = total.shape[-1]
     rows = total.numel() // width
@@ -328,6 +333,7 @@ def _add_norm_values(
     MEASURES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Forward of one row: add the branch if there is one, and norm the sum."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -374,6 +380,7 @@ def _add_norm_grads(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Backward of every n-th row of n programs; `partial` gets their sums for gain and biases."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -386,17 +393,17 @@ def _add_norm_grads(
     at = program.to(tl.int64) * width + column
     for row in tl.range(program, rows, programs, num_stages=STAGES):
         x = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
-        own = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        of_normed = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(statistics + row)
         if IS_CENTRED:
             x = tl.where(inside, x - tl.load(statistics + rows + row), 0.0)
-            of_bias += own
+            of_bias += of_normed
         x *= scale
-        of_gain += own * x
-        own *= gains
-        result = own - x * (tl.sum(own * x, 0) / width)
+        of_gain += of_normed * x
+        of_normed *= gains
+        result = of_normed - x * (tl.sum(of_normed * x, 0) / width)
         if IS_CENTRED:
-            result -= tl.sum(own, 0) / width
+            result -= tl.sum(of_normed, 0) / width
         result *= scale
         if HAS_STREAM:
             result += tl.load(stream_gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -429,10 +436,11 @@ def _bias_gelu_values(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Forward of a tile of ROWS rows and BLOCK columns, and its largest magnitude."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
     biases = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
-    found = tl.zeros((BLOCK,), tl.float32)
+    maxima = tl.zeros((BLOCK,), tl.float32)
     for number in tl.static_range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + number
         inside = is_column & (row < rows) if ROWS > 1 else is_column
@@ -441,12 +449,12 @@ def _bias_gelu_values(
         value *= _gelu_share(value)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
         if MEASURES:
-            found = tl.maximum(
-                found, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN
+            maxima = tl.maximum(
+                maxima, tl.where(inside, tl.abs(value), 0.0), propagate_nan=PROPAGATE_NAN
             )
     if MEASURES:
         part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(largest + part, tl.max(magnitude(found, result), 0))
+        tl.store(largest + part, tl.max(magnitude(maxima, result), 0))
 
 
 @triton.jit
@@ -463,6 +471,7 @@ def _bias_gelu_grads(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Backward of BLOCK columns of every n-th row; `partial` gets their sum for the bias."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -473,14 +482,14 @@ def _bias_gelu_grads(
     at = program.to(tl.int64) * width + column
     for _ in tl.range(program, rows, programs, num_stages=STAGES):
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
-        own = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        of_x = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
         share = _gelu_share(value)
         slope = (value * value * (3 * CUBIC) + 1) * TWICE_ROOT
-        own *= share * (1 + value * slope * (1 - share))
-        tl.store(result + at, own.to(result.dtype.element_ty), mask=inside)
-        of_bias += own
+        of_x *= share * (1 + value * slope * (1 - share))
+        tl.store(result + at, of_x.to(result.dtype.element_ty), mask=inside)
+        of_bias += of_x
         if MEASURES:
-            largest = tl.maximum(largest, tl.abs(own), propagate_nan=PROPAGATE_NAN)
+            largest = tl.maximum(largest, tl.abs(of_x), propagate_nan=PROPAGATE_NAN)
         at += programs.to(tl.int64) * width
     tl.store(partial + program * width + column, of_bias, mask=inside)
     if MEASURES:
@@ -498,12 +507,13 @@ def _gelu_share(x):
 
 @triton.jit
 def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
+    """Add LOOKUP_COLUMNS of one token's gradient to its row of the table."""
     position = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row = tl.load(tokens + position).to(tl.int64)
-    own = tl.load(gradient + position * width + column, mask=inside, other=0.0)
-    tl.atomic_add(result + row * width + column, own, mask=inside, sem="relaxed")
+    of_token = tl.load(gradient + position * width + column, mask=inside, other=0.0)
+    tl.atomic_add(result + row * width + column, of_token, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -518,19 +528,20 @@ def _cast_part(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Cast one tile to fp8, and write it to the result and, if wanted, to the transpose."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     at = row[:, None] * num_columns + column[None, :]
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale))
-    found = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(
+    values = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(
         result.dtype.element_ty
     )
-    tl.store(result + at, found, mask=inside)
+    tl.store(result + at, values, mask=inside)
     if TRANSPOSES:
         tl.store(
             transpose + column[:, None] * num_rows + row[None, :],
-            tl.trans(found),
+            tl.trans(values),
             mask=tl.trans(inside),
         )
 
@@ -551,16 +562,17 @@ def _reduce_sums(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Add up the programs' sums for some columns; the first program also computes the scale."""
     which = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     first = partial + which * programs * width
-    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, programs, ROWS):
         program = start + tl.arange(0, ROWS)
         here = (program < programs)[:, None] & inside[None, :]
-        found += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
-    result = tl.sum(found, 0)
+        sums += tl.load(first + program[:, None] * width + column[None, :], mask=here, other=0.0)
+    result = tl.sum(sums, 0)
     of_rows = tl.where(which < num_rows, width, 0)
     tl.store(rows + which * stride + column, result, mask=column < of_rows)
     tl.store(last + column, result.to(last.dtype.element_ty), mask=(column >= of_rows) & inside)
@@ -572,7 +584,7 @@ def _reduce_sums(
                 seen = tl.maximum(
                     seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0)
                 )
-            tl.store(scale, tl.maximum(tl.max(seen, 0), LEAST) / MOST)
+            tl.store(scale, tl.maximum(tl.max(seen, 0), FP8_TINY) / FP8_MAX)
 
 
 @triton.jit

@@ -99,10 +99,13 @@ class MasterAdamW(EagerOptimizer):
         for weight in weights:
             if weight.is_trained and (gradients := weight.gradients()):
                 types = tuple(gradient.dtype for gradient in gradients)
-                has_copy, is_split, has_largest = (
-                    each is not None for each in (weight.copy, weight.remainder, weight.largest)
+                kind = _Kind(
+                    bucket,
+                    weight.copy is not None,
+                    weight.remainder is not None,
+                    weight.largest is not None,
+                    types,
                 )
-                kind = _Kind(bucket, has_copy, is_split, has_largest, types)
                 kinds.setdefault(kind, []).append(weight)
                 if not (state := self.state[weight.master]):
                     for name in ("exp_avg", "exp_avg_sq"):
@@ -115,6 +118,7 @@ class MasterAdamW(EagerOptimizer):
                     self._update_one(weight)
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
+        """Update these weights, all of one kind, by one kernel."""
         # Triton, which only comes with PyTorch for GPUs
         from .adamw_kernel import ChunkedAdamW
 
@@ -137,10 +141,12 @@ class MasterAdamW(EagerOptimizer):
 
     @property
     def _settings(self) -> dict[str, Any]:
+        """The hyperparameters, which are those of the only group."""
         (group,) = self.param_groups
         return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
 
     def _update_one(self, weight: Weight) -> None:
+        """Update a weight by PyTorch's operators."""
         settings, state = self._settings, self.state[weight.master]
         lr, (beta1, beta2) = settings["lr"], settings["betas"]
         values = weight.values()

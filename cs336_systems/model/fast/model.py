@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
 from ..annotate import annotate
-from ..trainable import Loss, Trainable, mode_of
+from ..trainable import Trainable, mode_of
 from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
+from ..user_code import Loss
 from .blocks import (
     AddNorm,
     CopiedBlock,
@@ -26,16 +27,14 @@ from .blocks import (
     PaddedHead,
     SelectiveBlock,
 )
-from .choose import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
 from .cross_entropy import chunked_cross_entropy, fused_cross_entropy
-from .fp8 import update_scales
+from .fp8 import KeptScale, update_scales
 from .master_adamw import MasterAdamW, storage_of
-from .weights import CopyMaker, drop_gradients
+from .packages import IMPORTED_BY, OF_PACKAGE, forget_answer, package_needed
+from .weights import CopyMaker, Weight, drop_gradients
 
 HOPPER = (9, 0)
 """Compute capability of the GPUs for which QuACK's tiles and FlashAttention 4's were chosen."""
-COPY_DTYPE = torch.bfloat16
-"""Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
 
 
 class FastLM(nn.Module):
@@ -51,30 +50,28 @@ class FastLM(nn.Module):
         super().__init__()
         self.config, self._settings = reference.config, settings
         check_device(settings, reference.lm_head.weight.device)
-        # with several ranks, a block's copies may be gathered only just before the block runs
-        keeps_scales = not settings.is_shared
-        maker = (
-            CopyMaker(COPY_DTYPE, fp8=settings.fp8, keeps_scales=keeps_scales)
-            if settings.cast_once
-            else None
-        )
-        fused = settings.fused_blocks
-        self.token_embeddings = (
-            FusedEmbedding(reference.token_embeddings) if fused else reference.token_embeddings
-        )
-        blocks = [cast("Block", block) for block in reference.layers]
-        self.layers = nn.ModuleList(
-            _fast_block(block, maker, settings, n) for n, block in enumerate(blocks)
-        )
-        self.ln_final = AddNorm(reference.ln_final) if fused else reference.ln_final
+        maker = CopyMaker(settings) if settings.cast_once else None
+        # in the reference's order, which is that of the parameters
+        self.token_embeddings = reference.token_embeddings
+        self.layers = nn.ModuleList(reference.layers)
+        self.ln_final: nn.Module = reference.ln_final
+        if maker is not None:
+            blocks = [cast("Block", block) for block in reference.layers]
+            self.layers = nn.ModuleList(
+                _fast_block(block, maker, number) for number, block in enumerate(blocks)
+            )
+        if settings.fused_blocks:
+            self.token_embeddings = FusedEmbedding(reference.token_embeddings)
+            self.ln_final = AddNorm(reference.ln_final)
         self.lm_head = PaddedHead(reference.lm_head, settings.pad_vocabulary, maker)
         self.register_buffer("rotations", reference.rotations, persistent=False)
         self.register_buffer("mask", reference.mask, persistent=False)
-        self.weights = (
-            maker.weights(self.parameters(), self.token_embeddings.weight) if maker else ()
-        )
+        self.weights: tuple[Weight, ...] = ()
         """All parameters with their copies; empty if the model reads the parameters themselves."""
-        self._scales = tuple(maker.scales) if maker else ()
+        self._scales: Sequence[KeptScale] = ()
+        if maker is not None:
+            self.weights = maker.weights(self.parameters(), self.token_embeddings.weight)
+            self._scales = tuple(maker.scales)
         if settings.checkpoint_blocks:
             # else the first checkpoint imports it, within a step
             importlib.import_module("torch._dynamo")
@@ -120,14 +117,18 @@ class FastLM(nn.Module):
         if self._scales:
             update_scales(self._scales)
         embedded = self.token_embeddings(tokens)
-        x: Tensor | Deferred = (
-            self._nothing_deferred(embedded) if self._settings.fused_blocks else embedded
-        )
+        x: Tensor | Deferred = embedded
+        if self._settings.fused_blocks:
+            x = self._nothing_deferred(embedded)
         del embedded  # else it stays allocated through all blocks
         backend = self.config.sdpa_backend
-        is_whole = self._settings.checkpoint_blocks and not self._settings.selective_checkpoints
+        is_recomputed = (
+            self._settings.checkpoint_blocks
+            and not self._settings.selective_checkpoints
+            and torch.is_grad_enabled()
+        )
         with attention_backend(backend):
-            if is_whole and torch.is_grad_enabled():
+            if is_recomputed:
                 for group in self._groups():
                     # nothing in a block is random
                     x = checkpoint(
@@ -161,11 +162,9 @@ class FastLM(nn.Module):
         # create such tensors.
         is_traced = torch.compiler.is_compiling()
         needs_grad = torch.is_grad_enabled() and not is_traced
-        bias = (
-            None
-            if last.deferred_bias is None
-            else make(len(last.deferred_bias), requires_grad=not is_traced)
-        )
+        bias = None
+        if last.deferred_bias is not None:
+            bias = make(len(last.deferred_bias), requires_grad=not is_traced)
         has_tag = last.copies.in_fp8 and not self._settings.selective_checkpoints
         tag = torch.zeros(1, device=x.device, requires_grad=needs_grad) if has_tag else None
         return Deferred(x, make(x.shape, requires_grad=needs_grad), bias, tag)
@@ -182,10 +181,10 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             continue
         capability = torch.cuda.get_device_capability(device)
         if capability != HOPPER:
-            gpu, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+            gpu, version = torch.cuda.get_device_name(device), ".".join(map(str, capability))
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({found})"
+                f"{flag} needs a Hopper GPU (compute capability 9.0), got {gpu} ({version})"
             )
         module = f"{__package__}.{IMPORTED_BY[package]}"
         try:
@@ -196,19 +195,14 @@ def check_device(settings: RunConfig, device: torch.device) -> None:
             raise ValueError(package_needed(name, why)) from error
 
 
-def _fast_block(
-    block: Block, maker: CopyMaker | None, settings: RunConfig, number: int
-) -> nn.Module:
-    if maker is None:
-        return block
-    packs = settings.packed_attention
+def _fast_block(block: Block, maker: CopyMaker, number: int) -> nn.Module:
+    """The block that computes from copies as the settings say; `number` is its place."""
+    settings = maker.settings
     if settings.selective_checkpoints:
         # the last blocks keep it, because backward frees theirs first
         keeps_hidden = number >= settings.model.num_layers - settings.keep_hidden
-        return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden, packs=packs)
-    if settings.fused_blocks:
-        return DeferredBlock(block, maker, fuses=settings.fused_activations, packs=packs)
-    return CopiedBlock(block, maker)
+        return SelectiveBlock(block, maker, keeps_hidden=keeps_hidden)
+    return DeferredBlock(block, maker) if settings.fused_blocks else CopiedBlock(block, maker)
 
 
 def _run_again(

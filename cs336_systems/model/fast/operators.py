@@ -24,12 +24,13 @@ def operator(
 
     @functools.cache
     def imported() -> Callable[..., Any]:
-        found: Callable[..., Any] = getattr(
-            importlib.import_module(f"{__package__}.{module}"), name
-        )
-        return found
+        """The function of the kernel's module."""
+        function: Callable[..., Any]
+        function = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return function
 
     def make(plain: Callable[..., Any]) -> CustomOpDef:
+        """Register the operator, its kernel, and its shapes without data."""
         label = f"cs336::{plain.__name__.lstrip('_')}"
         made = torch.library.custom_op(
             label, plain, mutates_args=mutates, device_types="cpu" if kernel else None

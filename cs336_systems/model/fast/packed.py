@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..transformer import Rotations, rotate_pairs
-from .fp8 import Tag, own_scale
+from .fp8 import Tag, scale_if
 from .operators import operator
 
 Heads = Float[Tensor, "batch seq heads d_head"]
@@ -60,8 +60,8 @@ def cut_heads(
     gradient (fp8.py).
     """
     assert bias.shape == packed.shape[-1:]
-    heads: tuple[Tensor, Tensor, Tensor] = _CutHeads.apply(packed, bias, num_heads, tag)  # type: ignore[no-untyped-call]
-    return heads
+    heads = _CutHeads.apply(packed, bias, num_heads, tag)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor, Tensor], heads)
 
 
 class _CutHeads(torch.autograd.Function):
@@ -85,12 +85,14 @@ class _CutHeads(torch.autograd.Function):
 
 @operator("packed_kernel.swiglu")
 def _swiglu(packed: Tensor) -> Tensor:
+    """`swiglu`, rounded after each operation."""
     gate, up = packed.contiguous().chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 @operator("packed_kernel.swiglu_backward")
 def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
+    """Gradient of `packed` from the gradient of the result."""
     gate, up = packed.contiguous().chunk(2, dim=-1)
     return torch.cat(
         (torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)), dim=-1
@@ -99,6 +101,7 @@ def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
 
 @operator("packed_kernel.rope_heads")
 def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`rope_heads`."""
     q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
     return (
         rotate_pairs(q, rotations),
@@ -109,6 +112,7 @@ def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tens
 
 @operator("packed_kernel.rope_heads_backward")
 def _rope_heads_backward(q: Tensor, k: Tensor, v: Tensor, rotations: Tensor) -> Tensor:
+    """Gradient of `packed` from those of the heads: q and k are rotated back."""
     back = rotations * rotations.new_tensor((1, -1))
     turned = (rotate_pairs(part.contiguous(), back) for part in (q, k))
     return torch.stack((*turned, v), dim=2).flatten(2)
@@ -122,20 +126,23 @@ def _cut_heads_backward(
     unless `measures`.
     """
     packed = torch.stack((q, k, v), dim=2).flatten(2)
-    return packed, packed.float().sum(dim=(0, 1)).to(bias_type), own_scale(packed, measures)
+    return packed, packed.float().sum(dim=(0, 1)).to(bias_type), scale_if(packed, measures)
 
 
 def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:
+    """Gradient of the argument of `_swiglu`."""
     (packed,) = ctx.saved_tensors
     return cast(Tensor, _swiglu_backward(packed, gradient))
 
 
 def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    """Gradients of the arguments of `_rope_heads`."""
     (rotations,) = ctx.saved_tensors
     return cast(Tensor, _rope_heads_backward(q, k, v, rotations)), None
 
 
 def _keep_last(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:
+    """Save the last argument for backward."""
     del output
     ctx.save_for_backward(inputs[-1])
 
@@ -162,7 +169,8 @@ def packed_attention(
     """
     assert rotations is None or (bias is None and packed.shape[1] == len(rotations))
     assert bias is None or bias.shape == packed.shape[-1:]
-    return cast(Tensor, _PackedAttention.apply(packed, num_heads, rotations, bias, tag))  # type: ignore[no-untyped-call]
+    arguments = packed, num_heads, rotations, bias, tag
+    return cast(Tensor, _PackedAttention.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -181,15 +189,11 @@ class _PackedAttention(torch.autograd.Function):
     ) -> Tensor:
         if rotations is not None:
             _rotate(packed, rotations)
-        values: Tensor
         values, lse = _attend(packed, num_heads)
         ctx.save_for_backward(packed, values, lse, rotations)
-        ctx.num_heads, ctx.bias_type, ctx.is_tagged = (
-            num_heads,
-            None if bias is None else bias.dtype,
-            tag is not None,
-        )
-        return values
+        ctx.num_heads, ctx.is_tagged = num_heads, tag is not None
+        ctx.bias_type = None if bias is None else bias.dtype
+        return cast(Tensor, values)
 
     @staticmethod
     def backward(
@@ -199,13 +203,8 @@ class _PackedAttention(torch.autograd.Function):
         of_packed, of_bias, scale = _attend_backward(
             gradient, packed, values, lse, rotations, ctx.num_heads, ctx.bias_type, ctx.is_tagged
         )
-        return (
-            of_packed,
-            None,
-            None,
-            None if ctx.bias_type is None else of_bias,
-            scale if ctx.is_tagged else None,
-        )
+        of_tag = scale if ctx.is_tagged else None
+        return of_packed, None, None, None if ctx.bias_type is None else of_bias, of_tag
 
 
 def _heads(packed: Tensor, num_heads: int) -> list[Tensor]:
@@ -246,9 +245,8 @@ def _attend_backward(
 
     The second is empty if `bias_type` is None, the last unless `measures`.
     """
-    of_values, by_head = (
-        each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in (gradient, values)
-    )
+    of_values = gradient.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    by_head = values.unflatten(-1, (num_heads, -1)).transpose(1, 2)
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         of_values, *_heads(packed, num_heads), by_head, lse, 0.0, True
     )
@@ -256,12 +254,11 @@ def _attend_backward(
     if rotations is not None:
         _rotate(of_packed, rotations * rotations.new_tensor((1, -1)))
     if bias_type is None:
-        return of_packed, lse.new_empty(0), own_scale(of_packed, measures)
-    of_q, of_v = (
-        each.float().sum(dim=(0, 1)) for each in (of_packed.chunk(3, dim=-1)[0], gradient)
-    )
+        return of_packed, lse.new_empty(0), scale_if(of_packed, measures)
+    of_q = of_packed.chunk(3, dim=-1)[0].float().sum(dim=(0, 1))
+    of_v = gradient.float().sum(dim=(0, 1))
     of_bias = torch.cat((of_q, torch.zeros_like(of_q), of_v)).to(bias_type)
-    return of_packed, of_bias, own_scale(of_packed, measures)
+    return of_packed, of_bias, scale_if(of_packed, measures)
 
 
 def feed_forward(
@@ -294,9 +291,9 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         rows, first, second, slopes, hidden = ctx.saved_tensors
-        own = gradient.flatten(0, -2)
-        of_second = own.t() @ hidden
-        of_expanded, of_bias = _contract_backward(own, second, slopes, ctx.bias_type)
+        of_rows = gradient.flatten(0, -2)
+        of_second = of_rows.t() @ hidden
+        of_expanded, of_bias = _contract_backward(of_rows, second, slopes, ctx.bias_type)
         of_x = (of_expanded @ first).view(*gradient.shape[:-1], first.shape[1])
         return of_x, of_expanded.t() @ rows, None if ctx.bias_type is None else of_bias, of_second
 
@@ -329,7 +326,7 @@ def _contract_backward(
 
     `bias_type` is the type of the bias, or None without a bias.
     """
-    own = gradient.float() @ weight.float()
-    result = own.repeat(1, slopes.shape[1] // own.shape[1]) * slopes.float()
-    of_bias = own.new_empty(0) if bias_type is None else result.sum(dim=0).to(bias_type)
+    of_hidden = gradient.float() @ weight.float()
+    result = of_hidden.repeat(1, slopes.shape[1] // of_hidden.shape[1]) * slopes.float()
+    of_bias = of_hidden.new_empty(0) if bias_type is None else result.sum(dim=0).to(bias_type)
     return result.to(slopes.dtype), of_bias

@@ -153,6 +153,7 @@ def packed_bias_backward(
 def _launch_rope(
     packed: Tensor, q: Tensor, k: Tensor, v: Tensor, rotations: Tensor, *, back: bool
 ) -> None:
+    """Split `packed` into rotated q and k, and v; with `back` assemble it from these."""
     width = packed.shape[-1] // 3
     _rope_heads[_grid(q, width)](
         packed,
@@ -170,11 +171,13 @@ def _launch_rope(
 
 
 def _grid(part: Tensor, width: int) -> tuple[int, int]:
+    """One program for each row and each BLOCK of its columns."""
     return part.numel() // width, triton.cdiv(width, BLOCK)
 
 
 @triton.jit
 def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
+    """SwiGLU of a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -187,17 +190,20 @@ def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
+    """Gradients of gate and up of a part of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     whole = row * 2 * width + column
     gate = tl.load(packed + whole, mask=inside).to(tl.float32)
     up = tl.load(packed + whole + width, mask=inside).to(tl.float32)
-    own = tl.load(gradient + row * width + column, mask=inside).to(tl.float32)
+    of_result = tl.load(gradient + row * width + column, mask=inside).to(tl.float32)
     share = tl.sigmoid(gate)
-    of_gate = own * up * share * (1 + gate * (1 - share))
+    of_gate = of_result * up * share * (1 + gate * (1 - share))
     tl.store(result + whole, of_gate.to(result.dtype.element_ty), mask=inside)
-    tl.store(result + whole + width, (own * gate * share).to(result.dtype.element_ty), mask=inside)
+    tl.store(
+        result + whole + width, (of_result * gate * share).to(result.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -213,6 +219,7 @@ def _rope_heads(
     BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Split and rotate a part of one row, or put it together and rotate it back."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -234,6 +241,7 @@ def _rope_heads(
 def _rope_packed(
     packed, rotations, length, width, D_HEAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Rotate a part of the q and k of one row in place."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < 2 * width
@@ -260,6 +268,7 @@ def _cut_heads_grads(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Put together a part of every n-th row of n programs; `partial` gets its sum for the bias."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -309,6 +318,9 @@ def _reduce_packed(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Sum one of the three parts over every n-th tile of rows, for the bias, and find its largest
+    magnitude.
+    """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     part = tl.program_id(2)
@@ -323,16 +335,16 @@ def _reduce_packed(
         if part == 2:
             source = gradient
             stride = width
-    found = tl.zeros((ROWS, BLOCK), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     largest = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in tl.range(program * ROWS, end, programs * ROWS, num_stages=STAGES):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & is_column[None, :]
-        own = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        found += own.to(tl.float32)
+        values = tl.load(source + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        total += values.to(tl.float32)
         if MEASURES:
-            largest = tl.maximum(largest, magnitude(own, packed))
-    sums = tl.where(part == 1, 0.0, tl.sum(found, 0))
+            largest = tl.maximum(largest, magnitude(values, packed))
+    sums = tl.where(part == 1, 0.0, tl.sum(total, 0))
     tl.store(partial + (program * 3 + part) * width + column, sums, mask=is_column)
     if MEASURES:
         at = (program * tl.num_programs(1) + tl.program_id(1)) * 3 + part
@@ -341,6 +353,7 @@ def _reduce_packed(
 
 @triton.jit
 def _rope_part(whole, part, cos, sin, inside, BACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Rotate one part of a row from `whole` to `part`, or from `part` to `whole`."""
     even, odd = _pairs(tl.load(part if BACK else whole, mask=inside).to(tl.float32), BLOCK)
     turned = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BLOCK,))
     tl.store(whole if BACK else part, turned.to(whole.dtype.element_ty), mask=inside)

@@ -8,7 +8,7 @@ from ...config import EAGER_STEPS_BEFORE_GRAPH, Phase
 from ..annotate import annotate
 from ..batches import Batch
 
-Phases = Callable[[Batch], Iterator[Phase]]
+LaunchPhases = Callable[[Batch], Iterator[Phase]]
 """Launches the phases of a step, and yields each after it was launched."""
 Lap = Callable[[Phase, torch.cuda.Event | None], None]
 """Notes that a phase ends here, or at the event."""
@@ -27,7 +27,7 @@ class StepGraph:
 
     def __init__(
         self,
-        phases: Phases,
+        phases: LaunchPhases,
         order: tuple[Phase, ...],
         captured: Callable[[], None],
         joined: Collection[Phase],
@@ -95,6 +95,7 @@ class StepGraph:
         here.wait_stream(self._stream)
 
     def _capture(self, batch: Batch) -> None:
+        """Capture one graph for each group of phases, all from one run of them."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         # shared, so a phase can reuse memory that an earlier phase has freed

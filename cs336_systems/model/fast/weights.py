@@ -20,10 +20,13 @@ import torch.nn.functional as F  # noqa: N812
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ...config import RunConfig
 from ..transformer import Linear
-from .fp8 import KeptScale, Largest, Scale, Tag, fp8_linear
+from .fp8 import Fp8Scale, KeptScale, Largest, Tag, fp8_linear
 
-ALIGNMENT = 16
+COPY_DTYPE = torch.bfloat16
+"""Type of the copies of weights; the configuration allows copies with --precision bf16 only."""
+READ_BYTES = 16
 """Each part of a packed weight starts at a multiple of this many bytes, which one thread of a
 kernel reads at once.
 """
@@ -65,11 +68,11 @@ class LeafSlice:
         """
         if self.leaf.grad is None:
             return []
-        own = self.leaf.grad.view(-1)[self.elements]
+        gradient = self.leaf.grad.view(-1)[self.elements]
         if self.received is None:
-            return [own]
+            return [gradient]
         before = self.received.before
-        return [*self.received.gradients[:before], own, *self.received.gradients[before:]]
+        return [*self.received.gradients[:before], gradient, *self.received.gradients[before:]]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -116,7 +119,10 @@ class Weight:
         """Gradients to add up to the weight's: those of the master and of the copy, if there are
         any.
         """
-        return [gradient.view(self.shape) for place in self.places for gradient in place.gradients]
+        gradients: list[Tensor] = []
+        for place in self.places:
+            gradients += [gradient.view(self.shape) for gradient in place.gradients]
+        return gradients
 
     def values(self) -> Tensor:
         """The master in fp32: the tensor itself, or a new one if the master is split."""
@@ -189,7 +195,7 @@ class Copies(NamedTuple):
     bias: Tensor | None
     in_fp8: bool = False
     """Whether the matmul casts both its factors to fp8."""
-    scale: Scale | None = None
+    scale: Fp8Scale | None = None
     """Scale of the weight in fp8; None if it is not kept."""
 
     def matmul(
@@ -206,19 +212,15 @@ class Copies(NamedTuple):
 
 
 class CopyMaker:
-    """Makes the copies for a model's linear layers, and remembers which copy each parameter has.
+    """Makes the copies for a model's linear layers, and remembers which copy each parameter has."""
 
-    With `keeps_scales`, the optimizer keeps the largest magnitude of each fp8 copy, from which its
-    scale is computed.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype, *, fp8: bool = False, keeps_scales: bool = False
-    ) -> None:
-        self._dtype, self.fp8, self._keeps_scales = dtype, fp8, keeps_scales
-        self._found: dict[nn.Parameter, Weight] = {}
+    def __init__(self, settings: RunConfig) -> None:
+        self.settings = settings
+        # with several ranks, a block's copies may be gathered only just before the block runs
+        self._keeps_scales = settings.fp8 and not settings.is_shared
+        self._copied: dict[nn.Parameter, Weight] = {}
         self.scales: list[KeptScale] = []
-        """The scales of the weights in fp8, if they are kept.
+        """The scales of the weights in fp8, if the optimizer keeps the magnitudes of the copies.
 
         Each comes with MOST_PARTS magnitudes: one for each packed part, and 0 for the rest.
         """
@@ -228,17 +230,14 @@ class CopyMaker:
         read the same tensor.
         """
         weights = [layer.weight for layer in layers]
-        bias = (
-            self._copy(biases)
-            if (biases := [layer.bias for layer in layers if layer.bias is not None])
-            else None
-        )
-        if not (self.fp8 and self._keeps_scales):
-            return Copies(self._copy(weights), bias, self.fp8)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        bias = self._copy(biases) if biases else None
+        if not self._keeps_scales:
+            return Copies(self._copy(weights), bias, self.settings.fp8)
         largest = torch.zeros(MOST_PARTS, device=weights[0].device)
         scale = torch.empty((), device=weights[0].device)
         self.scales.append(KeptScale(largest, scale))
-        return Copies(self._copy(weights, largest=largest), bias, self.fp8, scale)
+        return Copies(self._copy(weights, largest=largest), bias, True, scale)
 
     def padded(self, layer: Linear, multiple: int) -> Copies:
         """A copy with rows of 0 appended until their number is a multiple of `multiple`; never
@@ -252,9 +251,9 @@ class CopyMaker:
         """The parameters, with their copies if they have any; of those only the embedding's
         `table` is read itself.
         """
-        if table in self._found:
-            self._found[table].read = LeafSlice(table, slice(0, table.numel()))
-        return tuple(self._found.get(parameter) or whole(parameter) for parameter in parameters)
+        if table in self._copied:
+            self._copied[table].read = LeafSlice(table, slice(0, table.numel()))
+        return tuple(self._copied.get(parameter) or whole(parameter) for parameter in parameters)
 
     def _copy(
         self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None
@@ -267,7 +266,7 @@ class CopyMaker:
         source = torch.zeros(
             num_rows + surplus,
             *first.shape[1:],
-            dtype=self._dtype,
+            dtype=COPY_DTYPE,
             device=first.device,
             requires_grad=True,
         )
@@ -281,6 +280,6 @@ class CopyMaker:
                 largest=None if largest is None else largest[number],
             )
             weight.refresh()
-            self._found[master] = weight
+            self._copied[master] = weight
             start += master.numel()
         return source

@@ -3,7 +3,6 @@
 import math
 
 import torch
-from torch import Tensor
 
 from cs336.config import Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336.measure.step import TrainingStep
@@ -41,7 +40,7 @@ decay and the sum.
 """
 
 
-def roundings(model: ModelConfig) -> int:
+def roundings(model):
     """Roundings to low precision on the longest way forward and backward through the model.
 
     Those of a block are of two norms, of three projections and two matmuls around softmax in
@@ -51,7 +50,7 @@ def roundings(model: ModelConfig) -> int:
     return 2 * (9 * model.num_layers + 2)
 
 
-def of_losses(config: RunConfig, dtype: torch.dtype = torch.bfloat16) -> float:
+def of_losses(config, dtype=torch.bfloat16):
     """Largest difference of the losses of two trainings that round differently; logits are of
     magnitude 1.
 
@@ -62,7 +61,7 @@ def of_losses(config: RunConfig, dtype: torch.dtype = torch.bfloat16) -> float:
     return of_walk(dtype, 2 * roundings(config.model), tokens) + of_mean
 
 
-def with_smooth_updates(step: TrainingStep) -> TrainingStep:
+def with_smooth_updates(step):
     """The step, whose optimizer has EPS."""
     assert step.optimizer is not None
     for group in step.optimizer.param_groups:
@@ -70,7 +69,7 @@ def with_smooth_updates(step: TrainingStep) -> TrainingStep:
     return step
 
 
-def drawn_step(config: RunConfig) -> TrainingStep:
+def drawn_step(config):
     """A step of the configuration; those of one model have the same parameters."""
     generator = torch.Generator().manual_seed(0)
     model = TransformerLM(config.model)
@@ -81,7 +80,7 @@ def drawn_step(config: RunConfig) -> TrainingStep:
     return with_smooth_updates(TrainingStep(config, model.to(config.device.value)))
 
 
-def loss_and_gradients(config: RunConfig) -> tuple[TrainingStep, dict[str, Tensor]]:
+def loss_and_gradients(config):
     """A step after backward, with its loss and each weight's gradient in fp32 by name."""
     step = drawn_step(config)
     loss = step.forward(step.batches())
@@ -89,11 +88,11 @@ def loss_and_gradients(config: RunConfig) -> tuple[TrainingStep, dict[str, Tenso
     return step, {"loss": loss.detach(), **gradients(step)}
 
 
-def gradients(step: TrainingStep) -> dict[str, Tensor]:
+def gradients(step):
     """The gradient of each weight, whether the model reads it itself or its copy."""
     names = (name for name, _ in step.model.named_parameters())
-    weights = zip(names, step.model.weights, strict=True)  # type: ignore[call-overload]
+    weights = zip(names, step.model.weights, strict=True)
     return {
-        name: torch.stack([each.float() for each in weight.gradients()]).sum(0)
+        name: torch.stack([tensor.float() for tensor in weight.gradients()]).sum(0)
         for name, weight in weights
     }

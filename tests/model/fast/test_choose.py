@@ -3,6 +3,8 @@ follows its rule.
 """
 
 import importlib.metadata
+import itertools
+import operator
 import random
 import sys
 import tomllib
@@ -26,18 +28,15 @@ from cs336.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336.model.fast import choose
-from cs336.model.fast.choose import (
+from cs336.model.fast import packages
+from cs336.model.fast.choose import best_sdpa_backend, describe_fast, fastest, missing_packages
+from cs336.model.fast.packages import (
     FLASH_4,
     OF_PACKAGE,
     QUACK,
     VERSIONS,
-    best_sdpa_backend,
     check_packages,
-    describe_fast,
-    fastest,
     is_installed,
-    missing_packages,
     why_unusable,
 )
 
@@ -87,29 +86,26 @@ def test_every_step_has_a_valid_fast_one_with_all_that_was_asked_for(size, devic
         "ranges": False,
         "checkpoint_blocks": 2,
     }
-    for device in Device:
-        for mode in Mode:
-            for changes in (
-                {},
-                asked,
-                {"sync_phases": True},
-                {"profiler": Profiler.KINETO},
-                {"model_factory": "a:b"},
-                {"precision": Precision.FP16},
-                {"compile": CompileMode.REDUCE_OVERHEAD},
-                {"pad_vocabulary": 64},
-                {"optimizer": OptimizerKind.FOREACH},
-                *([{"profiler": Profiler.MEMORY}] if device is Device.CUDA else []),
-            ):
-                config = make(size, device, mode=mode, **changes)
-                fast = fastest(config, device_name)  # a RunConfig checks itself
-                assert {name: getattr(fast, name) for name in FIXED} == {
-                    n: getattr(config, n) for n in FIXED
-                }
-                assert {name: getattr(fast.model, name) for name in SHAPE} == {
-                    name: getattr(config.model, name) for name in SHAPE
-                }
-                assert fastest(fast, device_name) == fast, "there is nothing left to make faster"
+    settings = [
+        {},
+        asked,
+        {"sync_phases": True},
+        {"profiler": Profiler.KINETO},
+        {"model_factory": "a:b"},
+        {"precision": Precision.FP16},
+        {"compile": CompileMode.REDUCE_OVERHEAD},
+        {"pad_vocabulary": 64},
+        {"optimizer": OptimizerKind.FOREACH},
+    ]
+    of_fixed, of_shape = operator.attrgetter(*FIXED), operator.attrgetter(*SHAPE)
+    cases = list(itertools.product(Device, Mode, settings))
+    cases += [(Device.CUDA, mode, {"profiler": Profiler.MEMORY}) for mode in Mode]
+    for device, mode, changes in cases:
+        config = make(size, device, mode=mode, **changes)
+        fast = fastest(config, device_name)  # a RunConfig checks itself
+        assert of_fixed(fast) == of_fixed(config)
+        assert of_shape(fast.model) == of_shape(config.model)
+        assert fastest(fast, device_name) == fast, "there is nothing left to make faster"
 
 
 def test_the_rule_on_an_h200():
@@ -168,7 +164,7 @@ def test_packages_are_used_on_hopper_where_their_kernels_fit(monkeypatch, name):
     assert not fast.fused_activations
     assert not fast.packed_attention
     for package, expected in ((QUACK, (fuses, False)), (FLASH_4, (False, packs))):
-        monkeypatch.setattr(choose, "is_installed", lambda each, only=package: each == only)
+        monkeypatch.setattr(packages, "is_installed", lambda wanted, only=package: wanted == only)
         fast = fastest(config, device_name)
         assert (fast.fused_activations, fast.packed_attention) == expected
         words = describe_fast(fast)
@@ -182,14 +178,14 @@ def test_a_package_is_installed_only_in_a_tested_version(monkeypatch):
     """
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     asked = {
-        each.name: each.specifier
-        for each in map(Requirement, project["optional-dependencies"]["fused"])
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, project["optional-dependencies"]["fused"])
     }
     near = {
         QUACK: ("0.6.5", "0.6.9", "0.5.9", "0.7.0"),
         FLASH_4: ("4.0.0b36", "4.0.0b35", "4.0.0b37", "4.0.0"),
     }
-    monkeypatch.setattr(choose, "import_failure", lambda _: None)
+    monkeypatch.setattr(packages, "import_failure", lambda _: None)
     for package, version in (
         (package, version) for package, versions in near.items() for version in versions
     ):
@@ -283,14 +279,14 @@ def test_on_several_ranks_only_what_works_there_is_chosen(way):
         == (way not in (Parallel.DDP, Parallel.FSDP2, Parallel.OWN))
     )
     assert fast.compile_blocks
-    own = fastest(replace(config, model_factory="a:b"), "NVIDIA H200")
-    assert (own.compile is CompileMode.NONE) == way.shards_parameters
+    of_factory = fastest(replace(config, model_factory="a:b"), "NVIDIA H200")
+    assert (of_factory.compile is CompileMode.NONE) == way.shards_parameters
 
 
 def test_a_missing_package_is_named_and_refused_where_asked_for(monkeypatch):
     fast = fastest(make("xl"), H200)
     assert (fast.fused_activations, fast.packed_attention) == (False, False)
-    monkeypatch.setattr(choose, "version_of", {QUACK: None, FLASH_4: "4.0.0b35"}.get)
+    monkeypatch.setattr(packages, "version_of", {QUACK: None, FLASH_4: "4.0.0b35"}.get)
     assert [note.split(", as ")[1].split(" (")[0] for note in missing_packages(fast, H200)] == [
         f"{QUACK} is not installed",
         f"{FLASH_4} is installed in version 4.0.0b35, and was tested in 4.0.0b36",
@@ -322,8 +318,8 @@ def test_a_package_is_imported_once_for_an_environment_and_never_by_the_command(
     chance, imports = random.Random(0), tmp_path / "imports"
 
     def answer_of_another_process():
-        choose.import_failure.cache_clear()
-        return choose.import_failure("fake_kernels")
+        packages.import_failure.cache_clear()
+        return packages.import_failure("fake_kernels")
 
     for number in range(4):
         is_broken, already = chance.random() < 0.5, imports.read_text().count("\n") if number else 0
@@ -359,10 +355,10 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        choose, "version_of", lambda name: VERSIONS[name] if name == package else None
+        packages, "version_of", lambda name: VERSIONS[name] if name == package else None
     )
-    monkeypatch.setattr(choose, "is_installed", is_installed)
-    choose.import_failure.cache_clear()
+    monkeypatch.setattr(packages, "is_installed", is_installed)
+    packages.import_failure.cache_clear()
     assert said in why_unusable(package)
     fast = fastest(make("xl"), H200)
     assert (fast.fused_activations, fast.packed_attention) == (False, False)
@@ -370,4 +366,4 @@ def test_a_half_installed_package_is_done_without(tmp_path, monkeypatch):
     setting = next(name for name, needed in OF_PACKAGE.items() if needed == package)
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')} needs {package}.*{said}"):
         check_packages(replace(fast, **{setting: True}))
-    choose.import_failure.cache_clear()
+    packages.import_failure.cache_clear()

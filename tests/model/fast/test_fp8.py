@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336.config import Arch, Attention, ModelConfig, OptimizerKind, Precision, RunConfig
 from cs336.measure.step import TrainingStep
@@ -29,9 +28,7 @@ RUN = RunConfig(
 SELECTIVE = {"checkpoint_blocks": 1, "selective_checkpoints": True}
 
 
-def factors(
-    device: str = "cpu", rows: int = 48, d_in: int = 80, d_out: int = 112
-) -> tuple[Tensor, ...]:
+def factors(device="cpu", rows=48, d_in=80, d_out=112):
     """x, the weight, the bias and the gradient of the result, of unlike sizes."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((rows, d_in), (d_out, d_in), (d_out,), (rows, d_out))
@@ -43,13 +40,11 @@ def factors(
     return tuple(tensor.to(device, torch.bfloat16) for tensor in made)
 
 
-def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp8_linear(x, weight, bias=None):
     return fp8.fp8_linear(x, weight, bias)[0]
 
 
-def results(
-    layer, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor
-) -> tuple[Tensor, ...]:
+def results(layer, x, weight, bias, gradient):
     """What the layer returns, and the gradients of x, the weight and, where there is one, the
     bias.
     """
@@ -58,7 +53,7 @@ def results(
     return (result.detach(), *torch.autograd.grad(result, leaves, gradient))
 
 
-def by_hand(x: Tensor) -> Tensor:
+def by_hand(x):
     """x rounded to e4m3 in units of 1/448 of its largest element, in fp64: 3 bits of mantissa,
     exponents from -6 up.
     """
@@ -71,13 +66,13 @@ def by_hand(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: bool) -> None:
+def test_matmuls_are_those_of_factors_rounded_by_hand(device, has_bias):
     x, weight, bias, gradient = factors(device)
-    found = results(fp8_linear, x, weight, bias if has_bias else None, gradient)
+    actual = results(fp8_linear, x, weight, bias if has_bias else None, gradient)
     a, b, g = by_hand(x), by_hand(weight), by_hand(gradient)
     factor_pairs = ((a, b.t()), (g, b), (g.t(), a))
     for result, (left, right), added in zip(
-        found, factor_pairs, (bias if has_bias else 0, 0, 0), strict=False
+        actual, factor_pairs, (bias if has_bias else 0, 0, 0), strict=False
     ):
         expected = left @ right + added
         # rounded to bf16 at the end; a GPU keeps at least 13 bits of partial sums
@@ -92,38 +87,38 @@ def test_matmuls_are_those_of_factors_rounded_by_hand(device: str, has_bias: boo
         allowed = of_chain(torch.bfloat16, 2) * wide.sum(dim=0).abs() + of_sums * wide.abs().sum(
             dim=0
         )
-        assert ((found[3].double() - wide.sum(dim=0)).abs() <= allowed).all()
+        assert ((actual[3].double() - wide.sum(dim=0)).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("up", "down"), [(90, -90), (120, -90), (-60, 60), (0, 0)])
-def test_the_size_of_a_factor_costs_no_precision(device: str, up: int, down: int) -> None:
+def test_the_size_of_a_factor_costs_no_precision(device, up, down):
     """Powers of two change units and nothing else, up to the largest that bf16 holds."""
     x, weight, _, gradient = factors(device)
     expected = results(fp8_linear, x, weight, None, gradient)
-    found = results(fp8_linear, x * 2.0**up, weight * 2.0**down, None, gradient)
-    for mine, wanted, power in zip(found, expected, (up + down, down, up), strict=True):
+    result = results(fp8_linear, x * 2.0**up, weight * 2.0**down, None, gradient)
+    for mine, wanted, power in zip(result, expected, (up + down, down, up), strict=True):
         assert torch.equal(mine, wanted * 2.0**power)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("index", [0, 1, 3], ids=["x", "weight", "gradient"])
-def test_zeros_and_next_to_nothing_stay_so(device: str, index: int) -> None:
+def test_zeros_and_next_to_nothing_stay_so(device, index):
     for size in (0.0, 1e-38):
         made = list(factors(device))
         made[index] = torch.full_like(made[index], size)
         x, weight, _, gradient = made
-        found = results(fp8_linear, x, weight, None, gradient)
+        actual = results(fp8_linear, x, weight, None, gradient)
         touched = [
             result
-            for result, reads in zip(found, ((0, 1), (3, 1), (3, 0)), strict=True)
+            for result, reads in zip(actual, ((0, 1), (3, 1), (3, 0)), strict=True)
             if index in reads
         ]
         assert len(touched) == 2
         assert all(result.abs().max() < 1e-30 for result in touched)
         assert all(
             result.isfinite().all() and result.any()
-            for result in found
+            for result in actual
             if all(result is not t for t in touched)
         )
 
@@ -131,9 +126,7 @@ def test_zeros_and_next_to_nothing_stay_so(device: str, index: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16, 16), (64, 128), (80, 304)], ids=str)
-def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
-    shape: tuple[int, int], dtype: torch.dtype, device: str
-) -> None:
+def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(shape, dtype, device):
     """Of elements from 2^-20 of the largest up to that; a matrix with gaps between its rows too."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape[0], 2 * shape[1], generator=generator)
@@ -152,20 +145,20 @@ def test_a_cast_and_its_transpose_are_what_pytorch_rounds_to(
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
+def test_what_is_not_finite_is_not_hidden(bad):
     x, weight, _, _ = factors()
     x[3, 5] = bad
     assert not fp8_linear(x, weight).isfinite().any()
 
 
-def test_any_strides_and_leading_axes() -> None:
+def test_any_strides_and_leading_axes():
     x, weight, bias, gradient = factors()
     expected = results(fp8_linear, x, weight, bias, gradient)
     batches = x.view(3, 16, -1).transpose(1, 2).contiguous().transpose(1, 2)
-    found = results(
+    result = results(
         fp8_linear, batches, weight, bias, gradient.t().contiguous().t().view(3, 16, -1)
     )
-    for mine, wanted in zip(found, expected, strict=True):
+    for mine, wanted in zip(result, expected, strict=True):
         assert torch.equal(mine.view(wanted.shape), wanted)
     same = torch.ones((), dtype=torch.bfloat16).expand(48, 112)
     broadcast = results(fp8_linear, x, weight, bias, same)
@@ -175,21 +168,16 @@ def test_any_strides_and_leading_axes() -> None:
 # In a step
 
 
-def of(arch: Arch, **changes: object) -> RunConfig:
-    return replace(RUN, model=replace(MODEL, arch=arch), **changes)  # type: ignore[arg-type]
+def of(arch, **changes):
+    return replace(RUN, model=replace(MODEL, arch=arch), **changes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("checkpoints", ["none", "blocks", "selective"])
 @pytest.mark.parametrize(("arch", "forward", "backward"), [(Arch.CS336, 2, 2), (Arch.GPT2, 1, 0)])
 def test_units_that_kernels_hand_on_are_those_of_the_tensors(
-    arch: Arch,
-    forward: int,
-    backward: int,
-    checkpoints: str,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    arch, forward, backward, checkpoints, device, monkeypatch
+):
     """Other tensors are read once more for their unit: of four activations of a block what
     attention returns.
 
@@ -200,10 +188,10 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
     model = replace(MODEL, arch=arch, attention=Attention.SDPA)
     step = TrainingStep(
         replace(RUN, model=model, fp8=True, fused_blocks=True, device=device, **settings)
-    )  # type: ignore[arg-type]
-    read: list[Tensor] = []
+    )
+    read = []
 
-    def checked(x: Tensor, unit: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
+    def checked(x, unit, transposes):
         torch.testing.assert_close(
             unit, x.abs().max().float() / 448, rtol=of_chain(torch.float32, 4), atol=0
         )
@@ -226,9 +214,7 @@ def test_units_that_kernels_hand_on_are_those_of_the_tensors(
 
 
 @pytest.mark.parametrize("arch", list(Arch))
-def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(
-    arch: Arch, fp8_products_of_a_gpu: None
-) -> None:
+def test_all_matmuls_of_the_blocks_and_no_others_are_in_fp8(arch, fp8_products_of_a_gpu):
     """One for q, k and v, one for the output, two of the feed-forward network; the head's three
     stay in bf16.
     """

@@ -25,27 +25,25 @@ TYPES = [
 """Of the stream and of the branch."""
 
 
-def made(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
+def made(*shape, seed, dtype, device):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
 
-def is_close(found: Tensor | None, expected: Tensor | None) -> bool:
+def is_close(result, expected):
     """To the rounding of the type of `found`, the oracle being in fp64; a norm's backward has
     three sums over a row.
     """
-    assert found is not None
+    assert result is not None
     assert expected is not None
-    narrow = found.dtype is not torch.float32
-    tolerance = of_chain(found.dtype, 2) if narrow else of_walk(torch.float32, 3 * max(WIDTHS))
+    narrow = result.dtype is not torch.float32
+    tolerance = of_chain(result.dtype, 2) if narrow else of_walk(torch.float32, 3 * max(WIDTHS))
     return torch.allclose(
-        found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()
+        result.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()
     )
 
 
-def add_norm_of_parts(
-    stream: Tensor, branch: Tensor, branch_bias: Tensor | None, gain: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def add_norm_of_parts(stream, branch, branch_bias, gain, bias):
     total = stream + branch if branch_bias is None else stream + (branch + branch_bias)
     if bias is None:
         return total, F.rms_norm(total, gain.shape, gain, EPS)
@@ -57,13 +55,7 @@ def add_norm_of_parts(
 @pytest.mark.parametrize("has_biases", [False, True], ids=["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("types", TYPES, ids=str)
-def test_add_norm(
-    types: tuple[torch.dtype, torch.dtype],
-    width: int,
-    has_biases: bool,
-    reads_sum: bool,
-    device: str,
-) -> None:
+def test_add_norm(types, width, has_biases, reads_sum, device):
     stream_type, branch_type = types
     vectors = [(branch_type, True), (torch.float32, False), (torch.float32, True)]
     given = [made(2, 5, width, seed=n, dtype=dtype, device=device) for n, dtype in enumerate(types)]
@@ -72,14 +64,15 @@ def test_add_norm(
         for n, (d, is_bias) in enumerate(vectors)
         if has_biases or not is_bias
     ]
-    wide = [each.detach().double().requires_grad_() for each in given]
+    wide = [tensor.detach().double().requires_grad_() for tensor in given]
     of_stream = made(2, 5, width, seed=7, dtype=stream_type, device=device).detach()
     of_norm = made(2, 5, width, seed=8, dtype=branch_type, device=device).detach()
 
-    def with_gaps(
-        each: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-        return tuple(each) if has_biases else (each[0], each[1], None, each[2], None)  # type: ignore[return-value]
+    def with_gaps(tensors):
+        if has_biases:
+            return list(tensors)
+        stream, branch, gain = tensors
+        return [stream, branch, None, gain, None]
 
     total, normed, _ = fused_blocks.add_norm(*with_gaps(given), EPS)
     expected_total, expected_normed = add_norm_of_parts(*with_gaps(wide))
@@ -100,7 +93,6 @@ def test_add_norm(
     assert is_close(normed, again)
     assert is_close(given[0].grad, rounded.grad)
     assert is_close(given[1].grad, rounded.grad)
-    assert rounded.grad is not None
     if has_biases:
         assert is_close(given[2].grad, rounded.grad.sum((0, 1)))
         assert is_close(given[4].grad, wide[4].grad)
@@ -110,22 +102,22 @@ def test_add_norm(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [8, 3072])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bias_gelu(dtype: torch.dtype, width: int, device: str) -> None:
+def test_bias_gelu(dtype, width, device):
     x, gradient = (made(3, 7, width, seed=n, dtype=dtype, device=device) for n in range(2))
     bias = made(width, seed=2, dtype=dtype, device=device)
     wide, wide_bias = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
-    found, _ = fused_blocks.bias_gelu(x, bias)
+    result, _ = fused_blocks.bias_gelu(x, bias)
     expected = F.gelu(wide + wide_bias, approximate="tanh")
-    found.backward(gradient.detach())
+    result.backward(gradient.detach())
     expected.backward(gradient.detach().double())
-    assert is_close(found, expected)
+    assert is_close(result, expected)
     assert is_close(x.grad, wide.grad)
     assert is_close(bias.grad, wide_bias.grad)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("vocab", "width"), [(11, 5), (1000, 1600)])
-def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, device: str) -> None:
+def test_rows_of_the_embedding_and_their_gradients(vocab, width, device):
     """Of tokens that come often, once and not at all. Gradients are whole numbers, so that their
     order is all one.
     """
@@ -136,19 +128,17 @@ def test_rows_of_the_embedding_and_their_gradients(vocab: int, width: int, devic
     with torch.no_grad():
         theirs.copy_(ours)
     tokens = tokens.to(device)
-    found, expected = fused_blocks.lookup(ours, tokens), F.embedding(tokens, theirs)
-    assert torch.equal(found, expected)
-    found.backward(gradient)
+    result, expected = fused_blocks.lookup(ours, tokens), F.embedding(tokens, theirs)
+    assert torch.equal(result, expected)
+    result.backward(gradient)
     expected.backward(gradient)
-    assert theirs.grad is not None
-    assert ours.grad is not None
     assert torch.equal(ours.grad, theirs.grad)
     assert not ours.grad[-1].any(), "no token names the last row"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 2047, 16_384])
-def test_sums_over_many_rows(rows: int, device: str) -> None:
+def test_sums_over_many_rows(rows, device):
     """More rows than programs, and fewer: none is left out, none counted twice. Of ones, so that
     sums are exact.
     """
@@ -170,14 +160,13 @@ def test_sums_over_many_rows(rows: int, device: str) -> None:
         "bias": [1.0, 1.0],
         "GELU's bias": [0.5, 0.5],
     }
-    for each, shares in zip((*vectors, bias), expected.values(), strict=True):
-        assert each.grad is not None
-        assert each.grad.tolist() == [share * rows for share in shares] * 12
+    for vector, shares in zip((*vectors, bias), expected.values(), strict=True):
+        assert vector.grad.tolist() == [share * rows for share in shares] * 12
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_spoilt", [False, True])
-def test_nan_in_the_first_row_reaches_the_units(is_spoilt: bool, device: str) -> None:
+def test_nan_in_the_first_row_reaches_the_units(is_spoilt, device):
     """Of so many rows that a program reads several: on a GPU, not in Triton's interpreter, a
     maximum may drop NaN.
     """
@@ -206,7 +195,7 @@ def test_nan_in_the_first_row_reaches_the_units(is_spoilt: bool, device: str) ->
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_pytorch_finds_the_operators_well_made(device: str) -> None:
+def test_pytorch_finds_the_operators_well_made(device):
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     stream, branch = (made(2, 4, 24, seed=n, dtype=torch.float32, device=device) for n in range(2))
     vectors = [made(24, seed=n, dtype=torch.float32, device=device) for n in range(3)]
@@ -221,7 +210,7 @@ def test_pytorch_finds_the_operators_well_made(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_does_not_lie_row_after_row(device: str) -> None:
+def test_what_does_not_lie_row_after_row(device):
     """A kernel would take it for what does."""
     stream, branch = (
         made(4, 2, 24, seed=n, dtype=torch.float32, device=device).transpose(0, 1) for n in range(2)
@@ -230,16 +219,16 @@ def test_what_does_not_lie_row_after_row(device: str) -> None:
         made(48, seed=n, dtype=torch.float32, device=device)[::2].detach().requires_grad_()
         for n in range(3)
     ]
-    stream, branch = (each.detach().requires_grad_() for each in (stream, branch))
+    stream, branch = (tensor.detach().requires_grad_() for tensor in (stream, branch))
     check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, None, False)
     check_operator(fused_blocks._bias_gelu, stream, vectors[0], None)
     total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
     gradient = torch.ones_like(total)
     given = (None, gradient, total, statistics, vectors[1].detach(), True, None, True)
-    dense = tuple(each.contiguous() if isinstance(each, Tensor) else each for each in given)
-    for found, expected in zip(
+    dense = tuple(tensor.contiguous() if isinstance(tensor, Tensor) else tensor for tensor in given)
+    for result, expected in zip(
         fused_blocks._add_norm_backward(*given),
         fused_blocks._add_norm_backward(*dense),
         strict=True,
     ):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(result, expected)

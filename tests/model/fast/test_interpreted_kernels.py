@@ -7,9 +7,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -196,8 +195,8 @@ for vocab, padded in (
     losses = kernel.losses(
         logits, targets, vocab, 2 * 8, write_gradients=True
     )  # of one of two parts
-    kernel.scale_rows(logits, torch.tensor(6.0))
-    kernel.scale_rows(logits, torch.tensor(1.0))
+    kernel.multiply_rows(logits, torch.tensor(6.0))
+    kernel.multiply_rows(logits, torch.tensor(1.0))
     errors = {
         "loss": losses - expected,
         "alone": alone - expected,
@@ -443,7 +442,7 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def in_fresh_process() -> Iterator[Callable[[str], Any]]:
+def in_fresh_process():
     """What a script prints, in a process of its own, forked off one that has imported PyTorch and
     its compiler.
 
@@ -454,9 +453,9 @@ def in_fresh_process() -> Iterator[Callable[[str], Any]]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         words, env=environment, cwd=Path(__file__).parents[3], **pipes
-    ) as process:  # type: ignore[call-overload]
+    ) as process:
 
-        def run(script: str) -> Any:
+        def run(script):
             print(json.dumps(script), file=process.stdin, flush=True)
             printed = json.loads(process.stdout.readline())
             assert printed.startswith(("{", "[")), printed
@@ -467,78 +466,72 @@ def in_fresh_process() -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.fixture
-def interpreted(in_fresh_process: Callable[[str], Any]) -> Callable[[str], Any]:
+def interpreted(in_fresh_process):
     pytest.importorskip("triton")
     return lambda script: in_fresh_process(COMMON + script)
 
 
-def test_adamw_does_what_pytorch_s_does(interpreted: Callable[[str], Any]) -> None:
-    found = interpreted(ADAMW)
+def test_adamw_does_what_pytorch_s_does(interpreted):
+    result = interpreted(ADAMW)
     assert all(
-        error < (2**-7 if name.endswith("copies") else 1e-6) for name, error in found.items()
-    ), found
-    assert found["bf16 copies"] > 0
+        error < (2**-7 if name.endswith("copies") else 1e-6) for name, error in result.items()
+    ), result
+    assert result["bf16 copies"] > 0
 
 
-def test_adamw_of_split_masters_is_that_of_whole_ones_to_the_last_bit(
-    interpreted: Callable[[str], Any],
-) -> None:
-    found = interpreted(SPLIT)
-    assert found["masters"] is found["copies"] is True
-    assert set(found["largest"]) == {0}
-    assert min(found["remainders"]) > 0, "else nothing tells these masters from their copies"
-    assert all(found[name] for name in found if name.startswith("NaN"))
+def test_adamw_of_split_masters_is_that_of_whole_ones_to_the_last_bit(interpreted):
+    result = interpreted(SPLIT)
+    assert result["masters"] is result["copies"] is True
+    assert set(result["largest"]) == {0}
+    assert min(result["remainders"]) > 0, "else nothing tells these masters from their copies"
+    assert all(result[name] for name in result if name.startswith("NaN"))
 
 
-def test_the_loss_and_its_gradient_are_pytorch_s(interpreted: Callable[[str], Any]) -> None:
-    found = interpreted(LOSS)
-    assert found.pop("unknown targets") == [1, 0], "no loss, and nothing written beside the row"
-    assert set(found.pop("padding")) == {0}
-    assert all(error < 1e-5 for errors in found.values() for error in errors), found
+def test_the_loss_and_its_gradient_are_pytorch_s(interpreted):
+    result = interpreted(LOSS)
+    assert result.pop("unknown targets") == [1, 0], "no loss, and nothing written beside the row"
+    assert set(result.pop("padding")) == {0}
+    assert all(error < 1e-5 for error in chain.from_iterable(result.values())), result
 
 
-def test_what_follows_packed_matmuls_is_what_pytorch_computes(
-    interpreted: Callable[[str], Any],
-) -> None:
-    found = interpreted(PACKED)
-    assert len(found) == 12
-    assert all(error < 1e-5 for errors in found.values() for error in errors), found
+def test_what_follows_packed_matmuls_is_what_pytorch_computes(interpreted):
+    result = interpreted(PACKED)
+    assert len(result) == 12
+    assert all(error < 1e-5 for error in chain.from_iterable(result.values())), result
 
 
 def test_adamw_rounds_moments_to_one_of_their_neighbours_in_bf16_and_on_average_not_at_all(
-    interpreted: Callable[[str], Any],
-) -> None:
+    interpreted,
+):
     """All elements are alike, so that the noise alone tells them apart: by element, moment, tensor
     and step.
 
     Which ones are rounded up in 8 such patterns of 16,384 elements is uncorrelated, to five
     standard deviations.
     """
-    found = interpreted(MOMENTS)
-    assert found["away"] < 1e-5
-    for each, exact in zip(found["kept"], (0.1 * -0.7, 0.05 * 0.7**2), strict=True):
-        for values in each:
+    result = interpreted(MOMENTS)
+    assert result["away"] < 1e-5
+    for moments, exact in zip(result["kept"], (0.1 * -0.7, 0.05 * 0.7**2), strict=True):
+        for values in moments:
             assert_rounded_at_random(torch.tensor(values), exact)
-    assert found["alike"] < 5 / math.sqrt(16_384)
-    assert found["infinite"]
-    assert found["nan"]
+    assert result["alike"] < 5 / math.sqrt(16_384)
+    assert result["infinite"]
+    assert result["nan"]
 
 
-def test_what_is_between_matmuls_is_what_pytorch_computes(
-    interpreted: Callable[[str], Any],
-) -> None:
-    found = interpreted(BLOCKS)
-    assert len(found) == 20
-    assert all(error < 1e-5 for errors in found.values() for error in errors), found
+def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted):
+    result = interpreted(BLOCKS)
+    assert len(result) == 20
+    assert all(error < 1e-5 for error in chain.from_iterable(result.values())), result
 
 
-def test_casts_to_fp8_are_pytorch_s_and_their_transposes(interpreted: Callable[[str], Any]) -> None:
-    found = interpreted(CASTS)
-    assert len(found) == 12
-    assert all(found)
+def test_casts_to_fp8_are_pytorch_s_and_their_transposes(interpreted):
+    result = interpreted(CASTS)
+    assert len(result) == 12
+    assert all(result)
 
 
-def test_the_whole_model_compiles_without_a_break(in_fresh_process: Callable[[str], Any]) -> None:
+def test_the_whole_model_compiles_without_a_break(in_fresh_process):
     """The compiler takes operations apart and rounds at other places, which may be a place of
     e4m3 for an element.
     """
@@ -547,12 +540,10 @@ def test_the_whole_model_compiles_without_a_break(in_fresh_process: Callable[[st
     assert in_fp8 < 0.1
 
 
-def test_selective_checkpoints_save_as_much_when_compiled(
-    in_fresh_process: Callable[[str], Any],
-) -> None:
-    found = in_fresh_process(COMPILED)
-    assert found["equal"]
-    assert found["saved_bytes"][0] == found["saved_bytes"][1]
-    assert found["graphs"] == 2, "blocks of one kind are compiled once"
-    assert found["attention"] == []
-    assert found["matmuls"] == 2 * MODEL.num_layers - 1
+def test_selective_checkpoints_save_as_much_when_compiled(in_fresh_process):
+    result = in_fresh_process(COMPILED)
+    assert result["equal"]
+    assert result["saved_bytes"][0] == result["saved_bytes"][1]
+    assert result["graphs"] == 2, "blocks of one kind are compiled once"
+    assert result["attention"] == []
+    assert result["matmuls"] == 2 * MODEL.num_layers - 1

@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from cs336.config import Arch, Attention, Device, ModelConfig, RunConfig, SdpaBackend
 from cs336.measure.clock import HostClock
 from cs336.model.fast import cross_entropy
-from cs336.model.fast.choose import IMPORTED_BY
 from cs336.model.fast.model import FastLM, check_device
+from cs336.model.fast.packages import IMPORTED_BY
 from cs336.model.transformer import TransformerLM
 from tests.model.fast.steps import COPIED, drawn_step, loss_and_gradients, of_losses, roundings
 from tests.operators import Calls
@@ -47,7 +46,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", SHORTCUTS)
 @pytest.mark.parametrize("arch", Arch)
-def test_a_shortcut_is_the_same_function(arch: Arch, name: str) -> None:
+def test_a_shortcut_is_the_same_function(arch, name):
     """To the rounding of bf16, gradients and loss; the gradient of the keys' biases is nothing
     but rounding.
     """
@@ -55,17 +54,17 @@ def test_a_shortcut_is_the_same_function(arch: Arch, name: str) -> None:
     config = replace(config, model=replace(config.model, arch=arch))
     _, expected = loss_and_gradients(config)
     with Calls() as calls:
-        _, found = loss_and_gradients(replace(config, **changes))
+        _, result = loss_and_gradients(replace(config, **changes))
     assert calls.counts[OPERATORS[next(iter(changes))]] >= config.model.num_layers
-    assert set(found) == set(expected)
+    assert set(result) == set(expected)
     allowed = of_walk(torch.bfloat16, 2 * roundings(config.model))
     if config.fp8:
         # a change by a unit of bf16 moves few roundings to fp8, by the ratio of the units, but each
         # by fp8's
         allowed = (allowed * of_walk(torch.float8_e4m3fn, 2 * roundings(config.model))) ** 0.5
-    for each, gradient in expected.items():
-        if not each.endswith("k_proj.bias"):
-            assert (found[each] - gradient).norm() < allowed * gradient.norm(), each
+    for parameter, gradient in expected.items():
+        if not parameter.endswith("k_proj.bias"):
+            assert (result[parameter] - gradient).norm() < allowed * gradient.norm(), parameter
 
 
 PADDED = replace(COPIED, pad_vocabulary=8)
@@ -85,7 +84,7 @@ ALIKE = {
 
 
 @functools.cache
-def trained(config: RunConfig) -> tuple[list[float], dict[str, int]]:
+def trained(config):
     """Losses of six steps, and by setting how often the steps did what it asks for."""
     step = drawn_step(config)
     with (
@@ -108,20 +107,20 @@ def trained(config: RunConfig) -> tuple[list[float], dict[str, int]]:
 @pytest.mark.parametrize("device", [Device.CPU, pytest.param(Device.CUDA, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ALIKE)
 @pytest.mark.parametrize("arch", Arch)
-def test_a_shortcut_trains_alike(arch: Arch, name: str, device: Device) -> None:
+def test_a_shortcut_trains_alike(arch, name, device):
     config, changes = ALIKE[name]
     config = replace(config, model=replace(config.model, arch=arch), device=device)
-    (expected, usual), (found, counts) = trained(config), trained(replace(config, **changes))
+    (expected, usual), (result, counts) = trained(config), trained(replace(config, **changes))
     (setting,) = changes
     assert counts[setting] > usual[setting]
     dtype = torch.float8_e4m3fn if setting == "fp8" else torch.bfloat16
-    assert found == pytest.approx(expected, abs=of_losses(config, dtype))
-    assert found[-1] < found[0]
+    assert result == pytest.approx(expected, abs=of_losses(config, dtype))
+    assert result[-1] < result[0]
     if setting == "bf16_moments":  # the update is computed before the moments are rounded
-        assert found[:2] == pytest.approx(expected[:2], rel=of_sum(torch.float32, 48))
+        assert result[:2] == pytest.approx(expected[:2], rel=of_sum(torch.float32, 48))
 
 
-def gradients(model: TransformerLM | FastLM, tokens: Tensor) -> list[Tensor]:
+def gradients(model, tokens):
     model.zero_grad()
     model(tokens).square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
@@ -129,7 +128,7 @@ def gradients(model: TransformerLM | FastLM, tokens: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
+def test_checkpoints_change_no_gradient(arch, blocks):
     torch.manual_seed(0)
     reference = TransformerLM(replace(MODEL, arch=arch))
     settings = RunConfig(size="custom", model=reference.config, checkpoint_blocks=blocks)
@@ -141,22 +140,22 @@ def test_checkpoints_change_no_gradient(arch: Arch, blocks: int) -> None:
         assert torch.equal(kept, computed_again)
 
 
-def test_a_checkpoint_computes_attention_again_by_the_same_kernel() -> None:
+def test_a_checkpoint_computes_attention_again_by_the_same_kernel():
     """PyTorch checks that what is computed again is what was there: by another kernel it would
     not be.
     """
     config = replace(MODEL, attention=Attention.SDPA, sdpa_backend=SdpaBackend.MATH)
     reference, tokens = TransformerLM(config), torch.arange(8).view(1, 8)
     expected = gradients(reference, tokens)
-    found = gradients(
+    result = gradients(
         FastLM(reference, RunConfig(size="custom", model=config, checkpoint_blocks=1)), tokens
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("multiple", [11, 16, 100])
-def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> None:
+def test_a_padded_vocabulary_is_the_same_function(arch, multiple):
     torch.manual_seed(0)
     reference = TransformerLM(replace(MODEL, arch=arch))
     padded = FastLM(
@@ -171,9 +170,7 @@ def test_a_padded_vocabulary_is_the_same_function(arch: Arch, multiple: int) -> 
 
 @pytest.mark.parametrize("attention", Attention)
 @pytest.mark.parametrize("arch", Arch)
-def test_it_has_the_reference_s_parameters_under_their_names(
-    arch: Arch, attention: Attention
-) -> None:
+def test_it_has_the_reference_s_parameters_under_their_names(arch, attention):
     """In their order, which is that of the optimizer's state; and its tables, which no
     checkpoint has.
     """
@@ -181,24 +178,22 @@ def test_it_has_the_reference_s_parameters_under_their_names(
     for changes in ({}, {"cast_once": True}, {"cast_once": True, "fused_blocks": True}):
         settings = RunConfig(
             size="custom", model=reference.config, precision="bf16", optimizer="fused", **changes
-        )  # type: ignore[arg-type]
+        )
         fast = FastLM(reference, settings)
         for mine, theirs in (
             (fast.named_parameters(), reference.named_parameters()),
             (fast.named_buffers(), reference.named_buffers()),
         ):
-            found, expected = dict(mine), dict(theirs)
-            assert list(found) == list(expected)
-            assert all(found[name] is expected[name] for name in expected)
+            result, expected = dict(mine), dict(theirs)
+            assert list(result) == list(expected)
+            assert all(result[name] is expected[name] for name in expected)
 
 
 @pytest.mark.parametrize(
     ("name", "package"),
     [("fused_activations", "quack-kernels"), ("packed_attention", "flash-attn-4")],
 )
-def test_a_gpu_of_another_generation_and_a_package_that_fails_are_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
+def test_a_gpu_of_another_generation_and_a_package_that_fails_are_named(monkeypatch, name, package):
     """Where the model is made, as this may be another machine than that of the command; a CPU
     needs no package.
     """

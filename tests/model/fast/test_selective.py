@@ -1,14 +1,11 @@
 """Selective checkpoints: the same gradients, less saved, and attention computed once."""
 
-from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from cs336.config import Arch, RunConfig
+from cs336.config import Arch
 from cs336.costs.fast_memory import saved_bytes
 from tests.model.fast.steps import COPIED, MODEL, drawn_step, gradients
 from tests.operators import Calls
@@ -17,19 +14,19 @@ BASE = replace(COPIED, fused_blocks=True, fused_loss=True)
 SELECTIVE = replace(BASE, checkpoint_blocks=1, selective_checkpoints=True)
 
 
-def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
+def backward(config):
     """The gradients of a step, the bytes of activations that forward saved, and the operators
     that backward called.
     """
     step = drawn_step(config)
-    weights: tuple[Any, ...] = step.model.weights  # type: ignore[assignment]
+    weights = step.model.weights
     known = {
         t.untyped_storage().data_ptr() for t in (*step.model.parameters(), *step.model.buffers())
     }
     known |= {w.copy.leaf.untyped_storage().data_ptr() for w in weights if w.copy is not None}
-    saved: dict[int, int] = {}
+    saved = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         if (storage := tensor.untyped_storage()).data_ptr() not in known:
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -43,12 +40,12 @@ def backward(config: RunConfig) -> tuple[dict[str, Tensor], int, Counter[str]]:
 
 @pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("arch", Arch)
-def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept: int) -> None:
+def test_gradients_are_the_same_and_attention_is_computed_once(arch, kept):
     model = replace(MODEL, arch=arch)
     expected, _, plain = backward(replace(BASE, model=model))
-    found, _, selective = backward(replace(SELECTIVE, model=model, keep_hidden=kept))
+    result, _, selective = backward(replace(SELECTIVE, model=model, keep_hidden=kept))
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(result[name], gradient), name
     more = selective - plain
     assert not [name for name in selective if "attention" in name and "backward" not in name]
     # the output projection, and the first matmul of the feed-forward network; not that of q, k, v,
@@ -59,7 +56,7 @@ def test_gradients_are_the_same_and_attention_is_computed_once(arch: Arch, kept:
 
 @pytest.mark.parametrize("changes", [{}, {"pad_vocabulary": 8}, {"batch_size": 2}], ids=str)
 @pytest.mark.parametrize("arch", Arch)
-def test_what_is_saved_is_forecast(arch: Arch, changes: dict[str, int]) -> None:
+def test_what_is_saved_is_forecast(arch, changes):
     for config in (
         BASE,
         SELECTIVE,

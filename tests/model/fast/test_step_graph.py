@@ -3,7 +3,7 @@ replayed.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from cs336.config import EAGER_STEPS_BEFORE_GRAPH, Mode, ModelConfig, Phase, RunConfig
 from cs336.measure.clock import EventClock
 from cs336.measure.step import TrainingStep
-from cs336.model.batches import Batch
 from cs336.model.fast.step_graph import StepGraph
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
@@ -30,38 +29,38 @@ TOOK_S = {
 class Device:
     """The clock of a simulated GPU, and the operations captured so far."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now_s = 0.0
-        self.captured: list[Callable[[], None]] | None = None
+        self.captured = None
 
-    def run(self, operation: Callable[[], None]) -> None:
+    def run(self, operation):
         if self.captured is None:
             operation()
         else:
             self.captured.append(operation)
 
-    def work(self, seconds: float) -> None:
-        def take() -> None:
+    def work(self, seconds):
+        def take():
             self.now_s += seconds
 
         self.run(take)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+def device(monkeypatch):
     device = Device()
 
     class Event:
-        def __init__(self, **_options: object) -> None:
-            self.time_s: float | None = None
+        def __init__(self, **_options):
+            self.time_s = None
 
-        def record(self) -> None:
-            def note() -> None:
+        def record(self):
+            def note():
                 self.time_s = device.now_s
 
             device.run(note)
 
-        def elapsed_time(self, end: "Event") -> float:
+        def elapsed_time(self, end):
             assert self.time_s is not None
             assert end.time_s is not None
             return (end.time_s - self.time_s) * 1e3
@@ -69,12 +68,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     class Graph:
         operations: list[Callable[[], None]]
 
-        def replay(self) -> None:
+        def replay(self):
             for operation in self.operations:
                 operation()
 
     @contextlib.contextmanager
-    def capture(graph: Graph, **_options: object) -> Iterator[None]:
+    def capture(graph, **_options):
         device.captured = []
         yield
         graph.operations, device.captured = device.captured, None
@@ -105,15 +104,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     ids=["one process", "several ranks"],
 )
 @pytest.mark.parametrize("reads_data", [False, True], ids=["random tokens", "token file"])
-def test_every_step_has_each_phase_once_with_its_own_time(
-    device: Device, reads_data: bool, order: tuple[Phase, ...], joined: Collection[Phase]
-) -> None:
+def test_every_step_has_each_phase_once_with_its_own_time(device, reads_data, order, joined):
     """This holds for eager steps, for the step that captures, and for replays."""
-    seen: list[tuple[int, float]] = []
+    seen = []
     loss, static = torch.zeros(()), torch.zeros(1)
 
-    def phases(batch: Batch) -> Iterator[Phase]:
-        def compute() -> None:
+    def phases(batch):
+        def compute():
             loss.copy_(batch[0][0])
             seen.append((len(seen), loss.item()))
 
@@ -122,7 +119,7 @@ def test_every_step_has_each_phase_once_with_its_own_time(
             device.work(TOOK_S[phase])
             yield phase
 
-    captured_after: list[int] = []
+    captured_after = []
     graph, clock = (
         StepGraph(phases, order, lambda: captured_after.append(len(seen)), joined),
         EventClock(),
@@ -146,20 +143,20 @@ def test_every_step_has_each_phase_once_with_its_own_time(
     assert graph.peak_bytes == 77
 
 
-def test_gradients_do_not_add_up_without_an_optimizer(device: Device) -> None:
+def test_gradients_do_not_add_up_without_an_optimizer(device):
     """The captured step must begin without gradients too, or its replays would add to them."""
     model = ModelConfig(
         vocab_size=7, context_length=4, d_model=8, d_ff=8, num_layers=1, num_heads=2
     )
     step = TrainingStep(RunConfig(size="custom", model=model, mode=Mode.FORWARD_BACKWARD))
     order, run = step.config.phases, step._phases
-    found: list[bool] = []
+    result = []
 
-    def phases(batch: Batch) -> Iterator[Phase]:
-        found.append(any(parameter.grad is not None for parameter in step.model.parameters()))
+    def phases(batch):
+        result.append(any(parameter.grad is not None for parameter in step.model.parameters()))
         yield from run(batch)
 
     step.graph, clock = StepGraph(phases, order, lambda: None, ()), EventClock()
     for _ in range(EAGER_STEPS_BEFORE_GRAPH + 2):
         step(clock)
-    assert found == [False] * (EAGER_STEPS_BEFORE_GRAPH + 1)
+    assert result == [False] * (EAGER_STEPS_BEFORE_GRAPH + 1)

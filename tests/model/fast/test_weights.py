@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cs336.config import (
     Arch,
@@ -24,7 +24,7 @@ from cs336.measure.clock import HostClock
 from cs336.measure.step import TrainingStep
 from cs336.model.fast.master_adamw import MasterAdamW, Storage
 from cs336.model.fast.model import FastLM
-from cs336.model.fast.weights import Weight, joined_values, split_values, whole
+from cs336.model.fast.weights import joined_values, split_values, whole
 from cs336.model.transformer import TransformerLM
 from tests.model.fast.steps import OF_AN_UPDATE, of_losses, roundings, with_smooth_updates
 from tests.rounding import of_chain, of_walk
@@ -49,17 +49,17 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make(name: str, seed: int = 0) -> TransformerLM:
+def make(name, seed=0):
     torch.manual_seed(seed)
     return TransformerLM(MODELS[name])
 
 
-def fast(model: TransformerLM) -> FastLM:
+def fast(model):
     """The model computed from copies of its weights."""
     return FastLM(model, replace(AUTOCAST, model=model.config, cast_once=True))
 
 
-def masters(model: FastLM) -> dict[str, Tensor]:
+def masters(model):
     """The weights by the names of their parameters, split ones made whole."""
     names = (name for name, _ in model.named_parameters())
     return {
@@ -67,9 +67,7 @@ def masters(model: FastLM) -> dict[str, Tensor]:
     }
 
 
-def trained(
-    config: RunConfig, model: nn.Module, steps: int = 8
-) -> tuple[TrainingStep, list[float]]:
+def trained(config, model, steps=8):
     step = TrainingStep(config, model)
     if step.optimizer is not None:
         with_smooth_updates(step)
@@ -77,7 +75,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
+def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name):
     """The oracle casts every weight in every step, and its optimizer knows nothing of copies."""
     config, model = replace(AUTOCAST, model=MODELS[name]), make(name)
     oracle = copy.deepcopy(model)
@@ -96,7 +94,7 @@ def test_it_trains_as_autocast_and_pytorch_s_fused_adamw_do(name: str) -> None:
         assert (mine[key] - theirs[key]).norm() < away, key
 
 
-def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
+def test_a_tied_weight_learns_from_both_of_its_uses():
     """Gradients of the embedding and of the head add up: against autograd on one fp32 weight."""
     oracle = make("gpt2")
     model = fast(copy.deepcopy(oracle))
@@ -107,16 +105,16 @@ def test_a_tied_weight_learns_from_both_of_its_uses() -> None:
     assert tied.copy is not None
     assert tied.copy.leaf is model.lm_head.copies[0]
     tokens = torch.arange(16).view(1, 16)
-    for each in (model, oracle):
+    for module in (model, oracle):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            each(tokens).float().square().mean().backward()
+            module(tokens).float().square().mean().backward()
     assert len(tied.gradients()) == 2
     total = sum(gradient.float() for gradient in tied.gradients())
     torch.testing.assert_close(total, oracle.token_embeddings.weight.grad, rtol=0.02, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in Mode if mode is not Mode.TRAIN])
-def test_other_modes_cast_once_too(mode: Mode) -> None:
+def test_other_modes_cast_once_too(mode):
     config = replace(AUTOCAST, mode=mode, optimizer=OptimizerKind.ADAMW)
     model = make("cs336")
     _, expected = trained(config, copy.deepcopy(model), 2)
@@ -128,13 +126,13 @@ def test_other_modes_cast_once_too(mode: Mode) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> None:
+def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name):
     """The same gradients to both: three steps, then every master, moment and copy."""
     model = make(name)
     on_gpu = copy.deepcopy(model).cuda()
     optimizers = []
-    for each in (model, on_gpu):
-        weights = fast(each).weights
+    for module in (model, on_gpu):
+        weights = fast(module).weights
         optimizers.append((MasterAdamW(weights, lr=0.01, weight_decay=0.1), weights))
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
@@ -143,12 +141,12 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
             other.grad = one.grad.cuda()
         for optimizer, _ in optimizers:
             optimizer.step()
-    (_, expected), (_, found) = optimizers
-    for one, other in zip(expected, found, strict=True):
+    (_, expected), (_, result) = optimizers
+    for one, other in zip(expected, result, strict=True):
         torch.testing.assert_close(
             other.master.detach().cpu(), one.master.detach(), rtol=1e-5, atol=1e-6
         )
-    assert are_copies(found)
+    assert are_copies(result)
     for one, other in zip(
         optimizers[0][0].state.values(), optimizers[1][0].state.values(), strict=True
     ):
@@ -158,9 +156,7 @@ def test_the_kernel_on_a_gpu_does_what_the_formula_on_a_cpu_does(name: str) -> N
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("element", [0, -1])
-def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(
-    element: int, device: str
-) -> None:
+def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(element, device):
     """A GPU's maximum may drop NaN. The kernel masks the last elements of w2's copy, and none of
     q_proj's.
     """
@@ -170,17 +166,18 @@ def test_nan_in_a_gradient_reaches_the_largest_magnitude_of_its_weight_alone(
         leaf.grad = torch.ones_like(leaf)
     spoilt = model.layers[0].attn.q_proj.weight, model.layers[1].ffn.w2.weight
     for weight in weights:
-        if any(weight.master is each for each in spoilt):
+        if any(weight.master is master for master in spoilt):
             weight.gradients()[0].view(-1)[element] = math.nan
     MasterAdamW(weights).step()
     kept = [weight for weight in weights if weight.largest is not None]
     assert len(kept) == 7 * MODEL.num_layers
     for weight in kept:
         assert weight.largest is not None
-        assert weight.largest.isfinite().item() is not any(weight.master is each for each in spoilt)
+        is_spoilt = any(weight.master is master for master in spoilt)
+        assert weight.largest.isfinite().item() is not is_spoilt
 
 
-def are_copies(weights: tuple[Weight, ...]) -> bool:
+def are_copies(weights):
     """Whether all copies are their masters, rounded."""
     copied = [(weight.copy.values, weight.master) for weight in weights if weight.copy is not None]
     return bool(copied) and all(
@@ -188,7 +185,7 @@ def are_copies(weights: tuple[Weight, ...]) -> bool:
     )
 
 
-def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
+def leaves(weights):
     """All tensors that gather gradients, once each; a tied weight's master among them."""
     places = [
         place for weight in weights for place in (weight.copy, weight.read) if place is not None
@@ -201,9 +198,9 @@ def leaves(weights: tuple[Weight, ...]) -> list[Tensor]:
 @pytest.mark.parametrize(
     "settings", [{}, {"cast_once": True}, {"mode": Mode.FORWARD_BACKWARD}, {"mode": Mode.INFERENCE}]
 )
-def test_a_replayed_graph_trains_as_the_step_itself_does(settings: dict[str, object]) -> None:
+def test_a_replayed_graph_trains_as_the_step_itself_does(settings):
     """Ten steps: three as they are, the fourth captured. Phases are timed inside of the graph."""
-    config = replace(AUTOCAST, device=Device.CUDA, **settings)  # type: ignore[arg-type]
+    config = replace(AUTOCAST, device=Device.CUDA, **settings)
     model = make("cs336").cuda()
     _, expected = trained_on_gpu(config, copy.deepcopy(model), 10)
     step, losses = trained_on_gpu(replace(config, cuda_graph=True), model, 10)
@@ -212,9 +209,7 @@ def test_a_replayed_graph_trains_as_the_step_itself_does(settings: dict[str, obj
     assert step.graph.peak_bytes
 
 
-def trained_on_gpu(
-    config: RunConfig, model: nn.Module, steps: int
-) -> tuple[TrainingStep, list[float]]:
+def trained_on_gpu(config, model, steps):
     from cs336.measure.clock import make_clock
 
     step, clock, losses = TrainingStep(config, model), make_clock(config), []
@@ -232,7 +227,7 @@ def trained_on_gpu(
 # Split masters
 
 
-def any_bits(count: int) -> Tensor:
+def any_bits(count):
     """fp32 values with random bits: of every magnitude, subnormal and infinite ones and NaN
     among them.
     """
@@ -247,24 +242,24 @@ def any_bits(count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_value_is_known_to_the_last_bit_from_its_halves(device: str) -> None:
+def test_a_value_is_known_to_the_last_bit_from_its_halves(device):
     values = any_bits(2**18).to(device)
     narrow, remainder = split_values(values)
     assert (narrow.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
-    found, is_nan = joined_values(narrow, remainder), values.isnan()
+    result, is_nan = joined_values(narrow, remainder), values.isnan()
     assert is_nan.any()
-    assert torch.equal(found[~is_nan].view(torch.int32), values[~is_nan].view(torch.int32))
-    assert found[is_nan].isnan().all()
+    assert torch.equal(result[~is_nan].view(torch.int32), values[~is_nan].view(torch.int32))
+    assert result[is_nan].isnan().all()
     assert narrow[is_nan].isnan().all()
 
 
-def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves() -> None:
+def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves():
     """PyTorch rounds a number half way between two to the even one."""
     values = any_bits(2**18)
     values = values[~values.isnan()]
     is_half = (values.view(torch.int32) & 0xFFFF) == 0x8000
-    found = split_values(values)[0]
-    assert torch.equal(found[~is_half], values[~is_half].bfloat16())
+    result = split_values(values)[0]
+    assert torch.equal(result[~is_half], values[~is_half].bfloat16())
     halves = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 2.0**-134])
     assert split_values(halves)[0].tolist() == [1 + 2.0**-7, 1 + 2.0**-6, -1 - 2.0**-7, 2.0**-133]
 
@@ -273,9 +268,7 @@ def test_a_copy_is_rounded_as_pytorch_rounds_but_for_halves() -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_gradients_give_the_same_masters(
-    name: str, device: str, fp8: bool, moments: torch.dtype
-) -> None:
+def test_the_same_gradients_give_the_same_masters(name, device, fp8, moments):
     """To the last bit on a CPU; on a GPU the two are different kernels."""
     model = make(name).to(device)
     models = [
@@ -283,9 +276,12 @@ def test_the_same_gradients_give_the_same_masters(
     ]
     optimizers = [
         MasterAdamW(
-            each.weights, lr=0.01, weight_decay=0.1, storage=Storage(moments, each is models[1])
+            trained.weights,
+            lr=0.01,
+            weight_decay=0.1,
+            storage=Storage(moments, splits=trained is models[1]),
         )
-        for each in models
+        for trained in models
     ]
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
@@ -300,9 +296,9 @@ def test_the_same_gradients_give_the_same_masters(
             optimizer.step()
     allowed = 0 if device == "cpu" else of_chain(torch.float32, 4 * OF_AN_UPDATE)
     away = {"rtol": allowed, "atol": allowed * 0.04}  # four steps of 0.01
-    expected, found = (masters(each) for each in models)
-    torch.testing.assert_close(found, expected, **away)
-    assert all(len(each.state) == len(models[0].weights) for each in optimizers), (
+    expected, result = (masters(trained) for trained in models)
+    torch.testing.assert_close(result, expected, **away)
+    assert all(len(trained.state) == len(models[0].weights) for trained in optimizers), (
         "every weight is trained"
     )
     split = [weight for weight in models[1].weights if weight.remainder is not None]
@@ -313,7 +309,7 @@ def test_the_same_gradients_give_the_same_masters(
         assert weight.largest is None or weight.largest == weight.copy.values.abs().max()
 
 
-def test_only_what_the_model_reads_as_a_copy_is_split() -> None:
+def test_only_what_the_model_reads_as_a_copy_is_split():
     for name in MODELS:
         model = fast(make(name))
         names = {parameter: key for key, parameter in model.named_parameters()}
@@ -333,7 +329,7 @@ def test_only_what_the_model_reads_as_a_copy_is_split() -> None:
 # Moments in bf16
 
 
-def assert_rounded_at_random(values: Tensor, exact: float) -> None:
+def assert_rounded_at_random(values, exact):
     """Each is one of the two neighbours of `exact` in bf16, and their mean is `exact`, to five
     standard deviations.
     """
@@ -347,9 +343,7 @@ def assert_rounded_at_random(values: Tensor, exact: float) -> None:
     assert abs(values.double().mean().item() - exact) < 5 * deviation
 
 
-def stepped(
-    gradient: float, steps: int, device: str, *, beta2: float = 0.95, size: int = 2**16
-) -> MasterAdamW:
+def stepped(gradient, steps, device, *, beta2=0.95, size=2**16):
     """The optimizer of `size` parameters, all of them 1, after so many steps with this gradient."""
     parameter = nn.Parameter(torch.ones(size, device=device))
     optimizer = MasterAdamW([whole(parameter)], betas=(0.9, beta2), storage=Storage(torch.bfloat16))
@@ -360,7 +354,7 @@ def stepped(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_moments_are_one_of_their_neighbours_and_on_average_right(device: str) -> None:
+def test_moments_are_one_of_their_neighbours_and_on_average_right(device):
     [state] = stepped(-0.7, 1, device).state.values()
     for name, exact in zip(MOMENTS, (0.1 * -0.7, 0.05 * 0.7**2), strict=True):
         assert state[name].dtype is torch.bfloat16
@@ -368,7 +362,7 @@ def test_moments_are_one_of_their_neighbours_and_on_average_right(device: str) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_second_moment_grows_by_changes_too_small_to_round_to(device: str) -> None:
+def test_a_second_moment_grows_by_changes_too_small_to_round_to(device):
     """By (1 - beta2) of what it lacks: rounded to the nearest, it would stay where that is half
     a step of bf16.
     """
@@ -383,7 +377,7 @@ def test_a_second_moment_grows_by_changes_too_small_to_round_to(device: str) -> 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_not_finite_stays_so(device: str) -> None:
+def test_what_is_not_finite_stays_so(device):
     for gradient, is_kept in ((torch.inf, torch.isinf), (torch.nan, torch.isnan)):
         [state] = stepped(gradient, 1, device, size=1030).state.values()
         assert all(is_kept(state[name]).all() for name in MOMENTS)

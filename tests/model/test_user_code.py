@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.functional import cross_entropy
 
@@ -17,7 +17,8 @@ from cs336.cli import main
 from cs336.config import SIZES, LossKind, Mode, RunConfig
 from cs336.measure.clock import HostClock
 from cs336.measure.step import TrainingStep
-from cs336.model.trainable import check_logits, checkpoint_each_block, own_loss, told, vocabulary_of
+from cs336.model.trainable import checkpoint_each_block
+from cs336.model.user_code import check_logits, own_loss, told, vocabulary_of
 
 KNOWN, PADDED = 37, 40
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
@@ -29,7 +30,7 @@ class Base(nn.Module):
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(KNOWN, 16), nn.Linear(16, PADDED)
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens):
         return self.head(self.embedding(tokens))
 
 
@@ -162,7 +163,7 @@ def test_an_exception_is_told_as_what_it_is(seed):
             Failing(draw.randrange(4), kind(text)), TOKENS, contextlib.nullcontext(), None
         )
     line = inspect.getsourcelines(Failing.fail)[1] + 2
-    assert told(raised.value) == f"{kind.__name__}: {raised.value} (test_own.py, line {line})"
+    assert told(raised.value) == f"{kind.__name__}: {raised.value} (test_user_code.py, line {line})"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,8 @@ def test_an_exception_is_told_as_what_it_is(seed):
 )
 def test_tokens_are_to_blame_where_an_operation_does_not_take_them(operation):
     with pytest.raises(
-        ValueError, match=r"int64 tokens of shape \(2, 8\).*\w+Error: .* \(test_own.py, line \d+\)"
+        ValueError,
+        match=r"int64 tokens of shape \(2, 8\).*\w+Error: .* \(test_user_code.py, line \d+\)",
     ):
         vocabulary_of(Misled(operation), TOKENS, contextlib.nullcontext(), None)
 
@@ -257,7 +259,7 @@ def of_one_shape():
     return Plain()
 
 
-def test_a_sweep_measures_a_model_of_one_shape_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_measures_a_model_of_one_shape_once(capsys):
     assert (
         main(
             [

@@ -1,0 +1,136 @@
+"""Packages of `.[fused]` that some settings of the fast model need on a GPU, and whether they can
+be used here.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from ... import __version__
+from ...config import SETTINGS, Device, RunConfig
+from ...files import user_cache, write_atomically
+from ...settings import flag_of
+from ...text import print_aside
+
+QUACK, FLASH_4 = "quack-kernels", "flash-attn-4"
+"""The packages whose matmuls compute activations too, and of FlashAttention 4."""
+VERSIONS = {QUACK: "0.6", FLASH_4: "4.0.0b36"}
+"""How the versions begin that this project was tested with; what it calls of these packages may
+change in others.
+"""
+OF_PACKAGE = {"fused_activations": QUACK, "packed_attention": FLASH_4}
+"""The settings that need a package on a GPU."""
+IMPORTED_BY = {QUACK: "feed_forward_kernel", FLASH_4: "attention_kernel"}
+"""The modules beside this one that import what the fast model needs of the package."""
+CAN_BE_IMPORTED, CANNOT_BE_IMPORTED = "can be imported", "cannot be imported: "
+"""What is kept of a try: the first alone, or the second and why."""
+DRIVER = Path("/proc/driver/nvidia/version")
+VARIABLES = ("CUDA", "CUTE", "LD_", "NVIDIA", "PYTHON", "TORCH", "TRITON")
+"""How the names of variables begin on which imports of these packages may depend."""
+
+
+def is_installed(package: str) -> bool:
+    """Whether this package is installed in a tested version, and can be imported with all that
+    it imports.
+    """
+    return why_unusable(package) is None
+
+
+def why_unusable(package: str) -> str | None:
+    """Why this package cannot be used, to be put after its name; None if it can."""
+    version, tested = version_of(package), VERSIONS[package]
+    if version is None:
+        return "is not installed"
+    if not f"{version}.".startswith(f"{tested}."):
+        return f"is installed in version {version}, and was tested in {tested}"
+    return import_failure(f"{__package__}.{IMPORTED_BY[package]}")
+
+
+@functools.cache
+def import_failure(module: str) -> str | None:
+    """Why the module cannot be imported; None if it can.
+
+    A process tries once for each environment, which takes many seconds, and the user's cache keeps
+    the answer.
+    """
+    kept = _kept_answer(module)
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        answer = kept.read_text()
+        if answer == CAN_BE_IMPORTED:
+            return None
+        if answer.startswith(CANNOT_BE_IMPORTED):
+            return f"{answer} (as {kept} says)"
+    print_aside(
+        f"looking whether {module.rpartition('.')[2]} can be imported, once for this environment"
+    )
+    failure = _import_elsewhere(module)
+    with contextlib.suppress(OSError):  # without a cache it is looked at each time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, (failure or CAN_BE_IMPORTED).encode(errors="replace"))
+    return failure
+
+
+def _import_elsewhere(module: str) -> str | None:
+    """Why the module cannot be imported, by the last line of a process that tried."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-c", f"import os, {module}; os._exit(0)"]
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    said = done.stderr.splitlines() or [f"its process ended with status {done.returncode}"]
+    return f"{CANNOT_BE_IMPORTED}{said[-1]}" if done.returncode else None
+
+
+def _kept_answer(module: str) -> Path:
+    """The file for whether the module can be imported, of what that may depend on.
+
+    That is Python, its path, all packages and when they were installed, the driver, the machine,
+    and variables.
+    """
+    parts = [module, __version__, sys.version, platform.node(), *sys.path]
+    for folder in map(Path, sys.path):
+        with contextlib.suppress(OSError):
+            packages = sorted(folder.glob("*.dist-info"))
+            parts += [f"{package.name} {package.stat().st_mtime_ns}" for package in packages]
+    with contextlib.suppress(OSError):
+        parts.append(DRIVER.read_text())
+    names = sorted(name for name in os.environ if name.startswith(VARIABLES))
+    parts += [f"{name}={os.environ[name]}" for name in names]
+    digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:20]
+    return user_cache() / "imports" / f"{module}.{digest}"
+
+
+def forget_answer(module: str) -> None:
+    """Have the next command look anew whether the module can be imported, because it cannot
+    where it was needed.
+    """
+    with contextlib.suppress(OSError):
+        _kept_answer(module).unlink()
+
+
+def check_packages(config: RunConfig) -> None:
+    """Raise ValueError for a setting whose package cannot be used; a CPU needs none."""
+    for name, package in OF_PACKAGE.items() if config.device is Device.CUDA else ():
+        if getattr(config, name) and not is_installed(package):
+            raise ValueError(package_needed(name, str(why_unusable(package))))
+
+
+def package_needed(name: str, why: str) -> str:
+    """The error for a setting that is asked for although its package cannot be used."""
+    package = OF_PACKAGE[name]
+    flag = flag_of(name, SETTINGS[name])
+    return f"{flag} needs {package} {VERSIONS[package]}, which {why}: pip install '.[fused]'"
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of this package; None if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
