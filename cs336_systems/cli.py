@@ -74,10 +74,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
                 return main(argv)
             finally:
                 sys.stdout.flush()  # the end of Python would tell of a full disk by a traceback
-        except (UsageError, FileError) as error:
-            print_aside(f"error: {error}")
-            return USAGE
-        except TorchError as error:
+        except (UsageError, FileError, TorchError) as error:
             print_aside(f"error: {error}")
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:

@@ -13,6 +13,7 @@ from ..costs.hardware import DeviceSpec
 from ..costs.ranks_time import Links, measured_links
 from ..costs.scale import PARALLEL, Paper, feed, scale_step
 from ..costs.shards import factor_bytes
+from ..costs.time import require_tapes
 from ..report.formats import texts_of, write_files
 from ..report.sections.scale import Scale, scale_section
 from ..report.words import GIGA
@@ -217,6 +218,7 @@ def run(arguments: ScaleArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
+    require_tapes(config)
     found = checked(functools.partial(_scale, arguments, config, ceilings_in(arguments.ceilings)))
     section = scale_section(found)
     if arguments.output is not None:

@@ -37,6 +37,7 @@ from ..studies.ceilings_files import ceilings_beside
 from ..sweep.nsys import is_under_nsys
 from ..sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
 from ..text import counted, plain_word, print_aside, print_line
+from ..torch_needed import require_torch
 from . import flags
 from .outcome import (
     FAILED,
@@ -488,6 +489,7 @@ def measure_all(
     from ..sweep.run import run_sweep
 
     if elsewhere is None:
+        require_torch("measuring")
         note_unused_gpus(configs)
     first = IMPORTING if elsewhere is None else "connecting to the cluster"
     with StatusLine(names, first) as status, writing(directory):

@@ -80,7 +80,11 @@ def test_what_needs_no_torch_works_without_it(python: Path, tmp_path: Path) -> N
         "precision",
         "attention",
         "ceilings",
+        "fusion",
+        "compare --size=tiny --size=small",
+        "scale --device-name H100 --num-layers 7",
         "account --num-layers 7",
+        "account --size xl --batch-size 1 --fit --memory-gib 80",
         "account --model mine:make",
     ],
 )
@@ -91,10 +95,15 @@ def test_what_needs_torch_says_so_in_one_line(python: Path, tmp_path: Path, word
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert NAMES_TORCH in line
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "data").exists()
 
 
 def device(words: str) -> list[str]:
-    return [] if words.startswith(("account", "precision")) else ["--device", "cpu"]
+    return (
+        []
+        if words.startswith(("account", "compare", "precision", "scale"))
+        else ["--device", "cpu"]
+    )
 
 
 def test_watch_names_what_it_needs(python: Path, tmp_path: Path) -> None:
