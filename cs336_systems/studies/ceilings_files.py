@@ -18,7 +18,7 @@ from ..config import Precision
 from ..costs.communication import Collective
 from ..costs.curves import Curves
 from ..costs.hardware import bare_name
-from .ceilings_records import CeilingsStudy, Launch, ProductPrecision
+from .ceilings_records import CeilingsStudy, LaunchKind, ProductPrecision
 from .records import read_study
 
 FILE_NAME = "ceilings.json"
@@ -152,7 +152,7 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
             # matmuls with a form are kernels of a step; squares are those of the first study alone
             joined += [matmul for matmul in other.matmuls[precision] if matmul.form is not None]
     gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
-    hosts = [study for study in studies if study.launch_s(Launch.STEP) is not None] or studies
+    hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None] or studies
     calls_s = [study.host_call_s for study in hosts]
     return replace(
         first,

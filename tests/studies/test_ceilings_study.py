@@ -44,8 +44,8 @@ from cs336.studies.ceilings_records import (
     UNTIMED,
     CeilingsGrid,
     KernelCell,
-    Launch,
     LaunchCell,
+    LaunchKind,
     ProductCell,
     ProductPrecision,
     Shape,
@@ -184,8 +184,8 @@ def test_a_whole_study_on_a_cpu() -> None:
     assert [(cell.stream, cell.moved_bytes) for cell in study.streams] == [
         (stream, 2800) for stream in Stream
     ]
-    assert [cell.launch for cell in study.launches] == [Launch.EAGER]
-    assert 1e-8 < study.launch_s(Launch.EAGER) < 1e-2
+    assert [cell.launch for cell in study.launches] == [LaunchKind.EAGER]
+    assert 1e-8 < study.launch_s(LaunchKind.EAGER) < 1e-2
     assert (study.reductions, study.cache_bytes) == ((), None)
     for timing in study.timings:
         assert timing.status is Status.UNAVAILABLE or (
@@ -417,7 +417,7 @@ def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
         [stream_at(1e9, stream=stream, num_bytes=2**40) for stream in (Stream.COPY, Stream.ADAMW)],
         [
             LaunchCell(launch=launch, timing=lasting(1e-9))
-            for launch in (Launch.EAGER, Launch.GRAPH)
+            for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
         ],
     )
     curves = replace(
@@ -435,12 +435,13 @@ def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
 
 def test_the_gap_is_what_a_queued_copy_takes_more_than_in_a_graph() -> None:
     launches = [
-        LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)
+        LaunchCell(launch=launch, timing=lasting(1e-6))
+        for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
     ]
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     alone_s = 2**28 / 1e12
     without = make_ceilings([], streams, launches).curves()
-    queued = LaunchCell(launch=Launch.QUEUED, timing=lasting(alone_s + 1.5e-6))
+    queued = LaunchCell(launch=LaunchKind.QUEUED, timing=lasting(alone_s + 1.5e-6))
     measured = make_ceilings([], streams, [*launches, queued]).curves()
     assert without is not None
     assert measured is not None
