@@ -558,6 +558,8 @@ class CeilingsStudy:
     cache_bytes: Count | None = None
     """Last cache of a GPU before its memory; None on a CPU."""
     environment: Environment
+    other_environments: tuple[Environment, ...] = ()
+    """Of cells that were measured under other conditions, each once."""
     format_version: int = FORMAT_VERSION
 
     @property

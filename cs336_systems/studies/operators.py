@@ -291,6 +291,8 @@ class AttentionStudy:
     """Where the cells were measured; None in records of an interrupted study that earlier
     versions wrote.
     """
+    other_environments: tuple[Environment, ...] = ()
+    """Of cells that were measured under other conditions, each once."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -477,6 +479,8 @@ class FusionStudy:
     grid: FusionGrid
     rows: Annotated[tuple[FusionRow, ...], AT_LEAST_ONE]
     environment: Environment
+    other_environments: tuple[Environment, ...] = ()
+    """Of cells that were measured under other conditions, each once."""
     format_version: int = FORMAT_VERSION
 
     @property

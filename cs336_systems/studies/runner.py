@@ -18,7 +18,7 @@ from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic, TypeAlias, cast
 
 import msgspec
 
@@ -109,11 +109,17 @@ class Cells(Generic[RowT, StudyT]):
 
     def study(self) -> StudyT:
         """The study of all measured cells in the order of the grid, with the last one's
-        environment.
+        environment, and those of other conditions that --allow-mixed let in.
         """
         studies = [self.measured[key] for key in chain(*self.groups) if key in self.measured]
         rows = tuple(chain.from_iterable(study.rows for study in studies))
-        return self.grid.study(rows, studies[-1].environment)
+        environments = {study.environment.identity: study.environment for study in studies}
+        last = studies[-1].environment
+        del environments[last.identity]
+        joint: Any = self.grid.study(rows, last)
+        if environments:
+            joint = replace(joint, other_environments=tuple(environments.values()))
+        return cast("StudyT", joint)
 
 
 def resume(
