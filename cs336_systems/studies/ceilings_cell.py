@@ -64,8 +64,8 @@ launches the next.
 
 
 def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]:
-    """Each row with its timing; after launches on a GPU, also its cache. Raises whatever running
-    them raises.
+    """Each row with its timing; after launches on a GPU, also the size of its cache. Raises
+    whatever running them raises.
     """
     collectives = [row for row in rows if isinstance(row, CollectiveCell)]
     if collectives:
@@ -216,7 +216,7 @@ def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
 
 
 def _brief(grid: CeilingsGrid) -> CeilingsGrid:
-    """The grid with the loops of kernels of steps."""
+    """The grid with fewer and shorter loops, for the hundreds of kernels of steps."""
     return replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
 
 
@@ -250,7 +250,9 @@ def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: 
 
 
 def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
-    """One pass over this many elements."""
+    """One pass over memory as a step makes them: a copy, a cast to fp32, a transposition, a mask or
+    a softmax.
+    """
     generator = make_generator(grid)
     source = torch.rand(
         row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value

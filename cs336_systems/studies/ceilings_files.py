@@ -50,9 +50,7 @@ class Ceilings:
     _curves: dict[str, Curves | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """By the name of the device, once they were asked for, so that predictions from them can be
-    kept.
-    """
+    """Curves by the name of the device, made once, because predictions are cached by the object."""
 
     @property
     def measured_names(self) -> list[str]:
@@ -125,9 +123,9 @@ class Ceilings:
         def longest(studies: tuple[CeilingsStudy, ...]) -> CollectiveTimes:
             by_ranks: CollectiveTimes = {}
             for study in studies:
-                for (ranks, collective), times in study.collective_times().items():
+                for (ranks, collective), times_s in study.collective_times().items():
                     of_ranks = by_ranks.setdefault(ranks, {})
-                    of_ranks[collective] = max(of_ranks.get(collective, {}), times, key=len)
+                    of_ranks[collective] = max(of_ranks.get(collective, {}), times_s, key=len)
             return by_ranks
 
         return self._first(device_name, longest)

@@ -129,7 +129,8 @@ class TimedRow(StudyRow):
 
     def failed(self, status: Status, failure: Failure) -> Self:
         """The row with the failure in place of a measurement."""
-        return replace(self, timing=Timing(status=status, failure=failure))  # type: ignore[type-var]
+        timing = Timing(status=status, failure=failure)
+        return replace(self, timing=timing)  # type: ignore[type-var]
 
     def with_loops(self, loops: Loops) -> Self:
         """The row with the times of these loops."""
@@ -378,8 +379,8 @@ TIMED_ROWS = {
 
 
 def joined(rows: Iterable[StudyRow]) -> Iterator[StudyRow]:
-    """The rows of rounds, those of one cell as one row with all loops as repetitions, or a
-    failure if there was one.
+    """Merge the rows of several rounds: one row for each cell, with the loops of all its rounds, or
+    with the failure of one of them.
     """
     rounds: dict[TimedRow, list[TimedRow]] = {}
     for row in rows:
@@ -390,6 +391,7 @@ def joined(rows: Iterable[StudyRow]) -> Iterator[StudyRow]:
         if failed or len(repeats) == 1:
             yield [*failed, *repeats][0]
             continue
+        # rounds may differ in their number of repetitions, so the joint loops have one each
         times_s: list[float] = []
         for row in repeats:
             assert row.timing.loops is not None

@@ -35,8 +35,8 @@ PyTorch's kernel.
 ROUNDING: Mapping[Precision, float] = MappingProxyType(
     {Precision.FP32: 2**-23, Precision.TF32: 2**-10, Precision.BF16: 2**-7, Precision.FP16: 2**-10}
 )
-"""Distance from 1 to the next larger number, of inputs and results, or of tf32 of what products
-read.
+"""Distance from 1 to the next larger number of the type that inputs and results have; for tf32, of
+the type that matmuls round their inputs to.
 """
 
 
