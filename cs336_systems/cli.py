@@ -128,7 +128,8 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     """Run the command `name` with these arguments, by default the program's own; `prog` is what
     its help calls it.
     """
-    from .commands.flags import FIELDS, flag_names, in_flags, parse
+    from .commands.flags import SETTING_FIELDS
+    from .commands.parse import flag_names, in_flags, parse
 
     arguments = _arguments(name)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -138,7 +139,7 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     try:
         status: int = _module(name).run(parse(arguments, prog, words))
     except UsageError as error:
-        raise UsageError(in_flags(str(error), {*FIELDS, *flag_names(arguments)})) from error
+        raise UsageError(in_flags(str(error), {*SETTING_FIELDS, *flag_names(arguments)})) from error
     return status
 
 
