@@ -34,8 +34,12 @@ def places_of(name: str) -> list[str]:
 
     A place where this package's own folder has the name is left out.
     """
-    places = [*sys.path, os.getcwd()]  # noqa: PTH109
-    return [place for place in places if os.path.realpath(os.path.join(place, name)) != _FOLDER]  # noqa: PTH118
+    places = []
+    for place in (*sys.path, os.getcwd()):  # noqa: PTH109
+        folder = os.path.join(place, name)  # noqa: PTH118
+        if os.path.realpath(folder) != _FOLDER:
+            places.append(place)
+    return places
 
 
 def _load_package_of_the_course(name: str) -> None:

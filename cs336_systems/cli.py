@@ -47,14 +47,13 @@ MODULES = dict.fromkeys(("precision", "fusion", "attention", "ceilings"), "study
     "kernels": "explain",
     "memory": "explain",
 }
-"""The module of commands/ that has a command, if not that of its name; it is imported only when
-it is called.
+"""The module in commands/ of each command that has none of its own name; modules are imported only
+when their command is called.
 """
 HELP_WORD = "help"
 """What some type in the place of `--help`."""
 NO_CHATTER = "6"
-"""The level of messages of PyTorch's profiler from which it prints none, such as that it begins
-or finds no GPU.
+"""Log level from which PyTorch's profiler prints nothing, not even that it begins or finds no GPU.
 """
 QUESTION = "Where do the time and the memory of a Transformer training step go?"
 
@@ -73,18 +72,15 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             try:
                 return main(argv)
             finally:
-                sys.stdout.flush()  # the end of Python would tell of a full disk by a traceback
-        except (UsageError, FileError) as error:
-            print_aside(f"error: {error}")
-            return USAGE
-        except TorchError as error:
+                sys.stdout.flush()  # at exit, Python would report a full disk by a traceback
+        except (UsageError, FileError, TorchError) as error:
             print_aside(f"error: {error}")
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:
             message = error_in_words(error) if isinstance(error, OSError) else error
             print_aside(f"error: {message}")
             return FAILED
-        except KeyboardInterrupt:  # a run in a worker was stopped
+        except KeyboardInterrupt:  # raised where a worker was stopped by a signal
             print_last(LINE)
             return INTERRUPTED
 
@@ -99,16 +95,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == [HELP_WORD]:
         words = [*words[1:2], "--help"]
-    if words and words[0] in COMMANDS:
-        return _run(
-            words[0],
-            f"cs336 {words[0]}",
-            (_sides_apart(words) if words[0] == "compare" else words)[1:],
-        )
-    if words and words[0] not in ("-h", "--help", "--help-all"):
-        close = difflib.get_close_matches(words[0].lower(), COMMANDS, n=1)
+    if not words:
+        _print_commands()
+        return USAGE
+    command, *arguments = words
+    if command in COMMANDS:
+        if command == "compare":
+            arguments = _sides_apart(words)[1:]
+        return _run(command, f"cs336 {command}", arguments)
+    if command not in ("-h", "--help", "--help-all"):
+        close = difflib.get_close_matches(command.lower(), COMMANDS, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"cs336 has no command {words[0]!r}{hint} (cs336 --help lists them)")
+        raise UsageError(f"cs336 has no command {command!r}{hint} (cs336 --help lists them)")
+    _print_commands()
+    return OK
+
+
+def _print_commands() -> None:
+    """Print the help of `cs336` itself: its commands by what they are for."""
     print(f"usage: cs336 COMMAND [FLAGS]\n\n{QUESTION}")
     for title, group in GROUPS.items():
         print(f"\n{title}")
@@ -118,18 +122,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         "\ncs336 COMMAND --help explains a command, --help-all all of its flags; cs336 --version "
         "names the version."
     )
-    return OK if words else USAGE
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
+    """Run the command `name` with these arguments, by default the program's own; `prog` is what
+    its help calls it.
+    """
     from .commands.flags import SETTING_FIELDS
     from .commands.parse import flag_names, in_flags, parse
 
     arguments = _arguments(name)
     words = list(sys.argv[1:] if argv is None else argv)
-    argv = ["--help"] if words == [HELP_WORD] and not Path(HELP_WORD).exists() else words
+    # a file of that name may be meant, as in `cs336 kernels help`
+    if words == [HELP_WORD] and not Path(HELP_WORD).exists():
+        words = ["--help"]
     try:
-        status: int = _module(name).run(parse(arguments, prog, argv))
+        status: int = _module(name).run(parse(arguments, prog, words))
     except UsageError as error:
         raise UsageError(in_flags(str(error), {*SETTING_FIELDS, *flag_names(arguments)})) from error
     return status
@@ -144,6 +152,7 @@ def _arguments(name: str) -> Callable[..., object]:
 
 
 def _module(name: str) -> ModuleType:
+    """The module of the command, which is imported now."""
     return importlib.import_module(f".commands.{MODULES.get(name, name)}", __package__)
 
 

@@ -15,7 +15,7 @@ def end_at_once(*_: object) -> NoReturn:
     Files are written atomically, and the kernel ends the processes that this one started.
     """
     try:
-        clear = "\r\x1b[K" if os.isatty(2) else ""  # a status line
+        clear = "\r\x1b[K" if os.isatty(2) else ""  # erases a status line
         os.write(2, f"{clear}{LINE}\n".encode())
     finally:  # also if the reader of standard error has gone
         os._exit(STATUS)

@@ -11,7 +11,7 @@ import signal
 from .interrupt import end_at_once
 
 for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    # not in a worker, nor under nohup
+    # a worker has its own handlers, and under nohup SIGHUP is ignored
     if signal.getsignal(_number) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(_number, end_at_once)
 
@@ -23,6 +23,6 @@ def main(command: str = "main") -> int:
     from . import cli
 
     status: int = getattr(cli, command)()
-    # Python would end by looking for garbage among all objects of PyTorch, for half a second
+    # at exit, Python would search all of PyTorch's objects for garbage, which takes half a second
     gc.freeze()
     return status

@@ -15,16 +15,17 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 PREFIX = "cs336_tmp-"
 
 
 @contextlib.contextmanager
 def temporary_directory(where: Path | None = None) -> Iterator[Path]:
-    """A directory that is removed at the end of the context, or when this process ends; by
-    default for scratch.
+    """Make a directory in `where`, by default in the one that this process shares with its
+    children; remove it at the end of the context, or when this process ends.
     """
-    directory = tempfile.mkdtemp(dir=shared_directory()) if where is None else _made(where)
+    directory = tempfile.mkdtemp(dir=shared_directory()) if where is None else _make_in(where)
     try:
         yield Path(directory)
     finally:
@@ -35,15 +36,16 @@ def shared_directory() -> str:
     """The temporary directory of this process and of those that multiprocessing starts for it,
     sockets included.
 
-    That of multiprocessing itself would be left by a process that is killed.
+    A process that is killed would leave the directory that multiprocessing makes by itself.
     """
-    settings: dict[str, str] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    process: Any = multiprocessing.current_process()
+    settings: dict[str, str] = process._config
     if settings.get("tempdir") is None:
-        settings["tempdir"] = _made(Path(tempfile.gettempdir()))
+        settings["tempdir"] = _make_in(Path(tempfile.gettempdir()))
     return settings["tempdir"]
 
 
-def _made(where: Path) -> str:
+def _make_in(where: Path) -> str:
     """Make a directory in `where`, which a shell removes once this process has ended.
 
     The shell is no child of this process, because Ray kills the children of a process that it ends.
@@ -68,14 +70,14 @@ def _made(where: Path) -> str:
 
 
 def _remove_leftovers(where: Path) -> None:
-    """Remove what processes have left that were killed together with their shell."""
-    for left in where.glob(f"{PREFIX}*"):
-        # it is in use, of another user, or removed by another process
+    """Remove the directories of processes that were killed together with their shell."""
+    for leftover in where.glob(f"{PREFIX}*"):
+        # raised if it is in use, belongs to another user, or was removed by another process
         with contextlib.suppress(OSError):
-            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left)
+                shutil.rmtree(leftover)
             finally:
                 os.close(descriptor)
 

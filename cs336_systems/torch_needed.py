@@ -5,7 +5,11 @@ none. What runs or traces a step asks here first.
 import importlib.metadata
 
 LEAST = (2, 11)
-"""Oldest version of PyTorch that runs and traces steps; `pyproject.toml` names it too."""
+"""Oldest version of PyTorch that runs and traces steps; `pyproject.toml` names it too.
+
+2.6 lacks AcceleratorError, fp32_precision of all backends, FakeWork of collectives, and a generic
+OpOverload. Versions between are not tested.
+"""
 LEAST_TO_WATCH = (2, 6)
 """Oldest version under which `watch` is tested."""
 
@@ -30,7 +34,7 @@ def lacking_torch(least: tuple[int, int] = LEAST) -> str:
         return f"{needed}, which is not installed: `pip install torch`"
     major, minor = version.split(".")[:2]
     if (int(major), int(minor)) < least:
-        return f"{needed}, and {version} is installed"
+        return f"{needed}, and {version} is installed: `pip install --upgrade torch`"
     return ""
 
 

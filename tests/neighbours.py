@@ -25,61 +25,23 @@ def make_bases(run: type[RunConfig], model: type[ModelConfig]) -> tuple[RunConfi
     need others.
     """
     shape = model(context_length=128, d_model=64, d_ff=256, num_layers=2, num_heads=4)
+    sdpa = replace(shape, attention=Attention.SDPA)
+    plain = run(size="custom", model=shape)
+    on_gpu = replace(plain, device=Device.CUDA)
+    in_bf16 = replace(on_gpu, precision=Precision.BF16, optimizer=OptimizerKind.FUSED)
+    cast_once = replace(in_bf16, cast_once=True)
+    fused = replace(cast_once, model=sdpa, fused_blocks=True, checkpoint_blocks=1)
+    own_code = {"own_ddp": "mine:DDP", "own_optimizer": "mine:SGD"}
     return (
-        run(size="custom", model=shape, device=Device.CUDA),
-        run(size="custom", model=replace(shape, attention=Attention.SDPA), device=Device.CUDA),
-        run(
-            size="custom",
-            model=shape,
-            device=Device.CUDA,
-            precision=Precision.BF16,
-            optimizer=OptimizerKind.FUSED,
-            compile=CompileMode.DEFAULT,
-            compile_blocks=True,
-            cast_once=True,
-        ),
-        run(
-            size="custom",
-            model=replace(shape, num_heads=1, attention=Attention.SDPA),
-            device=Device.CUDA,
-            precision=Precision.BF16,
-            optimizer=OptimizerKind.FUSED,
-            cast_once=True,
-            fused_blocks=True,
-            fused_loss=True,
-            checkpoint_blocks=1,
-        ),
-        run(
-            size="custom",
-            model=replace(shape, attention=Attention.SDPA),
-            device=Device.CUDA,
-            precision=Precision.BF16,
-            optimizer=OptimizerKind.FUSED,
-            cast_once=True,
-            fused_blocks=True,
-            checkpoint_blocks=1,
-            selective_checkpoints=True,
-        ),
-        run(
-            size="custom",
-            model=shape,
-            device=Device.CUDA,
-            precision=Precision.BF16,
-            optimizer=OptimizerKind.FUSED,
-            cast_once=True,
-            cuda_graph=True,
-        ),
-        run(size="custom", model=shape, parallel=Parallel.DDP_FLAT),
-        run(size="custom", model=shape, model_factory="mine:make"),
-        run(
-            size="custom",
-            model=shape,
-            parallel=Parallel.OWN,
-            own_ddp="mine:DDP",
-            optimizer=OptimizerKind.OWN,
-            own_optimizer="mine:SGD",
-            device=Device.CUDA,
-        ),
+        on_gpu,
+        replace(on_gpu, model=sdpa),
+        replace(cast_once, compile=CompileMode.DEFAULT, compile_blocks=True),
+        replace(fused, model=replace(sdpa, num_heads=1), fused_loss=True),
+        replace(fused, selective_checkpoints=True),
+        replace(cast_once, cuda_graph=True),
+        replace(plain, parallel=Parallel.DDP_FLAT),
+        replace(plain, model_factory="mine:make"),
+        replace(on_gpu, parallel=Parallel.OWN, optimizer=OptimizerKind.OWN, **own_code),
     )
 
 
@@ -116,13 +78,15 @@ def neighbours(
     bases: Sequence[RunConfig], where: str, name: str, **fixed: Any
 ) -> list[tuple[RunConfig, RunConfig]]:
     """Pairs that differ in this setting alone, one for each base that has any."""
-    found: dict[RunConfig, tuple[RunConfig, RunConfig]] = {}
+    pairs: dict[RunConfig, tuple[RunConfig, RunConfig]] = {}
     for base in bases:
         for value in other_values(getattr(base.model if where else base, name)):
             with contextlib.suppress(ValueError):
-                pair = replace(base, **fixed), replaced(replace(base, **fixed), where, name, value)
-                found |= {} if pair[0] == pair[1] or base in found else {base: pair}
-    return list(found.values())
+                first = replace(base, **fixed)
+                second = replaced(first, where, name, value)
+                if first != second:
+                    pairs.setdefault(base, (first, second))
+    return list(pairs.values())
 
 
 def each_configuration() -> Iterator[RunConfig]:

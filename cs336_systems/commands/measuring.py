@@ -14,6 +14,7 @@ from ..studies.ceilings_files import ceilings_beside
 from ..sweep.nsys import is_under_nsys
 from ..sweep.store import raw_profile_path, writing
 from ..text import print_aside, print_line
+from ..torch_needed import require_torch
 from .flags import MeasuringArguments
 from .machine import look_at_machine
 from .outcome import (
@@ -53,6 +54,7 @@ def measure_all(
     from ..sweep.run import run_sweep
 
     if elsewhere is None:
+        require_torch("measuring")
         note_unused_gpus(configs)
     first = IMPORTING if elsewhere is None else "connecting to the cluster"
     with StatusLine(names, first) as status, writing(directory):

@@ -10,6 +10,7 @@ from ..costs.hardware import DeviceSpec
 from ..costs.ranks_time import Links, measured_links
 from ..costs.scale import PARALLEL, Paper, feed, scale_step
 from ..costs.shards import factor_bytes
+from ..costs.time import require_tapes
 from ..report.formats import texts_of, write_files
 from ..report.sections.scale import Scale, scale_section
 from ..report.words import GIGA
@@ -197,6 +198,7 @@ def run(arguments: ScaleArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
+    require_tapes(config)
     ceilings = checked(arguments.known_ceilings)
     section = scale_section(checked(_scale, arguments, config, ceilings))
     if arguments.output is not None:

@@ -32,7 +32,7 @@ from .accounting import count_parameters, updated_parameters
 from .curves import Curves, interpolated
 from .memory import is_predictable
 from .tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
-from .traces import as_costed, has_tape, own_parameters, prepare, tape_of
+from .traces import as_costed, has_tape, own_parameters, prepare, require_tape, tape_of
 
 QUEUE_DEPTH = 1024
 """Launches that CUDA's driver queues before the host has to wait for the device."""
@@ -178,6 +178,14 @@ def steps_to_trace(config: RunConfig) -> list[RunConfig]:
         return []
     steps = dict.fromkeys((config, config.alone))
     return [step for step in steps if step == step.without_shortcuts or is_fast_step(step)]
+
+
+def require_tapes(config: RunConfig) -> None:
+    """Raise TorchError if a tape is missing that forecasts of this configuration need, and no
+    PyTorch that can trace it is installed.
+    """
+    for step in steps_to_trace(config):
+        require_tape(step)
 
 
 def has_known_kernels(config: RunConfig, curves: Curves) -> bool:

@@ -93,10 +93,9 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
 
 def tape_of(config: RunConfig) -> Tape:
     """The steps of a run until the steady state, of a configuration that has a tape."""
+    require_tape(config)
     prepare([config])
     tape = _resized(_tape(config), tuple(axes(config).items()))
-    if not tape.steps:
-        require_torch(f"{config.label}: its tape does not come with the program; tracing the step")
     assert tape.steps, f"{config.label} cannot be traced"
     return tape
 
@@ -124,6 +123,12 @@ def has_tape(config: RunConfig) -> bool:
 def is_at_hand(config: RunConfig) -> bool:
     """Whether the tape is there without tracing."""
     return bool(_tape(config).steps)
+
+
+def require_tape(config: RunConfig) -> None:
+    """Raise TorchError if the step has to be traced, and no PyTorch that can do so is installed."""
+    if not is_at_hand(config):
+        require_torch(f"{config.label}: its tape does not come with the program; tracing the step")
 
 
 def why_untraced(config: RunConfig) -> str:

@@ -27,8 +27,8 @@ from .ceilings_records import (
     CeilingsGrid,
     CollectiveCell,
     KernelCell,
-    Launch,
     LaunchCell,
+    LaunchKind,
     Loops,
     PassCell,
     ProductCell,
@@ -39,7 +39,7 @@ from .ceilings_records import (
 )
 from .cell import DTYPES, make_generator, normal
 from .loops import Run, device_timer, host_timer, launch_timer, measure, replayed, timed_loops
-from .records import Row
+from .records import StudyRow
 
 PRODUCT_DTYPES = DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
 FP8_CAPABILITY = (8, 9)
@@ -63,16 +63,16 @@ launches the next.
 """
 
 
-def measure_rows(grid: CeilingsGrid, rows: Sequence[Row]) -> list[Row]:
-    """Each row with its timing; after launches on a GPU, also its cache. Raises whatever running
-    them raises.
+def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]:
+    """Each row with its timing; after launches on a GPU, also the size of its cache. Raises
+    whatever running them raises.
     """
     collectives = [row for row in rows if isinstance(row, CollectiveCell)]
     if collectives:
         return [*measure_collectives(grid, collectives)]
     if grid.device is Device.CPU:  # measured in rounds
         grid = replace(grid, loops=1)
-    measured: list[Row] = []
+    measured: list[StudyRow] = []
     for row in rows:
         if isinstance(row, ProductCell):
             measured.append(measure_product(grid, row))
@@ -85,7 +85,7 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[Row]) -> list[Row]:
             measured.append(row.with_loops(measure(make_pass(grid, row), _brief(grid))))
         elif isinstance(row, LaunchCell):
             measured.append(row.with_loops(measure_launch(grid, row.launch)))
-            if grid.device is Device.CUDA and row.launch is Launch.EAGER:
+            if grid.device is Device.CUDA and row.launch is LaunchKind.EAGER:
                 measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
     return measured
 
@@ -165,13 +165,13 @@ def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
     )
 
 
-def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
+def measure_launch(grid: CeilingsGrid, launch: LaunchKind) -> Loops:
     """Time launches of a kernel on one element, one by one or in a CUDA graph; of copies; or
     calls of a narrow step.
     """
-    if launch is Launch.STEP:
+    if launch is LaunchKind.STEP:
         return time_calls(replace(NARROW, device=grid.device, seed=grid.seed))
-    if launch is Launch.QUEUED:
+    if launch is LaunchKind.QUEUED:
         elements = QUEUED_BYTES // STREAM_BYTES[Stream.COPY]
         return timed_loops(make_stream(grid, Stream.COPY, elements), device_timer, grid)
     element = torch.zeros(1, device=grid.device.value)
@@ -179,7 +179,7 @@ def measure_launch(grid: CeilingsGrid, launch: Launch) -> Loops:
     def run() -> object:
         return element.add_(1)
 
-    if launch is Launch.EAGER:
+    if launch is LaunchKind.EAGER:
         return timed_loops(run, host_timer if grid.device is Device.CPU else launch_timer, grid)
     run()
     return timed_loops(
@@ -216,7 +216,7 @@ def measure_kernel(grid: CeilingsGrid, row: KernelCell) -> KernelCell:
 
 
 def _brief(grid: CeilingsGrid) -> CeilingsGrid:
-    """The grid with the loops of kernels of steps."""
+    """The grid with fewer and shorter loops, for the hundreds of kernels of steps."""
     return replace(grid, loops=LOOPS, loop_s=min(grid.loop_s, LOOP_S))
 
 
@@ -250,7 +250,9 @@ def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: 
 
 
 def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
-    """One pass over this many elements."""
+    """One pass over memory as a step makes them: a copy, a cast to fp32, a transposition, a mask or
+    a softmax.
+    """
     generator = make_generator(grid)
     source = torch.rand(
         row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value

@@ -30,8 +30,8 @@ NO_ACCESS = "the GPUs cannot write to each other's memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What one of the processes sends: the loops of each row, as it has timed them."""
+class _RankLoops:
+    """What one of the processes sends: the loops of each row, or why it has none."""
 
     status: Status = Status.OK
     failure: Failure | None = None
@@ -46,15 +46,17 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
     ranks = rows[0].world_size
     devices = devices_of(gpus[:ranks], all_of_them=True)
-    first, *_ = ends = run_ranks(partial(_serve, grid, rows), _Answer, ranks, devices, PATIENCE_S)
+    first, *_ = ends = run_ranks(
+        partial(_serve, grid, rows), _RankLoops, ranks, devices, PATIENCE_S
+    )
     if (failed := first_failed(ends)) is not None:
         return [row.failed(failed.status, failed.failure) for row in rows]
     assert first.answer is not None
     return [row.with_loops(loops) for row, loops in zip(rows, first.answer.loops, strict=True)]
 
 
-def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _Answer:
-    """What one process does."""
+def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _RankLoops:
+    """Entry of one process: time the collective of each row together with the other processes."""
     kind = rows[0].collective
     # the processes share the cores, and OpenMP's threads do not survive a fork
     torch.set_num_threads(1)
@@ -63,17 +65,19 @@ def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _A
             pairs = permutations(range(rank.ranks), 2) if kind is Collective.PUSH else ()
             # alike in all processes
             if not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
-                return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
+                return _RankLoops(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
             brief = replace(grid, loop_s=LOOP_SHARE * grid.loop_s)
             agree = partial(_agreed, grid.device)
             loops = []
             for row in rows:
                 collective = make_collective(grid.device, kind, row.num_bytes)
                 loops.append(measure(collective, brief, agree))
-            return _Answer(loops=tuple(loops))
+            return _RankLoops(loops=tuple(loops))
     except Exception as error:
         status = classify(error)
-        return _Answer(status=status, failure=describe(error, status, "collectives", grid.device))
+        return _RankLoops(
+            status=status, failure=describe(error, status, "collectives", grid.device)
+        )
 
 
 def make_collective(device: Device, collective: Collective, num_bytes: int) -> Callable[[], object]:

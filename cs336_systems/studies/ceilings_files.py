@@ -18,7 +18,7 @@ from ..config import Precision
 from ..costs.communication import Collective
 from ..costs.curves import Curves
 from ..costs.hardware import bare_name
-from .ceilings_records import CeilingsStudy, Launch, ProductPrecision
+from .ceilings_records import CeilingsStudy, LaunchKind, ProductPrecision
 from .records import read_study
 
 FILE_NAME = "ceilings.json"
@@ -50,9 +50,7 @@ class Ceilings:
     _curves: dict[str, Curves | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """By the name of the device, once they were asked for, so that predictions from them can be
-    kept.
-    """
+    """Curves by the name of the device, made once, because predictions are cached by the object."""
 
     @property
     def measured_names(self) -> list[str]:
@@ -125,9 +123,9 @@ class Ceilings:
         def longest(studies: tuple[CeilingsStudy, ...]) -> CollectiveTimes:
             by_ranks: CollectiveTimes = {}
             for study in studies:
-                for (ranks, collective), times in study.collective_times().items():
+                for (ranks, collective), times_s in study.collective_times().items():
                     of_ranks = by_ranks.setdefault(ranks, {})
-                    of_ranks[collective] = max(of_ranks.get(collective, {}), times, key=len)
+                    of_ranks[collective] = max(of_ranks.get(collective, {}), times_s, key=len)
             return by_ranks
 
         return self._first(device_name, longest)
@@ -152,7 +150,7 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
             # matmuls with a form are kernels of a step; squares are those of the first study alone
             joined += [matmul for matmul in other.matmuls[precision] if matmul.form is not None]
     gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
-    hosts = [study for study in studies if study.launch_s(Launch.STEP) is not None] or studies
+    hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None] or studies
     calls_s = [study.host_call_s for study in hosts]
     return replace(
         first,

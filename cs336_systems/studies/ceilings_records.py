@@ -26,7 +26,7 @@ from ..files import CEILINGS
 from ..model.fast.choose import fastest
 from ..record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
 from ..settings import ByDevice, Setting, check
-from .records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, Row
+from .records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, StudyRow
 
 MIN_TIME_S = 1e-9
 MAX_BYTES = 2**42
@@ -121,7 +121,7 @@ UNTIMED = Timing(status=Status.OK)
 """Of cells that are yet to be measured."""
 
 
-class TimedRow(Row):
+class TimedRow(StudyRow):
     """A cell, which is a data class with what is timed, and its timing."""
 
     __slots__ = ()
@@ -129,7 +129,8 @@ class TimedRow(Row):
 
     def failed(self, status: Status, failure: Failure) -> Self:
         """The row with the failure in place of a measurement."""
-        return replace(self, timing=Timing(status=status, failure=failure))  # type: ignore[type-var]
+        timing = Timing(status=status, failure=failure)
+        return replace(self, timing=timing)  # type: ignore[type-var]
 
     def with_loops(self, loops: Loops) -> Self:
         """The row with the times of these loops."""
@@ -175,7 +176,7 @@ the gradient.
 """
 
 
-class Launch(StrEnum):
+class LaunchKind(StrEnum):
     """What is launched, and how."""
 
     EAGER = "eager"
@@ -248,7 +249,7 @@ class StreamCell(TimedRow):
 class LaunchCell(TimedRow):
     """One of many launches, by the host's clock; on a CPU, one operation."""
 
-    launch: Launch
+    launch: LaunchKind
     timing: Timing
 
 
@@ -264,11 +265,11 @@ class CollectiveCell(TimedRow):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheRow(Row):
-    """Row that the worker adds to those of launches on a GPU."""
+class CacheRow(StudyRow):
+    """The size of a GPU's cache, which the worker adds to the rows of launches."""
 
     num_bytes: int
-    """Size of the GPU's last cache before its memory."""
+    """Of the last cache before the GPU's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,9 +378,9 @@ TIMED_ROWS = {
 """The cells of a study by the field that holds them."""
 
 
-def joined(rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows of rounds, those of one cell as one row with all loops as repetitions, or a
-    failure if there was one.
+def joined(rows: Iterable[StudyRow]) -> Iterator[StudyRow]:
+    """Merge the rows of several rounds: one row for each cell, with the loops of all its rounds, or
+    with the failure of one of them.
     """
     rounds: dict[TimedRow, list[TimedRow]] = {}
     for row in rows:
@@ -390,6 +391,7 @@ def joined(rows: Iterable[Row]) -> Iterator[Row]:
         if failed or len(repeats) == 1:
             yield [*failed, *repeats][0]
             continue
+        # rounds may differ in their number of repetitions, so the joint loops have one each
         times_s: list[float] = []
         for row in repeats:
             assert row.timing.loops is not None
@@ -399,7 +401,7 @@ def joined(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
+class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
     """What to run."""
 
     MEASURE: ClassVar[str] = "cs336.studies.ceilings_cell:measure_rows"
@@ -461,7 +463,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         if unknown := [name for name in self.step_presets or () if name not in SIZES]:
             raise ValueError(f"unknown preset {unknown[0]!r}. Presets: {', '.join(SIZES)}")
 
-    def groups(self) -> list[list[Cell[Row]]]:
+    def groups(self) -> list[list[Cell[StudyRow]]]:
         """One group of all cells of one process; on a CPU each occurs once per loop, in rounds.
 
         Other programs, or other guests of the host, take a CPU for seconds at a time. That would
@@ -469,15 +471,15 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         cell, and the medians stay the same. Collectives have groups of their own: a worker that has
         used CUDA could not fork their processes.
         """
-        of_one_process: list[Cell[Row]] = []
-        collectives: list[Cell[Row]] = []
+        of_one_process: list[Cell[StudyRow]] = []
+        collectives: list[Cell[StudyRow]] = []
         for cell in self.cells():
             is_shared = isinstance(cell.rows[0], CollectiveCell)
             (collectives if is_shared else of_one_process).append(cell)
         rounds = self.loops if self.device is Device.CPU else 1
         return [of_one_process * rounds, *([cell] for cell in collectives)]
 
-    def cells(self) -> Iterator[Cell[Row]]:
+    def cells(self) -> Iterator[Cell[StudyRow]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
         for precision, shape in product(dict.fromkeys(self.precisions), dict.fromkeys(self.shapes)):
             row = ProductCell(precision=precision, shape=shape, timing=UNTIMED)
@@ -487,7 +489,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
             moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]
             passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=UNTIMED)
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
-        for launch in Launch if self.device is Device.CUDA else (Launch.EAGER,):
+        for launch in LaunchKind if self.device is Device.CUDA else (LaunchKind.EAGER,):
             yield Cell(
                 label=f"launches, {launch}", rows=(LaunchCell(launch=launch, timing=UNTIMED),)
             )
@@ -496,7 +498,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for ranks in sorted({*powers, self.world_size} - {1}):
             yield from self._collective_cells(ranks)
 
-    def _collective_cells(self, ranks: int) -> Iterator[Cell[Row]]:
+    def _collective_cells(self, ranks: int) -> Iterator[Cell[StudyRow]]:
         """The sizes of each collective among so many ranks, as one cell."""
         multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
         sizes = {
@@ -513,7 +515,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
             ]
             yield Cell(label=f"{collective} of {ranks} processes", rows=tuple(rows))
 
-    def _step_cells(self) -> Iterator[Cell[Row]]:
+    def _step_cells(self) -> Iterator[Cell[StudyRow]]:
         """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
         if not self.step_presets:
             return
@@ -527,7 +529,7 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         for cell in pass_cells(self.device, sorted(set(self.stream_bytes))):
             yield Cell(label=f"{cell.how} pass of {cell.moved_bytes / 2**20:g} MiB", rows=(cell,))
 
-    def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
+    def study(self, rows: tuple[StudyRow, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
         rows = tuple(joined(rows)) if self.device is Device.CPU else rows
         by_field: dict[str, Any] = {
@@ -558,6 +560,8 @@ class CeilingsStudy:
     cache_bytes: Count | None = None
     """Last cache of a GPU before its memory; None on a CPU."""
     environment: Environment
+    other_environments: tuple[Environment, ...] = ()
+    """Of cells that were measured under other conditions, each once."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -565,7 +569,7 @@ class CeilingsStudy:
         return self.environment.identity.device_name
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[StudyRow, ...]:
         """All cells, and the size of the cache."""
         cache = () if self.cache_bytes is None else (CacheRow(self.cache_bytes),)
         return (*(cell for name in TIMED_ROWS for cell in getattr(self, name)), *cache)
@@ -592,11 +596,11 @@ class CeilingsStudy:
         """The times from which steps are predicted; None if some of them were not measured."""
         on_host = self.grid.device is Device.CPU
         launch_s = self.host_call_s
-        kernel_s = launch_s if on_host else self.launch_s(Launch.GRAPH)
+        kernel_s = launch_s if on_host else self.launch_s(LaunchKind.GRAPH)
         copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
         if launch_s is None or kernel_s is None or not copies or not adamw:
             return None
-        queued_s, alone_s = self.launch_s(Launch.QUEUED), copies.get(QUEUED_BYTES)
+        queued_s, alone_s = self.launch_s(LaunchKind.QUEUED), copies.get(QUEUED_BYTES)
         gap_s = None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
         passes: dict[Pass, dict[int, float]] = {}
         for cell in self.passes:
@@ -646,8 +650,8 @@ class CeilingsStudy:
         """Time of one call of the host in a step, or of a launch if no step was timed; None if
         neither was.
         """
-        return self.launch_s(Launch.STEP) or self.launch_s(Launch.EAGER)
+        return self.launch_s(LaunchKind.STEP) or self.launch_s(LaunchKind.EAGER)
 
-    def launch_s(self, launch: Launch) -> float | None:
+    def launch_s(self, launch: LaunchKind) -> float | None:
         """Time of one launch, or None if it was not measured."""
         return next((cell.timing.time_s for cell in self.launches if cell.launch is launch), None)

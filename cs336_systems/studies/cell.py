@@ -18,7 +18,7 @@ from ..config import Device, Precision
 from ..measure.environment import environment
 from ..measure.failure import classify, describe
 from ..measure.nvml import visible_gpus
-from .records import Cell, Grid, RowT, StudyT
+from .records import Answer, Cell, Grid, RowT, StudyT
 
 Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
 """Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises
@@ -97,7 +97,7 @@ def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
                 gc.collect()
                 gc.freeze()
                 num_modules = len(sys.modules)
-            connection.send((rows, is_fit, environment(grid.device, gpu)))
+            connection.send(Answer(rows, is_fit, environment(grid.device, gpu)))
 
 
 def attempt(

@@ -90,13 +90,11 @@ def measure_fusion(
     max_errors = _max_errors(passes, written_out)
     measured = []
     for index, row in enumerate(rows):
-        row = replace(
-            row, measurement=Measurement(row.phase, times_s[index]), max_error=max_errors[index]
-        )
+        measurement = Measurement(row.phase, times_s[index])
+        row = replace(row, measurement=measurement, max_error=max_errors[index])
         if moved is not None:
-            row = replace(
-                row, kernels=tuple(moved[index].operations), moved_bytes=moved[index].num_bytes
-            )
+            operations = tuple(moved[index].operations)
+            row = replace(row, kernels=operations, moved_bytes=moved[index].num_bytes)
         if kernels is not None:
             row = replace(row, kernels=kernels[index])
         measured.append(row)
@@ -126,19 +124,19 @@ def _timed_turns(passes: Passes, grid: FusionGrid) -> list[tuple[float, ...]]:
     if grid.device is Device.CPU:
         turns = [passes.timed(HostClock()) for _ in range(grid.passes)]
         return [tuple(turn[phase] for turn in turns) for phase in PHASES]
-    starts, middles, ends = (
-        [torch.cuda.Event(enable_timing=True) for _ in range(grid.passes)] for _ in range(3)
-    )
+    clocks = []
     for turn in range(grid.passes):
+        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         torch.cuda._sleep(HEAD_START_CYCLES)
-        starts[turn].record()
+        start.record()
         output = passes.forward(turn)
-        middles[turn].record()
+        middle.record()
         passes.backward(output, turn)
-        ends[turn].record()
+        end.record()
+        clocks.append((start, middle, end))
     torch.cuda.synchronize()
-    forward_s = tuple(a.elapsed_time(b) / 1e3 for a, b in zip(starts, middles, strict=True))
-    backward_s = tuple(a.elapsed_time(b) / 1e3 for a, b in zip(middles, ends, strict=True))
+    forward_s = tuple(start.elapsed_time(middle) / 1e3 for start, middle, _ in clocks)
+    backward_s = tuple(middle.elapsed_time(end) / 1e3 for _, middle, end in clocks)
     return [forward_s, backward_s]
 
 
@@ -165,9 +163,9 @@ def _profiled(run: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
     return result, tuple(kernels)
 
 
-class Watcher(OperationObserver):
-    """Notes operations that compute new values, and the bytes of their operands and results:
-    counted, no formula.
+class TrafficCounter(OperationObserver):
+    """Notes the operations that compute new values, and adds up the bytes of their operands and
+    results.
     """
 
     def __init__(self) -> None:
@@ -197,13 +195,13 @@ def _distinct_elements(tensor: Tensor) -> int:
     return math.prod(size for size, stride in axes if stride)
 
 
-def _moved(passes: Passes) -> list[Watcher]:
+def _moved(passes: Passes) -> list[TrafficCounter]:
     """What the operations of forward and of backward read and write. Those of compiled code
     cannot be watched.
     """
-    with Watcher() as forward:
+    with TrafficCounter() as forward:
         output = passes.forward()
-    with Watcher() as backward:
+    with TrafficCounter() as backward:
         passes.backward(output)
     return [forward, backward]
 

@@ -64,10 +64,9 @@ def device_timer(run: Run, count: int) -> float:
 def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = float) -> Loops:
     """Time `run` on the grid's device. Raises whatever `run` raises.
 
-    Where several processes run it together, `agree` makes one time of theirs, so that all decide
-    alike.
+    If several processes run it together, `agree` turns their times into one, so that all choose the
+    same number of repetitions.
     """
-
     clock = host_timer if grid.device is Device.CPU else device_timer
 
     def timer(run: Run, count: int) -> float:
@@ -75,7 +74,7 @@ def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = floa
 
     if grid.device is Device.CPU:
         return timed_loops(run, timer, grid)
-    timer(run, 1)  # libraries load, memory is allocated
+    timer(run, 1)  # the first run loads libraries and allocates memory
     time_s = min(timer(run, 1) for _ in range(PROBES))
     if time_s >= GRAPH_BELOW_S:
         return timed_loops(run, timer, grid)

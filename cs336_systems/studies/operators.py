@@ -10,13 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
+from operator import add
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 from ..config import Device, Phase, Precision, is_import_name
 from ..record import Count, Environment, Failure, Input, Measurement, Seconds, Status
 from ..settings import ByDevice, Rule, Setting, check
-from .records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, PRECISIONS_HELP, Cell, Grid, Row
+from .records import (
+    AT_LEAST_ONE,
+    ELEMENT_BYTES,
+    FORMAT_VERSION,
+    PRECISIONS_HELP,
+    Cell,
+    Grid,
+    StudyRow,
+)
 
 PHASES = (Phase.FORWARD, Phase.BACKWARD)
 TOLERANCE = 10
@@ -26,8 +35,8 @@ PyTorch's kernel.
 ROUNDING: Mapping[Precision, float] = MappingProxyType(
     {Precision.FP32: 2**-23, Precision.TF32: 2**-10, Precision.BF16: 2**-7, Precision.FP16: 2**-10}
 )
-"""Distance from 1 to the next larger number, of inputs and results, or of tf32 of what products
-read.
+"""Distance from 1 to the next larger number of the type that inputs and results have; for tf32, of
+the type that matmuls round their inputs to.
 """
 
 
@@ -46,7 +55,7 @@ class Implementation(StrEnum):
     OWN = "own"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AttentionCell:
     """The parameters of one cell."""
 
@@ -150,27 +159,16 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
 
     def groups(self) -> list[list[Cell["CellResult"]]]:
         """One group for each precision and implementation, the smallest cells first."""
+        lengths, d_heads = sorted(set(self.context_lengths)), sorted(set(self.d_heads))
+        ways = product(dict.fromkeys(self.precisions), dict.fromkeys(self.implementations))
         groups = []
-        for precision, implementation in product(
-            dict.fromkeys(self.precisions), dict.fromkeys(self.implementations)
-        ):
-            cells = [
-                AttentionCell(
-                    implementation=implementation,
-                    precision=precision,
-                    d_head=d_head,
-                    context_length=length,
-                )
-                for length, d_head in product(
-                    sorted(set(self.context_lengths)), sorted(set(self.d_heads))
-                )
-            ]
-            groups.append(
-                [
-                    Cell(label=cell.label, rows=(CellResult(cell=cell, status=Status.OK),))
-                    for cell in cells
-                ]
-            )
+        for precision, implementation in ways:
+            group = []
+            for length, d_head in product(lengths, d_heads):
+                cell = AttentionCell(implementation, precision, d_head, length)
+                row = CellResult(cell=cell, status=Status.OK)
+                group.append(Cell(label=cell.label, rows=(row,)))
+            groups.append(group)
         return groups
 
     def study(self, rows: tuple["CellResult", ...], environment: Environment) -> "AttentionStudy":
@@ -219,18 +217,16 @@ class ExactError:
         """Largest distance over largest magnitude; None where either is not known, or all
         elements are 0.
         """
-        return (
-            None
-            if self.max_error is None or not self.max_exact
-            else self.max_error / self.max_exact
-        )
+        if self.max_error is None or not self.max_exact:
+            return None
+        return self.max_error / self.max_exact
 
 
 def wrong_quantities(
-    cell: AttentionCell, found: Sequence[ExactError], of_kernel: Sequence[ExactError]
+    cell: AttentionCell, errors: Sequence[ExactError], of_kernel: Sequence[ExactError]
 ) -> tuple[Quantity, ...]:
-    """Those of `found` that are over TOLERANCE times as far from float64 as PyTorch's kernel is, on
-    the same inputs.
+    """The quantities whose errors are over TOLERANCE times those of PyTorch's kernel on the same
+    inputs.
 
     A kernel may happen to round hardly at all, so its error counts as at least one rounding of the
     data type, and as at least the error of a sum over the context in fp32, which grows as the root
@@ -238,19 +234,17 @@ def wrong_quantities(
     """
     least = max(ROUNDING[cell.precision], ROUNDING[Precision.FP32] * math.sqrt(cell.context_length))
     known = {error.quantity: error.relative for error in of_kernel if error.max_exact}
-    return tuple(
-        error.quantity
-        for error in found
-        if error.quantity in known
-        and (
-            error.relative is None
-            or error.relative > TOLERANCE * max(least, known[error.quantity] or 0)
-        )
-    )
+    wrong = []
+    for error in errors:
+        if error.quantity in known:
+            allowed = TOLERANCE * max(least, known[error.quantity] or 0)
+            if error.relative is None or error.relative > allowed:
+                wrong.append(error.quantity)
+    return tuple(wrong)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellResult(Row):
+class CellResult(StudyRow):
     """Raw times and memory of one cell, or its failure."""
 
     cell: AttentionCell
@@ -279,10 +273,9 @@ class CellResult(Row):
         if self.status is not Status.OK:
             return None
         if phase is Phase.STEP and len(self.measurements) > 1:
-            return Measurement(
-                phase, tuple(map(sum, zip(*(m.times_s for m in self.measurements), strict=True)))
-            )
-        return next((m for m in self.measurements if m.phase is phase), None)
+            forward, backward = (measurement.times_s for measurement in self.measurements)
+            return Measurement(phase, tuple(map(add, forward, backward)))
+        return next((one for one in self.measurements if one.phase is phase), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +291,8 @@ class AttentionStudy:
     """Where the cells were measured; None in records of an interrupted study that earlier
     versions wrote.
     """
+    other_environments: tuple[Environment, ...] = ()
+    """Of cells that were measured under other conditions, each once."""
     format_version: int = FORMAT_VERSION
 
     @property
@@ -312,13 +307,12 @@ class AttentionStudy:
         """Implementations with a kernel for at least one cell at this precision, in the order of
         the grid.
         """
-        results = [result for result in self.results if result.cell.precision is precision]
-        found = {
-            result.cell.implementation
-            for result in results
-            if result.status is not Status.UNAVAILABLE
-        }
-        return [name for name in dict.fromkeys(self.grid.implementations) if name in found]
+        available = set()
+        for result in self.results:
+            cell = result.cell
+            if cell.precision is precision and result.status is not Status.UNAVAILABLE:
+                available.add(cell.implementation)
+        return [name for name in dict.fromkeys(self.grid.implementations) if name in available]
 
 
 def attention_flops(grid: AttentionGrid, cell: AttentionCell, phase: Phase) -> int:
@@ -432,14 +426,11 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
 
     def groups(self) -> list[list[Cell["FusionRow"]]]:
         """One group of all versions of all operations."""
-        cells = [
-            Cell(
-                label=f"{op} {version} {precision}", rows=version_rows(self, op, precision, version)
-            )
-            for precision, op, version in product(
-                dict.fromkeys(self.precisions), dict.fromkeys(self.ops), Version
-            )
-        ]
+        precisions, ops = dict.fromkeys(self.precisions), dict.fromkeys(self.ops)
+        cells = []
+        for precision, op, version in product(precisions, ops, Version):
+            rows = version_rows(self, op, precision, version)
+            cells.append(Cell(label=f"{op} {version} {precision}", rows=rows))
         return [cells]
 
     def study(self, rows: tuple["FusionRow", ...], environment: Environment) -> "FusionStudy":
@@ -448,7 +439,7 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusionRow(Row):
+class FusionRow(StudyRow):
     """Forward or backward of one version of one operation."""
 
     op: Op
@@ -488,6 +479,8 @@ class FusionStudy:
     grid: FusionGrid
     rows: Annotated[tuple[FusionRow, ...], AT_LEAST_ONE]
     environment: Environment
+    other_environments: tuple[Environment, ...] = ()
+    """Of cells that were measured under other conditions, each once."""
     format_version: int = FORMAT_VERSION
 
     @property

@@ -5,6 +5,7 @@ observed.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
 
 import torch
@@ -77,16 +78,12 @@ def accumulation_study() -> tuple[records.Accumulation, ...]:
     """The course's four ways to add 0.01 a thousand times, then the same with bf16 in place of
     fp16.
     """
-    low_precision = [
-        accumulate(*dtypes, cast=cast)
-        for dtype in (torch.float16, torch.bfloat16)
-        for *dtypes, cast in (
-            (dtype, dtype, False),
-            (torch.float32, dtype, False),
-            (torch.float32, dtype, True),
-        )
-    ]
-    return (accumulate(torch.float32, torch.float32), *low_precision)
+    sums = [accumulate(torch.float32, torch.float32)]
+    for low in (torch.float16, torch.bfloat16):
+        sums.append(accumulate(low, low))
+        sums.append(accumulate(torch.float32, low))
+        sums.append(accumulate(torch.float32, low, cast=True))
+    return tuple(sums)
 
 
 ACTIVATIONS = ((0.0, 1e-4), (0.0, 1.0), (0.0, 300.0), (1024.0, 1.0))
@@ -266,23 +263,21 @@ def dtype_study(devices: Sequence[Device]) -> tuple[records.ObservedDtype, ...]:
     """Observe the toy model and both architectures of TransformerLM under fp16 and bf16 autocast
     on each device.
     """
-    return tuple(
-        records.ObservedDtype(
-            model=name, device=device, precision=precision, quantity=quantity, dtype=dtype
-        )
-        for device in devices
-        for name in ("ToyModel", *(f"TransformerLM, {arch}" for arch in Arch))
-        for precision in records.MIXED_PRECISIONS
-        for quantity, dtype in _observe(name, device, precision).items()
-    )
+    rows = []
+    for device, arch, precision in product(devices, (None, *Arch), records.MIXED_PRECISIONS):
+        name = "ToyModel" if arch is None else f"TransformerLM, {arch}"
+        with torch.device(device.value):
+            seen = _observe(arch, precision)
+        for quantity, dtype in seen.items():
+            rows.append(records.ObservedDtype(name, device, precision, quantity, dtype))
+    return tuple(rows)
 
 
-def _observe(name: str, device: Device, precision: Precision) -> dict[str, str]:
-    with torch.device(device.value):
-        if name == "ToyModel":
-            return observed_dtypes(
-                ToyModel(20, 5), torch.randn(BATCH_SIZE, 20), precision, TOY_OUTPUTS
-            )
-        config = replace(SIZES["tiny"], arch=Arch(name.split()[-1]), context_length=16)
-        tokens = torch.randint(config.vocab_size, (BATCH_SIZE, config.context_length))
-        return observed_dtypes(TransformerLM(config), tokens, precision, TRANSFORMER_OUTPUTS)
+def _observe(arch: Arch | None, precision: Precision) -> dict[str, str]:
+    """The data types in the TransformerLM of this architecture, or without one in the toy model."""
+    if arch is None:
+        x = torch.randn(BATCH_SIZE, 20)
+        return observed_dtypes(ToyModel(20, 5), x, precision, TOY_OUTPUTS)
+    config = replace(SIZES["tiny"], arch=arch, context_length=16)
+    tokens = torch.randint(config.vocab_size, (BATCH_SIZE, config.context_length))
+    return observed_dtypes(TransformerLM(config), tokens, precision, TRANSFORMER_OUTPUTS)

@@ -5,7 +5,7 @@ of precision's.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Annotated, ClassVar, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ autocast.
 PRECISIONS_HELP = "Of inputs and products, without autocast: fp32, tf32, bf16, fp16."
 
 
-class Row:
+class StudyRow:
     """One row of a record, a data class: parameters, and what was measured with them or why that
     failed.
     """
@@ -33,7 +33,7 @@ class Row:
         return replace(self, status=status, failure=failure)  # type: ignore[type-var]
 
 
-RowT = TypeVar("RowT", bound=Row)
+RowT = TypeVar("RowT", bound=StudyRow)
 AT_LEAST_ONE = msgspec.Meta(min_length=1)
 """Of the rows in a study's file."""
 
@@ -51,14 +51,23 @@ class Cell(Generic[RowT]):
         return tuple(row.failed(status, failure) for row in self.rows)
 
 
-class Study(Protocol):
+class Answer(NamedTuple, Generic[RowT]):
+    """What a worker sends when it has measured a cell."""
+
+    rows: tuple[RowT, ...]
+    is_fit: bool
+    """Whether the worker can measure another cell."""
+    environment: Environment
+
+
+class StudyRecord(Protocol):
     """Everything kept of a study, in one JSON file; its tables and plots are made from it alone."""
 
     WHAT: ClassVar[str]
     """What the file holds, with its article."""
 
 
-StudyT = TypeVar("StudyT", bound=Study)
+StudyT = TypeVar("StudyT", bound=StudyRecord)
 
 
 class Grid(Generic[RowT, StudyT]):
@@ -137,7 +146,7 @@ class Accumulation:
         return self.error - self.storage_error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ObservedDtype:
     """Data type of one quantity of a training step under autocast."""
 

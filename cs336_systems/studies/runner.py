@@ -14,10 +14,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, TypeAlias
+from typing import Any, Generic, TypeAlias, cast
 
 import msgspec
 
@@ -31,7 +32,7 @@ from ..sweep import store
 from ..sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
 from ..sweep.process import adopt_orphans, begin_worker
 from ..text import counted, plain_word, print_aside
-from .records import Cell, Grid, RowT, StudyT, read_study
+from .records import Answer, Cell, Grid, RowT, StudyT, read_study
 
 Announce: TypeAlias = Callable[[str, int, int], object]
 """Called before each cell with its label, how many cells are done, and how many there are."""
@@ -92,10 +93,12 @@ class Cells(Generic[RowT, StudyT]):
 
     def todo(self) -> list[dict[str, Cell[RowT]]]:
         """The groups of the cells that are not measured yet."""
-        left = [
-            {key: group[key] for key in group if key not in self.measured} for group in self.groups
-        ]
-        return [group for group in left if group]
+        groups = []
+        for group in self.groups:
+            left = {key: cell for key, cell in group.items() if key not in self.measured}
+            if left:
+                groups.append(left)
+        return groups
 
     def keep(self, key: str, rows: tuple[RowT, ...], environment: Environment) -> None:
         """Write a cell that has just been measured, and remember it."""
@@ -106,11 +109,17 @@ class Cells(Generic[RowT, StudyT]):
 
     def study(self) -> StudyT:
         """The study of all measured cells in the order of the grid, with the last one's
-        environment.
+        environment, and those of other conditions that --allow-mixed let in.
         """
-        keys = [key for group in self.groups for key in group if key in self.measured]
-        rows = tuple(row for key in keys for row in self.measured[key].rows)
-        return self.grid.study(rows, self.measured[keys[-1]].environment)
+        studies = [self.measured[key] for key in chain(*self.groups) if key in self.measured]
+        rows = tuple(chain.from_iterable(study.rows for study in studies))
+        environments = {study.environment.identity: study.environment for study in studies}
+        last = studies[-1].environment
+        del environments[last.identity]
+        joint: Any = self.grid.study(rows, last)
+        if environments:
+            joint = replace(joint, other_environments=tuple(environments.values()))
+        return cast("StudyT", joint)
 
 
 def resume(
@@ -124,7 +133,7 @@ def resume(
     if fresh:
         store.set_aside(folder)
     cells = Cells(grid, folder)
-    paths = (folder / f"{key}.json" for group in cells.groups for key in group)
+    paths = (folder / f"{key}.json" for key in chain(*cells.groups))
     for path in filter(Path.exists, paths):
         try:
             study: Any = read_study(path, kind)
@@ -154,9 +163,9 @@ def _keyed(grid: Grid[RowT, StudyT]) -> Iterator[dict[str, Cell[RowT]]]:
     for group in grid.groups():
         keyed = {}
         for cell in group:
-            said = msgspec.json.encode((fields, cell.rows))
-            numbers[said] += 1
-            digest = hashlib.sha256(said + b"%d" % numbers[said]).hexdigest()[:12]
+            conditions = msgspec.json.encode((fields, cell.rows))
+            numbers[conditions] += 1
+            digest = hashlib.sha256(conditions + b"%d" % numbers[conditions]).hexdigest()[:12]
             keyed[f"{plain_word(cell.label)[:80]}_{digest}"] = cell
         yield keyed
 
@@ -171,27 +180,25 @@ class _CellWorker(Generic[RowT, StudyT]):
     def environment(self) -> Environment:
         """Where cells are measured. Raises SweepError if no worker can say so."""
         answer = self._ask(Cell(label="environment", rows=()))
-        if len(answer) == 3:
-            return answer[2]
-        last_line = (answer[1].log_tail or "").splitlines()[-1:]
-        raise store.SweepError(": ".join(["no worker could start", answer[1].message, *last_line]))
+        if isinstance(answer, Answer):
+            return answer.environment
+        _, failure = answer
+        last_line = (failure.log_tail or "").splitlines()[-1:]
+        raise store.SweepError(": ".join(["no worker could start", failure.message, *last_line]))
 
     def measure(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], Environment | None]:
         """The rows of the cell, and where they were measured; rows of its failure if the process
         ends or hangs.
         """
         answer = self._ask(cell)
-        if len(answer) == 2:
+        if not isinstance(answer, Answer):
             status, failure = answer
             return cell.failed(status, replace(failure, where=cell.label)), None
-        rows, is_fit, environment = answer
-        if not is_fit:
+        if not answer.is_fit:
             self.close()
-        return rows, environment
+        return answer.rows, answer.environment
 
-    def _ask(
-        self, cell: Cell[RowT]
-    ) -> tuple[tuple[RowT, ...], bool, Environment] | tuple[Status, Failure]:
+    def _ask(self, cell: Cell[RowT]) -> Answer[RowT] | tuple[Status, Failure]:
         """Send the cell to the process, and return its answer, or how it ended or was killed
         without one.
         """
@@ -202,7 +209,7 @@ class _CellWorker(Generic[RowT, StudyT]):
         is_in_time = self._wait(process)
         if is_in_time:
             with contextlib.suppress(EOFError, ConnectionError):
-                answer: tuple[tuple[RowT, ...], bool, Environment] = self._connection.recv()
+                answer: Answer[RowT] = self._connection.recv()
                 return answer
         else:
             process.kill()

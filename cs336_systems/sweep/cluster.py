@@ -43,6 +43,7 @@ from ..measure.nvml import alike, visible_gpus
 from ..record import Failure, Identity, RunRecord, Status
 from ..temporary import temporary_directory
 from ..text import counted
+from ..torch_needed import require_torch
 from . import store
 from .isolation import Interrupts, fork_server, preload_to_explain, spare_children
 from .keep import Keeper, Listener, resume
@@ -137,6 +138,7 @@ def describe(device: str) -> bytes:
     gpu = next(iter(visible_gpus()), None) if device == Device.CUDA else None
     if device == Device.CUDA and gpu is None:
         return b"null"
+    require_torch("measuring")
     return msgspec.json.encode(Node(identity(Device(device), gpu), has_nsys()))
 
 

@@ -18,7 +18,7 @@ from cs336.files import encode_json
 from cs336.measure import nvml
 from cs336.measure.nvml import Gpu
 from cs336.report.words import SHIPPED
-from cs336.studies.ceilings_records import Launch, LaunchCell, Stream
+from cs336.studies.ceilings_records import LaunchCell, LaunchKind, Stream
 from tests.report.ceilings import lasting, make_ceilings, product_at, square, stream_at
 
 GIB = 2**30
@@ -222,7 +222,8 @@ def ceilings_of(directory: Path, device_name: str, tflops: float = 1) -> Path:
     products = [product_at(square(side), tflops) for side in (64, 8192)]
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     launches = [
-        LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)
+        LaunchCell(launch=launch, timing=lasting(1e-6))
+        for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
     ]
     directory.mkdir()
     study = make_ceilings(products, streams, launches, device_name=device_name)

@@ -11,7 +11,7 @@ from cs336.commands import account
 from cs336.costs.curves import MATMUL_EFFICIENCY
 from cs336.costs.scale import PARALLEL, Scheme
 from cs336.files import encode_json
-from cs336.studies.ceilings_records import Launch, LaunchCell, Stream
+from cs336.studies.ceilings_records import LaunchCell, LaunchKind, Stream
 from tests.report.ceilings import (
     CollectiveCell,
     lasting,
@@ -61,7 +61,8 @@ def ceilings_at(directory: Path, spread: float = 0.0, **fields: object) -> Path:
     products = [product_at(square(side), 800, spread=spread) for side in (512, 1024, 2048, 16384)]
     streams = [stream_at(4000, 2**30, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     launches = [
-        LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in (Launch.EAGER, Launch.GRAPH)
+        LaunchCell(launch=launch, timing=lasting(1e-6))
+        for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
     ]
     reductions = [
         CollectiveCell(num_bytes=64 * MIB, world_size=2, timing=lasting(64 * MIB / 200e9))

@@ -80,7 +80,11 @@ def test_what_needs_no_torch_works_without_it(python: Path, tmp_path: Path) -> N
         "precision",
         "attention",
         "ceilings",
+        "fusion",
+        "compare --size=tiny --size=small",
+        "scale --device-name H100 --num-layers 7",
         "account --num-layers 7",
+        "account --size xl --batch-size 1 --fit --memory-gib 80",
         "account --model mine:make",
     ],
 )
@@ -91,10 +95,15 @@ def test_what_needs_torch_says_so_in_one_line(python: Path, tmp_path: Path, word
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert NAMES_TORCH in line
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "data").exists()
 
 
 def device(words: str) -> list[str]:
-    return [] if words.startswith(("account", "precision")) else ["--device", "cpu"]
+    return (
+        []
+        if words.startswith(("account", "compare", "precision", "scale"))
+        else ["--device", "cpu"]
+    )
 
 
 def test_watch_names_what_it_needs(python: Path, tmp_path: Path) -> None:
@@ -106,27 +115,10 @@ def run_all(python: Path, place: Path, *commands: list[str]) -> subprocess.Compl
     return run([python, "-c", IN_ONE_PROCESS, json.dumps(commands)], place)
 
 
-LOOP = """
-import torch
-from cs336 import watch
-
-model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
-optimizer = torch.optim.AdamW(model.parameters())
-watched = watch(model, optimizer, warmup_steps=2, profile={profile})
-for _ in range(12):
-    with watched.step():
-        tokens = torch.randint(0, 11, (4, 16))
-        logits = model(tokens).flatten(0, 1)
-        torch.nn.functional.cross_entropy(logits, tokens.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-watched.report()
-"""
-
-
 @pytest.mark.old_torch
 @pytest.mark.timeout(900)
 def test_torch_2_6_suffices_to_watch(tmp_path: Path) -> None:
+    """All tests of `watch` pass with it; a step of the tool's own names the version it needs."""
     environment = new_environment(tmp_path / "environment", without=WITHOUT_TORCH)
     ours(environment, "build_wheel", tmp_path)
     python, uv = environment / "bin" / "python", Path(sys.executable).with_name("uv")
@@ -134,10 +126,8 @@ def test_torch_2_6_suffices_to_watch(tmp_path: Path) -> None:
     installed = subprocess.run(install, env=os.environ, capture_output=True, text=True, timeout=600)
     if installed.returncode:
         pytest.skip(f"PyTorch 2.6 cannot be installed here: {installed.stderr[-300:]}")
-    for profile in (False, True):
-        watched = run([python, "-c", LOOP.format(profile=profile)], tmp_path)
-        assert watched.returncode == 0, watched.stderr
-        assert "backward" in watched.stdout
+    watched = run([python, "-m", "pytest", "-n", "0", "-q", "tests/test_watched.py"], ROOT)
+    assert watched.returncode == 0, watched.stdout
     refused = run([python, "-m", "cs336", "benchmark", "--device", "cpu"], tmp_path)
     assert refused.returncode == 2
     assert NAMES_TORCH in refused.stderr

@@ -6,8 +6,8 @@ from cs336.studies.ceilings_records import (
     CeilingsGrid,
     CeilingsStudy,
     CollectiveCell,
-    Launch,
     LaunchCell,
+    LaunchKind,
     Loops,
     ProductCell,
     ProductPrecision,
@@ -82,7 +82,7 @@ def make_rates(tflops_per_s=1.0, gb_per_s=100, **fields):
     return make_ceilings(
         [product_at(square(8192), tflops_per_s, precision) for precision in (FP32, BF16)],
         [stream_at(gb_per_s), stream_at(gb_per_s, stream=Stream.ADAMW)],
-        [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in Launch],
+        [LaunchCell(launch=launch, timing=lasting(1e-6)) for launch in LaunchKind],
         **fields,
     )
 
@@ -113,8 +113,8 @@ def make_whole():
             stream_at(3600, 4096 * MIB, Stream.ADAMW),
         ),
         launches=(
-            LaunchCell(launch=Launch.EAGER, timing=lasting(4e-6, count=1000)),
-            LaunchCell(launch=Launch.GRAPH, timing=lasting(1e-6, count=1000)),
+            LaunchCell(launch=LaunchKind.EAGER, timing=lasting(4e-6, count=1000)),
+            LaunchCell(launch=LaunchKind.GRAPH, timing=lasting(1e-6, count=1000)),
         ),
         reductions=(
             CollectiveCell(num_bytes=MIB, world_size=4, timing=lasting(MIB / 100e9)),

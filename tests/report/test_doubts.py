@@ -17,8 +17,8 @@ from cs336.report.sections.operators import attention_section, fusion_section
 from cs336.report.sections.steps import results_table
 from cs336.studies.ceilings_records import (
     CollectiveCell,
-    Launch,
     LaunchCell,
+    LaunchKind,
     Loops,
     ProductCell,
     ProductPrecision,
@@ -80,7 +80,7 @@ def ceilings(fault):
     return make_ceilings(
         [ProductCell(precision=ProductPrecision.FP32, shape=square(1024), timing=timing)],
         [StreamCell(stream=stream, moved_bytes=64 * MIB, timing=timing) for stream in Stream],
-        [LaunchCell(launch=launch, timing=timing) for launch in Launch],
+        [LaunchCell(launch=launch, timing=timing) for launch in LaunchKind],
         [CollectiveCell(num_bytes=MIB, world_size=2, timing=timing)],
     )
 
@@ -139,7 +139,7 @@ def test_every_ceiling_says_that_its_time_is_in_doubt(fault):
     (table,) = summary.tables
     assert all(marked(cell) for cell in column(table, "measured"))
     products, reductions = 1, 1
-    rows = products + len(Stream) + len(Launch) + reductions
+    rows = products + len(Stream) + len(LaunchKind) + reductions
     assert [row["warnings"] for row in csv_rows(summary)] == [fault] * rows
     for section in others:
         cells = column(section.tables[0], "time")

@@ -58,10 +58,7 @@ ROUNDING = 1e-5
 
 def measured(name: str, precision: Precision = Precision.FP32, **fields) -> CellResult:
     grid = replace(SMALL, own=f"tests.own_kernels:{name}", **fields)
-    cell = AttentionCell(
-        implementation=Implementation.OWN, precision=precision, d_head=4, context_length=8
-    )
-    return measure_cell(grid, cell)
+    return measure_cell(grid, AttentionCell(Implementation.OWN, precision, 4, 8))
 
 
 def errors_of(result: CellResult, status: Status = Status.OK) -> dict[Quantity, ExactError]:
@@ -86,8 +83,9 @@ def test_blocks_of_queries_make_the_whole_in_float64(
     q, k, v = (x.detach().double().requires_grad_() for x in inputs.forward)
     output = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     expected = (output, *torch.autograd.grad(output, (q, k, v), inputs.upstream.double()))
-    for found, known in zip(exact_attention(inputs, causal=causal), expected, strict=True):
-        torch.testing.assert_close(found, known.detach(), rtol=1e-12, atol=1e-12)
+    exact = exact_attention(inputs, causal=causal)
+    for tensor, known in zip(exact, expected, strict=True):
+        torch.testing.assert_close(tensor, known.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["right", "Flash", "Flash.apply"])
@@ -124,11 +122,7 @@ def test_what_computes_something_else_is_wrong_and_its_times_do_not_count(
     )
     if wrong:
         text = result.failure.message
-        assert {
-            quantity
-            for quantity in Quantity
-            if re.search(rf"[:,] {quantity} [0-9.e-]+ \(PyTorch", text)
-        } == wrong
+        assert set(re.findall(r"[:,] (\w+) [0-9.e-]+ \(PyTorch", text)) == wrong
 
 
 def test_products_in_tf32_are_wrong_in_fp32_and_right_in_tf32() -> None:
@@ -148,15 +142,12 @@ def test_a_published_kernel_is_right_in_every_shape() -> None:
         AttentionStudy,
     )
     kernels = {Precision.FP32: Implementation.EFFICIENT, Precision.BF16: Implementation.FLASH}
-    errors = {
-        (each.cell.implementation, each.cell): each.errors for each in study.results if each.errors
-    }
+    errors = {result.cell: result.errors for result in study.results if result.errors}
     judged = 0
-    for each in study.results:
-        kernel = kernels[each.cell.precision]
-        beside = errors.get((kernel, replace(each.cell, implementation=kernel)))
-        if each.cell.implementation is Implementation.OWN and each.errors and beside:
-            assert wrong_quantities(each.cell, each.errors, beside) == ()
+    for cell, errors_of_own in errors.items():
+        beside = errors.get(replace(cell, implementation=kernels[cell.precision]))
+        if cell.implementation is Implementation.OWN and beside:
+            assert wrong_quantities(cell, errors_of_own, beside) == ()
             judged += 1
     assert judged > 60
 
@@ -169,28 +160,11 @@ def test_the_command_marks_a_wrong_function_and_leaves_its_times_out(
     name: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A function without a backward is timed, and judged, by its forward."""
-    flags = [
-        "--device",
-        "cpu",
-        "--d-heads",
-        "4",
-        "--context-lengths",
-        "8",
-        "--passes",
-        "2",
-        "--causal",
-        "--name",
-        "n",
-    ]
-    flags += [
-        "--implementations",
-        "naive",
-        "--own",
-        f"tests.own_kernels:{name}",
-        "--output",
-        str(tmp_path),
-    ]
-    assert main(["attention", *flags]) == status
+    flags = (
+        "attention --device cpu --d-heads 4 --context-lengths 8 --passes 2 --causal --name n "
+        f"--implementations naive --own tests.own_kernels:{name} --output"
+    )
+    assert main([*flags.split(), str(tmp_path)]) == status
     with (tmp_path / "attention/n/results.csv").open() as file:
         _, row = csv.DictReader(file)
     assert bool(row["forward_mean_ms"]) is (status == 0)
@@ -283,12 +257,7 @@ GRID = replace(
 def cell_of(
     implementation: Implementation, d_head: int = 4, context_length: int = 8
 ) -> AttentionCell:
-    return AttentionCell(
-        implementation=implementation,
-        precision=Precision.FP32,
-        d_head=d_head,
-        context_length=context_length,
-    )
+    return AttentionCell(implementation, Precision.FP32, d_head, context_length)
 
 
 def inputs_of(grid: AttentionGrid, cell: AttentionCell) -> list[torch.Tensor]:

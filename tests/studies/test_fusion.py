@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336.config import Device, Phase, Precision
 from cs336.record import Status
 from cs336.studies.cell import attempt
-from cs336.studies.fusion_cell import OPS, Watcher, measure_fusion
+from cs336.studies.fusion_cell import OPS, TrafficCounter, measure_fusion
 from cs336.studies.operators import FusionGrid, FusionRow, Op, Version, input_shapes, version_rows
 from cs336.studies.records import Cell
 from cs336.studies.runner import run_study
@@ -103,7 +103,7 @@ def test_bytes_that_must_move_are_those_counted_by_hand(op: Op, phase: Phase) ->
 @pytest.mark.parametrize("op", Op)
 def test_bytes_that_the_written_out_form_moves_are_those_counted_by_hand(op: Op) -> None:
     inputs = inputs_of(op)
-    with Watcher() as watcher:
+    with TrafficCounter() as watcher:
         OPS[op][0](*inputs)
     assert (len(watcher.operations), watcher.num_bytes) == (
         WRITTEN_OUT_MOVES[op][0],
@@ -114,10 +114,10 @@ def test_bytes_that_the_written_out_form_moves_are_those_counted_by_hand(op: Op)
 @pytest.mark.parametrize("op", [Op.GELU, Op.SOFTMAX])
 def test_one_fused_operation_moves_what_must_move(op: Op) -> None:
     inputs = inputs_of(op)
-    with Watcher() as forward:
+    with TrafficCounter() as forward:
         output = OPS[op][1](*inputs)
     upstream = torch.ones_like(output)
-    with Watcher() as backward:
+    with TrafficCounter() as backward:
         torch.autograd.grad(output, inputs, upstream)
     for phase, watcher in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
         assert len(watcher.operations) == 1

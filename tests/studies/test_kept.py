@@ -233,6 +233,10 @@ def test_cells_of_other_conditions_are_refused_mixed_or_set_aside(place):
         study = begin(words + more)
         assert end_of(study) == status
         assert len(told(study, "begun")) == measured
+        if "mixed" in more:
+            page = (DIRECTORY / "index.html").read_text()
+            there = identity(Device.CPU).torch
+            assert f"1.{there}, {there}" in page or f"{there}, 1.{there}" in page
     (aside,) = DIRECTORY.glob("cells-before-*")
     found = {path.name.removesuffix(".invalid"): path.read_bytes() for path in aside.iterdir()}
     assert found == found | {first.name: before[first.name]}

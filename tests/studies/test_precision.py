@@ -65,29 +65,23 @@ def test_the_variance_of_plus_and_minus_one_number_is_its_square(scale: float) -
     """
     exact = scale**2
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found = normalise(0.0, scale, dtype)
-        assert found.exact_variance == pytest.approx(exact, rel=1e-15)
+        norm = normalise(0.0, scale, dtype)
+        assert norm.exact_variance == pytest.approx(exact, rel=1e-15)
         if dtype is torch.float16 and exact > FP16_LARGEST:
-            assert (found.variance, found.output) == (None, 0), "a finite number over infinity"
+            assert (norm.variance, norm.output) == (None, 0), "a finite number over infinity"
         elif dtype is torch.float16 and exact <= FP16_SMALLEST / 2:
-            assert found.variance == 0
+            assert norm.variance == 0
         else:
-            assert found.variance == pytest.approx(exact, rel=2**-8)
-            assert found.output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=2**-6)
-        assert found.exact_output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=1e-12)
-        assert found.library_output == pytest.approx(found.exact_output, rel=2**-7), (
-            "in fp32 inside"
-        )
+            assert norm.variance == pytest.approx(exact, rel=2**-8)
+            assert norm.output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=2**-6)
+        assert norm.exact_output == pytest.approx(scale / (exact + 1e-5) ** 0.5, rel=1e-12)
+        assert norm.library_output == pytest.approx(norm.exact_output, rel=2**-7), "in fp32 inside"
 
 
 def test_error_is_what_storing_and_rounding_cost() -> None:
     exact = accumulate(torch.float32, torch.float16, addend=0.25, count=8)
-    assert (exact.exact, exact.error, exact.storage_error, exact.rounding_error) == (
-        2.0,
-        0.0,
-        0.0,
-        0.0,
-    )
+    assert exact.exact == 2.0
+    assert exact.error == exact.storage_error == exact.rounding_error == 0.0
     stored = accumulate(torch.float64, torch.float16, addend=0.1, count=3)
     assert stored.storage_error == pytest.approx(3 * (float(np.float16(0.1)) - 0.1))
     assert stored.rounding_error == pytest.approx(0, abs=1e-15)
@@ -167,14 +161,10 @@ def test_study_covers_every_model_and_quantity_on_the_cpu() -> None:
 
 @pytest.mark.gpu
 def test_softmax_and_residual_stream_of_the_transformer_stay_fp32_on_a_gpu() -> None:
+    in_fp32 = ("attention's softmax", "residual stream after block 0", "loss", "parameters")
+    in_half = ("attention's scores", "weights applied to the values", "logits")
     for row in dtype_study([Device.CUDA]):
-        if row.quantity in (
-            "attention's softmax",
-            "residual stream after block 0",
-            "loss",
-            "gradients",
-            "parameters",
-        ):
+        if row.quantity in (*in_fp32, "gradients"):
             assert row.dtype == "fp32", row
-        if row.quantity in ("attention's scores", "weights applied to the values", "logits"):
+        if row.quantity in in_half:
             assert row.dtype == row.precision, row

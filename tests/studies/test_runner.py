@@ -18,7 +18,7 @@ import torch
 
 from cs336.config import Device
 from cs336.record import Environment, Failure, Status
-from cs336.studies.records import Cell, Grid, Row
+from cs336.studies.records import Cell, Grid, StudyRow
 from cs336.studies.runner import Cells, run_study
 from cs336.sweep import isolation
 from cs336.sweep.store import SweepError
@@ -30,7 +30,7 @@ HANGING = ["sleep", "601"]
 
 
 @dataclass(frozen=True)
-class ProcessRow(Row):
+class ProcessRow(StudyRow):
     """What a cell measures is the number of its process."""
 
     number: int

@@ -584,6 +584,7 @@ def _source(directory: Directory) -> Iterator[tuple[str, str]]:
     environments = [
         *(record.environment for record in records),
         getattr(study, "environment", None),
+        *getattr(study, "other_environments", ()),
     ]
     yield from _conditions([own for own in environments if own is not None])
     if isinstance(study, PrecisionStudy):

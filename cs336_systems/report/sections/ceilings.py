@@ -11,8 +11,8 @@ from ...studies.ceilings_records import (
     QUEUED_BYTES,
     CeilingsStudy,
     CollectiveCell,
-    Launch,
     LaunchCell,
+    LaunchKind,
     ProductCell,
     ProductPrecision,
     Stream,
@@ -233,15 +233,15 @@ def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
     )
 
 
-def launch_words(study: CeilingsStudy, launch: Launch) -> str:
+def launch_words(study: CeilingsStudy, launch: LaunchKind) -> str:
     """What was launched, and how."""
     if study.grid.device is Device.CPU:
         return "an operation on one element"
     return {
-        Launch.EAGER: "a kernel on one element, launched one by one",
-        Launch.STEP: "a call of a training step: an operation or a view",
-        Launch.GRAPH: "a kernel on one element, in a CUDA graph",
-        Launch.QUEUED: f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one",
+        LaunchKind.EAGER: "a kernel on one element, launched one by one",
+        LaunchKind.STEP: "a call of a training step: an operation or a view",
+        LaunchKind.GRAPH: "a kernel on one element, in a CUDA graph",
+        LaunchKind.QUEUED: f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one",
     }[launch]
 
 
@@ -361,7 +361,7 @@ def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str
     rates = {
         row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row
     }
-    copy, launch_s = ceilings.get(f"{Stream.COPY} (memory)"), study.launch_s(Launch.EAGER)
+    copy, launch_s = ceilings.get(f"{Stream.COPY} (memory)"), study.launch_s(LaunchKind.EAGER)
     if rates and copy is not None:
         texts = [
             f"{name} {significant(rate / (copy['gb_per_s'] * GIGA), 3)}"

@@ -5,7 +5,7 @@ import pytest
 
 from cs336.config import Device
 from cs336.report.sections.ceilings import ceilings_sections
-from cs336.studies.ceilings_records import Launch, LaunchCell, ProductCell
+from cs336.studies.ceilings_records import LaunchCell, LaunchKind, ProductCell
 from tests.report.ceilings import (
     FP32,
     all_tables,
@@ -120,7 +120,7 @@ def test_an_unknown_device_and_a_cpu_have_no_data_sheet():
     study = make_ceilings(
         [product_at(square(64), 0.05, FP32)],
         [stream_at(20)],
-        [LaunchCell(launch=Launch.EAGER, timing=lasting(2e-6))],
+        [LaunchCell(launch=LaunchKind.EAGER, timing=lasting(2e-6))],
         device_name=UNKNOWN,
         device=Device.CPU,
     )
