@@ -13,29 +13,24 @@ import numpy as np
 
 from ...text import counted, inert_line
 from ..columns import Ints, ProfileError
-from . import groups
+from .blocks import block_memory
+from .categories import NOT_SIGHTED, LiveSums, categorise, live_sums, resolve
+from .groups import Groups, LabelledSnapshot
+from .notes import START, Mark, MemoryNotes, notes_path, read_notes
+from .phases import NO_MOMENT, NO_PHASES, find_phases, moments_of, notes_on_positions, times_s
 from .profile import (
-    CODES,
-    NO_PHASES,
-    NOWHERE,
-    START,
+    CATEGORY_CODES,
     AllocatorWork,
     Category,
     FailedRequest,
-    Mark,
-    MemoryNotes,
     MemoryProfile,
     Moment,
     PhaseMemory,
     Timeline,
-    find_phases,
-    moments_of,
-    notes_on_positions,
-    notes_path,
-    read_notes,
-    times_s,
 )
+from .replay import replay_device
 from .snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
+from .stacks import code_places
 
 MAX_POINTS = 2000
 """Points of a timeline."""
@@ -93,22 +88,22 @@ class _Explanation:
 
     def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None) -> None:
         self._snapshot, self._memory, self._notes = snapshot, memory, notes
-        self._replay = groups.replay(memory, snapshot.settings)
+        self._replay = replay_device(memory, snapshot.settings)
         self._allocated = self._replay.allocated_bytes
         self._peak = int(self._allocated.argmax())
         sightings = () if notes is None else notes.sightings
         self._phases, self._sighted_at = NO_PHASES, np.zeros(0, dtype=np.int64)
         if notes is not None:
             self._phases = find_phases(
-                memory.events, notes, max(self._replay.failed_requests, default=NOWHERE)
+                memory.events, notes, max(self._replay.failed_requests, default=NO_MOMENT)
             )
             self._sighted_at = moments_of(
                 [sighting.position for sighting in sightings], memory.events, notes.end
             )
-        self._row_of = groups.resolve(self._replay.allocations, sightings, self._sighted_at)
+        self._row_of = resolve(self._replay.allocations, sightings, self._sighted_at)
         alone = snapshot.stacks if notes is None else ()
-        category, sighting = groups.categorise(self._replay, sightings, self._row_of, alone)
-        self._known = groups.Known(
+        category, sighting = categorise(self._replay, sightings, self._row_of, alone)
+        self._known = LabelledSnapshot(
             replay=self._replay,
             stacks=snapshot.stacks,
             category=category,
@@ -121,14 +116,14 @@ class _Explanation:
         """The whole profile."""
         allocations, notes = self._replay.allocations, self._notes
         points = self._points()
-        sums = groups.live_sums(
+        sums = live_sums(
             self._replay,
             self._known.category,
             np.union1d(points, [*self._phases.moments, self._peak]),
         )
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
-        like = groups.Groups(self._known)
+        like = Groups(self._known)
         return MemoryProfile(
             source=inert_line(self._snapshot.path.name),
             device=self._memory.device,
@@ -141,7 +136,7 @@ class _Explanation:
             phases=tuple(self._phases_of_steps()),
             largest=like.largest(~is_held, is_live, MAX_LARGEST),
             at_peak=like.at_peak(is_live),
-            blocks=groups.block_memory(self._known, self._row_of, self._sighted_at),
+            blocks=block_memory(self._known, self._row_of, self._sighted_at),
             timeline=self._timeline(sums),
             work=self._work(),
             outside_bytes=None
@@ -153,13 +148,13 @@ class _Explanation:
             is_expandable=self._snapshot.settings.get("expandable_segments") is True,
         )
 
-    def _peak_moment(self, sums: groups.LiveSums) -> Moment:
+    def _peak_moment(self, sums: LiveSums) -> Moment:
         stretch = int(self._phases.at(np.array(self._peak - 1)))
         return self._moment(
             sums, self._peak, self._phases.steps[stretch], self._phases.names[stretch], None
         )
 
-    def _boundaries(self, sums: groups.LiveSums) -> Iterator[Moment]:
+    def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
             if self._replay.are_sizes_known and self._allocated[moment] != mark.allocated_bytes:
                 raise ProfileError(
@@ -193,7 +188,7 @@ class _Explanation:
         )
 
     def _moment(
-        self, sums: groups.LiveSums, moment: int, step: int, phase: str, mark: Mark | None
+        self, sums: LiveSums, moment: int, step: int, phase: str, mark: Mark | None
     ) -> Moment:
         return Moment(
             step=step,
@@ -219,13 +214,15 @@ class _Explanation:
         ]
         return np.array(peaks, dtype=np.int64)
 
-    def _timeline(self, sums: groups.LiveSums) -> Timeline:
-        present = [category for category in FROM_BOTTOM if sums.counts[CODES[category]].any()]
+    def _timeline(self, sums: LiveSums) -> Timeline:
+        present = [
+            category for category in FROM_BOTTOM if sums.counts[CATEGORY_CODES[category]].any()
+        ]
         return Timeline(
             time_s=tuple(times_s(self._memory.events, sums.moments).tolist()),
             categories=tuple(present),
             num_bytes=tuple(
-                tuple(sums.num_bytes[CODES[category]].tolist()) for category in present
+                tuple(sums.num_bytes[CATEGORY_CODES[category]].tolist()) for category in present
             ),
             reserved_bytes=tuple(self._replay.reserved_bytes[sums.moments].tolist()),
         )
@@ -253,7 +250,7 @@ class _Explanation:
             phase=self._phases.names[stretch],
             time_s=float(times_s(events, np.array(moment + 1))),
             event=moment,
-            places=groups.places_of(self._snapshot.stacks[events.stack[moment]]),
+            places=code_places(self._snapshot.stacks[events.stack[moment]]),
             idle_private_bytes=int(self._replay.idle_private_bytes[moment]),
         )
 
@@ -285,7 +282,7 @@ class _Explanation:
             )
             return
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)
-        if lost := int(np.count_nonzero(self._row_of == groups.NOT_SIGHTED)):
+        if lost := int(np.count_nonzero(self._row_of == NOT_SIGHTED)):
             yield (
                 f"Left out: {lost:,} of {len(self._row_of):,} sightings, whose addresses lay "
                 "in no allocated block."

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cs336.analysis.memory.groups import BEFORE, Replay, replay
+from cs336.analysis.memory.lifetimes import BEFORE
+from cs336.analysis.memory.replay import Replay, replay_device
 from cs336.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.snapshots import (
     MIB,
@@ -28,7 +29,7 @@ GUESSED = "of a size that the file does not say"
 
 def replay_of(path: Path, content: dict[str, Any], row: int = 0) -> Replay:
     found = read_snapshot(write(path, content))
-    return replay(found.devices[row], found.settings)
+    return replay_device(found.devices[row], found.settings)
 
 
 def active_bytes(found: Replay) -> NDArray[np.int64]:
