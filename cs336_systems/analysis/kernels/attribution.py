@@ -22,7 +22,8 @@ import pandas as pd
 from ...ranges import PhaseNames
 from ..columns import Columns, Ints, Mask, chosen, joined
 from . import phases
-from .classes import NO_COLLECTIVE, Call, collective_codes
+from .calls import ApiCallKind
+from .collectives import NO_COLLECTIVE, collective_codes
 from .trace import DeviceWork, GroupNesting, Nesting, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -263,7 +264,7 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
     if is_empty.all() or not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
-    is_launching = Call.LAUNCH.among(calls.name, attribution.trace.strings)
+    is_launching = ApiCallKind.LAUNCH.among(calls.name, attribution.trace.strings)
     launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
     has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
     is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())

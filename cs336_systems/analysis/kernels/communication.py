@@ -12,7 +12,7 @@ from ...config import MAX_RANKS
 from ...costs.communication import Collective
 from ..columns import Ints, Mask, chosen
 from .attribution import Attribution, Jobs, by_step, select
-from .classes import COLLECTIVES, NO_COLLECTIVE
+from .collectives import COLLECTIVES, NO_COLLECTIVE
 from .device_time import Busy, DeviceWindows, alone_ns
 from .phases import PHASES
 from .step_profile import CommunicationTimes, RankTimes, StepProfile, Work

@@ -35,9 +35,11 @@ from numpy.typing import NDArray
 
 from ..columns import Columns, Ints, Mask, chosen, groups, joined
 from .attribution import HostWindows, Jobs, Selection, frame_of, phase_at, totals
-from .classes import NO_COLLECTIVE, TO_HOST, Call, call_name, short_name
+from .calls import TO_HOST, ApiCallKind, call_name
+from .collectives import NO_COLLECTIVE
 from .modules import RangeParts
 from .phases import CODES, PHASES, Codes, LaunchPhase, Steps
+from .short_names import short_name
 from .step_profile import CopyTimes, Gap, HostCalls, IdleCause, IdleTimes
 from .trace import MAX_TIME_NS, DeviceWork, Nesting, Strings, Trace, Union, of_names
 
@@ -73,7 +75,8 @@ class Host:
         names = of_names(api.name, trace.strings, lambda name: called.id(call_name(name)), np.int64)
         self.names = called.all
         launches, waits, kernels = (
-            call.among(api.name, trace.strings) for call in (Call.LAUNCH, Call.WAIT, Call.KERNELS)
+            call.among(api.name, trace.strings)
+            for call in (ApiCallKind.LAUNCH, ApiCallKind.WAIT, ApiCallKind.KERNELS)
         )
         copies, their_waits = _copies_awaited(trace, launches, waits)
         of_copy = waits & launches
@@ -259,7 +262,7 @@ def _is_before_wait(windows: HostWindows, steps: Steps, host: Host) -> Mask:
     step.
     """
     calls = host.calls
-    time = np.sort(calls.start_ns[Call.STREAM_WAIT.among(calls.name, host.names)])
+    time = np.sort(calls.start_ns[ApiCallKind.STREAM_WAIT.among(calls.name, host.names)])
     waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
@@ -605,7 +608,9 @@ def _after_wait(trace: Trace, work: DeviceWork) -> int:
     """How many waits for a whole device are over before work that was launched before them is."""
     if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
         return 0
-    waits = chosen(trace.api_calls, Call.WAIT_FOR_DEVICE.among(trace.api_calls.name, trace.strings))
+    waits = chosen(
+        trace.api_calls, ApiCallKind.WAIT_FOR_DEVICE.among(trace.api_calls.name, trace.strings)
+    )
     finished = Completion(work, np.flatnonzero(work.is_launched))(waits.start_ns)
     return int((finished > waits.start_ns + waits.duration_ns + SLACK_NS).sum())
 
@@ -616,7 +621,7 @@ def _lost_launches(trace: Trace) -> int:
     """
     api, (launch, begin, end) = (
         trace.api_calls,
-        (Call.ONE_KERNEL, Call.BEGIN_CAPTURE, Call.END_CAPTURE),
+        (ApiCallKind.ONE_KERNEL, ApiCallKind.BEGIN_CAPTURE, ApiCallKind.END_CAPTURE),
     )
     is_lost = launch.among(api.name, trace.strings)
     begins, ends = (

@@ -12,32 +12,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...config import ModelConfig, RunConfig
+from ...config import RunConfig
 from ...ranges import PhaseNames
-from ...temporary import temporary_directory
 from ...text import inert_line
-from ..columns import (
-    GZIP_MAGIC,
-    SQLITE_MAGIC,
-    ZIP_MAGIC,
-    Mask,
-    ProfileError,
-    groups,
-    read_head,
-    what_it_is,
-)
+from ..columns import Mask, groups
 from . import communication, device_time, modules, step_profile
 from .attribution import Attribution, attribute, by_step, frame_of, select
+from .classes import KernelRules, use_rules
 from .device_time import Busy, DeviceSteps, DeviceWindows, Host, host_calls
-from .kineto import NEEDED as KINETO_FILE
-from .kineto import read_kineto
 from .modules import CLASSES
-from .nsys import NEEDED as NSYS_FILE
-from .nsys import export, read_nsys
 from .phases import PHASES, check_names
+from .readers import read_trace
 from .trace import Trace, Union
-
-HEAD_BYTES = 100
 
 
 class AttributionError(AssertionError):
@@ -46,28 +32,11 @@ class AttributionError(AssertionError):
     """
 
 
-def read_trace(path: Path) -> Trace:
-    """Read a file of nsys or torch.profiler, recognised by its first bytes; raise ProfileError
-    for other files.
-    """
-    needed = f"{NSYS_FILE}, or {KINETO_FILE}"
-    head = read_head(path, HEAD_BYTES, needed)
-    if head.startswith(SQLITE_MAGIC):
-        return read_nsys(path)
-    if head.startswith((GZIP_MAGIC, ZIP_MAGIC)) or head.lstrip()[:1] in (b"{", b"["):
-        return read_kineto(path)
-    raise ProfileError(path, f"needed {needed}, but {what_it_is(path, head)}")
-
-
 def summarise(
-    attribution: Attribution,
-    *,
-    source: str,
-    model: ModelConfig | None = None,
-    batch_size: int | None = None,
+    attribution: Attribution, *, source: str, config: RunConfig | None = None
 ) -> step_profile.StepProfile:
-    """The profile of the steps in a trace of the file `source`; with `model` and `batch_size`,
-    attention has FLOPs.
+    """The profile of the steps in a trace of the file `source`; attention has FLOPs if `config` is
+    that of the traced run.
 
     Raises AttributionError if the parts do not add up to the whole.
     """
@@ -109,7 +78,7 @@ def summarise(
         ),
         kernels=modules.kernel_times(in_step, trace.strings),
         classes=modules.class_times(in_step),
-        attention=modules.attention_times(in_step, parts, trace.strings, model, batch_size),
+        attention=modules.attention_times(in_step, parts, trace.strings, config),
         modules=modules.module_times(in_step, parts),
         idle=device_time.idle_times(gaps, num_devices),
         gaps=tuple(device_time.longest_gaps(gaps, jobs, parts, trace, spans, host)),
@@ -173,57 +142,52 @@ def _phases(
         )
 
 
-REPORT_ENDING = ".nsys-rep"
-
-
 def explain(
-    path: Path, config: RunConfig | None = None, phases: PhaseNames | None = None
+    path: Path,
+    config: RunConfig | None = None,
+    phases: PhaseNames | None = None,
+    rules: KernelRules | None = None,
 ) -> step_profile.StepProfile:
     """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
 
-    Of a run on several ranks, the profile is of the first, with the times of all. A report of nsys
-    is first exported by nsys. Raises ProfileError for a file that is no profile, RangeNameError for
-    a range name in `phases` that the file does not have, NsysError if nsys is needed and missing.
+    `rules` decide on the classes of kernels before those of plug-ins and of this program. Of a run
+    on several ranks, the profile is of the first, with the times of all. Raises ProfileError for a
+    file that is no profile, RangeNameError for a range name in `phases` that the file does not
+    have, NsysError if nsys is needed and missing.
     """
-    own_model = config is not None and config.model_factory is not None
+    use_rules(*([] if rules is None else [rules]))
+    # an own model's shape is not that of the configuration
+    is_of_config = config is not None and config.model_factory is None
     profiles, collectives = [], []
     for rank, trace in _traces(path):
         check_names(trace, phases or PhaseNames())
         attribution = attribute(trace, phases)
-        profile = summarise(
-            attribution,
-            source=inert_line(path.name),  # a name may hold what no UTF-8 has
-            model=config.model if config and not own_model else None,
-            batch_size=config.batch_size if config and not own_model else None,
-        )
+        source = inert_line(path.name)  # a name may hold what no UTF-8 has
+        profile = summarise(attribution, source=source, config=config if is_of_config else None)
         profiles.append((rank, profile))
         collectives.append(communication.collectives_of(attribution))
-    first = profiles[0][1]
+    rank, first = profiles[0]
     is_of_one = communication.without_rank(path.name) != path.name  # chosen by its user
     if config is not None and len(profiles) < config.ranks and not is_of_one:
-        missing = [str(rank) for rank in range(config.ranks) if rank not in dict(profiles)]
+        explained = dict(profiles)
+        missing = [str(number) for number in range(config.ranks) if number not in explained]
         note = f"There is no trace of rank {', '.join(missing)} of {config.ranks}."
         first = replace(first, notes=(*first.notes, note))
     if len(profiles) == 1:
         return first
-    return replace(
-        first, rank=profiles[0][0], ranks=communication.rank_times(profiles, collectives)
-    )
+    return replace(first, rank=rank, ranks=communication.rank_times(profiles, collectives))
 
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     """Each rank and its trace, one after the other; the first alone if there are no others."""
-    if path.suffix == REPORT_ENDING and path.is_file():
-        with temporary_directory() as scratch:
-            trace = read_trace(export(path, scratch))
-    else:
-        trace = read_trace(path)
-    found = communication.by_rank(trace)
-    del trace
-    yield from found.items()
-    for rank, beside in communication.files_of_others(path).items() if len(found) == 1 else ():
-        other = read_trace(beside)
-        yield rank if other.rank is None else other.rank, other
+    traces = communication.by_rank(read_trace(path))
+    is_alone = len(traces) == 1
+    yield from traces.items()
+    del traces  # the traces of others need the memory
+    if is_alone:
+        for rank, beside in communication.files_of_others(path).items():
+            other = read_trace(beside)
+            yield rank if other.rank is None else other.rank, other
 
 
 NUM_PARTS = 500

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...config import ModelConfig
+from ...config import RunConfig
 from ...costs.accounting import attention_forward_flops
 from ...ranges import Range
 from ..columns import Ints
 from .attribution import Attribution, by_phase, totals
-from .classes import MAX_NAME, KernelClass, classify_kernel, short_name
+from .classes import MAX_NAME, KernelClass, classify_kernel
 from .phases import CODES, PHASES, Codes, LaunchPhase
+from .short_names import short_name
 from .step_profile import AttentionPart, AttentionTimes, ClassTimes, KernelTimes, ModuleTimes
 from .trace import of_names
 
@@ -206,17 +207,14 @@ def is_matmul_itself(name: str) -> bool:
 
 
 def attention_times(
-    kernels: pd.DataFrame,
-    parts: RangeParts,
-    strings: Sequence[str],
-    model: ModelConfig | None,
-    batch_size: int | None,
+    kernels: pd.DataFrame, parts: RangeParts, strings: Sequence[str], config: RunConfig | None
 ) -> tuple[AttentionTimes, ...]:
-    """The parts of attention in forward, with their FLOPs if the model is known."""
+    """The parts of attention in forward, with their FLOPs if the run's configuration is known."""
     forward = kernels[kernels["phase"] == CODES[LaunchPhase.FORWARD]]
     part_of = parts.part[forward["module"]]
     scores = forward["module"][part_of == PARTS.index(AttentionPart.SCORES)]
-    flops = _flops(model, batch_size, len(np.unique(parts.part_range[scores])))
+    num_scores = len(np.unique(parts.part_range[scores]))
+    flops = {} if config is None else _flops(config, num_scores)
     is_matmul = of_names(forward["name"].to_numpy(), strings, is_matmul_itself, np.bool_)
     rows = []
     for code, part in enumerate(PARTS):
@@ -235,19 +233,14 @@ def attention_times(
     return tuple(rows)
 
 
-def _flops(
-    model: ModelConfig | None, batch_size: int | None, num_scores: int
-) -> dict[AttentionPart, int]:
+def _flops(config: RunConfig, num_scores: int) -> dict[AttentionPart, int]:
     """FLOPs of all passes in the steps; empty if they are not known, as of another model than the
     traced one.
 
     The number of passes is that of ranges around scores over that of layers.
     """
-    if model is None or batch_size is None or num_scores % model.num_layers:
+    passes, rest = divmod(num_scores, config.model.num_layers)
+    if rest:
         return {}
-    passes, flops = num_scores // model.num_layers, attention_forward_flops(model, batch_size)
-    return {
-        AttentionPart.SCORES: passes * flops.scores,
-        AttentionPart.SOFTMAX: passes * flops.softmax,
-        AttentionPart.VALUES: passes * flops.values,
-    }
+    flops = attention_forward_flops(config.model, config.batch_size)
+    return {part: passes * getattr(flops, part) for part in PARTS}

@@ -41,7 +41,7 @@ class _FrameRole(Enum):
 
 
 def _role_of(frame: Frame) -> _FrameRole | None:
-    """Judge a frame by its folder in PyTorch, or by the names of its function and its file or class.
+    """Judge a frame by its folder in PyTorch, or by how its function, file and class are named.
 
     None means that the frame says nothing.
     """

@@ -17,7 +17,7 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.classes import collective_of
+from cs336.analysis.kernels.collectives import collective_of
 from cs336.analysis.kernels.communication import by_rank, collectives_of, rank_times, without_rank
 from cs336.analysis.kernels.explain import explain, summarise
 from cs336.analysis.kernels.step_profile import (

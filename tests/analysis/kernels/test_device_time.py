@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336.analysis.kernels.classes import Call as RuntimeCall
-from cs336.analysis.kernels.classes import call_name
+from cs336.analysis.kernels.calls import ApiCallKind, call_name
 from cs336.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
 from cs336.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
 from cs336.analysis.kernels.trace import Union
@@ -383,7 +382,7 @@ def test_the_longest_gaps_are_kept_with_their_modules() -> None:
 )
 def test_calls_by_name(names: str, launches: bool, waits: bool) -> None:
     for name in names.split():
-        assert (RuntimeCall.LAUNCH.is_done_by(name), RuntimeCall.WAIT.is_done_by(name)) == (
+        assert (ApiCallKind.LAUNCH.is_done_by(name), ApiCallKind.WAIT.is_done_by(name)) == (
             launches,
             waits,
         ), name

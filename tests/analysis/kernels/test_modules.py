@@ -8,7 +8,7 @@ import pytest
 
 from cs336.analysis.kernels.modules import is_matmul_itself
 from cs336.analysis.kernels.step_profile import StepProfile
-from cs336.config import ModelConfig
+from cs336.config import ModelConfig, RunConfig
 from cs336.costs.accounting import attention_forward_flops
 from tests.analysis.kernels.tracing import AUTOGRAD, Kernel, Recording, Span, ns, profile
 
@@ -121,20 +121,16 @@ def test_attention_computed_again_in_backward_is_not_of_forward() -> None:
 
 
 def test_flops_are_those_of_the_model_for_each_pass() -> None:
-    found = profile(Model().made, model=MODEL, batch_size=3)
+    config = RunConfig(size="custom", model=MODEL, batch_size=3)
+    found = profile(Model().made, config=config)
     forward = attention_forward_flops(MODEL, 3)
     assert [(row.phase, row.part, row.flops) for row in found.attention] == [
         ("forward", "scores", STEPS * forward.scores),
         ("forward", "softmax", STEPS * forward.softmax),
         ("forward", "values", STEPS * forward.values),
     ]
-    for known in (
-        {},
-        {"model": MODEL},
-        {"batch_size": 3},
-        {"model": replace(MODEL, num_layers=4), "batch_size": 3},
-    ):
-        assert {row.flops for row in profile(Model().made, **known).attention} == {None}
+    for other in (None, replace(config, model=replace(MODEL, num_layers=4))):
+        assert {row.flops for row in profile(Model().made, config=other).attention} == {None}
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)])

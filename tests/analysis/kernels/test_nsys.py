@@ -12,7 +12,7 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.nsys import read_nsys
+from cs336.analysis.kernels.readers.nsys import read_nsys
 from tests.analysis.kernels.tracing import (
     MAIN,
     PROCESS,

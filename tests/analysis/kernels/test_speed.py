@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.explain import read_trace, summarise
+from cs336.analysis.kernels.explain import summarise
+from cs336.analysis.kernels.readers import read_trace
 from tests.analysis.kernels.kineto_files import complete, events_of, write_trace
 from tests.analysis.kernels.tracing import Recording, training, write_export
 

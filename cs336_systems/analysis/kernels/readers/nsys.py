@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ...temporary import run_for_this_process
-from ..columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
-from . import NsysError, find_nsys
-from .trace import (
+from ....temporary import run_for_this_process, temporary_directory
+from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
+from .. import NsysError, find_nsys
+from ..trace import (
     ApiCalls,
     DeviceWork,
     Launches,
@@ -30,6 +30,9 @@ from .trace import (
     of_names,
     with_copies_apart,
 )
+from . import Reader
+
+REPORT_ENDING = ".nsys-rep"
 
 
 def export(report: Path, directory: Path) -> Path:
@@ -86,6 +89,17 @@ HOW_TO_RECORD = (
 
 
 def read_nsys(path: Path) -> Trace:
+    """Read a report of nsys, which is exported for that, or the SQLite export of one.
+
+    Raises ProfileError for a file that is no export, NsysError if nsys is needed and missing.
+    """
+    if path.suffix != REPORT_ENDING:
+        return read_export(path)
+    with temporary_directory() as scratch:
+        return read_export(export(path, scratch))
+
+
+def read_export(path: Path) -> Trace:
     """Read the trace in the SQLite export at `path`; raise ProfileError for a file that is no
     such export.
     """
@@ -336,3 +350,11 @@ def _last(*parts: DeviceWork | ApiCalls) -> int:
     return max(
         (int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0
     )
+
+
+def recognises(path: Path, head: bytes) -> bool:
+    """Whether the file is a report, or has the beginning of an SQLite file."""
+    return path.suffix == REPORT_ENDING or head.startswith(SQLITE_MAGIC)
+
+
+READER = Reader(needed=NEEDED, recognises=recognises, read=read_nsys)
