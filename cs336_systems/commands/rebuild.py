@@ -16,6 +16,7 @@ from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 
+from ..analysis.kernels.classes import KernelRules
 from ..config import Phase, Profiler, RunConfig
 from ..costs.curves import Curves
 from ..costs.ranks_time import predicted_time
@@ -271,9 +272,9 @@ def load(
     return _KINDS[_source(directory)](directory, ceilings_at)
 
 
-def rebuild_all(root: Path, status: StatusLine) -> int:
+def rebuild_all(root: Path, status: StatusLine, rules: KernelRules | None = None) -> int:
     """Rebuild every results directory below `root` with its page, and report what was done;
-    continue after a failure.
+    continue after a failure. Traces that are there are explained again by `rules`, if any.
 
     The page of the root lists all others.
     """
@@ -289,7 +290,7 @@ def rebuild_all(root: Path, status: StatusLine) -> int:
     for number, directory in enumerate(directories):
         try:
             is_explained &= not explain_again(
-                load_records(directory / RUNS)[0], directory / RUNS, status
+                load_records(directory / RUNS)[0], directory / RUNS, status, rules=rules
             )
             status(f"reading {directory}", number, len(directories))
             own = load(directory, ceilings_at)
