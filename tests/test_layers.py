@@ -33,6 +33,7 @@ BASE = (
     "temporary",
     "text",
     "plugins",
+    "torch_needed",
     "files",
     "ranges",
     "settings",

@@ -78,7 +78,7 @@ class KernelsArguments(FileArguments):
         record = None if path is None else read_record(path)
         from ..analysis.kernels.classes import read_rules
         from ..analysis.kernels.explain import explain
-        from ..analysis.kernels.phases import RangeNameError
+        from ..analysis.kernels.phase_ranges import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
         from ..report.sections.kernels.files import answer_of, tables_of_one, write_kernels
         from ..report.sections.kernels.tables import Explained, plain_run

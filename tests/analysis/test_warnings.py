@@ -4,7 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336.analysis.warnings import Remedy, launched_phases, throttled, timing_warnings
+from cs336.analysis.remedies import Remedy
+from cs336.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336.config import (
     SIZES,
     Attention,

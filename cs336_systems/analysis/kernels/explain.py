@@ -4,7 +4,7 @@
 A run on several ranks has one report of nsys, or a trace of torch.profiler for each rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from ...config import RunConfig
 from ...ranges import PhaseNames
 from ...text import inert_line
 from ..columns import Mask, groups
-from . import communication, device_time, modules, step_profile
+from . import communication, idle, modules, step_profile
 from .attribution import Attribution, attribute, by_step, frame_of, select
 from .classes import KernelRules, use_rules
-from .device_time import Busy, DeviceSteps, DeviceWindows, Host, host_calls
+from .copies import copy_times
+from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
+from .doubts import doubts
+from .host_calls import Host, host_calls
 from .modules import CLASSES
-from .phases import PHASES, check_names
+from .phase_ranges import check_names
+from .phases import PHASES
 from .readers import read_trace
 from .trace import Trace, Union
 
@@ -44,72 +48,68 @@ def summarise(
     selection = select(attribution)
     jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
     host = Host(trace)
-    spans, windows = device_time.on_device(jobs, selection, host, is_of_host=trace.is_of_host)
-    by_device = [] if trace.is_of_host else groups(jobs.device)
-    devices = [
-        Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows]))
-        for _, rows in by_device
-    ]
-    busy, num_devices = device_time.busy_ns(devices, spans, windows)
-    gaps = device_time.find_gaps(jobs, devices, spans, selection, host)
+    spans, windows = times_on_device(jobs, selection, host, is_of_host=trace.is_of_host)
+    devices = []
+    for _, rows in [] if trace.is_of_host else groups(jobs.device):
+        devices.append(Busy(rows=rows, union=Union(jobs.start_ns[rows], jobs.end_ns[rows])))
+    busy, num_devices = busy_ns(devices, spans, windows)
+    gaps = idle.find_gaps(jobs, devices, spans, selection, host)
 
     work = frame_of(jobs)
-    kind = modules.kernel_classes(trace.kernels.name, trace.strings)
     parts = modules.range_parts(attribution)
-    kernels = work[~work["is_copy"]].assign(kind=kind)
+    kernels = work[~work["is_copy"]]
+    kernels = kernels.assign(kind=modules.kernel_classes(trace.kernels.name, trace.strings))
     in_step = kernels[kernels["step"] >= 0]
-    grave, slight = device_time.doubts(trace)
+    num_steps = len(selection.steps)
+    times = frame_of(windows).assign(busy_ns=busy)
+    grave, slight = doubts(trace)
+    sentences = (*attribution.notes, *idle.idle_notes(gaps), *selection.notes)
     profile = step_profile.StepProfile(
         source=source,
         work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
         device_names=trace.device_names,
         phases_from=(attribution.source,),
-        num_steps=len(selection.steps),
+        num_steps=num_steps,
         is_whole_trace=selection.is_whole_trace,
         is_warmup=selection.is_warmup,
         num_kernels=len(kernels),
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
         left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
-        phases=tuple(
-            _phases(
-                work, frame_of(windows).assign(busy_ns=busy), len(selection.steps), trace.is_of_host
-            )
-        ),
+        phases=tuple(_phases(work, times, num_steps, trace.is_of_host)),
         kernels=modules.kernel_times(in_step, trace.strings),
         classes=modules.class_times(in_step),
         attention=modules.attention_times(in_step, parts, trace.strings, config),
         modules=modules.module_times(in_step, parts),
-        idle=device_time.idle_times(gaps, num_devices),
-        gaps=tuple(device_time.longest_gaps(gaps, jobs, parts, trace, spans, host)),
+        idle=idle.idle_times(gaps, num_devices),
+        gaps=tuple(idle.longest_gaps(gaps, jobs, parts, trace, spans, host)),
         host_calls=host_calls(host, selection),
         pictured=_picture(_median_step(spans), spans, windows, in_step),
-        notes=(
-            *attribution.notes,
-            *device_time.idle_notes(gaps),
-            *selection.notes,
-            *(f"{text}." for text in (*grave, *slight)),
-        ),
+        notes=(*sentences, *(f"{doubt}." for doubt in (*grave, *slight))),
         communication=communication.communication_times(jobs, devices, num_devices, windows),
-        copies=device_time.copy_times(jobs, devices, num_devices, spans, trace.strings),
+        copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
     )
-    if wrong := next(step_profile.contradictions(profile), None):
+    for wrong in step_profile.contradictions(profile):
         raise AttributionError(wrong)
     return profile
 
 
 def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> step_profile.Left:
     """The kernels in no profiled step."""
-    step, is_launched = kernels["step"].to_numpy(), kernels["is_launched"].to_numpy(dtype=np.bool_)
+    is_launched = kernels["is_launched"].to_numpy(dtype=np.bool_)
     place = np.select(
-        [step >= 0, is_in_a_step, is_launched], ["", "warmup", "outside"], "no_launch"
+        [kernels["step"] >= 0, is_in_a_step, is_launched],
+        ["profiled", "warmup", "outside"],
+        "no_launch",
     )
+    times_s = kernels["duration_ns"].groupby(place).sum() / 1e9
+    counts = kernels.groupby(place).size()
     values: dict[str, Any] = {}
     for name in ("warmup", "outside", "no_launch"):
-        times_ns = kernels["duration_ns"][place == name]
-        values |= {name: len(times_ns), f"{name}_s": int(times_ns.sum()) / 1e9}
+        values[name] = int(counts.get(name, 0))
+        values[f"{name}_s"] = float(times_s.get(name, 0))
     return step_profile.Left(**values)
 
 
@@ -119,10 +119,10 @@ def _phases(
     """The phases in which some step has a window, kernels or copies."""
     time, is_copy = work["duration_ns"], work["is_copy"]
     work = work[["phase", "step"]].assign(
-        launches=~is_copy,
+        launches=(~is_copy).astype(int),
         kernel_s=time.where(~is_copy, 0),
         recomputed_s=time.where(~is_copy & work["is_recomputed"], 0),
-        copies=is_copy,
+        copies=is_copy.astype(int),
         copy_s=time.where(is_copy, 0),
     )
     windows = windows[["phase", "step"]].assign(
@@ -131,15 +131,12 @@ def _phases(
         wall_s=windows["duration_ns"],
         host_s=windows["host_end_ns"] - windows["host_start_ns"],
     )
-    columns = work.columns.union(windows.columns, sort=False)
-    rows = pd.concat(
-        [part[part["step"] >= 0].reindex(columns=columns, fill_value=0) for part in (work, windows)]
-    )
-    for phase, values in by_step(rows, num_steps):
+    rows = pd.concat([work, windows]).fillna(0)
+    for phase, values in by_step(rows[rows["step"] >= 0], num_steps):
         del values["windows"]
-        yield step_profile.PhaseTimes(
-            phase=phase, **values | ({"busy_s": values["kernel_s"]} if is_of_host else {})
-        )
+        if is_of_host:
+            values["busy_s"] = values["kernel_s"]
+        yield step_profile.PhaseTimes(phase=phase, **values)
 
 
 def explain(
@@ -206,35 +203,37 @@ def _picture(
     step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.DataFrame
 ) -> step_profile.PicturedStep:
     """The picture of one step of these kernels."""
-    start = int(spans.origin_ns[step])
-    wall = int(spans.end_ns[step]) - start
-    own = kernels[kernels["step"] == step]
-    own = own.assign(end_ns=own["start_ns"] + own["duration_ns"])
-    part = ((own["start_ns"] - start) * NUM_PARTS // max(wall, 1)).rename("part")
-    groups = own.groupby(["stream", part, "kind"])
-    bounds = {"start": groups["start_ns"].min(), "end": groups["end_ns"].max()}
-    pieces = pd.DataFrame({**bounds, "busy": groups["duration_ns"].sum()})
+    origin = int(spans.origin_ns[step])
+    wall = int(spans.end_ns[step]) - origin
+    times = frame_of(windows)
+    rows: Iterable[Any] = times[times["step"] == step].itertuples()
+    pictured = [
+        step_profile.Window(
+            phase=PHASES[row.phase],
+            host_start_s=(row.host_start_ns - origin) / 1e9,
+            host_end_s=(row.host_end_ns - origin) / 1e9,
+            device_start_s=(row.start_ns - origin) / 1e9,
+            device_end_s=(row.end_ns - origin) / 1e9,
+        )
+        for row in rows
+    ]
+    kernels = kernels[kernels["step"] == step]
+    start = kernels["start_ns"] - origin
+    kernels = kernels.assign(
+        part=start * NUM_PARTS // max(wall, 1), start=start, end=start + kernels["duration_ns"]
+    )
+    by_piece = kernels.groupby(["stream", "part", "kind"])
+    bounds = by_piece.agg({"start": "min", "end": "max", "duration_ns": "sum"})
+    pieces = [
+        step_profile.Piece(
+            stream=stream,
+            kind=CLASSES[kind],
+            start_s=begin / 1e9,
+            end_s=end / 1e9,
+            busy_s=busy / 1e9,
+        )
+        for (stream, _, kind), begin, end, busy in bounds.itertuples()
+    ]
     return step_profile.PicturedStep(
-        step=step,
-        wall_s=wall / 1e9,
-        windows=tuple(
-            step_profile.Window(
-                phase=PHASES[windows.phase[row]],
-                host_start_s=(int(windows.host_start_ns[row]) - start) / 1e9,
-                host_end_s=(int(windows.host_end_ns[row]) - start) / 1e9,
-                device_start_s=(int(windows.start_ns[row]) - start) / 1e9,
-                device_end_s=(int(windows.end_ns[row]) - start) / 1e9,
-            )
-            for row in np.flatnonzero(windows.step == step).tolist()
-        ),
-        pieces=tuple(
-            step_profile.Piece(
-                stream=stream,
-                kind=CLASSES[kind],
-                start_s=(begin - start) / 1e9,
-                end_s=(end - start) / 1e9,
-                busy_s=busy / 1e9,
-            )
-            for (stream, _, kind), begin, end, busy in pieces.itertuples()
-        ),
+        step=step, wall_s=wall / 1e9, windows=tuple(pictured), pieces=tuple(pieces)
     )

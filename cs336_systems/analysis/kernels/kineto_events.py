@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ...files import refuse_another_kind
-from ..columns import GZIP_MAGIC, SQLITE_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
+from ..columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
 from .trace import MAX_TIME_NS, durations
 
 MAX_BYTES = 8 * 2**30
@@ -63,7 +63,7 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     """What ran the event, in traces of Ascend NPUs."""
 
     @property
-    def own_device(self) -> int | str | None:
+    def ran_on(self) -> int | str | None:
         """The device that ran the event."""
         return self.inDevice if self.device is None else self.device
 
@@ -99,7 +99,7 @@ AnyEvent = Event[float] | Event[Decimal]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class EventBatch:
     """Events with a duration, of some categories."""
 
     events: Sequence[AnyEvent]
@@ -110,7 +110,7 @@ class Batch:
         return len(self.events)
 
 
-class Events:
+class TraceEvents:
     """All events of the trace at `path`; raises ProfileError for a file that is not a trace."""
 
     def __init__(self, path: Path) -> None:
@@ -124,43 +124,37 @@ class Events:
         rank = file.distributedInfo.get("rank")
         self.rank = rank if isinstance(rank, int) and rank >= 0 else None
 
-    def batches(self, *groups: Collection[str]) -> list[Batch]:
+    def batches(self, *groups: Collection[str]) -> list[EventBatch]:
         """One batch for each group of categories."""
-        found = [self._batch(events) for events in self._chosen(groups)]
-        times = np.concatenate(
-            [times for batch in found for times in (batch.start_ns, batch.duration_ns)]
-        )
-        if self._is_exact or np.abs(times).max(initial=0) < EXACT_US * 1000:
-            return found
-        found, self._by_category = [], {}  # two decoded files at once would take too much memory
-        self._by_category = _by_category(
-            _decode(self.path, self._content, is_exact=True).traceEvents
-        )
+        batches = [self._batch_of(categories) for categories in groups]
+        times = [np.append(batch.start_ns, batch.duration_ns) for batch in batches]
+        if self._is_exact or np.abs(np.concatenate(times)).max(initial=0) < EXACT_US * 1000:
+            return batches
+        # two decoded files at once would take too much memory
+        batches, self._by_category = [], {}
+        file = _decode(self.path, self._content, is_exact=True)
+        self._by_category = _by_category(file.traceEvents)
         self._is_exact = True
-        return [self._batch(events) for events in self._chosen(groups)]
+        return [self._batch_of(categories) for categories in groups]
 
-    def nodes(self) -> Batch:
+    def nodes(self) -> EventBatch:
         """The nodes of backward, which are operators of the host."""
         operators = self._by_category.get("cpu_op", [])
-        nodes = [event for event in operators if event.name.startswith(BOOKKEEPING)]
-        return self._batch([event for event in nodes if event.dur is not None])
+        return self._batch([event for event in operators if event.name.startswith(BOOKKEEPING)])
 
-    def _chosen(self, groups: Sequence[Collection[str]]) -> list[list[AnyEvent]]:
-        """The events of each group that have a duration."""
-        found = [
-            chain.from_iterable(self._by_category.get(name, ()) for name in sorted(names))
-            for names in groups
-        ]
-        return [[event for event in events if event.dur is not None] for events in found]
+    def _batch_of(self, categories: Collection[str]) -> EventBatch:
+        """The events of the categories."""
+        groups = (self._by_category.get(category, []) for category in sorted(categories))
+        return self._batch(list(chain.from_iterable(groups)))
 
-    def _batch(self, events: list[AnyEvent]) -> Batch:
+    def _batch(self, events: list[AnyEvent]) -> EventBatch:
+        events = [event for event in events if event.dur is not None]
         what = f"events of category {events[0].cat}" if events else "events"
         try:
             start = _nanoseconds([event.ts for event in events], what)
             duration = _nanoseconds([event.dur for event in events], what)
-            return Batch(
-                events=events, start_ns=start, duration_ns=durations(start, start + duration, what)
-            )
+            durations(start, start + duration, what)
+            return EventBatch(events=events, start_ns=start, duration_ns=duration)
         except ValueError as error:
             raise ProfileError(
                 self.path, f"{error}: the trace is damaged, record it again"
@@ -177,28 +171,30 @@ _NPU_TASK = re.compile(r"AI_|MIX_")
 
 def _by_category(events: Iterable[AnyEvent]) -> dict[str, list[AnyEvent]]:
     """The events; those of old versions of PyTorch and of NPUs in today's categories."""
-    found: defaultdict[str, list[AnyEvent]] = defaultdict(list)
+    by_category: defaultdict[str, list[AnyEvent]] = defaultdict(list)
     for event in events:
-        found[event.cat].append(event)
-    for event in found.pop("Operator", []):
-        found["cpu_op" if _OPERATOR_NAME.search(event.name) else "user_annotation"].append(event)
-    for event in found.pop("", []):
+        by_category[event.cat].append(event)
+    for event in by_category.pop("Operator", []):
+        is_operator = _OPERATOR_NAME.search(event.name)
+        by_category["cpu_op" if is_operator else "user_annotation"].append(event)
+    for event in by_category.pop("", []):
         if isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
-            found["kernel"].append(event)
-    return dict(found)
+            by_category["kernel"].append(event)
+    return dict(by_category)
 
 
 def _read(path: Path) -> bytes | bytearray:
-    head = read_head(path, len(SQLITE_MAGIC), NEEDED)
-    content: bytes | bytearray
+    """The JSON in the file, decompressed."""
+    head = read_head(path, len(ZIP_MAGIC), NEEDED)
+    content: bytes | bytearray = b""
     try:
         if head.startswith(ZIP_MAGIC):
             content = _unzip(path)
         elif head.startswith(GZIP_MAGIC):
             with gzip.open(path) as file:
                 content = _decompress(cast("IO[bytes]", file))
-        else:
-            content = path.read_bytes() if path.stat().st_size <= MAX_BYTES else b""
+        elif path.stat().st_size <= MAX_BYTES:
+            content = path.read_bytes()
     except (
         EOFError,
         zlib.error,
@@ -219,7 +215,8 @@ def _read(path: Path) -> bytes | bytearray:
     return content
 
 
-def _decompress(file: IO[bytes]) -> bytes | bytearray:
+def _decompress(file: IO[bytes]) -> bytearray:
+    """The content up to just above MAX_BYTES, so that a small file cannot fill the memory."""
     content = bytearray()
     while len(content) <= MAX_BYTES and (part := file.read(2**20)):
         content += part
@@ -244,7 +241,16 @@ def _unzip(path: Path) -> bytes | bytearray:
         return _decompress(cast("IO[bytes]", unpacked))
 
 
-_LONE_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+
+
+def _escaped(backslash: re.Match[bytes]) -> bytes:
+    """The escape sequence as it is, or two backslashes for one that begins none."""
+    return backslash[0] if len(backslash[0]) > 1 else rb"\\"
+
+
+_TIME_AS_TEXT = re.compile(r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`")
+"""Part of the error of msgspec for a trace whose times are texts."""
 
 
 def _decode(
@@ -256,9 +262,7 @@ def _decode(
             return msgspec.json.decode(content, type=_File[Decimal])
         return msgspec.json.decode(content, type=_File[float])
     except msgspec.ValidationError as error:
-        if not is_exact and re.search(
-            r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`", str(error)
-        ):
+        if not is_exact and _TIME_AS_TEXT.search(str(error)):
             return _decode(path, content, is_exact=True)  # times as texts, as torch_npu writes them
         refuse_another_kind(path, content, "a trace of torch.profiler", ProfileError)
         raise ProfileError(
@@ -266,9 +270,7 @@ def _decode(
         ) from error
     except msgspec.DecodeError as error:
         # a path of Windows in a name, whose backslashes PyTorch writes as they are
-        mended = _LONE_BACKSLASH.sub(
-            lambda found: found[0] if len(found[0]) > 1 else rb"\\", content
-        )
+        mended = _BACKSLASH.sub(_escaped, content)
         if "escape" in str(error) and mended != content:
             return _decode(path, mended, is_exact=is_exact)
         raise ProfileError(path, _what_is_malformed(content, str(error))) from error
@@ -281,10 +283,12 @@ def _decode(
 
 
 def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
-    at = re.search(r"\(byte (\d+)\)", error)
-    if at is None or ("number" in error and int(at[1]) >= len(content) - 1):
+    """What is wrong with the JSON, from the error of its decoder."""
+    byte = re.search(r"\(byte (\d+)\)", error)
+    place = len(content) if byte is None else int(byte[1])
+    if byte is None or ("number" in error and place >= len(content) - 1):
         return "truncated: copy it again or export it again"
-    before = content[max(0, int(at[1]) - MAX_EXCERPT) : int(at[1])].decode(errors="replace")
+    before = content[max(0, place - MAX_EXCERPT) : place].decode(errors="replace")
     return (
         f"{error}, after {before!r}. PyTorch writes a double quote in a range's name as it is, "
         "which ends the name: if one stands there, rename the range and record again"
@@ -294,13 +298,13 @@ def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
 def _nanoseconds(times_us: Sequence[float | Decimal | None], what: str) -> Ints:
     """The times in whole nanoseconds; raise ValueError if one is missing or out of range."""
     rounded = np.array(times_us, dtype=np.float64)  # NaN for None
-    if not (is_time := np.abs(rounded) <= MAX_TIME_NS / 1000).all():
+    is_time = np.abs(rounded) <= MAX_TIME_NS / 1000
+    if not is_time.all():
         worst = times_us[int(is_time.argmin())]
         raise ValueError(f"{what} need times within {MAX_TIME_NS} ns of zero, got {worst} us")
     if times_us and isinstance(times_us[0], Decimal):
-        return np.array(
-            [round(time * 1000) for time in cast("Sequence[Decimal]", times_us)], dtype=np.int64
-        )
+        exact = cast("Sequence[Decimal]", times_us)
+        return np.array([round(time * 1000) for time in exact], dtype=np.int64)
     # multiplied apart from the fraction, whose last bits would be lost otherwise
     whole = np.floor(rounded)
     return whole.astype(np.int64) * 1000 + np.rint((rounded - whole) * 1000).astype(np.int64)

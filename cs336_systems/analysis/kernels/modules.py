@@ -65,33 +65,29 @@ def range_parts(attribution: Attribution) -> RangeParts:
     """Find the parts of all ranges, from the outermost to the innermost, in time linear in their
     number.
     """
-    ranges, strings, parent = (
-        attribution.trace.ranges,
-        attribution.trace.strings,
-        attribution.parent,
-    )
-    own = _attention_ranges(attribution)
-    part_range = np.append(np.where(own == NO_PART, -1, np.arange(len(own))), -1).tolist()
+    ranges, strings = attribution.trace.ranges, attribution.trace.strings
+    part = _attention_ranges(attribution)
+    part_range = np.append(np.where(part == NO_PART, -1, np.arange(len(part))), -1).tolist()
     path = [0] * len(part_range)
-    known: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     paths = [(0, "")]
-    name_of, parent_of = ranges.name.tolist(), parent.tolist()
+    name_of, parent_of = ranges.name.tolist(), attribution.parent.tolist()
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         outer = parent_of[index]  # -1 for none, which indexes the last element
         key = path[outer], name_of[index]
         if outer >= 0 and name_of[outer] == name_of[index]:  # autograd names its nodes twice
             path[index] = path[outer]
+        elif key in numbers:
+            path[index] = numbers[key]
         else:
-            if key not in known:
-                known[key] = len(paths)
-                paths.append((path[outer], strings[name_of[index]]))
-            path[index] = known[key]
+            path[index] = numbers[key] = len(paths)
+            paths.append((path[outer], strings[name_of[index]]))
         if part_range[index] < 0:
             part_range[index] = part_range[outer]
     return RangeParts(
         path=np.array(path, dtype=np.int64),
         paths=tuple(paths),
-        part=np.append(own, np.int8(NO_PART))[part_range],
+        part=np.append(part, np.int8(NO_PART))[part_range],
         part_range=np.array(part_range, dtype=np.int64),
     )
 
@@ -100,26 +96,22 @@ def _attention_ranges(attribution: Attribution) -> Codes:
     """The part that each range is: scores, the softmax that follows them inside the same range,
     then the values.
     """
-    ranges = attribution.trace.ranges
+    ranges, strings = attribution.trace.ranges, attribution.trace.strings
     label = of_names(
-        ranges.name,
-        attribution.trace.strings,
-        lambda name: _PART_OF.get(name.casefold(), NO_PART),
-        np.int8,
+        ranges.name, strings, lambda name: _PART_OF.get(name.casefold(), NO_PART), np.int8
     )
     rows = np.flatnonzero((label != NO_PART) & ranges.is_nested)
-    rows = rows[np.lexsort((ranges.start_ns[rows], attribution.parent[rows], ranges.thread[rows]))]
-    label = label[rows]
-    is_sibling = np.zeros(len(rows), dtype=np.bool_)
-    thread, parent = ranges.thread[rows], attribution.parent[rows]
-    is_sibling[1:] = (thread[1:] == thread[:-1]) & (parent[1:] == parent[:-1])
+    thread, parent = ranges.thread, attribution.parent
+    rows = rows[np.lexsort((ranges.start_ns[rows], parent[rows], thread[rows]))]
+    label, thread, parent = label[rows], thread[rows], parent[rows]
+    is_sibling = (np.diff(thread, prepend=-1) == 0) & (np.diff(parent, prepend=-2) == 0)
     previous = np.append(np.int8(NO_PART), label)[:-1]
-    is_scores, is_softmax = label == 0, (label == 1) & (previous == 0) & is_sibling
+    is_softmax = (label == 1) & (previous == 0) & is_sibling
     is_values = (label == 2) & is_sibling & np.append(False, is_softmax)[:-1]
-    accepted = is_scores | is_softmax | is_values
-    own = np.full(len(ranges), NO_PART, dtype=np.int8)
-    own[rows[accepted]] = label[accepted]
-    return own
+    is_part = (label == 0) | is_softmax | is_values
+    parts = np.full(len(ranges), NO_PART, dtype=np.int8)
+    parts[rows[is_part]] = label[is_part]
+    return parts
 
 
 def module_times(kernels: pd.DataFrame, parts: RangeParts) -> tuple[ModuleTimes, ...]:
@@ -155,27 +147,23 @@ def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelT
 def _kernel_times(
     kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPhase | None
 ) -> Iterator[KernelTimes]:
-    groups = kernels.groupby("name")["duration_ns"]
-    found = pd.DataFrame(
-        {each: getattr(groups, each)() for each in ("count", "sum", "median", "min", "max", "std")}
-    )
-    rows: Iterable[Any] = found.sort_values("sum", ascending=False, kind="stable").itertuples(
-        name=None
-    )
-    for index, count, total_ns, *times_ns, stdev_ns in rows:
-        median_s, min_s, max_s = (time / 1e9 for time in times_ns)
+    by_name = kernels.groupby("name")["duration_ns"]
+    frame = by_name.agg(["count", "sum", "median", "min", "max", "std"])
+    rows: Iterable[Any] = frame.sort_values("sum", ascending=False, kind="stable").itertuples()
+    for row in rows:
+        name = strings[row.Index]
         yield KernelTimes(
-            name=strings[index][:MAX_NAME],
-            short_name=short_name(strings[index]),
-            kind=classify_kernel(strings[index]),
+            name=name[:MAX_NAME],
+            short_name=short_name(name),
+            kind=classify_kernel(name),
             phase=phase,
-            count=count,
-            total_s=total_ns / 1e9,
-            mean_s=total_ns / count / 1e9,
-            median_s=median_s,
-            min_s=min_s,
-            max_s=max_s,
-            stdev_s=None if count == 1 else stdev_ns / 1e9,
+            count=row.count,
+            total_s=row.sum / 1e9,
+            mean_s=row.sum / row.count / 1e9,
+            median_s=row.median / 1e9,
+            min_s=row.min / 1e9,
+            max_s=row.max / 1e9,
+            stdev_s=None if row.count == 1 else row.std / 1e9,
         )
 
 
@@ -218,18 +206,20 @@ def attention_times(
     is_matmul = of_names(forward["name"].to_numpy(), strings, is_matmul_itself, np.bool_)
     rows = []
     for code, part in enumerate(PARTS):
-        of_part, matmuls = forward[part_of == code], forward[(part_of == code) & is_matmul]
-        if len(of_part):
-            row = AttentionTimes(
-                part=part,
-                phase=LaunchPhase.FORWARD,
-                count=len(of_part),
-                total_s=int(of_part["duration_ns"].sum()) / 1e9,
-                product_count=len(matmuls),
-                product_s=int(matmuls["duration_ns"].sum()) / 1e9,
-                flops=flops.get(part),
-            )
-            rows.append(row)
+        time_ns = forward["duration_ns"][part_of == code]
+        if not len(time_ns):
+            continue
+        matmul_ns = time_ns[is_matmul[part_of == code]]
+        row = AttentionTimes(
+            part=part,
+            phase=LaunchPhase.FORWARD,
+            count=len(time_ns),
+            total_s=int(time_ns.sum()) / 1e9,
+            product_count=len(matmul_ns),
+            product_s=int(matmul_ns.sum()) / 1e9,
+            flops=flops.get(part),
+        )
+        rows.append(row)
     return tuple(rows)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cs336.analysis.kernels.calls import ApiCallKind, call_name
-from cs336.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
+from cs336.analysis.kernels.idle import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
 from cs336.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
 from cs336.analysis.kernels.trace import Union
 from tests.analysis.kernels.tracing import (

@@ -17,7 +17,7 @@ from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
 from cs336.analysis.kernels.explain import explain
 from cs336.analysis.kernels.kineto_events import BOOKKEEPING
-from cs336.analysis.kernels.phases import RangeNameError, check_names
+from cs336.analysis.kernels.phase_ranges import RangeNameError, check_names
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336.ranges import PhaseNames

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
-from ..kineto_events import BOOKKEEPING, HOW_TO_RECORD, NEEDED, Batch, Events
+from ..kineto_events import BOOKKEEPING, HOW_TO_RECORD, NEEDED, EventBatch, TraceEvents
 from ..trace import (
     NOWHERE,
     ApiCalls,
@@ -47,20 +47,20 @@ def read_kineto(path: Path) -> Trace:
 
     If no device ran anything, the host's operators take the place of kernels.
     """
-    events = Events(path)
+    events = TraceEvents(path)
     device_names, rank, has_operators = events.device_names, events.rank, events.has_operators
     kernels, copies, calls, ranges = events.batches(KERNELS, COPIES, CALLS, RANGES)
-    is_of_host = not (len(kernels) or len(copies))
+    is_of_host = not len(kernels) and not len(copies)
     operators = events.batches(OPERATORS)[0] if is_of_host else None
     nodes = events.nodes()
     del events  # it holds most of the memory
     session = _Session(path, calls, ranges)
     work = session.work(kernels) if operators is None else session.work_of_host(operators)
-    copied, nodes_of_backward = session.work(copies), session.nodes(nodes)
+    copied = session.work(copies)
     trace = Trace(
         kernels=work,
         copies=copied,
-        nodes=nodes_of_backward,
+        nodes=session.nodes(nodes),
         has_operators=has_operators,
         rank=rank,
         ranges=session.ranges,
@@ -76,7 +76,7 @@ def read_kineto(path: Path) -> Trace:
 class _Session:
     """The host's calls and ranges, and the work that they launched."""
 
-    def __init__(self, path: Path, calls: Batch, ranges: Batch) -> None:
+    def __init__(self, path: Path, calls: EventBatch, ranges: EventBatch) -> None:
         self.path = path
         self.strings = Strings()
         self._threads: dict[tuple[int | str, int | str], int] = {}
@@ -106,9 +106,10 @@ class _Session:
 
     def _process(self) -> int:
         """The process that launched the device's work, since events of a device do not name it."""
-        processes = (
-            np.unique(self.calls.process).tolist() or np.unique(self.ranges.process).tolist() or [0]
-        )
+        of_events = self.calls.process if len(self.calls) else self.ranges.process
+        processes = np.unique(of_events).tolist()
+        if not processes:
+            return 0
         if len(processes) > 1:
             raise ProfileError(
                 self.path,
@@ -118,7 +119,7 @@ class _Session:
             )
         return int(processes[0])
 
-    def _ints(self, batch: Batch, values: Sequence[int | str | None]) -> Ints:
+    def _ints(self, batch: EventBatch, values: Sequence[int | str | None]) -> Ints:
         try:
             return np.array(values, dtype=np.int64)
         except (TypeError, ValueError, OverflowError):
@@ -133,7 +134,7 @@ class _Session:
                 f"have others ({error}): the trace is damaged, record it again",
             ) from error
 
-    def _on_host(self, batch: Batch) -> dict[str, Ints]:
+    def _on_host(self, batch: EventBatch) -> dict[str, Ints]:
         """Columns of events on the host's threads."""
         number = self._threads
         threads = [number.setdefault((event.pid, event.tid), len(number)) for event in batch.events]
@@ -146,7 +147,7 @@ class _Session:
             "duration_ns": batch.duration_ns,
         }
 
-    def _ranges(self, batch: Batch) -> Ranges:
+    def _ranges(self, batch: EventBatch) -> Ranges:
         columns = self._on_host(batch)
         return Ranges(
             name=columns["name"],
@@ -157,20 +158,19 @@ class _Session:
             is_nested=np.ones(len(batch), dtype=np.bool_),
         )
 
-    def work(self, batch: Batch) -> DeviceWork:
+    def work(self, batch: EventBatch) -> DeviceWork:
         """The device's work."""
         args = [event.args for event in batch.events]
         correlation = self._ints(batch, [a.correlation for a in args])
         process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
         name = self.strings.ids(event.name for event in batch.events)
-        graph_calls = [
-            index for index, text in enumerate(self.strings.all) if GRAPH_LAUNCHES.match(text)
-        ]
+        strings = enumerate(self.strings.all)
+        graph_calls = [index for index, text in strings if GRAPH_LAUNCHES.match(text)]
         return DeviceWork(
             name=name,
             process=process,
-            device=self._ints(batch, [a.own_device for a in args]),
+            device=self._ints(batch, [a.ran_on for a in args]),
             stream=self._ints(batch, [a.stream for a in args]),
             start_ns=batch.start_ns,
             duration_ns=batch.duration_ns,
@@ -183,41 +183,36 @@ class _Session:
         """The row of a range for each marked kernel, -1 for others; each name gets one range of
         no time at the end.
         """
-        if not any(names):
-            return np.full(len(names), -1, dtype=np.int64)
-        texts = [
-            (f"{name} ({phase})" if isinstance(phase, str) else name)
-            if isinstance(name, str) and name
-            else ""
-            for name, phase in zip(names, phases, strict=True)
-        ]
-        named = [text for text in dict.fromkeys(texts) if text]
-        rows = {"": -1} | {text: len(self.ranges) + index for index, text in enumerate(named)}
-        if named:
-            nowhere = np.full(len(named), NOWHERE, dtype=np.int64)
+        texts = [""] * len(names)
+        for index, (name, phase) in enumerate(zip(names, phases, strict=True)):
+            if isinstance(name, str) and name:
+                texts[index] = f"{name} ({phase})" if isinstance(phase, str) else name
+        marks = [text for text in dict.fromkeys(texts) if text]
+        rows = {text: row for row, text in enumerate(marks, start=len(self.ranges))}
+        if marks:
+            nowhere = np.full(len(marks), NOWHERE, dtype=np.int64)
             marked = Ranges(
-                name=self.strings.ids(named),
+                name=self.strings.ids(marks),
                 process=nowhere,
                 thread=nowhere,
                 start_ns=np.zeros_like(nowhere),
                 end_ns=np.zeros_like(nowhere),
-                is_nested=np.zeros(len(named), dtype=np.bool_),
+                is_nested=np.zeros(len(marks), dtype=np.bool_),
             )
             self.ranges = joined(self.ranges, marked)
-        return np.array([rows[text] for text in texts], dtype=np.int64)
+        return np.array([rows.get(text, -1) for text in texts], dtype=np.int64)
 
-    def nodes(self, batch: Batch) -> Nodes:
+    def nodes(self, batch: EventBatch) -> Nodes:
         """The nodes of backward."""
         columns = self._on_host(batch)
-        end = batch.start_ns + batch.duration_ns
         return Nodes(
             process=columns["process"],
             thread=columns["thread"],
             start_ns=batch.start_ns,
-            end_ns=end,
+            end_ns=batch.start_ns + batch.duration_ns,
         )
 
-    def work_of_host(self, batch: Batch) -> DeviceWork:
+    def work_of_host(self, batch: EventBatch) -> DeviceWork:
         """Operators of the host as work, where each is its own launch and the stream is its
         thread.
         """
@@ -226,9 +221,8 @@ class _Session:
                 self.path, f"no kernels of a device and no operators of the host: {HOW_TO_RECORD}"
             )
         columns = self._on_host(batch)
-        bookkeeping = [
-            index for index, text in enumerate(self.strings.all) if text.startswith(BOOKKEEPING)
-        ]
+        strings = enumerate(self.strings.all)
+        bookkeeping = [index for index, text in strings if text.startswith(BOOKKEEPING)]
         is_operator = ~np.isin(columns["name"], bookkeeping)
         columns = {name: column[is_operator] for name, column in columns.items()}
         thread, start = columns["thread"], columns["start_ns"]
@@ -254,12 +248,12 @@ def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
     Intervals of one thread nest. If some cross, as in a damaged file, the result is still never
     negative.
     """
-    own, end_ns = duration_ns.copy(), start_ns + duration_ns
+    alone, end_ns = duration_ns.copy(), start_ns + duration_ns
     lasting = np.flatnonzero(duration_ns > 0)
     parent = GroupNesting(thread[lasting], start_ns[lasting], end_ns[lasting]).parent
     inner, outer = lasting[parent >= 0], lasting[parent[parent >= 0]]
-    np.subtract.at(own, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
-    return np.maximum(own, 0)
+    np.subtract.at(alone, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
+    return np.maximum(alone, 0)
 
 
 def recognises(_: Path, head: bytes) -> bool:

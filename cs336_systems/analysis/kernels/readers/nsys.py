@@ -125,6 +125,8 @@ def read_export(path: Path) -> Trace:
 
 
 class _Export:
+    """The tables of an export, which may be missing and whose columns vary by version."""
+
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
@@ -143,9 +145,10 @@ class _Export:
             )
         api_calls = self._api_calls()
         calls = Launches(api_calls)
-        kernels, graphs, copies, fills = (
-            self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS)
-        )
+        kernels = self._work(KERNELS, "demangledName", calls)
+        graphs = self._work(GRAPHS, "graphId", calls)
+        copies = self._work(COPIES, "copyKind", calls)
+        fills = self._work(FILLS, "bytes", calls)
         return Trace(
             kernels=joined(kernels, graphs),
             copies=joined(copies, fills),
@@ -180,41 +183,23 @@ class _Export:
             correlation=correlation,
         )
 
-    def _work(self, table: str, calls: Launches) -> DeviceWork:
-        kind = {KERNELS: "demangledName", COPIES: "copyKind", GRAPHS: "graphId", FILLS: "bytes"}[
-            table
-        ]
-        start, end, device, stream, process, correlation, kinds, graph = self._ints(
-            table,
-            {
-                **{
-                    "start": None,
-                    "end": None,
-                    "deviceId": None,
-                    "streamId": None,
-                    "globalPid": 0,
-                    "correlationId": 0,
-                },
-                kind: None,
-            },
-            {"graphId" if table == GRAPHS else "graphNodeId": 0},
+    def _work(self, table: str, kind_column: str, calls: Launches) -> DeviceWork:
+        """The rows of a table of kernels, graphs, copies or fills."""
+        needed = {
+            "start": None,
+            "end": None,
+            "deviceId": None,
+            "streamId": None,
+            "globalPid": 0,
+            "correlationId": 0,
+            kind_column: None,
+        }
+        graph_column = "graphId" if table == GRAPHS else "graphNodeId"
+        start, end, device, stream, process, correlation, kind, graph = self._ints(
+            table, needed, {graph_column: 0}
         )
-        if table == KERNELS:
-            name = self._strings.column(kinds)
-        elif table == COPIES:
-            labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
-            name = self._strings.column(
-                kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy"
-            )
-            name = self._with_memory(name)
-        else:
-            name = np.full(
-                len(start),
-                self._strings.id("memset" if table == FILLS else "CUDA graph"),
-                dtype=np.int64,
-            )
         return DeviceWork(
-            name=name,
+            name=self._work_names(table, kind),
             process=process,
             device=device,
             stream=stream,
@@ -225,6 +210,17 @@ class _Export:
             **calls.columns(process, correlation),
         )
 
+    def _work_names(self, table: str, kind: Ints) -> Ints:
+        """Names of the rows of a table, by the column that tells kernels or copies apart."""
+        if table == KERNELS:
+            return self._strings.column(kind)
+        if table == COPIES:
+            labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
+            names = {number: f"memcpy {label}" for number, label in labels.items()}
+            return self._with_memory(self._strings.column(kind, names, "memcpy"))
+        name = self._strings.id("memset" if table == FILLS else "CUDA graph")
+        return np.full(len(kind), name, dtype=np.int64)
+
     def _with_memory(self, name: Ints) -> Ints:
         """Names of copies with the memory of both sides, as in `memcpy Host-to-Device (Pageable
         -> Device)`.
@@ -234,21 +230,17 @@ class _Export:
             return name
         source, target = self._ints(COPIES, {"srcKind": 0, "dstKind": 0})
         used, index = np.unique(np.stack([name, source, target]), axis=1, return_inverse=True)
-        strings = self._strings.all
-        texts = (
-            f"{strings[own]} ({kinds.get(a, '?')} -> {kinds.get(b, '?')})"
-            for own, a, b in used.T.tolist()
-        )
+        strings, texts = self._strings.all, []
+        for copy, from_kind, to_kind in used.T.tolist():
+            memory = f"{kinds.get(from_kind, '?')} -> {kinds.get(to_kind, '?')}"
+            texts.append(f"{strings[copy]} ({memory})")
         return self._strings.ids(texts)[index.reshape(-1)]
 
     def _ranges(self, last_ns: int) -> Ranges:
-        kinds = {
-            name: number for number, name in self._names("ENUM_NSYS_EVENT_TYPE", "name").items()
-        }
-        push_pop, start_end = (
-            kinds.get("NvtxPushPopRange", PUSH_POP),
-            kinds.get("NvtxStartEndRange", START_END),
-        )
+        names = self._names("ENUM_NSYS_EVENT_TYPE", "name")
+        kinds = {name: number for number, name in names.items()}
+        push_pop = kinds.get("NvtxPushPopRange", PUSH_POP)
+        start_end = kinds.get("NvtxStartEndRange", START_END)
         start, end, is_open, kind, thread, key = self._ints(
             RANGES,
             {"start": None, "end": last_ns, "end IS NULL": None, "eventType": None, "globalTid": 0},
@@ -257,16 +249,15 @@ class _Export:
         name = self._strings.column(key)
         if RANGES in self._tables and "text" in self._columns(RANGES):
             texts = self._connection.execute(f"SELECT text FROM {RANGES} NOT INDEXED")
-            own = array(
-                "q",
-                (NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts),
-            )
-            text_id = np.frombuffer(own, dtype=np.int64)
+            ids = [NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts]
+            text_id = np.array(ids, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
         strings = self._strings.all
-        name = of_names(
-            name, strings, lambda text: self._strings.id(_OF_CALL.sub("", text)), np.int64
-        )
+
+        def without_call(text: str) -> int:
+            return self._strings.id(_OF_CALL.sub("", text))
+
+        name = of_names(name, strings, without_call, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGES, start, end)
         ranges = Ranges(
@@ -297,17 +288,16 @@ class _Export:
         if table not in self._tables:
             return [np.zeros(0, dtype=np.int64)] * num_columns
         present = self._columns(table)
-        if missing := [name for name in needed if name.removesuffix(" IS NULL") not in present]:
+        missing = [name for name in needed if name.removesuffix(" IS NULL") not in present]
+        if missing:
             raise ProfileError(
                 self.path,
                 f"table {table} needs columns {', '.join(needed)}, and has no "
                 f"{', '.join(missing)}: export the report again with a newer nsys",
             )
         columns = [_expression(name, value) for name, value in needed.items()]
-        columns += [
-            _expression(name, value) if name in present else str(value)
-            for name, value in optional.items()
-        ]
+        for name, value in optional.items():
+            columns.append(_expression(name, value) if name in present else str(value))
         # so that all queries have one order of rows
         query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
         try:
@@ -318,9 +308,8 @@ class _Export:
                 f"table {table} needs whole numbers in columns {', '.join((*needed, *optional))}, "
                 f"and has others ({error}): the export is damaged",
             ) from error
-        return list(
-            np.ascontiguousarray(np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns).T)
-        )
+        rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
+        return list(np.ascontiguousarray(rows.T))
 
     def _names(self, table: str, column: str) -> dict[int, str]:
         """Names by id, from a table of names; empty if the table is missing."""
@@ -337,19 +326,20 @@ class _Export:
 
 
 def _expression(column: str, if_null: int | None) -> str:
+    """The SQL for a column, or for an expression such as `end IS NULL`."""
     quoted = f'"{column}"' if " " not in column else column
     return quoted if if_null is None else f"IFNULL({quoted}, {if_null})"
 
 
 def _process(thread: Ints) -> Ints:
+    """The `globalPid` of each `globalTid`."""
     return thread >> THREAD_BITS << THREAD_BITS
 
 
 def _last(*parts: DeviceWork | ApiCalls) -> int:
     """When the last event of all the parts ended."""
-    return max(
-        (int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0
-    )
+    ends = [part.start_ns + part.duration_ns for part in parts]
+    return int(np.concatenate(ends).max(initial=0))
 
 
 def recognises(path: Path, head: bytes) -> bool:
