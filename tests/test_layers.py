@@ -28,12 +28,12 @@ FOLDERS = (
 )
 """From the bottom up: each imports from itself, from those before it, and from BASE."""
 BASE = (
+    "torch_needed",
     "",
     "interrupt",
     "temporary",
     "text",
     "plugins",
-    "torch_needed",
     "files",
     "ranges",
     "settings",
