@@ -1,12 +1,12 @@
 """The memory of each block of the model in one step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ...config import Phase
 from ...ranges import block_range
-from ..columns import Ints
+from ..columns import Mask
 from .categories import NOT_SIGHTED
 from .groups import LabelledSnapshot
 from .names import block_of_parameter, block_of_ranges, sighting_name, within_block
@@ -14,84 +14,72 @@ from .notes import SightingKind
 from .profile import CATEGORY_CODES, BlockMemory, Category, SavedTensor
 
 
-def block_memory(known: LabelledSnapshot, row_of: Ints, moments: Ints) -> tuple[BlockMemory, ...]:
+def block_memory(snapshot: LabelledSnapshot) -> tuple[BlockMemory, ...]:
     """The blocks in the first step in which any of them saved a tensor; empty if none ever did.
 
-    `row_of` and `moments` give the allocation and the moment of each sighting. A storage counts
-    once, for the block that saved it first. Saved parameters and buffers, such as the mask, take no
-    memory of their own and are left out. The input that a checkpoint keeps counts for its first
-    block; what backward computes again, for its own block.
+    A storage counts once, for the block that saved it first. Saved parameters and buffers, such as
+    the mask, take no memory of their own and are left out. The input that a checkpoint keeps counts
+    for its first block; what backward computes again, for its own block.
     """
-
-    def of_kind(kind: SightingKind) -> list[int]:
-        return [
-            i
-            for i in np.flatnonzero(row_of != NOT_SIGHTED).tolist()
-            if known.sightings[i].kind is kind
-        ]
-
-    saved = [
-        i
-        for i in of_kind(SightingKind.SAVED)
-        if known.category[row_of[i]] == CATEGORY_CODES[Category.SAVED]
-        and block_of_ranges(known.sightings[i].name) is not None
-    ]
+    row_of = snapshot.row_of
+    category = np.append(snapshot.category, -1)[row_of]  # NOT_SIGHTED is the last
+    is_saved = category == CATEGORY_CODES[Category.SAVED]
+    saved = _by_block(snapshot, SightingKind.SAVED, is_saved, block_of_ranges)
     if not saved:
         return ()
-    steps = np.array(known.phases.steps, dtype=np.int64)[known.phases.at(moments)]
-    is_of_step = steps == steps[saved[0]]
-    saved_by = _by_block(known, row_of, (i for i in saved if is_of_step[i]), block_of_ranges)
-    parameters = _by_block(known, row_of, of_kind(SightingKind.PARAMETER), block_of_parameter)
-    gradients = _by_block(
-        known,
-        row_of,
-        (i for i in of_kind(SightingKind.GRADIENT) if is_of_step[i]),
-        block_of_parameter,
-    )
-    num_bytes = known.replay.allocations.requested_bytes
+    first = min(min(indices) for indices in saved.values())
+    steps = np.array(snapshot.phases.steps)[snapshot.phases.at(snapshot.sighted_at)]
+    is_of_step = steps == steps[first]
+    is_any = np.ones_like(is_saved)
+    saved = _by_block(snapshot, SightingKind.SAVED, is_saved & is_of_step, block_of_ranges)
+    parameters = _by_block(snapshot, SightingKind.PARAMETER, is_any, block_of_parameter)
+    gradients = _by_block(snapshot, SightingKind.GRADIENT, is_of_step, block_of_parameter)
+
+    def num_bytes(indices: Sequence[int]) -> int:
+        return int(snapshot.replay.allocations.requested_bytes[row_of[list(indices)]].sum())
+
     return tuple(
         BlockMemory(
             name=block_range(block),
-            saved_bytes=int(num_bytes[row_of[indices]].sum()),
-            saved=_saved_tensors(known, row_of, indices),
-            parameter_bytes=int(num_bytes[row_of[parameters.get(block, [])]].sum()),
-            gradient_bytes=int(num_bytes[row_of[gradients.get(block, [])]].sum()),
+            saved_bytes=num_bytes(indices),
+            saved=_saved_tensors(snapshot, indices),
+            parameter_bytes=num_bytes(parameters.get(block, ())),
+            gradient_bytes=num_bytes(gradients.get(block, ())),
         )
-        for block, indices in sorted(saved_by.items())
+        for block, indices in sorted(saved.items())
     )
 
 
 def _by_block(
-    known: LabelledSnapshot,
-    row_of: Ints,
-    indices: Iterable[int],
+    snapshot: LabelledSnapshot,
+    kind: SightingKind,
+    is_chosen: Mask,
     block_of: Callable[[str], int | None],
 ) -> dict[int, list[int]]:
-    """The sightings of each block; of several sightings of a storage the first."""
-    first_of_row: dict[int, int] = {}
-    for index in indices:
-        first_of_row.setdefault(int(row_of[index]), index)
+    """The chosen sightings of this kind in each block; of several of a storage the first."""
     by_block: dict[int, list[int]] = {}
-    for index in first_of_row.values():
-        if (block := block_of(known.sightings[index].name)) is not None:
+    rows = set[int]()
+    for index in np.flatnonzero(is_chosen & (snapshot.row_of != NOT_SIGHTED)).tolist():
+        sighting, row = snapshot.sightings[index], int(snapshot.row_of[index])
+        block = block_of(sighting.name)
+        if sighting.kind is kind and block is not None and row not in rows:
+            rows.add(row)
             by_block.setdefault(block, []).append(index)
     return by_block
 
 
-def _saved_tensors(
-    known: LabelledSnapshot, row_of: Ints, indices: Sequence[int]
-) -> tuple[SavedTensor, ...]:
-    """The largest first."""
-    tensors, rows, phases = [], known.replay.allocations, known.phases
+def _saved_tensors(snapshot: LabelledSnapshot, indices: Sequence[int]) -> tuple[SavedTensor, ...]:
+    """The tensors of these sightings, the largest first."""
+    tensors, rows, phases = [], snapshot.replay.allocations, snapshot.phases
     for index in indices:
-        sighting, row = known.sightings[index], row_of[index]
-        tensors.append(
-            SavedTensor(
-                name=within_block(sighting_name(sighting)),
-                shape=sighting.shape,
-                dtype=sighting.dtype,
-                num_bytes=int(rows.requested_bytes[row]),
-                is_recomputed=phases.names[int(phases.at(rows.start[row]))] == Phase.BACKWARD,
-            )
+        sighting, row = snapshot.sightings[index], snapshot.row_of[index]
+        phase = phases.names[int(phases.at(rows.start[row]))]
+        tensor = SavedTensor(
+            name=within_block(sighting_name(sighting)),
+            shape=sighting.shape,
+            dtype=sighting.dtype,
+            num_bytes=int(rows.requested_bytes[row]),
+            is_recomputed=phase == Phase.BACKWARD,
         )
+        tensors.append(tensor)
     return tuple(sorted(tensors, key=lambda tensor: -tensor.num_bytes))

@@ -28,16 +28,11 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
     NOT_SIGHTED.
     """
     wanted = np.array([sighting.address for sighting in sightings], dtype=np.int64)
-    found = nearest(
-        allocations.address,
-        allocations.start,
-        allocations.free_requested,
-        wanted,
-        np.zeros_like(wanted),
-        moments,
-    )
+    start, end = allocations.start, allocations.free_requested
+    limit = np.zeros_like(wanted)
+    below = nearest(allocations.address, start, end, wanted, limit, moments)
     ends = np.append(allocations.address + allocations.num_bytes, 0)  # NONE is the last
-    return np.where(ends[found] > wanted, found, NOT_SIGHTED)
+    return np.where(ends[below] > wanted, below, NOT_SIGHTED)
 
 
 def categorise(
@@ -50,27 +45,21 @@ def categorise(
     notes there are no sightings: the category follows from the lifetimes and from the stacks, given
     for that.
     """
-    rows = replay.allocations
-    category = np.where(
-        replay.is_held_throughout, CATEGORY_CODES[Category.HELD], CATEGORY_CODES[Category.TEMPORARY]
-    )
-    if without_notes:
-        category = codes_without_notes(replay, without_notes)
+    category = _codes_without_notes(replay, without_notes)
     category[replay.is_private] = CATEGORY_CODES[Category.POOL]
-    sighted = np.full(len(rows), NOT_SIGHTED, dtype=np.int64)
+    deciding = np.full(len(category), NOT_SIGHTED, dtype=np.int64)
     rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
     # of several sightings of a row, the deciding one is written last
     order = np.argsort(rank, kind="stable")[::-1]
     order = order[row_of[order] != NOT_SIGHTED]
-    sighted[row_of[order]] = order
-    code_of = {
-        kind: CATEGORY_CODES[
-            Category.PARAMETERS if kind is SightingKind.GATHERED else Category(kind)
-        ]
-        for kind in SightingKind
-    }
-    category[row_of[order]] = [code_of[sightings[index].kind] for index in order.tolist()]
-    return category, sighted
+    deciding[row_of[order]] = order
+    codes = [CATEGORY_CODES[_category(sightings[index].kind)] for index in order]
+    category[row_of[order]] = codes
+    return category, deciding
+
+
+def _category(kind: SightingKind) -> Category:
+    return Category.PARAMETERS if kind is SightingKind.GATHERED else Category(kind)
 
 
 MIN_BETWEEN = 4
@@ -79,48 +68,68 @@ makes fewer meanwhile.
 """
 
 
-def by_lifetime(replay: Replay) -> Ints:
+def _codes_without_notes(replay: Replay, stacks: Sequence[Stack]) -> Ints:
+    """The code of each allocation's category, as far as lifetimes and stacks tell.
+
+    Known for certain is whether memory was there before the recording and at its end. The stacks
+    tell what an optimizer made, and what autograd made in its own threads, which have no Python
+    code of the program. Without stacks, all is temporary that was not held throughout.
+    """
+    if not stacks:
+        held, temporary = CATEGORY_CODES[Category.HELD], CATEGORY_CODES[Category.TEMPORARY]
+        codes: Ints = np.where(replay.is_held_throughout, held, temporary)
+        return codes
+    callers = callers_of(stacks)
+    category = _codes_by_lifetime(replay)
+    category[_is_gradient(replay, callers)] = CATEGORY_CODES[Category.GRADIENTS]
+    category[_is_optimizer_state(replay, callers)] = CATEGORY_CODES[Category.OPTIMIZER_STATE]
+    return category
+
+
+def _num_meanwhile(replay: Replay, is_counted: Mask) -> Ints:
+    """How many of the counted events happened while each allocation was there."""
+    rows = replay.allocations
+    num_before: Ints = np.append(0, np.cumsum(is_counted))
+    return num_before[np.maximum(rows.free_requested, 0)] - num_before[rows.start + 1]
+
+
+def _codes_by_lifetime(replay: Replay) -> Ints:
     """The code of each allocation's category by when it was there alone."""
     rows, events = replay.allocations, replay.memory.events
-    made = np.append(0, np.cumsum(events.action == Action.ALLOC))
-    is_old, is_kept = rows.start == BEFORE, rows.free_requested == len(events)
-    is_long = made[np.maximum(rows.free_requested, 0)] - made[rows.start + 1] >= MIN_LATER
-    choices = (Category.HELD, Category.EARLIER, Category.KEPT, Category.LATER)
-    return np.select(
-        [replay.is_held_throughout, is_old, is_kept, is_long],
-        [CATEGORY_CODES[choice] for choice in choices],
-        default=CATEGORY_CODES[Category.TEMPORARY],
-    )
+    is_of = {
+        Category.HELD: replay.is_held_throughout,
+        Category.EARLIER: rows.start == BEFORE,
+        Category.KEPT: rows.free_requested == len(events),
+        Category.LATER: _num_meanwhile(replay, events.action == Action.ALLOC) >= MIN_LATER,
+    }
+    codes = [CATEGORY_CODES[category] for category in is_of]
+    return np.select([*is_of.values()], codes, default=CATEGORY_CODES[Category.TEMPORARY])
 
 
-def optimizer_state(replay: Replay, callers: Callers) -> Mask:
+def _is_optimizer_state(replay: Replay, callers: Callers) -> Mask:
     """Allocations that a step of an optimizer made and left, and earlier ones of the same size
     that it replaced.
     """
     rows, events, is_optimizer = replay.allocations, replay.memory.events, callers.is_optimizer
     is_made = events.action == Action.ALLOC
-    others = np.append(0, np.cumsum(is_made & ~is_optimizer[events.stack]))
-    between = others[np.maximum(rows.free_requested, 0)] - others[rows.start + 1]
-    is_left = (rows.free_requested == len(events)) | (between >= MIN_BETWEEN)
+    num_others = _num_meanwhile(replay, is_made & ~is_optimizer[events.stack])
+    is_left = (rows.free_requested == len(events)) | (num_others >= MIN_BETWEEN)
     # blocks from before the recording may have their stack too
     is_state: Mask = is_optimizer[rows.stack] & is_left
     # a free without a stack belongs to the step that allocated last
-    last_made = (
-        np.maximum.accumulate(np.where(is_made, np.arange(len(events)), 0))
-        if len(events)
-        else events.stack
-    )
+    last_made = np.arange(len(events))
+    last_made[~is_made] = 0
+    np.maximum.accumulate(last_made, out=last_made)
     stack_of_free = np.where(events.stack == NO_STACK, events.stack[last_made], events.stack)
-    old = np.flatnonzero(
-        (rows.start == BEFORE) & (rows.free_requested >= 0) & (rows.free_requested < len(events))
-    )
+    is_freed = (rows.free_requested >= 0) & (rows.free_requested < len(events))
+    old = np.flatnonzero((rows.start == BEFORE) & is_freed)
     is_replaced = is_optimizer[stack_of_free[rows.free_requested[old]]]
     is_replaced &= np.isin(rows.requested_bytes[old], rows.requested_bytes[is_state])
     is_state[old[is_replaced]] = True
     return is_state
 
 
-def gradients(replay: Replay, callers: Callers) -> Mask:
+def _is_gradient(replay: Replay, callers: Callers) -> Mask:
     """Allocations by autograd that were there while an optimizer worked, or that `zero_grad` freed.
 
     None if no stack has Python code: then it was not recorded.
@@ -128,26 +137,11 @@ def gradients(replay: Replay, callers: Callers) -> Mask:
     rows, events = replay.allocations, replay.memory.events
     if callers.is_autograd[events.stack].all():
         return np.zeros(len(rows), dtype=np.bool_)
-    steps = np.append(0, np.cumsum(callers.is_optimizer[events.stack]))
-    was_there = steps[np.maximum(rows.free_requested, 0)] - steps[rows.start + 1] > 0
+    is_used = _num_meanwhile(replay, callers.is_optimizer[events.stack]) > 0
     is_cleared = np.append(callers.is_zero_grad[events.stack], False)[rows.free_requested]
-    is_gradient: Mask = (
-        (rows.start != BEFORE) & callers.is_autograd[rows.stack] & (was_there | is_cleared)
-    )
+    is_made = (rows.start != BEFORE) & callers.is_autograd[rows.stack]
+    is_gradient: Mask = is_made & (is_used | is_cleared)
     return is_gradient
-
-
-def codes_without_notes(replay: Replay, stacks: Sequence[Stack]) -> Ints:
-    """The code of each allocation's category, as far as lifetimes and stacks tell.
-
-    Known for certain is whether memory was there before the recording and at its end. The stacks
-    tell what an optimizer made, and what autograd made in its own threads, which have no Python
-    code of the program.
-    """
-    found, callers = by_lifetime(replay), callers_of(stacks)
-    found[gradients(replay, callers)] = CATEGORY_CODES[Category.GRADIENTS]
-    found[optimizer_state(replay, callers)] = CATEGORY_CODES[Category.OPTIMIZER_STATE]
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +174,20 @@ def live_sums(replay: Replay, category: Ints, moments: Ints) -> LiveSums:
     rows = replay.allocations
     first = np.searchsorted(moments, rows.start, side="right")
     behind = np.searchsorted(moments, rows.free_requested, side="right")
-    num_bytes, requested_bytes, counts = (
-        _sums(category, values, first, behind, len(moments))
-        for values in (rows.num_bytes, rows.requested_bytes, np.ones(len(rows), dtype=np.int64))
-    )
+
+    def sums_of(values: Ints) -> Ints:
+        """The sum of the values at each moment; a value counts from `first` to before `behind`."""
+        change = np.zeros((len(CATEGORIES), len(moments) + 1), dtype=np.int64)
+        is_there = first < behind
+        np.add.at(change, (category[is_there], first[is_there]), values[is_there])
+        np.subtract.at(change, (category[is_there], behind[is_there]), values[is_there])
+        return np.cumsum(change, axis=1)[:, :-1]
+
     sums = LiveSums(
-        moments=moments, num_bytes=num_bytes, requested_bytes=requested_bytes, counts=counts
+        moments=moments,
+        num_bytes=sums_of(rows.num_bytes),
+        requested_bytes=sums_of(rows.requested_bytes),
+        counts=sums_of(np.ones_like(rows.num_bytes)),
     )
     missed = sums.num_bytes.sum(axis=0) - replay.allocated_bytes[moments]
     if missed.any():
@@ -195,14 +197,3 @@ def live_sums(replay: Replay, category: Ints, moments: Ints) -> LiveSums:
             f"bytes of {replay.allocated_bytes[moments[where]]}"
         )
     return sums
-
-
-def _sums(code: Ints, values: Ints, first: Ints, behind: Ints, num_moments: int) -> Ints:
-    """The sum of the values by category; each value counts from column `first` to the one before
-    column `behind`.
-    """
-    change = np.zeros((len(CATEGORIES), num_moments + 1), dtype=np.int64)
-    is_there = first < behind
-    np.add.at(change, (code[is_there], first[is_there]), values[is_there])
-    np.subtract.at(change, (code[is_there], behind[is_there]), values[is_there])
-    return np.cumsum(change, axis=1)[:, :-1]

@@ -103,12 +103,14 @@ class _Explanation:
         self._row_of = resolve(self._replay.allocations, sightings, self._sighted_at)
         alone = snapshot.stacks if notes is None else ()
         category, sighting = categorise(self._replay, sightings, self._row_of, alone)
-        self._known = LabelledSnapshot(
+        self._labelled = LabelledSnapshot(
             replay=self._replay,
             stacks=snapshot.stacks,
             category=category,
             sighting=sighting,
             sightings=sightings,
+            row_of=self._row_of,
+            sighted_at=self._sighted_at,
             phases=self._phases,
         )
 
@@ -118,12 +120,12 @@ class _Explanation:
         points = self._points()
         sums = live_sums(
             self._replay,
-            self._known.category,
+            self._labelled.category,
             np.union1d(points, [*self._phases.moments, self._peak]),
         )
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
-        like = Groups(self._known)
+        like = Groups(self._labelled)
         return MemoryProfile(
             source=inert_line(self._snapshot.path.name),
             device=self._memory.device,
@@ -136,7 +138,7 @@ class _Explanation:
             phases=tuple(self._phases_of_steps()),
             largest=like.largest(~is_held, is_live, MAX_LARGEST),
             at_peak=like.at_peak(is_live),
-            blocks=block_memory(self._known, self._row_of, self._sighted_at),
+            blocks=block_memory(self._labelled),
             timeline=self._timeline(sums),
             work=self._work(),
             outside_bytes=None

@@ -67,14 +67,12 @@ def nearest(
     addresses, first, index = np.unique(address[order], return_index=True, return_inverse=True)
     span = max(start.max(initial=0), moments.max(initial=0)) + 2
     key = index * span + start[order] - BEFORE
-    found = np.full(len(wanted), NONE)
+    nearest_row = np.full(len(wanted), NONE)
     rows = np.flatnonzero(moments >= 0)
     step = np.where(limit >= wanted, 1, -1)
-    at = np.where(
-        step > 0,
-        np.searchsorted(addresses, wanted),
-        np.searchsorted(addresses, wanted, side="right") - 1,
-    )
+    above = np.searchsorted(addresses, wanted)
+    below = np.searchsorted(addresses, wanted, side="right") - 1
+    at = np.where(step > 0, above, below)
     for _ in range(MAX_ADDRESSES):
         rows = rows[(at[rows] >= 0) & (at[rows] < len(addresses))]
         rows = rows[step[rows] * (addresses[at[rows]] - limit[rows]) <= 0]
@@ -83,10 +81,10 @@ def nearest(
         # at the address, by the moment
         last = np.searchsorted(key, at[rows] * span + moments[rows], side="right") - 1
         exists = (last >= first[at[rows]]) & (end[order[last]] >= moments[rows])
-        found[rows[exists]] = order[last[exists]]
+        nearest_row[rows[exists]] = order[last[exists]]
         rows = rows[~exists]
         at[rows] += step[rows]
-    return found
+    return nearest_row
 
 
 class LifetimeReader:
@@ -107,15 +105,12 @@ class LifetimeReader:
         self._event = rows[np.argsort(events.address[rows], kind="stable")]
         self._action = events.action[self._event]
         address = events.address[self._event]
-        is_first = np.append(True, address[1:] != address[:-1])[: len(address)] | (
-            self._action == allocate
-        )
+        is_first = np.diff(address, prepend=-1) != 0
+        is_first |= self._action == allocate
         self._first = np.flatnonzero(is_first)
         self._life = np.cumsum(is_first) - 1
         self._address = address[self._first]
-        self._is_followed = np.append(self._address[1:] == self._address[:-1], False)[
-            : len(self._first)
-        ]
+        self._is_followed = np.diff(self._address, append=-1) == 0
         self.num_contradictions = 0
         """Events that do not fit those before: freed twice or with another size, or allocated
         while in use.
@@ -159,11 +154,12 @@ class LifetimeReader:
         none.
         """
         rows = np.flatnonzero(self._action == action)
-        is_second = np.append(False, self._life[rows][1:] == self._life[rows][:-1])[: len(rows)]
+        is_second = np.diff(self._life[rows], prepend=-1) == 0
         self._count(is_second)
-        found = np.full(len(self._first), self._num_events, dtype=np.int64)
-        found[self._life[rows[~is_second]]] = self._event[rows[~is_second]]
-        return found
+        first = rows[~is_second]
+        event = np.full(len(self._first), self._num_events, dtype=np.int64)
+        event[self._life[first]] = self._event[first]
+        return event
 
     def _has(self, action: Action) -> bool:
         return bool((self._action == action).any())

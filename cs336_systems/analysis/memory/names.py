@@ -28,8 +28,9 @@ def like_name(name: str) -> str:
 def block_of_ranges(name: str) -> int | None:
     """The number of the block whose range is among the ranges; None if there is none."""
     for part in name.split(SEPARATOR):
-        if (found := _BLOCK.match(part)) and found.group(1) != "*":
-            return int(found.group(1))
+        block = _BLOCK.match(part)
+        if block and block[1] != "*":
+            return int(block[1])
     return None
 
 
@@ -37,11 +38,14 @@ def block_of_parameter(name: str) -> int | None:
     """The number of the block that a parameter belongs to, the first number in its name; None if
     it has none.
     """
-    return int(found.group()) if (found := _NUMBER.search(name)) else None
+    number = _NUMBER.search(name)
+    return int(number[0]) if number else None
 
 
 def within_block(name: str) -> str:
     """The ranges within the block, empty for the block itself; the whole name outside of blocks."""
     parts = name.split(SEPARATOR)
-    inner = [index + 1 for index, part in enumerate(parts) if _BLOCK.match(part)]
-    return SEPARATOR.join(parts[inner[0] :]) if inner else name
+    for index, part in enumerate(parts, start=1):
+        if _BLOCK.match(part):
+            return SEPARATOR.join(parts[index:])
+    return name

@@ -29,20 +29,17 @@ def moments_of(positions: Sequence[Position], events: Events, end: Position) -> 
     The counts go backwards from `end`, the position of the last event, because the first events may
     be lost.
     """
-    allocations, frees = (
-        np.append(0, np.cumsum(events.action == action))
-        for action in (Action.ALLOC, Action.FREE_REQUESTED)
-    )
+    allocations = np.append(0, np.cumsum(events.action == Action.ALLOC))
     allocations += max(end.allocations - int(allocations[-1]), 0)
+    frees = np.append(0, np.cumsum(events.action == Action.FREE_REQUESTED))
     frees += max(end.frees - int(frees[-1]), 0)
-    wanted = (
-        np.array([(p.allocations, p.frees) for p in positions], dtype=np.int64).reshape(-1, 2).T
-    )
-    found = np.maximum(np.searchsorted(allocations, wanted[0]), np.searchsorted(frees, wanted[1]))
-    inside = np.minimum(found, len(events))
-    return np.where(
-        (allocations[inside] == wanted[0]) & (frees[inside] == wanted[1]), inside, NO_MOMENT
-    )
+    wanted_allocations = np.array([position.allocations for position in positions], dtype=np.int64)
+    wanted_frees = np.array([position.frees for position in positions], dtype=np.int64)
+    moment = np.searchsorted(allocations, wanted_allocations)
+    moment = np.maximum(moment, np.searchsorted(frees, wanted_frees))
+    moment = np.minimum(moment, len(events))
+    is_there = (allocations[moment] == wanted_allocations) & (frees[moment] == wanted_frees)
+    return np.where(is_there, moment, NO_MOMENT)
 
 
 def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
@@ -84,18 +81,15 @@ def find_phases(events: Events, notes: MemoryNotes, last_oom: int) -> PhaseStret
     until the end.
     """
     moments = moments_of([mark.position for mark in notes.marks], events, notes.end)
-    is_found = moments != NO_MOMENT
-    marks = tuple(mark for mark, found in zip(notes.marks, is_found, strict=True) if found)
-    moments = moments[is_found]
+    is_there = moments != NO_MOMENT
+    marks = tuple(notes.marks[index] for index in np.flatnonzero(is_there))
+    moments = moments[is_there]
     names = ["" if mark.name == START else mark.name for mark in marks]
     steps = [UNKNOWN_STEP if mark.name == START else mark.step for mark in marks]
-    is_unfinished = bool(marks) and last_oom >= moments[-1] and marks[-1].name in _NEXT_PHASE
-    return PhaseStretches(
-        marks=marks,
-        moments=moments,
-        names=(*names, _NEXT_PHASE[marks[-1].name].value if is_unfinished else ""),
-        steps=(*steps, marks[-1].step if is_unfinished else UNKNOWN_STEP),
-    )
+    name, step = "", UNKNOWN_STEP
+    if marks and last_oom >= moments[-1] and marks[-1].name in _NEXT_PHASE:
+        name, step = _NEXT_PHASE[marks[-1].name].value, marks[-1].step
+    return PhaseStretches(marks=marks, moments=moments, names=(*names, name), steps=(*steps, step))
 
 
 def notes_on_positions(phases: PhaseStretches, notes: MemoryNotes, events: Events) -> Iterator[str]:

@@ -10,35 +10,31 @@ its end: memory that is allocated when the snapshot is taken, but was not alloca
 existed before the recording.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from ...costs.allocator import ROUND_BYTES, SMALL_BYTES
 from ...text import counted
 from ..columns import Ints, Mask, chosen, joined
 from .lifetimes import BEFORE, LifetimeReader, Lifetimes, always, nearest
 from .snapshot import NO_STACK, Action, BlockState, DeviceMemory
 
-ROUNDING_BYTES = 512
-SMALL_BYTES = 2**20
-"""Requests up to this size come from small segments, where a rest of 512 bytes is already split
-off.
-"""
 LAST_ADDRESS = np.iinfo(np.int64).max
 """An address above all others."""
 
 
-def round_up(requested_bytes: Ints) -> Ints:
+def rounded_requests(requested_bytes: Ints) -> Ints:
     """Requests rounded up as the allocator does by default."""
-    return np.maximum(-(-requested_bytes // ROUNDING_BYTES), 1) * ROUNDING_BYTES
+    return np.maximum(-(-requested_bytes // ROUND_BYTES), 1) * ROUND_BYTES
 
 
 def may_be_larger(requested_bytes: Ints, settings: Mapping[str, Any]) -> Mask:
     """Whether the blocks may be larger than the rounded requests."""
-    is_large: Mask = round_up(requested_bytes) > SMALL_BYTES
+    is_large: Mask = rounded_requests(requested_bytes) > SMALL_BYTES
     return is_large & (settings.get("expandable_segments") is not True)
 
 
@@ -49,7 +45,7 @@ def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, A
     What followed a block that was allocated before the recording is not known; the first moment is
     used instead.
     """
-    sizes = round_up(blocks.num_bytes)
+    sizes = rounded_requests(blocks.num_bytes)
     rows = np.flatnonzero(may_be_larger(blocks.num_bytes, settings))
     end = blocks.address[rows] + sizes[rows]
     moment = np.maximum(blocks.start[rows], 0)
@@ -57,12 +53,10 @@ def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, A
     is_whole = sizes[rows] >= (largest if largest >= 0 else LAST_ADDRESS)
     limit = np.where(is_whole, LAST_ADDRESS - 1, end + SMALL_BYTES)
     behind = np.full(len(rows), LAST_ADDRESS)
-    for memory, boundary in (
-        (blocks, blocks.address),
-        (segments, segments.address + segments.num_bytes),
-    ):
-        found = nearest(boundary, memory.start, memory.end, end, limit, moment)
-        behind = np.minimum(behind, np.append(boundary, LAST_ADDRESS)[found])  # NONE is the last
+    segment_end = segments.address + segments.num_bytes
+    for memory, boundary in ((blocks, blocks.address), (segments, segment_end)):
+        row = nearest(boundary, memory.start, memory.end, end, limit, moment)
+        behind = np.minimum(behind, np.append(boundary, LAST_ADDRESS)[row])  # NONE is the last
     sizes[rows] += np.where(behind < LAST_ADDRESS, behind - end, 0)
     return sizes
 
@@ -126,8 +120,9 @@ class Replay:
         """At each moment the sum of a value over the allocations with start < moment <= end."""
         start, num_events = self.allocations.start, len(self.memory.events)
         change = np.zeros(num_events + 1, dtype=np.int64)
-        was_there, is_freed = start == BEFORE, (end != BEFORE) & (end < num_events)
-        change[0] = values[was_there & (end != BEFORE)].sum()
+        was_there, is_kept = start == BEFORE, end != BEFORE
+        is_freed = is_kept & (end < num_events)
+        change[0] = values[was_there & is_kept].sum()
         change[start[~was_there] + 1] = values[~was_there]
         # indices are unique: an event ends at most one allocation
         change[end[is_freed] + 1] -= values[is_freed]
@@ -136,9 +131,8 @@ class Replay:
     @property
     def is_held_throughout(self) -> Mask:
         """For each allocation, whether it existed before the first event and after the last."""
-        is_held: Mask = (self.allocations.start == BEFORE) & (
-            self.allocations.end == len(self.memory.events)
-        )
+        rows = self.allocations
+        is_held: Mask = (rows.start == BEFORE) & (rows.end == len(self.memory.events))
         return is_held
 
     @property
@@ -162,13 +156,13 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     recorded = reader.lifetimes()
     held, notes_on_held = _held_throughout(memory, recorded)
     lifetimes = joined(recorded, held)
-    notes_on_sizes = tuple(_notes_on_sizes(lifetimes, len(memory.events), settings))
+    notes_on_sizes = _notes_on_sizes(lifetimes, len(memory.events), settings)
     columns = {field.name: getattr(lifetimes, field.name) for field in fields(Lifetimes)}
     segments = _segments(memory)
     columns["num_bytes"] = _num_bytes(memory, lifetimes, segments, settings)
     allocations = Allocations(**columns, requested_bytes=lifetimes.num_bytes)
     is_private, private_bytes = _in_private_pools(memory, segments, allocations)
-    found = Replay(
+    replay = Replay(
         memory=memory,
         allocations=allocations,
         reserved_bytes=_reserved(memory),
@@ -177,24 +171,19 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
         are_sizes_known=not notes_on_sizes,
         notes=(*notes_on_held, *notes_on_sizes),
     )
+    notes = list(replay.notes)
     if reader.num_contradictions:
-        note = (
-            f"Events contradict each other {counted(reader.num_contradictions, 'time')}: some "
-            "are lost or damaged."
-        )
-        found = replace(found, notes=(note, *found.notes))
-    in_blocks = found.curve(allocations.num_bytes, allocations.end)
-    if (missing := int((in_blocks - found.reserved_bytes).max())) > 0:
-        note = (
+        times = counted(reader.num_contradictions, "time")
+        notes.insert(0, f"Events contradict each other {times}: some are lost or damaged.")
+    in_blocks = replay.curve(allocations.num_bytes, allocations.end)
+    missing = int((in_blocks - replay.reserved_bytes).max())
+    if missing > 0:
+        notes.append(
             f"Segments are missing in the file: blocks take up to {missing:,} bytes more than "
             "were reserved."
         )
-        found = replace(
-            found,
-            reserved_bytes=np.maximum(found.reserved_bytes, in_blocks),
-            notes=(*found.notes, note),
-        )
-    return found
+    reserved_bytes = np.maximum(replay.reserved_bytes, in_blocks)
+    return replace(replay, reserved_bytes=reserved_bytes, notes=tuple(notes))
 
 
 def _in_private_pools(
@@ -210,13 +199,14 @@ def _in_private_pools(
     is_private_segment = np.isin(
         segments.address, memory.segments.address[memory.segments.pool > 0]
     )
-    own = chosen(segments, is_private_segment & (segments.end == never))
-    own = chosen(own, np.argsort(own.address, kind="stable"))
-    at = np.searchsorted(own.address, allocations.address, side="right") - 1
-    # -1 is the last
-    ends, starts = np.append(own.address + own.num_bytes, 0), np.append(own.start, never)
-    is_private: Mask = (allocations.address < ends[at]) & (allocations.end > starts[at])
-    change = np.bincount(own.start + 1, weights=own.num_bytes, minlength=never + 1).astype(np.int64)
+    private = chosen(segments, is_private_segment & (segments.end == never))
+    private = chosen(private, np.argsort(private.address, kind="stable"))
+    at = np.searchsorted(private.address, allocations.address, side="right") - 1
+    end = np.append(private.address + private.num_bytes, 0)  # -1 is the last
+    start = np.append(private.start, never)
+    is_private: Mask = (allocations.address < end[at]) & (allocations.end > start[at])
+    change = np.zeros(never + 1, dtype=np.int64)
+    np.add.at(change, private.start + 1, private.num_bytes)
     return is_private, np.cumsum(change)
 
 
@@ -231,9 +221,8 @@ def _num_bytes(
     used = used[np.argsort(memory.blocks.address[used], kind="stable")]
     address = memory.blocks.address[used]
     place = np.searchsorted(address, lifetimes.address)
-    is_known = (lifetimes.end == len(memory.events)) & (
-        np.append(address, -1)[place] == lifetimes.address
-    )
+    is_used = np.append(address, -1)[place] == lifetimes.address
+    is_known = is_used & (lifetimes.end == len(memory.events))
     num_bytes[is_known] = memory.blocks.num_bytes[used[place[is_known]]]
     return num_bytes
 
@@ -292,22 +281,18 @@ def _reserved(memory: DeviceMemory) -> Ints:
     return np.append(at_end, at_end + np.cumsum(change))
 
 
-def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Any]) -> Iterator[str]:
-    is_guessed = (
-        (lifetimes.start == BEFORE)
-        & (lifetimes.end < never)
-        & may_be_larger(lifetimes.num_bytes, settings)
-    )
-    is_rounded = any(
-        value not in (0, 1) for value in settings.get("roundup_power2_divisions", {}).values()
-    )
-    if is_rounded or (num := int(np.count_nonzero(is_guessed))):
-        of = (
-            "all blocks (roundup_power2_divisions)"
-            if is_rounded
-            else counted(num, "large block") + " from before"
-        )
-        yield (
-            f"Freed in the recording, of a size that the file does not say: {of}. Requested "
-            "bytes are exact."
-        )
+def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Any]) -> list[str]:
+    """A sentence about blocks whose size is inferred and may be wrong, if there are any."""
+    is_early = (lifetimes.start == BEFORE) & (lifetimes.end < never)
+    num_large = int((is_early & may_be_larger(lifetimes.num_bytes, settings)).sum())
+    divisions = settings.get("roundup_power2_divisions", {}).values()
+    if any(value not in (0, 1) for value in divisions):
+        blocks = "all blocks (roundup_power2_divisions)"
+    elif num_large:
+        blocks = f"{counted(num_large, 'large block')} from before"
+    else:
+        return []
+    return [
+        f"Freed in the recording, of a size that the file does not say: {blocks}. Requested bytes "
+        "are exact."
+    ]

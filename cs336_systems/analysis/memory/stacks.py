@@ -102,12 +102,12 @@ def code_places(stack: Stack) -> tuple[Place, ...]:
         for frame in stack
         if frame.filename.endswith(".py") and not _TORCH.search(frame.filename)
     ]
-    own = [frame for frame in of_python if not _INSTALLED.search(frame.filename)] or of_python
+    of_program = [frame for frame in of_python if not _INSTALLED.search(frame.filename)]
     return tuple(
         Place(
             file="/".join(re.split(r"[/\\]", frame.filename)[-NUM_PARTS:]),
             line=frame.line,
             function=frame.name,
         )
-        for frame in own[:MAX_PLACES]
+        for frame in (of_program or of_python)[:MAX_PLACES]
     )
