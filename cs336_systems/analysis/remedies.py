@@ -70,35 +70,49 @@ OF_PRECISION = {
 }
 
 
+_SETTINGS: dict[Remedy, dict[str, Any]] = {
+    Remedy.COMPILE: {"compile": CompileMode.DEFAULT},
+    Remedy.OPTIMIZER: {"optimizer": OptimizerKind.FUSED},
+    Remedy.TF32: {"precision": Precision.TF32},
+    Remedy.BF16: {"precision": Precision.BF16},
+    Remedy.FP16: {"precision": Precision.FP16},
+    Remedy.OVERLAP: {"parallel": Parallel.DDP_OVERLAP},
+}
+"""The settings of remedies that are the same for every run."""
+
+
 def _changes(remedy: Remedy, config: RunConfig) -> dict[str, Any]:
     """The settings that the remedy changes, and those that it needs; empty for a run that has it
     or cannot have it.
     """
-    changes: dict[str, Any] = {}
-    is_own_model = config.model_factory is not None
-    is_slow = config.precision is Precision.FP32
-    match remedy:
-        case Remedy.COMPILE if config.compile is CompileMode.NONE:
-            changes["compile"] = CompileMode.DEFAULT
-        case Remedy.ATTENTION if not is_own_model and config.model.attention is Attention.NAIVE:
-            changes["model"] = replace(config.model, attention=Attention.SDPA)
-        case Remedy.OPTIMIZER if config.mode is Mode.TRAIN:
-            if config.optimizer is not OptimizerKind.FUSED:
-                changes["optimizer"] = OptimizerKind.FUSED
-        case Remedy.GRAPHS if not config.cuda_graph:
-            if config.compile is not CompileMode.REDUCE_OVERHEAD:
-                changes = {"cuda_graph": True, **_changes(Remedy.OPTIMIZER, config)}
-                if config.warmup_steps <= EAGER_STEPS_BEFORE_GRAPH:
-                    changes["warmup_steps"] = EAGER_STEPS_BEFORE_GRAPH + 1
-        case Remedy.TF32 if is_slow:
-            changes["precision"] = Precision.TF32
-        case Remedy.BF16 if is_slow or config.precision is Precision.TF32:
-            changes["precision"] = Precision.BF16
-        case Remedy.FP16 if is_slow or config.precision is Precision.TF32:
-            changes["precision"] = Precision.FP16
-        case Remedy.OVERLAP if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT):
-            changes["parallel"] = Parallel.DDP_OVERLAP
+    if not _is_lacking(remedy, config):
+        return {}
+    if remedy is Remedy.ATTENTION:
+        return {"model": replace(config.model, attention=Attention.SDPA)}
+    if remedy is not Remedy.GRAPHS:
+        return _SETTINGS[remedy]
+    changes = {"cuda_graph": True, **_changes(Remedy.OPTIMIZER, config)}
+    if config.warmup_steps <= EAGER_STEPS_BEFORE_GRAPH:
+        changes["warmup_steps"] = EAGER_STEPS_BEFORE_GRAPH + 1
     return changes
+
+
+def _is_lacking(remedy: Remedy, config: RunConfig) -> bool:
+    """Whether the run does without the remedy, and nothing of the remedy excludes it."""
+    has_no_half = config.precision in (Precision.FP32, Precision.TF32)
+    is_naive = config.model_factory is None and config.model.attention is Attention.NAIVE
+    is_training = config.mode is Mode.TRAIN
+    is_graphed = config.cuda_graph or config.compile is CompileMode.REDUCE_OVERHEAD
+    return {
+        Remedy.COMPILE: config.compile is CompileMode.NONE,
+        Remedy.ATTENTION: is_naive,
+        Remedy.OPTIMIZER: is_training and config.optimizer is not OptimizerKind.FUSED,
+        Remedy.GRAPHS: not is_graphed,
+        Remedy.TF32: config.precision is Precision.FP32,
+        Remedy.BF16: has_no_half,
+        Remedy.FP16: has_no_half,
+        Remedy.OVERLAP: config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT),
+    }[remedy]
 
 
 def _flag(name: str, value: object) -> str:

@@ -16,6 +16,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from ..analysis.memory.notes import (
+    START,
     Mark,
     MemoryNotes,
     Position,
@@ -36,7 +37,6 @@ MAX_EVENTS = 1_000_000
 """Events in the allocator's ring buffer, so that a long run takes at most some hundred MB of
 host memory.
 """
-START = "start"
 CHECKPOINT = "checkpoint"
 """Last part of the name of a tensor that a checkpoint keeps, which is the input of its first
 block.

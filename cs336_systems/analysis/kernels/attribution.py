@@ -229,7 +229,7 @@ class Selection:
         return np.zeros_like(step) if self.is_whole_trace else self.number[step]
 
 
-def select(attribution: Attribution) -> Selection:
+def select_steps(attribution: Attribution) -> Selection:
     """Select the steps that are not warm-up; all steps if there are no others; the whole trace if
     it has no steps.
 

@@ -133,9 +133,9 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     """Class of a kernel that torch.compile generated: the heaviest of the operators that it fuses.
 
     From heavy to light: softmax, normalisation, reduction, element-wise, copy. A name also lists
-    operators that only supply the kernel's input, so - a matmul outside a template counts only if
-    the kernel reduces and no other operator of the name does, - the loss and the embedding's
-    gradient count only if there is no other operator.
+    operators that only supply the kernel's input. So a matmul outside a template counts only if the
+    kernel reduces and no other operator of the name does; the loss and the embedding's gradient
+    count only if there is no other operator.
     """
     if kind == "for":  # foreach: the operators of a compiled optimizer
         return KernelClass.OPTIMIZER
@@ -152,9 +152,9 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     # written out: nothing else in a Transformer takes 1 / sqrt
     if _NORM_OPS.search(ops):
         return KernelClass.NORMALISATION
-    own = _LOSS_OPS.sub("", _EMBEDDING_OPS.sub("", ops))
-    computing = _MOVING_OPS.sub("", own)
-    if own != ops and not computing:
+    others = _LOSS_OPS.sub("", _EMBEDDING_OPS.sub("", ops))
+    computing = _MOVING_OPS.sub("", others)
+    if others != ops and not computing:
         return KernelClass.REDUCTION if _EMBEDDING_OPS.search(ops) else KernelClass.SOFTMAX
     if reduces:
         is_matmul = _MATMUL_OPS.search(ops) and not _REDUCING_OPS.search(ops)

@@ -11,7 +11,7 @@ import pandas as pd
 from ...config import MAX_RANKS
 from ...costs.communication import Collective
 from ..columns import Ints, Mask, chosen
-from .attribution import Attribution, Jobs, by_step, select
+from .attribution import Attribution, Jobs, by_step, select_steps
 from .collectives import COLLECTIVES, NO_COLLECTIVE
 from .device_time import Busy, DeviceWindows, alone_ns
 from .phases import PHASES
@@ -170,7 +170,7 @@ def _new_rows(is_kept: Mask) -> Ints:
 
 def collectives_of(attribution: Attribution) -> list[Jobs]:
     """The kernels of collectives of each profiled step, in the order in which they began."""
-    jobs, selection = attribution.jobs, select(attribution)
+    jobs, selection = attribution.jobs, select_steps(attribution)
     step = selection.step_of(jobs.step)
     rows = np.flatnonzero((jobs.collective != NO_COLLECTIVE) & ~jobs.is_copy & (step >= 0))
     rows = rows[np.lexsort((jobs.start_ns[rows], step[rows]))]

@@ -17,7 +17,7 @@ from ...ranges import PhaseNames
 from ...text import inert_line
 from ..columns import Mask, groups
 from . import communication, idle, modules, step_profile
-from .attribution import Attribution, attribute, by_step, frame_of, select
+from .attribution import Attribution, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
 from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
@@ -45,7 +45,7 @@ def summarise(
     Raises AttributionError if the parts do not add up to the whole.
     """
     trace = attribution.trace
-    selection = select(attribution)
+    selection = select_steps(attribution)
     jobs = replace(attribution.jobs, step=selection.step_of(attribution.jobs.step))
     host = Host(trace)
     spans, windows = times_on_device(jobs, selection, host, is_of_host=trace.is_of_host)
@@ -187,7 +187,7 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
             yield rank if other.rank is None else other.rank, other
 
 
-NUM_PARTS = 500
+PICTURE_PARTS = 500
 """Parts of the pictured step; kernels of one class and stream that begin in the same part are
 one piece.
 """
@@ -220,7 +220,7 @@ def _picture(
     kernels = kernels[kernels["step"] == step]
     start = kernels["start_ns"] - origin
     kernels = kernels.assign(
-        part=start * NUM_PARTS // max(wall, 1), start=start, end=start + kernels["duration_ns"]
+        part=start * PICTURE_PARTS // max(wall, 1), start=start, end=start + kernels["duration_ns"]
     )
     by_piece = kernels.groupby(["stream", "part", "kind"])
     bounds = by_piece.agg({"start": "min", "end": "max", "duration_ns": "sum"})

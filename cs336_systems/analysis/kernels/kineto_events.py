@@ -20,7 +20,7 @@ from ...files import refuse_another_kind
 from ..columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
 from .trace import MAX_TIME_NS, durations
 
-MAX_BYTES = 8 * 2**30
+MAX_TRACE_BYTES = 8 * 2**30
 """Largest decompressed JSON that is read: some thirty million events."""
 EXACT_US = 2**43
 """Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a
@@ -29,19 +29,19 @@ nanosecond.
 PyTorch counts from a `baseTimeNanoseconds` at most three months ago; older ones, and others, count
 from 1970.
 """
-MAX_EXCERPT, MAX_LISTED = 60, 3
+MAX_EXCERPT, MAX_FILES = 60, 3
 
 BOOKKEEPING = "autograd::engine::evaluate_function: "
 """Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the
 engine's dispatch and hooks. They are left out, so that times of operators add up.
 """
-HOW_TO_RECORD = (
+HOW_TO_TRACE = (
     "record with `torch.profiler.profile(activities=[ProfilerActivity.CPU, "
     "ProfilerActivity.CUDA])` and write with `export_chrome_trace`"
 )
-NEEDED = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
+TORCH_TRACE = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
 
-Number = TypeVar("Number", float, Decimal)
+Microseconds = TypeVar("Microseconds", float, Decimal)
 
 
 class Args(msgspec.Struct, frozen=True, gc=False):
@@ -68,7 +68,7 @@ class Args(msgspec.Struct, frozen=True, gc=False):
         return self.inDevice if self.device is None else self.device
 
 
-class Event(msgspec.Struct, Generic[Number], kw_only=True, gc=False):
+class Event(msgspec.Struct, Generic[Microseconds], kw_only=True, gc=False):
     """One event; times in microseconds.
 
     Name and process are required, because an event without fields would take thirty times its size
@@ -80,8 +80,8 @@ class Event(msgspec.Struct, Generic[Number], kw_only=True, gc=False):
     name: str
     pid: int | str
     tid: int | str = 0
-    ts: Number | None = None
-    dur: Number | None = None
+    ts: Microseconds | None = None
+    dur: Microseconds | None = None
     args: Args = Args()
 
 
@@ -89,8 +89,8 @@ class _Device(msgspec.Struct):
     name: str = ""
 
 
-class _File(msgspec.Struct, Generic[Number]):
-    traceEvents: list[Event[Number]]  # noqa: N815
+class _File(msgspec.Struct, Generic[Microseconds]):
+    traceEvents: list[Event[Microseconds]]  # noqa: N815
     deviceProperties: list[_Device] = []  # noqa: N815
     distributedInfo: dict[str, Any] = {}  # noqa: N815
 
@@ -185,7 +185,7 @@ def _by_category(events: Iterable[AnyEvent]) -> dict[str, list[AnyEvent]]:
 
 def _read(path: Path) -> bytes | bytearray:
     """The JSON in the file, decompressed."""
-    head = read_head(path, len(ZIP_MAGIC), NEEDED)
+    head = read_head(path, len(ZIP_MAGIC), TORCH_TRACE)
     content: bytes | bytearray = b""
     try:
         if head.startswith(ZIP_MAGIC):
@@ -193,7 +193,7 @@ def _read(path: Path) -> bytes | bytearray:
         elif head.startswith(GZIP_MAGIC):
             with gzip.open(path) as file:
                 content = _decompress(cast("IO[bytes]", file))
-        elif path.stat().st_size <= MAX_BYTES:
+        elif path.stat().st_size <= MAX_TRACE_BYTES:
             content = path.read_bytes()
     except (
         EOFError,
@@ -208,17 +208,21 @@ def _read(path: Path) -> bytes | bytearray:
         ) from error
     except OSError as error:
         raise ProfileError(path, f"cannot be read: {error.strerror}") from error
-    if max(len(content), path.stat().st_size) > MAX_BYTES:
-        raise ProfileError(path, f"needed at most {MAX_BYTES} bytes, got more: record fewer steps")
+    if max(len(content), path.stat().st_size) > MAX_TRACE_BYTES:
+        raise ProfileError(
+            path, f"needed at most {MAX_TRACE_BYTES} bytes, got more: record fewer steps"
+        )
     if content[:100].lstrip()[:1] not in (b"{", b"["):
-        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, bytes(content[:100]))}")
+        raise ProfileError(
+            path, f"needed {TORCH_TRACE}, but {what_it_is(path, bytes(content[:100]))}"
+        )
     return content
 
 
 def _decompress(file: IO[bytes]) -> bytearray:
-    """The content up to just above MAX_BYTES, so that a small file cannot fill the memory."""
+    """The content up to just above MAX_TRACE_BYTES, so that a small file cannot fill the memory."""
     content = bytearray()
-    while len(content) <= MAX_BYTES and (part := file.read(2**20)):
+    while len(content) <= MAX_TRACE_BYTES and (part := file.read(2**20)):
         content += part
     return content
 
@@ -228,7 +232,7 @@ def _unzip(path: Path) -> bytes | bytearray:
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         if len(names) != 1:
-            listed = ", ".join(names[:MAX_LISTED]) or "none"
+            listed = ", ".join(names[:MAX_FILES]) or "none"
             raise ProfileError(
                 path,
                 f"needed a .zip with one trace, got {len(names)} files ({listed}): unpack it first",
@@ -266,7 +270,7 @@ def _decode(
             return _decode(path, content, is_exact=True)  # times as texts, as torch_npu writes them
         refuse_another_kind(path, content, "a trace of torch.profiler", ProfileError)
         raise ProfileError(
-            path, f"needed {NEEDED}, but it has other contents ({error}): {HOW_TO_RECORD}"
+            path, f"needed {TORCH_TRACE}, but it has other contents ({error}): {HOW_TO_TRACE}"
         ) from error
     except msgspec.DecodeError as error:
         # a path of Windows in a name, whose backslashes PyTorch writes as they are

@@ -19,7 +19,7 @@ from .short_names import short_name
 from .step_profile import AttentionPart, AttentionTimes, ClassTimes, KernelTimes, ModuleTimes
 from .trace import of_names
 
-PARTS = tuple(AttentionPart)
+ATTENTION_PARTS = tuple(AttentionPart)
 NO_PART = -1
 PART_NAMES = (
     (Range.SCORES, "computing attention scores", "attention scores"),
@@ -46,7 +46,7 @@ class RangeParts:
     paths: tuple[tuple[int, str], ...]
     """For each path, the path around it and its last name; path 0 is empty."""
     part: Codes
-    """Index into `PARTS` of the part of attention that the range is, or that it is inside;
+    """Index into ATTENTION_PARTS of the part of attention that the range is or that it is in;
     NO_PART for none.
     """
     part_range: Ints
@@ -200,12 +200,12 @@ def attention_times(
     """The parts of attention in forward, with their FLOPs if the run's configuration is known."""
     forward = kernels[kernels["phase"] == CODES[LaunchPhase.FORWARD]]
     part_of = parts.part[forward["module"]]
-    scores = forward["module"][part_of == PARTS.index(AttentionPart.SCORES)]
+    scores = forward["module"][part_of == ATTENTION_PARTS.index(AttentionPart.SCORES)]
     num_scores = len(np.unique(parts.part_range[scores]))
     flops = {} if config is None else _flops(config, num_scores)
     is_matmul = of_names(forward["name"].to_numpy(), strings, is_matmul_itself, np.bool_)
     rows = []
-    for code, part in enumerate(PARTS):
+    for code, part in enumerate(ATTENTION_PARTS):
         time_ns = forward["duration_ns"][part_of == code]
         if not len(time_ns):
             continue
@@ -233,4 +233,4 @@ def _flops(config: RunConfig, num_scores: int) -> dict[AttentionPart, int]:
     if rest:
         return {}
     flops = attention_forward_flops(config.model, config.batch_size)
-    return {part: passes * getattr(flops, part) for part in PARTS}
+    return {part: passes * getattr(flops, part) for part in ATTENTION_PARTS}

@@ -94,7 +94,7 @@ def _optimizers(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
     )
 
 
-Window = tuple[int, int, LaunchPhase]
+_Window = tuple[int, int, LaunchPhase]
 """Start, end and phase."""
 
 
@@ -110,7 +110,7 @@ def _windows_of_steps(
     )
     rows = list(columns)
     low, high = np.searchsorted(fixed.start_ns, start), np.searchsorted(fixed.start_ns, end)
-    windows: list[Window] = []
+    windows: list[_Window] = []
     for first, last, begin, behind in zip(start.tolist(), end.tolist(), low, high, strict=True):
         of_step = rows[begin:behind]
         is_zero_grad = fixed.is_zero_grad[begin:behind].tolist()
@@ -124,12 +124,12 @@ def _windows_of_steps(
 
 
 def _windows_of_step(
-    fixed: Sequence[Window],
+    fixed: Sequence[_Window],
     is_zero_grad: Sequence[bool],
     first: int,
     last: int,
     has_optimizer: bool,
-) -> Iterator[Window]:
+) -> Iterator[_Window]:
     """The fixed windows of the step from `first` to `last`, and what lies between them."""
     backwards = [start for start, _, phase in fixed if phase is LaunchPhase.BACKWARD]
     last_backward = max(backwards, default=first)

@@ -50,16 +50,11 @@ def _candidates(name: str) -> Iterator[str]:
         yield cute[1]
     function, arguments = _split(name)
     if function:
-        words = list(dict.fromkeys(match.group() for match in re.finditer(r"\w+", arguments)))[
-            :MAX_WORDS
-        ]
-        operators = (
-            [word for word in map(_operator, words) if word]
-            if _ANY_OPERATOR.search(function)
-            else []
-        )
-        for word in operators:
-            yield word if word.startswith("cutlass_") else f"{function}<{word}>"
+        words = list(dict.fromkeys(re.findall(r"\w+", arguments)))[:MAX_WORDS]
+        if _ANY_OPERATOR.search(function):
+            for operator in filter(None, map(_operator, words)):
+                is_name = operator.startswith("cutlass_")
+                yield operator if is_name else f"{function}<{operator}>"
         yield function
         yield from (f"{function}<{word}>" for word in words)
     yield name
@@ -99,7 +94,8 @@ def _operator(word: str) -> str | None:
     """`mul` of `MulFunctor`, `sqrt` of `sqrt_kernel_cuda`; None for a word that names no
     operator.
     """
-    if _WRAPPER.fullmatch(word) or not (found := _OPERATOR.fullmatch(word)):
+    match = _OPERATOR.fullmatch(word)
+    if match is None or _WRAPPER.fullmatch(word):
         return None
-    operator = found["named"] or found["ended"] or found["whole"]
+    operator = match["named"] or match["ended"] or match["whole"]
     return operator.lower() if re.fullmatch(r"[A-Z][a-z]+", operator) else operator

@@ -29,7 +29,7 @@ from .profile import (
     Timeline,
 )
 from .replay import replay_device
-from .snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
+from .snapshot import HOW_TO_SNAPSHOT, Action, DeviceMemory, Snapshot, read_snapshot
 from .stacks import code_places
 
 MAX_POINTS = 2000
@@ -70,15 +70,15 @@ def explain_memory(path: Path) -> MemoryProfile:
 def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemory:
     """The device of the notes; without notes, the one with the most events."""
     if not snapshot.devices:
-        raise ProfileError(snapshot.path, f"no device has any memory in it; {HOW_TO_RECORD}")
+        raise ProfileError(snapshot.path, f"no device has any memory in it; {HOW_TO_SNAPSHOT}")
     if notes is None:
         return max(snapshot.devices, key=lambda memory: len(memory.events))
     of_notes = [memory for memory in snapshot.devices if memory.device == notes.device]
     if not of_notes:
-        found = ", ".join(str(memory.device) for memory in snapshot.devices)
+        present = ", ".join(str(memory.device) for memory in snapshot.devices)
         raise ProfileError(
             snapshot.path,
-            f"needed memory of device {notes.device}, as in the notes beside it, got {found}",
+            f"needed memory of device {notes.device}, as in the notes beside it, got {present}",
         )
     return of_notes[0]
 
@@ -270,7 +270,9 @@ class _Explanation:
                 f"{', '.join(map(str, others))}."
             )
         if not len(self._memory.events):
-            yield f"No event was recorded, so only the memory at the end is known; {HOW_TO_RECORD}."
+            yield (
+                f"No event was recorded, so only the memory at the end is known; {HOW_TO_SNAPSHOT}."
+            )
         if self._notes is None:
             # with notes, the counts of allocations tell whether events were dropped
             if len(self._memory.events) and (num := self._replay.num_held_with_stack):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..columns import Columns, Ints, Mask
-from .snapshot import NO_STACK, Action, Events
+from .snapshot import NO_STACK, Action, AllocatorEvents
 
 BEFORE = -1
 """In place of an event's number: the event happened before the recording."""
@@ -93,7 +93,11 @@ class LifetimeReader:
     """
 
     def __init__(
-        self, events: Events, allocate: Action, free: Action, request_free: Action | None = None
+        self,
+        events: AllocatorEvents,
+        allocate: Action,
+        free: Action,
+        request_free: Action | None = None,
     ) -> None:
         """The actions that begin and end a lifetime; `request_free` is the first of two, if a
         free takes two events.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ...config import Phase
 from ..columns import Ints
 from .notes import START, Mark, MemoryNotes, Position
-from .snapshot import Action, Events
+from .snapshot import Action, AllocatorEvents
 
 UNKNOWN_STEP = -1
 NO_MOMENT = -1
@@ -22,7 +22,7 @@ _NEXT_PHASE = {
 }
 
 
-def moments_of(positions: Sequence[Position], events: Events, end: Position) -> Ints:
+def moments_of(positions: Sequence[Position], events: AllocatorEvents, end: Position) -> Ints:
     """For each position the first moment at which the allocator's counts were those of the
     position; NO_MOMENT if none.
 
@@ -42,7 +42,7 @@ def moments_of(positions: Sequence[Position], events: Events, end: Position) -> 
     return np.where(is_there, moment, NO_MOMENT)
 
 
-def times_s(events: Events, moments: Ints) -> NDArray[np.float64]:
+def times_s(events: AllocatorEvents, moments: Ints) -> NDArray[np.float64]:
     """Time of the last event before each moment, since the first event."""
     time_us = events.time_us
     if not len(time_us):
@@ -76,7 +76,7 @@ NO_PHASES = PhaseStretches(
 )
 
 
-def find_phases(events: Events, notes: MemoryNotes, last_oom: int) -> PhaseStretches:
+def find_phases(events: AllocatorEvents, notes: MemoryNotes, last_oom: int) -> PhaseStretches:
     """The phases between the marks; a phase in which event `last_oom` ran out of memory lasts
     until the end.
     """
@@ -92,7 +92,9 @@ def find_phases(events: Events, notes: MemoryNotes, last_oom: int) -> PhaseStret
     return PhaseStretches(marks=marks, moments=moments, names=(*names, name), steps=(*steps, step))
 
 
-def notes_on_positions(phases: PhaseStretches, notes: MemoryNotes, events: Events) -> Iterator[str]:
+def notes_on_positions(
+    phases: PhaseStretches, notes: MemoryNotes, events: AllocatorEvents
+) -> Iterator[str]:
     """Sentences about notes that do not fit the events."""
     counted = notes.end.allocations - notes.start.allocations
     recorded = int(np.count_nonzero(events.action == Action.ALLOC))

@@ -85,7 +85,7 @@ def callers_of(stacks: Sequence[Stack]) -> Callers:
 
 
 MAX_PLACES = 6
-NUM_PARTS = 2
+PATH_PARTS = 2
 """Parts of a file's path that are kept; the others say more about the machine than about the
 program.
 """
@@ -105,7 +105,7 @@ def code_places(stack: Stack) -> tuple[Place, ...]:
     of_program = [frame for frame in of_python if not _INSTALLED.search(frame.filename)]
     return tuple(
         Place(
-            file="/".join(re.split(r"[/\\]", frame.filename)[-NUM_PARTS:]),
+            file="/".join(re.split(r"[/\\]", frame.filename)[-PATH_PARTS:]),
             line=frame.line,
             function=frame.name,
         )

@@ -33,11 +33,9 @@ def readers() -> list[Reader]:
     """All readers. Those of other distributions come first, since their formats may look like
     one of this folder's, such as JSON.
     """
-    own = [
-        importlib.import_module(f"{__name__}.{module.name}").READER
-        for module in pkgutil.iter_modules(__path__)
-    ]
-    return [*load("cs336.readers", Reader), *own]
+    modules = [f"{__name__}.{module.name}" for module in pkgutil.iter_modules(__path__)]
+    of_this_folder = [importlib.import_module(module).READER for module in modules]
+    return [*load("cs336.readers", Reader), *of_this_folder]
 
 
 def read_trace(path: Path) -> Trace:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
-from ..kineto_events import BOOKKEEPING, HOW_TO_RECORD, NEEDED, EventBatch, TraceEvents
+from ..kineto_events import BOOKKEEPING, HOW_TO_TRACE, TORCH_TRACE, EventBatch, TraceEvents
 from ..trace import (
     NOWHERE,
     ApiCalls,
@@ -28,15 +28,15 @@ from ..trace import (
 from . import Reader
 
 # Kineto's categories, with those of other devices, and with the capitals of PyTorch 1.8 and 1.9
-KERNELS = frozenset({"kernel", "Kernel", "mtia_ccp_events"})
-COPIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
-CALLS = frozenset({"Runtime", "runtime", "driver"}) | {
+KERNEL_CATEGORIES = frozenset({"kernel", "Kernel", "mtia_ccp_events"})
+COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
+CALL_CATEGORIES = frozenset({"Runtime", "runtime", "driver"}) | {
     f"{maker}_{layer}"
     for maker in ("cuda", "hip", "xpu", "mtia", "privateuse1")
     for layer in ("runtime", "driver")
 }
-RANGES = frozenset({"user_annotation"})
-OPERATORS = frozenset({"cpu_op"})
+RANGE_CATEGORIES = frozenset({"user_annotation"})
+OPERATOR_CATEGORIES = frozenset({"cpu_op"})
 
 GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
@@ -49,9 +49,11 @@ def read_kineto(path: Path) -> Trace:
     """
     events = TraceEvents(path)
     device_names, rank, has_operators = events.device_names, events.rank, events.has_operators
-    kernels, copies, calls, ranges = events.batches(KERNELS, COPIES, CALLS, RANGES)
+    kernels, copies, calls, ranges = events.batches(
+        KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
+    )
     is_of_host = not len(kernels) and not len(copies)
-    operators = events.batches(OPERATORS)[0] if is_of_host else None
+    operators = events.batches(OPERATOR_CATEGORIES)[0] if is_of_host else None
     nodes = events.nodes()
     del events  # it holds most of the memory
     session = _Session(path, calls, ranges)
@@ -91,8 +93,7 @@ class _Session:
         """Notes on what the file lacks."""
         if not is_of_host and not len(self.calls):
             yield (
-                "No calls of the device's runtime, so no kernel's launch is known: "
-                f"{HOW_TO_RECORD}."
+                f"No calls of the device's runtime, so no kernel's launch is known: {HOW_TO_TRACE}."
             )
         if is_of_host and len(self.calls):
             yield (
@@ -218,7 +219,7 @@ class _Session:
         """
         if not len(batch):
             raise ProfileError(
-                self.path, f"no kernels of a device and no operators of the host: {HOW_TO_RECORD}"
+                self.path, f"no kernels of a device and no operators of the host: {HOW_TO_TRACE}"
             )
         columns = self._on_host(batch)
         strings = enumerate(self.strings.all)
@@ -261,4 +262,4 @@ def recognises(_: Path, head: bytes) -> bool:
     return head.startswith((GZIP_MAGIC, ZIP_MAGIC)) or head.lstrip()[:1] in (b"{", b"[")
 
 
-READER = Reader(needed=NEEDED, recognises=recognises, read=read_kineto)
+READER = Reader(needed=TORCH_TRACE, recognises=recognises, read=read_kineto)

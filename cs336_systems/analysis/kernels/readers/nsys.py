@@ -56,12 +56,12 @@ def export(report: Path, directory: Path) -> Path:
     return database
 
 
-KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
-GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
-COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
-FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
-RANGES = "NVTX_EVENTS"
+KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
+GRAPH_TABLE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+CALL_TABLE = "CUPTI_ACTIVITY_KIND_RUNTIME"
+COPY_TABLE = "CUPTI_ACTIVITY_KIND_MEMCPY"
+FILL_TABLE = "CUPTI_ACTIVITY_KIND_MEMSET"
+RANGE_TABLE = "NVTX_EVENTS"
 
 HEADER_BYTES = 100
 THREAD_BITS = 24
@@ -69,7 +69,7 @@ THREAD_BITS = 24
 PUSH_POP, START_END = 59, 60
 """Numbers of the kinds of ranges, for old files that do not name the kinds."""
 NO_STRING = -1
-NEEDED = "the SQLite export of an nsys report"
+NSYS_EXPORT = "the SQLite export of an nsys report"
 _OF_CALL = re.compile(
     r", (?:op_id|seq|sizes|input_op_ids) = .*|^autograd::engine::evaluate_function: "
     r"|^torch\.nn\.modules\.|\.forward$",
@@ -82,7 +82,7 @@ _CALL_OF_MODULE = "Module.__call__"
 """The range that `nsys --pytorch=functions-trace` puts around that of each module's forward."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
-HOW_TO_RECORD = (
+HOW_TO_RUN_NSYS = (
     "record with `nsys profile --trace=cuda,nvtx`, then export with `nsys export "
     "--type=sqlite REPORT.nsys-rep`"
 )
@@ -103,9 +103,9 @@ def read_export(path: Path) -> Trace:
     """Read the trace in the SQLite export at `path`; raise ProfileError for a file that is no
     such export.
     """
-    head = read_head(path, HEADER_BYTES, NEEDED)
+    head = read_head(path, HEADER_BYTES, NSYS_EXPORT)
     if not head.startswith(SQLITE_MAGIC):
-        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, head)}")
+        raise ProfileError(path, f"needed {NSYS_EXPORT}, but {what_it_is(path, head)}")
     page_bytes, num_pages = int.from_bytes(head[16:18], "big"), int.from_bytes(head[28:32], "big")
     expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
     # SQLite would read zeros where the end is missing
@@ -139,16 +139,17 @@ class _Export:
         self._strings = Strings(self._names("StringIds", "value"))
 
     def trace(self) -> Trace:
-        if not {KERNELS, GRAPHS} & self._tables:
+        if not {KERNEL_TABLE, GRAPH_TABLE} & self._tables:
             raise ProfileError(
-                self.path, f"no table {KERNELS}, so no CUDA kernel was traced: {HOW_TO_RECORD}"
+                self.path,
+                f"no table {KERNEL_TABLE}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}",
             )
         api_calls = self._api_calls()
         calls = Launches(api_calls)
-        kernels = self._work(KERNELS, "demangledName", calls)
-        graphs = self._work(GRAPHS, "graphId", calls)
-        copies = self._work(COPIES, "copyKind", calls)
-        fills = self._work(FILLS, "bytes", calls)
+        kernels = self._work(KERNEL_TABLE, "demangledName", calls)
+        graphs = self._work(GRAPH_TABLE, "graphId", calls)
+        copies = self._work(COPY_TABLE, "copyKind", calls)
+        fills = self._work(FILL_TABLE, "bytes", calls)
         return Trace(
             kernels=joined(kernels, graphs),
             copies=joined(copies, fills),
@@ -160,10 +161,10 @@ class _Export:
         )
 
     def _notes(self, num_graphs: int) -> Iterator[str]:
-        if CALLS not in self._tables:
-            yield f"No table {CALLS}, so no kernel's launch is known: {HOW_TO_RECORD}."
-        if RANGES not in self._tables:
-            yield f"No table {RANGES}, so there are no ranges: {HOW_TO_RECORD}."
+        if CALL_TABLE not in self._tables:
+            yield f"No table {CALL_TABLE}, so no kernel's launch is known: {HOW_TO_RUN_NSYS}."
+        if RANGE_TABLE not in self._tables:
+            yield f"No table {RANGE_TABLE}, so there are no ranges: {HOW_TO_RUN_NSYS}."
         if num_graphs:
             yield (
                 f"{num_graphs} launches of CUDA graphs were traced as a whole, without their "
@@ -172,14 +173,15 @@ class _Export:
 
     def _api_calls(self) -> ApiCalls:
         start, end, name, thread, correlation = self._ints(
-            CALLS, {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0}
+            CALL_TABLE,
+            {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0},
         )
         return ApiCalls(
             name=self._strings.column(name),
             process=_process(thread),
             thread=thread,
             start_ns=start,
-            duration_ns=self._durations(CALLS, start, end),
+            duration_ns=self._durations(CALL_TABLE, start, end),
             correlation=correlation,
         )
 
@@ -194,7 +196,7 @@ class _Export:
             "correlationId": 0,
             kind_column: None,
         }
-        graph_column = "graphId" if table == GRAPHS else "graphNodeId"
+        graph_column = "graphId" if table == GRAPH_TABLE else "graphNodeId"
         start, end, device, stream, process, correlation, kind, graph = self._ints(
             table, needed, {graph_column: 0}
         )
@@ -212,13 +214,13 @@ class _Export:
 
     def _work_names(self, table: str, kind: Ints) -> Ints:
         """Names of the rows of a table, by the column that tells kernels or copies apart."""
-        if table == KERNELS:
+        if table == KERNEL_TABLE:
             return self._strings.column(kind)
-        if table == COPIES:
+        if table == COPY_TABLE:
             labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
             names = {number: f"memcpy {label}" for number, label in labels.items()}
             return self._with_memory(self._strings.column(kind, names, "memcpy"))
-        name = self._strings.id("memset" if table == FILLS else "CUDA graph")
+        name = self._strings.id("memset" if table == FILL_TABLE else "CUDA graph")
         return np.full(len(kind), name, dtype=np.int64)
 
     def _with_memory(self, name: Ints) -> Ints:
@@ -226,9 +228,9 @@ class _Export:
         -> Device)`.
         """
         kinds = self._names("ENUM_CUDA_MEM_KIND", "label")
-        if not kinds or not {"srcKind", "dstKind"} <= self._columns(COPIES):
+        if not kinds or not {"srcKind", "dstKind"} <= self._columns(COPY_TABLE):
             return name
-        source, target = self._ints(COPIES, {"srcKind": 0, "dstKind": 0})
+        source, target = self._ints(COPY_TABLE, {"srcKind": 0, "dstKind": 0})
         used, index = np.unique(np.stack([name, source, target]), axis=1, return_inverse=True)
         strings, texts = self._strings.all, []
         for copy, from_kind, to_kind in used.T.tolist():
@@ -242,13 +244,13 @@ class _Export:
         push_pop = kinds.get("NvtxPushPopRange", PUSH_POP)
         start_end = kinds.get("NvtxStartEndRange", START_END)
         start, end, is_open, kind, thread, key = self._ints(
-            RANGES,
+            RANGE_TABLE,
             {"start": None, "end": last_ns, "end IS NULL": None, "eventType": None, "globalTid": 0},
             {"textId": NO_STRING},
         )
         name = self._strings.column(key)
-        if RANGES in self._tables and "text" in self._columns(RANGES):
-            texts = self._connection.execute(f"SELECT text FROM {RANGES} NOT INDEXED")
+        if RANGE_TABLE in self._tables and "text" in self._columns(RANGE_TABLE):
+            texts = self._connection.execute(f"SELECT text FROM {RANGE_TABLE} NOT INDEXED")
             ids = [NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts]
             text_id = np.array(ids, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
@@ -259,7 +261,7 @@ class _Export:
 
         name = of_names(name, strings, without_call, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
-        self._durations(RANGES, start, end)
+        self._durations(RANGE_TABLE, start, end)
         ranges = Ranges(
             name=name,
             process=_process(thread),
@@ -347,4 +349,4 @@ def recognises(path: Path, head: bytes) -> bool:
     return path.suffix == REPORT_ENDING or head.startswith(SQLITE_MAGIC)
 
 
-READER = Reader(needed=NEEDED, recognises=recognises, read=read_nsys)
+READER = Reader(needed=NSYS_EXPORT, recognises=recognises, read=read_nsys)
