@@ -271,7 +271,7 @@ def test_pieces_hold_all_kernels_of_the_step_by_stream_and_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ten kernels to a part of the step, by turns of two classes and two streams."""
-    monkeypatch.setattr(explaining, "NUM_PARTS", 4)
+    monkeypatch.setattr(explaining, "PICTURE_PARTS", 4)
     made = Recording(spans=[Span("step", 0, 800), Span("forward", 0, 800)])
     names = ("ampere_sgemm", "softmax_warp_forward")
     made.kernels = [
