@@ -7,11 +7,11 @@ from typing import Annotated
 import tyro
 
 from ..report.progress import StatusLine
-from .flags import RulesFile
+from .flags import FormatArguments, RulesFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportArguments:
+class ReportArguments(FormatArguments):
     """Make the tables, plots and page (index.html) of finished runs again, of a sweep's directory.
 
     A directory that holds no results itself stands for all below it, of sweeps, ladders, studies
@@ -40,4 +40,4 @@ def run(arguments: ReportArguments) -> int:
     from .rebuild import rebuild_all
 
     with StatusLine() as status:
-        return rebuild_all(arguments.directory, status, rules)
+        return rebuild_all(arguments.directory, status, arguments.formats, rules)
