@@ -204,7 +204,7 @@ def _waited(ranks: Sequence[Sequence[Jobs]]) -> list[tuple[float, ...]] | None:
     """For each rank, how long it waited for others in each step; None if ranks ran different
     collectives, or none.
     """
-    num_collectives = [[len(collectives) for collectives in steps] for steps in ranks]
+    num_collectives = [list(map(len, steps)) for steps in ranks]
     is_same = all(counts == num_collectives[0] for counts in num_collectives)
     if not is_same or not any(num_collectives[0]):
         return None

@@ -32,7 +32,9 @@ They are this project's, those of the course's handout, and those of a published
 `softmax` and `matmul` may occur elsewhere, ranges count only where scores, softmax and values
 follow each other inside one range.
 """
-_PART_OF = {name: part for part, names in enumerate(PART_NAMES) for name in names}
+_PART_OF: dict[str, int] = {}
+for _part, _names in enumerate(PART_NAMES):
+    _PART_OF |= dict.fromkeys(_names, _part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -338,13 +338,14 @@ class _Converter:
 
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
-    columns = {"address": "address", "num_bytes": "total_size", "stream": "stream"}
     pools = [tuple(segment.get("segment_pool_id", SHARED_POOL)) for segment in segments]
     number_of = {SHARED_POOL: 0} | {
         pool: number for number, pool in enumerate(sorted({*pools} - {SHARED_POOL}), start=1)
     }
     return Segments(
-        **{name: _ints([segment[key] for segment in segments]) for name, key in columns.items()},
+        address=_ints([segment["address"] for segment in segments]),
+        num_bytes=_ints([segment["total_size"] for segment in segments]),
+        stream=_ints([segment["stream"] for segment in segments]),
         pool=_ints([number_of[pool] for pool in pools]),
     )
 

@@ -249,7 +249,7 @@ def test_a_sighting_finds_the_block_in_use_at_its_moment(
     replayed = replay_device(memory, snapshot.settings)
     moments = moments_of([s.position for s in program.sightings], memory.events, program.position)
     rows = resolve(replayed.allocations, program.sightings, moments).tolist()
-    found = [
+    profiled = [
         None
         if row == NOT_SIGHTED
         else (int(replayed.allocations.address[row]), int(replayed.allocations.start[row]))
@@ -259,7 +259,7 @@ def test_a_sighting_finds_the_block_in_use_at_its_moment(
         None if moment == NO_MOMENT or was is None else (was[0], max(was[1] - lost, BEFORE))
         for moment, was in zip(moments.tolist(), truth, strict=True)
     ]
-    assert found == expected
+    assert profiled == expected
     assert sum(was is not None for was in expected) > (100 if kept is None else 20)
 
 

@@ -30,11 +30,16 @@ from . import Reader
 # Kineto's categories, with those of other devices, and with the capitals of PyTorch 1.8 and 1.9
 KERNEL_CATEGORIES = frozenset({"kernel", "Kernel", "mtia_ccp_events"})
 COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
-CALL_CATEGORIES = frozenset({"Runtime", "runtime", "driver"}) | {
-    f"{maker}_{layer}"
-    for maker in ("cuda", "hip", "xpu", "mtia", "privateuse1")
-    for layer in ("runtime", "driver")
-}
+_MAKERS = ("cuda", "hip", "xpu", "mtia", "privateuse1")
+CALL_CATEGORIES = frozenset(
+    {
+        "Runtime",
+        "runtime",
+        "driver",
+        *(f"{maker}_runtime" for maker in _MAKERS),
+        *(f"{maker}_driver" for maker in _MAKERS),
+    }
+)
 RANGE_CATEGORIES = frozenset({"user_annotation"})
 OPERATOR_CATEGORIES = frozenset({"cpu_op"})
 
