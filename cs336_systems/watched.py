@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .analysis.memory.profile import notes_path
+from .analysis.memory.notes import notes_path
 from .analysis.warnings import launched_phases, timing_warnings
 from .config import (
     SIZES,

@@ -33,6 +33,7 @@ BASE = (
     "interrupt",
     "temporary",
     "text",
+    "plugins",
     "files",
     "ranges",
     "settings",

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336 import watch
 from cs336.analysis.kernels.phases import LaunchPhase
 from cs336.analysis.kernels.step_profile import decode_profile
-from cs336.analysis.memory.profile import Kind, notes_path, read_notes
+from cs336.analysis.memory.notes import SightingKind, notes_path, read_notes
 from cs336.cli import main
 from cs336.config import Device, Mode, Phase, Profiler
 from cs336.model.annotate import annotate
@@ -179,11 +179,15 @@ def test_a_recorded_loop_says_which_tensor_is_at_which_address(clock, tmp_path, 
     loop(model, clock, watched, optimizers=[optimizer], steps=PROFILED_STEPS + 3)
     recorded.move(tmp_path / "raw.pickle")
     notes = read_notes(notes_path(tmp_path / "raw.pickle"))
-    names = {kind: {each.name for each in notes.sightings if each.kind is kind} for kind in Kind}
+    names = {
+        kind: {each.name for each in notes.sightings if each.kind is kind} for kind in SightingKind
+    }
     parameters = {name for name, _ in model.named_parameters()}
-    assert names[Kind.PARAMETER] == names[Kind.GRADIENT] == parameters
-    assert names[Kind.OPTIMIZER_STATE] == {f"momentum_buffer of {name}" for name in parameters}
-    assert any("head" in name for name in names[Kind.SAVED])
+    assert names[SightingKind.PARAMETER] == names[SightingKind.GRADIENT] == parameters
+    assert names[SightingKind.OPTIMIZER_STATE] == {
+        f"momentum_buffer of {name}" for name in parameters
+    }
+    assert any("head" in name for name in names[SightingKind.SAVED])
     assert [mark.name for mark in notes.marks[-4:]] == ["start", "forward", "backward", "optimizer"]
     with pytest.raises(ValueError, match="needs the model on a GPU"):
         watch(model, memory=True)

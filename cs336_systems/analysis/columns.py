@@ -13,6 +13,7 @@ from ..files import FileError
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
 class ProfileError(FileError):
@@ -39,20 +40,19 @@ SomeColumns = TypeVar("SomeColumns", bound=Columns)
 
 def joined(first: SomeColumns, *others: SomeColumns) -> SomeColumns:
     """The rows of `first`, followed by those of the others."""
-    parts = {
-        field.name: [getattr(table, field.name) for table in (first, *others)]
-        for field in fields(first)
-    }
-    return type(first)(**{name: np.concatenate(columns) for name, columns in parts.items()})
+    columns = {}
+    for field in fields(first):
+        parts = [getattr(table, field.name) for table in (first, *others)]
+        columns[field.name] = np.concatenate(parts)
+    return type(first)(**columns)
 
 
 def chosen(columns: SomeColumns, rows: Mask | Ints) -> SomeColumns:
     """The rows of the table for which the mask is true, or those with these numbers, in their
     order.
     """
-    return type(columns)(
-        **{field.name: getattr(columns, field.name)[rows] for field in fields(columns)}
-    )
+    kept = {field.name: getattr(columns, field.name)[rows] for field in fields(columns)}
+    return type(columns)(**kept)
 
 
 def groups(ids: Ints) -> Iterator[tuple[int, Ints]]:
@@ -97,9 +97,8 @@ def what_it_is(path: Path, head: bytes) -> str:
         return f"it is the report itself: export it with `nsys export --type=sqlite {path.name}`"
     for magic, compressor in _COMPRESSORS.items():
         if head.startswith(magic):
-            return (
-                f"it is compressed with {compressor}: decompress it first, with `{compressor} -dk`"
-            )
+            remedy = f"decompress it first, with `{compressor} -dk`"
+            return f"it is compressed with {compressor}: {remedy}"
     if head[:1] == b"\x80":
         return "it is a pickle, as PyTorch's memory snapshots are: `cs336 memory` explains those"
     return "it is something else" if head else "it is empty"

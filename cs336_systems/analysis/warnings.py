@@ -1,5 +1,4 @@
-"""Warnings about the raw step times of one run, and ways to make a step shorter. No time is ever
-dropped.
+"""Warnings about the raw step times of one run. No time is ever dropped.
 
 Thresholds of significance are such that independent noise rarely warns: of runs of 10 independent
 steps, fewer than 1 in 100 gets a warning about drift. Thresholds of size leave out differences that
@@ -10,24 +9,11 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from itertools import starmap
-from typing import Any
 
-from ..config import (
-    EAGER_STEPS_BEFORE_GRAPH,
-    Attention,
-    CompileMode,
-    Mode,
-    OptimizerKind,
-    Parallel,
-    Phase,
-    Precision,
-    Profiler,
-    RunConfig,
-)
+from ..config import Phase, Profiler, RunConfig
 from ..costs.time import MIN_LAUNCHED_SHARE, limited_by_launches
 from ..record import Measurement, RunRecord, RunWarning, Telemetry, WarningCode
+from .remedies import against_launches
 from .statistics import lag1_autocorrelation, outliers, slope
 
 MAX_CV = 0.05
@@ -60,7 +46,8 @@ MAX_LAG1_Z = 2.5
 """Standard errors by which the lag-1 autocorrelation must exceed -1/n, its mean for independent
 steps.
 """
-MAX_LISTED = 5
+MAX_OUTLIERS = 5
+"""Most outliers that a warning names."""
 OF_TIMES = frozenset(
     {WarningCode.UNSTABLE, WarningCode.OUTLIERS, WarningCode.DRIFT, WarningCode.LAUNCH_BOUND}
 )
@@ -126,11 +113,9 @@ def measurement_warnings(
     """Warnings about the times; none without times, or if a time is 0, which a coarse clock may
     show.
     """
-    return (
-        timing_warnings(measured.times_s, repeated=repeated)
-        if measured and all(measured.times_s)
-        else ()
-    )
+    if measured is None or not all(measured.times_s):
+        return ()
+    return timing_warnings(measured.times_s, repeated=repeated)
 
 
 def launched_phases(
@@ -139,9 +124,8 @@ def launched_phases(
     """The phases of a run that wait for the host's launches, with their mean times; none if
     those were not timed.
     """
-    on_device, on_host = (
-        {each.phase: each.times_s for each in own} for own in (measurements, host_phases)
-    )
+    on_device = {phase.phase: phase.times_s for phase in measurements}
+    on_host = {phase.phase: phase.times_s for phase in host_phases}
     on_device.pop(Phase.STEP, None)
     return limited_by_launches(on_device, on_host)
 
@@ -188,15 +172,13 @@ def timing_warnings(
         WarningCode.DRIFT: _drift(times_s, repeated),
         WarningCode.LAUNCH_BOUND: _launch_bound(times_s, launched_s or {}, config),
     }
-    return tuple(
-        RunWarning(code=code, message=message)
-        for code, message in messages.items()
-        if message is not None
-    )
+    told = {code: message for code, message in messages.items() if message is not None}
+    return tuple(RunWarning(code=code, message=message) for code, message in told.items())
 
 
 def _unstable(times_s: Sequence[float], repeated: Repeated) -> str | None:
-    if (cv := _cv(times_s)) <= MAX_CV:
+    cv = _cv(times_s)
+    if cv <= MAX_CV:
         return None
     return (
         f"the standard deviation is {_percent(cv)} of the mean {repeated.name}, over "
@@ -208,12 +190,15 @@ def throttled(telemetry: Telemetry) -> str | None:
     """Why the driver lowered the clock before or after the measured steps, and to which share;
     None if it did not.
     """
-    slowed = [state for state in (telemetry.before, telemetry.after) if state.throttle_reasons]
-    clock = min((state.sm_clock_hz / state.max_sm_clock_hz for state in slowed), default=1.0)
+    clocks, reasons = [], set[str]()
+    for state in (telemetry.before, telemetry.after):
+        if state.throttle_reasons:
+            clocks.append(state.sm_clock_hz / state.max_sm_clock_hz)
+            reasons.update(state.throttle_reasons)
+    clock = min(clocks, default=1.0)
     if clock >= FULL_CLOCK:
         return None
-    reasons = sorted({reason for state in slowed for reason in state.throttle_reasons})
-    return f"{', '.join(reasons)}: SM clock at {clock:.0%} of its maximum"
+    return f"{', '.join(sorted(reasons))}: SM clock at {clock:.0%} of its maximum"
 
 
 def _cv(times_s: Sequence[float]) -> float:
@@ -223,35 +208,30 @@ def _cv(times_s: Sequence[float]) -> float:
 
 def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
     median_s = statistics.median(times_s)
-    far = {i for i, time_s in enumerate(times_s) if abs(time_s / median_s - 1) >= MIN_OUTLIER}
-    found = [
-        f"{repeated.name} {i + 1} {_signed_percent(times_s[i] / median_s - 1)}"
-        for i in (outliers(times_s, OUTLIER_ALPHA) if far else [])
-        if i in far
-    ]
-    if not found:
+    distances = [time_s / median_s - 1 for time_s in times_s]
+    if max(map(abs, distances)) < MIN_OUTLIER:
+        return None  # without the slow test
+    far = [i for i in outliers(times_s, OUTLIER_ALPHA) if abs(distances[i]) >= MIN_OUTLIER]
+    if not far:
         return None
-    more = f" and {len(found) - MAX_LISTED} more" if len(found) > MAX_LISTED else ""
-    is_first = found[0].startswith(f"{repeated.name} 1 ")
-    remedy = f"use {repeated.warmup}" if is_first else "close other programs"
+    named = [f"{repeated.name} {i + 1} {_signed_percent(distances[i])}" for i in far[:MAX_OUTLIERS]]
+    more = f" and {len(far) - MAX_OUTLIERS} more" if len(far) > MAX_OUTLIERS else ""
+    remedy = "close other programs" if far[0] else f"use {repeated.warmup}"
     return (
-        f"{len(found)} of {len(times_s)} {repeated.plural} lie far from the median of "
-        f"{median_s * 1e3:.4g} ms ({', '.join(found[:MAX_LISTED])}{more}); they are kept: "
-        f"{remedy}, or rely on the median"
+        f"{len(far)} of {len(times_s)} {repeated.plural} lie far from the median of "
+        f"{median_s * 1e3:.4g} ms ({', '.join(named)}{more}); they are kept: {remedy}, or rely on "
+        "the median"
     )
 
 
 def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
     if len(times_s) < MIN_DRIFT_STEPS:
         return None
-    seen = (
-        _slope_seen(times_s, repeated)
-        or _halves_seen(times_s, repeated)
-        or _correlation_seen(times_s, repeated)
-    )
-    if seen is None:
-        return None
-    return f"{seen}: use {repeated.warmup}, and look at the clocks and the temperature"
+    for drift_in in (_slope_seen, _halves_seen, _correlation_seen):
+        drift = drift_in(times_s, repeated)
+        if drift is not None:
+            return f"{drift}: use {repeated.warmup}, and look at the clocks and the temperature"
+    return None
 
 
 def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
@@ -283,11 +263,8 @@ def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | Non
     n = len(times_s)
     lag1 = lag1_autocorrelation(times_s)
     error = (n - 2) / (n * math.sqrt(n - 1))  # exact for independent normal values (Moran 1948)
-    if (
-        lag1 is None
-        or lag1 <= max(MIN_LAG1, MAX_LAG1_Z * error - 1 / n)
-        or _cv(times_s) < MIN_DRIFT
-    ):
+    least = max(MIN_LAG1, MAX_LAG1_Z * error - 1 / n)
+    if lag1 is None or lag1 <= least or _cv(times_s) < MIN_DRIFT:
         return None
     return (
         f"each {repeated.name} resembles the one before (lag-1 autocorrelation {lag1:.2f} "
@@ -315,115 +292,3 @@ def _percent(fraction: float) -> str:
 
 def _signed_percent(fraction: float) -> str:
     return f"{fraction * 100:+.1f} %"
-
-
-NOT_IN_USE = "where not in use yet"
-
-
-class Remedy(Enum):
-    """A way to make a step shorter, in words, and as flags of this project for a run that does not
-    use it already.
-
-    If the configuration is unknown, for example of another program's trace, the advice names no
-    flags and may include ways that are in use.
-    """
-
-    COMPILE = "torch.compile"
-    ATTENTION = "fused attention"
-    OPTIMIZER = "a fused optimizer"
-    GRAPHS = "CUDA graphs"
-    TF32 = 'TF32 (torch.set_float32_matmul_precision("high"))'
-    BF16 = "autocast to bf16"
-    FP16 = "autocast to fp16"
-    OVERLAP = "communication during backward"
-
-    def applied_to(self, config: RunConfig) -> RunConfig | None:
-        """The run with this change too; None if the run has it already or cannot have it."""
-        changes = _changes(self, config)
-        try:
-            return replace(config, **changes) if changes else None
-        except ValueError:  # another setting excludes it
-            return None
-
-    def named_for(self, config: RunConfig | None) -> str:
-        """The flags of this change, and those that they need; its words if the configuration is
-        unknown.
-        """
-        if config is None:
-            return self.value
-        changes = _changes(self, config)
-        return " ".join(starmap(_flag, changes.items())) if changes else "a larger --batch-size"
-
-    def is_open_to(self, config: RunConfig | None) -> bool:
-        """Whether the run could use it and does not; True if the configuration is unknown.
-
-        Steps of several ranks that overlap communication already have another way: a larger batch
-        computes longer for the same bytes.
-        """
-        if config is None or self is Remedy.OVERLAP:
-            return config is None or config.is_shared
-        return self.applied_to(config) is not None
-
-
-OF_PRECISION = {
-    Precision.TF32: Remedy.TF32,
-    Precision.BF16: Remedy.BF16,
-    Precision.FP16: Remedy.FP16,
-}
-
-
-def _changes(remedy: Remedy, config: RunConfig) -> dict[str, Any]:
-    """The settings that the remedy changes, and those that it needs; empty for a run that has it
-    or cannot have it.
-    """
-    match remedy:
-        case Remedy.COMPILE if config.compile is CompileMode.NONE:
-            return {"compile": CompileMode.DEFAULT}
-        case Remedy.ATTENTION if (
-            config.model_factory is None and config.model.attention is Attention.NAIVE
-        ):
-            return {"model": replace(config.model, attention=Attention.SDPA)}
-        case Remedy.OPTIMIZER if (
-            config.mode is Mode.TRAIN and config.optimizer is not OptimizerKind.FUSED
-        ):
-            return {"optimizer": OptimizerKind.FUSED}
-        case Remedy.GRAPHS if (
-            not config.cuda_graph and config.compile is not CompileMode.REDUCE_OVERHEAD
-        ):
-            least = EAGER_STEPS_BEFORE_GRAPH + 1
-            warmup = {"warmup_steps": least} if config.warmup_steps < least else {}
-            return {"cuda_graph": True, **_changes(Remedy.OPTIMIZER, config), **warmup}
-        case Remedy.TF32 | Remedy.BF16 | Remedy.FP16:
-            (precision,) = (each for each, own in OF_PRECISION.items() if own is remedy)
-            slower = (
-                (Precision.FP32,) if remedy is Remedy.TF32 else (Precision.FP32, Precision.TF32)
-            )
-            return {"precision": precision} if config.precision in slower else {}
-        case Remedy.OVERLAP if config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_FLAT):
-            return {"parallel": Parallel.DDP_OVERLAP}
-    return {}
-
-
-def _flag(name: str, value: object) -> str:
-    """The setting on the command line."""
-    if name == "model":
-        return f"--attention {Attention.SDPA}"
-    if value is Precision.BF16:
-        return "--mixed-precision"
-    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-
-
-def remedies(config: RunConfig | None, *candidates: Remedy) -> str:
-    """The candidates that are open to the run, separated by commas; empty if there are none."""
-    found = [remedy.named_for(config) for remedy in candidates if remedy.is_open_to(config)]
-    return ", ".join([*found, NOT_IN_USE] if found and config is None else found)
-
-
-def against_launches(config: RunConfig | None) -> str:
-    """What helps if launching kernels limits the step, as a phrase that follows `use`."""
-    ways = ["a larger model or batch"]
-    if kernels := remedies(config, Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER):
-        ways.append(f"fewer kernels ({kernels})")
-    if graphs := remedies(config, Remedy.GRAPHS):
-        ways.append(f"CUDA graphs {NOT_IN_USE}" if config is None else f"CUDA graphs ({graphs})")
-    return ", or ".join([", ".join(ways[:-1]), ways[-1]] if len(ways) > 1 else ways)

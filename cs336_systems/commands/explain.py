@@ -12,7 +12,7 @@ import tyro
 
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
-from .flags import Flat, OutputArguments, Switch, unset
+from .flags import Flat, OutputArguments, RulesFile, Switch, unset
 from .outcome import OK, UsageError, existing, show, with_statistics
 
 if TYPE_CHECKING:
@@ -71,21 +71,32 @@ class KernelsArguments(FileArguments):
     """Record of the profiled run; it gives attention its FLOPs, and says which advice the run
     follows already.
     """
+    rules: RulesFile = None
+    """TOML file of lines 'PATTERN' = "CLASS": kernels with the pattern (a regular expression) in
+    their names are of this class. They decide before all other rules; the first that fits counts.
+    """
     ranges: Flat[PhaseNames] = field(default_factory=PhaseNames)
 
     def explained(self) -> Explanation:
         """The explanation; raise UsageError for names of ranges that cannot be."""
         record, others = self.record_and_others()
+        from ..analysis.kernels.classes import read_rules
         from ..analysis.kernels.explain import explain
-        from ..analysis.kernels.phases import RangeNameError
+        from ..analysis.kernels.phase_ranges import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
         from ..report.sections.kernels.files import answer_of, tables_of_one, write_kernels
         from ..report.sections.kernels.tables import Explained, plain_run
 
+        config = None if record is None else record.config
+        rules = None if self.rules is None else read_rules(self.rules)
         try:
-            profile = read_profile(self.file) or explain(
-                self.file, record.config if record else None, self.ranges
-            )
+            profile = read_profile(self.file)
+            if profile is None:
+                profile = explain(self.file, config, self.ranges, rules)
+            elif rules is not None:
+                raise UsageError(
+                    f"--rules needs the trace itself, and {self.file} is a profile made from one"
+                )
         except RangeNameError as error:
             raise UsageError(f"{self.file}: {error}") from error
         plain = None if record is None else plain_run(record, others)

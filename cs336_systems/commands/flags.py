@@ -35,6 +35,10 @@ def unset(metavar: str | None, default: object, text: str | None = None) -> obje
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})", help=text)
 
 
+RulesFile = Annotated[Path | None, unset("TOML", "none")]
+"""A file of rules for the classes of kernels."""
+
+
 def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorSpec[Any]:
     """Parse a member of `kind`, or several; None if the flag was not given.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+from ..analysis.kernels.classes import KernelRules
 from ..files import in_one_line
 from ..record import RUNS, load_records, published_runs
 from ..report.compared import COMPARISON_FILE, load_compared
@@ -57,9 +58,12 @@ def load(
     return _READERS[_source(directory)](directory, ceilings_at)
 
 
-def rebuild_all(root: Path, status: StatusLine, formats: Collection[str] = ()) -> int:
+def rebuild_all(
+    root: Path, status: StatusLine, formats: Collection[str] = (), rules: KernelRules | None = None
+) -> int:
     """Rebuild every results directory below `root` with its page, tables also in `formats`, and
-    report what was done; continue after a failure.
+    report what was done; continue after a failure. By `rules`, if any, traces that are still there
+    are explained again.
 
     The page of the root lists all others.
     """
@@ -75,7 +79,7 @@ def rebuild_all(root: Path, status: StatusLine, formats: Collection[str] = ()) -
     for number, path in enumerate(paths):
         try:
             runs = path / RUNS
-            is_explained &= not explain_again(load_records(runs)[0], runs, status)
+            is_explained &= not explain_again(load_records(runs)[0], runs, status, rules=rules)
             status(f"reading {path}", number, len(paths))
             directory = load(path, ceilings_at)
             write(directory, status, formats)

@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from ..report.progress import StatusLine
-from .flags import FormatArguments
+from .flags import FormatArguments, RulesFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,19 @@ class ReportArguments(FormatArguments):
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Directory of a sweep (with runs/ in it), or of anything else, or with results below it."""
+    rules: RulesFile = None
+    """TOML file of lines 'PATTERN' = "CLASS", as for `cs336 kernels`: traces of runs that are still
+    there are explained again, and names with the pattern are of this class.
+    """
 
 
 def run(arguments: ReportArguments) -> int:
     """Write all results in or below the directory again."""
+    from ..analysis.kernels.classes import read_rules
+
+    rules = None if arguments.rules is None else read_rules(arguments.rules)
     # pandas is slow to import, and the help does not need it
     from .rebuild import rebuild_all
 
     with StatusLine() as status:
-        return rebuild_all(arguments.directory, status, arguments.formats)
+        return rebuild_all(arguments.directory, status, arguments.formats, rules)

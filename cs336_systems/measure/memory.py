@@ -1,7 +1,7 @@
 """Record the CUDA allocator's history over steps, with notes that only the live process can take.
 
 The snapshot is PyTorch's own format; the notes say which tensor was at which address
-(analysis/memory/profile.py).
+(analysis/memory/notes.py).
 """
 
 import contextlib
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from ..analysis.memory.profile import (
-    Kind,
+from ..analysis.memory.notes import (
+    START,
     Mark,
     MemoryNotes,
     Position,
     Sighting,
+    SightingKind,
     notes_path,
     write_notes,
 )
@@ -37,7 +38,6 @@ MAX_EVENTS = 1_000_000
 """Events in the allocator's ring buffer, so that a long run takes at most some hundred MB of
 host memory.
 """
-START = "start"
 CHECKPOINT = "checkpoint"
 """Last part of the name of a tensor that a checkpoint keeps, which is the input of its first
 block.
@@ -66,7 +66,7 @@ class MemoryRecorder:
         """Tensors into which a fully sharded model gathers its whole parameters."""
         if isinstance(step.way, FSDP):
             self._gathered = step.way.watch_gathers(
-                lambda unit, memory: self._see(Kind.GATHERED, unit, memory)
+                lambda unit, memory: self._see(SightingKind.GATHERED, unit, memory)
             )
         self._again: list[saved_tensors_hooks] = []
         """Hooks of the blocks that backward is recomputing."""
@@ -87,7 +87,7 @@ class MemoryRecorder:
         )
         self._see_all(self._weights)
         for name, buffer in self._step.model.named_buffers():
-            self._see(Kind.BUFFER, name, buffer)
+            self._see(SightingKind.BUFFER, name, buffer)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class MemoryRecorder:
         if ended == (Phase.BACKWARD if self._step.way is None else Phase.COMMUNICATION):
             gradients = [(weight_name, weight.grad) for _, weight_name, weight in self._weights]
             self._see_all(
-                (Kind.GRADIENT, each, grad) for each, grad in gradients if grad is not None
+                (SightingKind.GRADIENT, each, grad) for each, grad in gradients if grad is not None
             )
 
     def dump(self, path: Path) -> None:
@@ -146,17 +146,17 @@ class MemoryRecorder:
         write_notes(notes, notes_path(path))
         temporary.replace(path)
 
-    def _see_all(self, tensors: Iterable[tuple[Kind, str, Tensor]]) -> None:
+    def _see_all(self, tensors: Iterable[tuple[SightingKind, str, Tensor]]) -> None:
         """Note what is at each address; tensors that share memory are noted as the first name
         and how many more.
         """
-        found: dict[tuple[Kind, int], list[tuple[str, Tensor]]] = {}
+        found: dict[tuple[SightingKind, int], list[tuple[str, Tensor]]] = {}
         for kind, name, tensor in tensors:
             found.setdefault((kind, _address(tensor)), []).append((name, tensor))
         for (kind, _), ((name, tensor), *others) in found.items():
             self._see(kind, f"{name} and {len(others)} more" if others else name, tensor)
 
-    def _see(self, kind: Kind, name: str, tensor: Tensor) -> None:
+    def _see(self, kind: SightingKind, name: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if tensor.device.type == self._step.config.device.value and storage.nbytes():
             self._sightings.append(
@@ -179,7 +179,7 @@ class MemoryRecorder:
             name = self._names.get(id(parameter), "a tensor outside of the model")
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    self._see(Kind.OPTIMIZER_STATE, f"{key} of {name}", value)
+                    self._see(SightingKind.OPTIMIZER_STATE, f"{key} of {name}", value)
 
     def _saved(self, tensor: Tensor) -> Tensor:
         path = current_path()
@@ -196,7 +196,7 @@ class MemoryRecorder:
         is_gathered = any(address == _address(memory) for memory in self._gathered)
         if address not in self._known and not is_gathered:
             copied = self._copied_parameter(tensor.grad_fn)
-            kind = Kind.SAVED if copied is None else Kind.AUTOCAST_COPY
+            kind = SightingKind.SAVED if copied is None else SightingKind.AUTOCAST_COPY
             self._see(kind, " > ".join(path) if copied is None else copied, tensor)
 
     def _watch_checkpoints(self) -> Iterator[RemovableHandle]:
@@ -254,24 +254,24 @@ class MemoryRecorder:
         return None if variable is None else self._known.get(_address(variable))
 
 
-def _weights(step: TrainingStep) -> Iterator[tuple[Kind, str, Tensor]]:
+def _weights(step: TrainingStep) -> Iterator[tuple[SightingKind, str, Tensor]]:
     """What is trained, by name, and low-precision copies if the model computes with such copies."""
-    found: dict[int, tuple[Kind, list[str], Tensor]] = {}
+    found: dict[int, tuple[SightingKind, list[str], Tensor]] = {}
 
-    def note(kind: Kind, name: str, tensor: Tensor) -> None:
+    def note(kind: SightingKind, name: str, tensor: Tensor) -> None:
         # a model on several ranks may have freed masters of which this rank keeps a part
         if tensor.numel():
             found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
 
     for name, parameter in step.model.named_parameters():
-        note(Kind.PARAMETER, name, parameter)
+        note(SightingKind.PARAMETER, name, parameter)
     for name, weight in _named_weights(step):
         if id(weight.master) not in found:
-            note(Kind.PARAMETER, name, weight.master)
+            note(SightingKind.PARAMETER, name, weight.master)
         if weight.remainder is not None:
-            note(Kind.PARAMETER, name, weight.remainder)
+            note(SightingKind.PARAMETER, name, weight.remainder)
         if weight.copy is not None:
-            note(Kind.AUTOCAST_COPY, name, weight.copy.leaf)
+            note(SightingKind.AUTOCAST_COPY, name, weight.copy.leaf)
     for kind, names, tensor in found.values():
         yield kind, " + ".join(names), tensor
 

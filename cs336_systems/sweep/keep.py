@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from ..analysis.kernels.classes import KernelRules
 from ..config import Profiler, RunConfig
 from ..files import FileError, error_in_words, in_one_line
 from ..measure.environment import host_memory_bytes
@@ -218,6 +219,14 @@ def can_be_explained(record: RunRecord, runs: Path) -> bool:
     return lacks_explanation(record, runs) and store.raw_profile_path(record.config, runs).is_file()
 
 
+def has_trace(record: RunRecord, runs: Path) -> bool:
+    """Whether the raw profile of the run is a trace of kernels, and still there."""
+    config = record.config
+    if config.profiler in (Profiler.NONE, Profiler.MEMORY) or record.status is not Status.OK:
+        return False
+    return store.raw_profile_path(config, runs).is_file()
+
+
 def has_explanation(config: RunConfig, runs: Path) -> bool:
     """Whether this run has an explanation that this or a later version of the program can read."""
     path = store.explanation_path(config, runs)
@@ -236,9 +245,10 @@ def has_explanation(config: RunConfig, runs: Path) -> bool:
     return True
 
 
-def explain_run(config: RunConfig, runs: Path) -> None:
-    """Read the raw profile of the run and write its explanation. Raises what the analysis
-    raises.
+def explain_run(config: RunConfig, runs: Path, rules: KernelRules | None = None) -> None:
+    """Read the raw profile of the run and write its explanation; with `rules` for names of kernels.
+
+    Raises what the analysis raises.
     """
     raw, target = store.raw_profile_path(config, runs), store.explanation_path(config, runs)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -251,17 +261,19 @@ def explain_run(config: RunConfig, runs: Path) -> None:
         from ..analysis.kernels.explain import explain
         from ..analysis.kernels.step_profile import write_profile
 
-        write_profile(explain(raw, config), target)
+        write_profile(explain(raw, config, rules=rules), target)
 
 
-def explain_in_worker(config: RunConfig, runs: Path, log: Connection) -> None:
+def explain_in_worker(
+    config: RunConfig, runs: Path, log: Connection, rules: KernelRules | None = None
+) -> None:
     """Entry of a forked worker that explains one run. If it fails, the last line of its output
     says why.
     """
     begin_worker(log)
     _limit_memory()
     try:
-        explain_run(config, runs)
+        explain_run(config, runs, rules)
     except Exception as error:
         print(file=sys.stderr)
         print_aside(in_one_line(error))

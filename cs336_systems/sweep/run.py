@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 
+from ..analysis.kernels.classes import KernelRules
 from ..analysis.warnings import judged
 from ..config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profiler, RunConfig
 from ..measure.environment import identity
@@ -102,21 +103,31 @@ def outcome(keeper: keep.Keeper, *, interrupted: bool) -> Outcome:
 
 
 def explain_again(
-    records: Sequence[RunRecord], runs: Path, listener: keep.Listener, *, timeout_s: float = 600.0
+    records: Sequence[RunRecord],
+    runs: Path,
+    listener: keep.Listener,
+    *,
+    timeout_s: float = 600.0,
+    rules: KernelRules | None = None,
 ) -> tuple[RunConfig, ...]:
     """Explain those of `records` in `runs` that have a raw profile and no explanation; measure
     nothing.
 
-    Return those that could not be explained. Raises KeyboardInterrupt if a signal stops it.
+    With `rules` for names of kernels, all that have a trace of kernels are explained. Return those
+    that have no explanation in the end. Raises KeyboardInterrupt if a signal stops it.
     """
-    waiting = [record.config for record in records if keep.can_be_explained(record, runs)]
+    waiting = []
+    for record in records:
+        is_new = rules is not None and keep.has_trace(record, runs)
+        if is_new or keep.can_be_explained(record, runs):
+            waiting.append(record.config)
     if waiting:
         isolation.preload_to_explain()
         isolation.spare_children()
         adopt_orphans()
         with isolation.Interrupts(at_once=True) as interrupts:
             keeper = keep.Keeper(runs, listener)
-            Loop(keeper, (None,), timeout_s, interrupts, deque(waiting)).run(())
+            Loop(keeper, (None,), timeout_s, interrupts, deque(waiting), rules=rules).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(config for config in waiting if not keep.has_explanation(config, runs))
@@ -137,6 +148,8 @@ class Loop:
     explaining: set[isolation.Worker] = field(default_factory=set)
     explains: bool = True
     """Whether the raw profiles of runs are explained here after they have been measured."""
+    rules: KernelRules | None = None
+    """Rules for names of kernels, by which traces are explained."""
     waiting: deque[RunConfig] = field(default_factory=deque)
     """Runs to measure."""
     free: list[Gpu | None] = field(init=False)
@@ -194,6 +207,8 @@ class Loop:
         explains, runs = bool(self.unexplained), self.keeper.runs
         config = (self.unexplained if explains else self.waiting).popleft()
         entry: isolation.Entry = keep.explain_in_worker
+        if explains and self.rules is not None:
+            entry = functools.partial(keep.explain_in_worker, rules=self.rules)
         if not explains:
             (runs / f"{config.key}.json").unlink(missing_ok=True)
             entry = functools.partial(

@@ -97,7 +97,7 @@ def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:
     """
     if config.profiler is Profiler.NONE:
         return ()
-    from ..analysis.memory.profile import notes_path
+    from ..analysis.memory.notes import notes_path
 
     raw = raw_profile_path(config, runs)
     ranks = 1 if config.profiler is Profiler.NSYS else config.ranks

@@ -4,7 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336.analysis.warnings import Remedy, launched_phases, throttled, timing_warnings
+from cs336.analysis.remedies import Remedy
+from cs336.analysis.warnings import launched_phases, throttled, timing_warnings
 from cs336.config import (
     SIZES,
     Attention,
@@ -87,23 +88,23 @@ def test_a_drift_below_one_percent_is_ignored(seed) -> None:
 def test_a_spike_is_an_outlier_and_not_a_drift(position) -> None:
     times = noisy(position)
     times[position] *= 1.1
-    found = warnings_of(times)
-    assert list(found) == [WarningCode.OUTLIERS]
-    assert f"(step {position + 1} +" in found[WarningCode.OUTLIERS]
-    assert ("--warmup-steps" in found[WarningCode.OUTLIERS]) == (position == 0)
+    warned = warnings_of(times)
+    assert list(warned) == [WarningCode.OUTLIERS]
+    assert f"(step {position + 1} +" in warned[WarningCode.OUTLIERS]
+    assert ("--warmup-steps" in warned[WarningCode.OUTLIERS]) == (position == 0)
 
 
 def test_alternating_times_are_unstable_and_do_not_drift() -> None:
-    found = warnings_of([0.1, 0.12] * 5)
-    assert list(found) == [WarningCode.UNSTABLE]
-    assert "9.6 % of the mean step" in found[WarningCode.UNSTABLE]
+    warned = warnings_of([0.1, 0.12] * 5)
+    assert list(warned) == [WarningCode.UNSTABLE]
+    assert "9.6 % of the mean step" in warned[WarningCode.UNSTABLE]
     assert warnings_of([0.1, 0.108] * 5) == {}
 
 
 def test_the_cpu_is_the_limit_if_most_of_a_step_waits_for_it() -> None:
-    found = warnings_of([0.02] * 10, forward=0.0051, backward=0.0055)
-    assert list(found) == [WarningCode.LAUNCH_BOUND]
-    assert "53.0 % of the step (forward, backward)" in found[WarningCode.LAUNCH_BOUND]
+    warned = warnings_of([0.02] * 10, forward=0.0051, backward=0.0055)
+    assert list(warned) == [WarningCode.LAUNCH_BOUND]
+    assert "53.0 % of the step (forward, backward)" in warned[WarningCode.LAUNCH_BOUND]
     assert warnings_of([0.02] * 10, forward=0.0051, optimizer=0.0045) == {}
 
 
@@ -219,6 +220,6 @@ def test_a_gpu_at_its_full_clock_is_not_throttled(
         )
         for clock in clocks_mhz
     )
-    found = throttled(Telemetry(before=before, after=after))
-    assert (found is None) == (share is None)
-    assert share is None or share in (found or "")
+    warned = throttled(Telemetry(before=before, after=after))
+    assert (warned is None) == (share is None)
+    assert share is None or share in (warned or "")

@@ -20,7 +20,8 @@ from matplotlib.text import Text
 
 from cs336 import cli
 from cs336.analysis.kernels.step_profile import write_profile
-from cs336.analysis.memory.profile import notes_path, read_notes, write_memory_profile, write_notes
+from cs336.analysis.memory.notes import notes_path, read_notes, write_notes
+from cs336.analysis.memory.profile import write_memory_profile
 from cs336.config import Profiler
 from cs336.files import encode_json
 from cs336.record import Failure, Status, WarningCode, encode_record, load_records, write_record

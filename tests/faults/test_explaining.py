@@ -63,9 +63,12 @@ def kept(directory):
     return contents(directory / "runs"), contents(raw(directory).parent)
 
 
+def explained(directory):
+    return decode_profile(explanation(directory).read_bytes())
+
+
 def assert_explained(directory):
-    profile = decode_profile(explanation(directory).read_bytes())
-    assert profile.num_steps == WATCHED.measured_steps
+    assert explained(directory).num_steps == WATCHED.measured_steps
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,16 @@ def report(monkeypatch, analysis, directory, *words):
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return [sys.executable, "-c", code, "report", str(directory), *words]
+
+
+def test_a_report_with_rules_explains_traces_again_by_them(measured):
+    rules = measured / "rules.toml"
+    rules.write_text("'^aten::mm$' = \"other\"\n")
+    assert cli.main(["report", str(measured)]) == 0
+    assert "matrix product" in {row.kind for row in explained(measured).classes}
+    assert cli.main(["report", str(measured), "--rules", str(rules)]) == 0
+    kinds = {row.name: row.kind for row in explained(measured).kernels}
+    assert kinds["aten::mm"] == "other"
 
 
 def test_a_report_explains_what_is_missing_and_says_so(measured, launch, monkeypatch):

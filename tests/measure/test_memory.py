@@ -11,15 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336.analysis.memory.profile import (
-    Kind,
-    MemoryNotes,
-    Sighting,
-    block_of_ranges,
-    notes_path,
-    read_notes,
-    short_name,
-)
+from cs336.analysis.memory.names import block_of_ranges, sighting_name
+from cs336.analysis.memory.notes import MemoryNotes, Sighting, SightingKind, notes_path, read_notes
 from cs336.config import Arch, Device, ModelConfig, OptimizerKind, Phase, Precision, RunConfig
 from cs336.costs.accounting import count_parameters
 from cs336.measure.clock import HostClock, ObservedClock
@@ -72,12 +65,14 @@ def is_input(sighting: Sighting) -> bool:
 def in_blocks(notes: MemoryNotes) -> Counter[tuple[object, ...]]:
     """What the blocks save, without where it lies and when."""
     saved = (
-        s for s in notes.sightings if s.kind in (Kind.SAVED, Kind.AUTOCAST_COPY) and not is_input(s)
+        s
+        for s in notes.sightings
+        if s.kind in (SightingKind.SAVED, SightingKind.AUTOCAST_COPY) and not is_input(s)
     )
     return Counter(
-        (short_name(s), s.kind, s.shape, s.dtype, s.num_bytes)
+        (sighting_name(s), s.kind, s.shape, s.dtype, s.num_bytes)
         for s in saved
-        if s.kind is Kind.AUTOCAST_COPY or block_of_ranges(s.name) is not None
+        if s.kind is SightingKind.AUTOCAST_COPY or block_of_ranges(s.name) is not None
     )
 
 
@@ -88,15 +83,20 @@ def test_parameters_gradients_and_moments_have_the_bytes_of_the_closed_form(
 ) -> None:
     step = make_step(arch, optimizer=optimizer)
     notes = record(step, tmp_path)
-    sizes: dict[tuple[Kind, int], int] = {(s.kind, s.address): s.num_bytes for s in notes.sightings}
-    sums = Counter[Kind]()
+    sizes: dict[tuple[SightingKind, int], int] = {
+        (s.kind, s.address): s.num_bytes for s in notes.sightings
+    }
+    sums = Counter[SightingKind]()
     for (kind, _), num_bytes in sizes.items():
         sums[kind] += num_bytes
     params = count_parameters(step.config.model)
     # steps done, in fp32
     counts = 4 * len(list(step.model.parameters())) if optimizer is OptimizerKind.FOREACH else 0
-    assert (sums[Kind.PARAMETER], sums[Kind.OPTIMIZER_STATE]) == (4 * params, 8 * params + counts)
-    gradients = [s for s in notes.sightings if s.kind is Kind.GRADIENT]
+    assert (sums[SightingKind.PARAMETER], sums[SightingKind.OPTIMIZER_STATE]) == (
+        4 * params,
+        8 * params + counts,
+    )
+    gradients = [s for s in notes.sightings if s.kind is SightingKind.GRADIENT]
     assert sum(s.num_bytes for s in gradients) == 4 * params
     assert Counter(s.name for s in gradients) == Counter(
         name for name, _ in step.model.named_parameters()
@@ -124,12 +124,12 @@ def test_a_checkpoint_keeps_its_input_and_backward_saves_what_forward_would(
         block.register_forward_pre_hook(keep)
     notes = record(step, tmp_path)
     inputs = [s for s in notes.sightings if is_input(s)]
-    assert [short_name(s) for s in inputs] == [
+    assert [sighting_name(s) for s in inputs] == [
         f"block.{first} > {CHECKPOINT}" for first in range(0, LAYERS, blocks)
     ]
     assert [s.address for s in inputs] == given
     assert {(s.kind, s.shape, s.dtype) for s in inputs} == {
-        (Kind.SAVED, (BATCH, CONTEXT, D_MODEL), "float32")
+        (SightingKind.SAVED, (BATCH, CONTEXT, D_MODEL), "float32")
     }
     assert in_blocks(notes) == in_blocks(plain)
 
@@ -137,11 +137,11 @@ def test_a_checkpoint_keeps_its_input_and_backward_saves_what_forward_would(
     again = [
         s
         for s in notes.sightings
-        if s.kind is Kind.SAVED and not is_input(s) and block_of_ranges(s.name) is not None
+        if s.kind is SightingKind.SAVED and not is_input(s) and block_of_ranges(s.name) is not None
     ]
     assert all(ends["forward"] < s.position.allocations < ends["backward"] for s in again)
     assert all(s.position.allocations < ends["forward"] for s in inputs)
-    unnamed = [s for s in notes.sightings if s.kind is Kind.SAVED and not short_name(s)]
+    unnamed = [s for s in notes.sightings if s.kind is SightingKind.SAVED and not sighting_name(s)]
     assert unnamed == [], "a checkpoint's inputs are sighted once, with the block that they are of"
 
 
@@ -189,19 +189,23 @@ def test_low_precision_copies_of_weights_are_no_parameters(
         split_masters=split,
     )
     notes = record(step, tmp_path)
-    found: Counter[tuple[Kind, str]] = Counter()
+    found: Counter[tuple[SightingKind, str]] = Counter()
     for sighting in notes.sightings:
-        if sighting.kind is not Kind.SAVED:
+        if sighting.kind is not SightingKind.SAVED:
             found[sighting.kind, sighting.dtype] += sighting.num_bytes
     parameters = count_parameters(step.config.model)
     copied = sum(weight.shape.numel() for weight in step.model.weights if weight.copy is not None)
     embeddings = step.model.token_embeddings.weight.numel() if arch is Arch.GPT2 else 0
     halved = copied - embeddings if split else 0
-    assert found[Kind.PARAMETER, "float32"] == 4 * (parameters - halved)
-    assert found[Kind.PARAMETER, "int16"] == 2 * halved
-    assert found[Kind.AUTOCAST_COPY, "bfloat16"] == found[Kind.GRADIENT, "bfloat16"] == 2 * copied
+    assert found[SightingKind.PARAMETER, "float32"] == 4 * (parameters - halved)
+    assert found[SightingKind.PARAMETER, "int16"] == 2 * halved
+    assert (
+        found[SightingKind.AUTOCAST_COPY, "bfloat16"]
+        == found[SightingKind.GRADIENT, "bfloat16"]
+        == 2 * copied
+    )
     # the tied weight has a gradient of each of its uses
-    assert found[Kind.GRADIENT, "float32"] == 4 * (parameters - copied + embeddings)
-    assert found[Kind.OPTIMIZER_STATE, "float32"] == 8 * parameters
+    assert found[SightingKind.GRADIENT, "float32"] == 4 * (parameters - copied + embeddings)
+    assert found[SightingKind.OPTIMIZER_STATE, "float32"] == 8 * parameters
     packed = " + ".join(f"layers.0.attn.{name}_proj.weight" for name in "qkv")
-    assert packed in {s.name for s in notes.sightings if s.kind is Kind.AUTOCAST_COPY}
+    assert packed in {s.name for s in notes.sightings if s.kind is SightingKind.AUTOCAST_COPY}

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336.analysis.memory.profile import notes_path, read_notes
+from cs336.analysis.memory.notes import notes_path, read_notes
 from cs336.config import Arch, ModelConfig
 from cs336.measure.clock import HostClock, ObservedClock
 from cs336.measure.memory import MemoryRecorder

@@ -18,11 +18,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from ...ranges import PhaseNames
 from ..columns import Columns, Ints, Mask, chosen, joined
-from . import phases
-from .classes import NO_COLLECTIVE, Call, collective_codes
+from .calls import ApiCallKind
+from .collectives import NO_COLLECTIVE, collective_codes
+from .phase_inference import plan_from_backward
+from .phase_plan import PhasePlan, PhaseWindows, StepTimes, plan_from_ranges
+from .phase_ranges import PhaseRanges, phase_ranges
+from .phases import CODES, PHASES, Codes, LaunchPhase, PhaseSource
 from .trace import DeviceWork, GroupNesting, Nesting, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -42,11 +47,11 @@ class Jobs(DeviceWork):
     """The kernels of a trace, followed by its copies, each with its place."""
 
     is_copy: Mask
-    collective: phases.Codes
+    collective: Codes
     """Index into `COLLECTIVES`, NO_COLLECTIVE for what is no kernel of a collective."""
-    phase: phases.Codes
+    phase: Codes
     step: Ints
-    """Index into `Steps`, -1 outside of every step."""
+    """Index into the steps, -1 outside of every step."""
     module: Ints
     """Index into the trace's ranges, -1 outside of every module's range."""
     is_recomputed: Mask
@@ -59,8 +64,8 @@ class Attribution:
 
     trace: Trace
     jobs: Jobs
-    steps: phases.Steps
-    windows: phases.Windows
+    steps: StepTimes
+    windows: PhaseWindows
     parent: Ints
     """For each range of the trace, the innermost module's range around it on its thread; -1 for
     none.
@@ -68,15 +73,15 @@ class Attribution:
     A forward range inside backward, a gather and a scatter have no parent, and so begin a path of
     their own.
     """
-    source: phases.PhaseSource
+    source: PhaseSource
     notes: tuple[str, ...]
 
 
-def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
+def attribute(trace: Trace, phases: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy."""
-    known = phases.known_names(trace, PhaseNames() if names is None else names)
-    plan = phases.phase_plan(trace, known)
-    modules = _Modules(trace, known, plan)
+    names = phase_ranges(trace, phases or PhaseNames())
+    plan = plan_from_ranges(trace, names) or plan_from_backward(trace, names)
+    modules = _Modules(trace, names, plan)
     return Attribution(
         trace=trace,
         jobs=_placed(trace, plan, modules),
@@ -88,9 +93,9 @@ def attribute(trace: Trace, names: PhaseNames | None = None) -> Attribution:
     )
 
 
-def phase_at(windows: phases.Windows, time: Ints) -> phases.Codes:
+def phase_at(windows: PhaseWindows, time: Ints) -> Codes:
     """The phase of the host at each time."""
-    labels = np.append(windows.phase, np.int8(phases.CODES[phases.LaunchPhase.UNATTRIBUTED]))
+    labels = np.append(windows.phase, np.int8(CODES[LaunchPhase.UNATTRIBUTED]))
     return labels[Nesting(windows.start_ns, windows.end_ns).at(time)]
 
 
@@ -102,25 +107,19 @@ class _Modules:
     own.
     """
 
-    def __init__(self, trace: Trace, known: phases.Known, plan: phases.PhasePlan) -> None:
+    def __init__(self, trace: Trace, names: PhaseRanges, plan: PhasePlan) -> None:
         ranges = trace.ranges
-        is_module = ranges.is_nested & ~np.isin(ranges.name, known.structure)
+        is_module = ranges.is_nested & ~np.isin(ranges.name, names.structure)
         is_module[plan.around_steps] = False
-        forward = np.flatnonzero(
-            ranges.is_nested & np.isin(ranges.name, known.phases[phases.LaunchPhase.FORWARD])
-        )
-        again = forward[
-            phase_at(plan.windows, ranges.start_ns[forward])
-            == phases.CODES[phases.LaunchPhase.BACKWARD]
-        ]
+        is_forward = np.isin(ranges.name, names.phases[LaunchPhase.FORWARD])
+        forward = np.flatnonzero(ranges.is_nested & is_forward)
+        again = forward[_is_backward(phase_at(plan.windows, ranges.start_ns[forward]))]
         is_module[again] = True
         is_module[_beginning(trace, _OF_LIBRARY)] = False
         is_shards = _beginning(trace, _SHARDS)
         self._rows = np.flatnonzero(is_module)
-        self._modules, self._forwards = (
-            GroupNesting(ranges.thread[rows], ranges.start_ns[rows], ranges.end_ns[rows])
-            for rows in (self._rows, forward)
-        )
+        self._modules = _nesting_of(trace, self._rows)
+        self._forwards = _nesting_of(trace, forward)
         self.parent: Ints = np.full(len(ranges), -1, dtype=np.int64)
         self.parent[self._rows] = np.append(self._rows, -1)[self._modules.parent]
         self.parent[again] = self.parent[is_shards & is_module] = -1
@@ -129,13 +128,24 @@ class _Modules:
 
     def at(self, thread: Ints, time: Ints) -> Ints:
         """The innermost module range of each launch."""
-        found: Ints = np.append(self._rows, -1)[self._modules.at(thread, time)]
-        return found
+        module: Ints = np.append(self._rows, -1)[self._modules.at(thread, time)]
+        return module
 
     def is_forward(self, thread: Ints, time: Ints) -> Mask:
         """Whether each launch is inside a forward range of its thread."""
         inside: Mask = self._forwards.at(thread, time) >= 0
         return inside
+
+
+def _nesting_of(trace: Trace, rows: Ints) -> GroupNesting:
+    """The nesting of these ranges on their threads."""
+    ranges = trace.ranges
+    return GroupNesting(ranges.thread[rows], ranges.start_ns[rows], ranges.end_ns[rows])
+
+
+def _is_backward(phase: Codes) -> Mask:
+    is_backward: Mask = phase == CODES[LaunchPhase.BACKWARD]
+    return is_backward
 
 
 def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
@@ -144,12 +154,13 @@ def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
     return np.isin(trace.ranges.name, names)
 
 
-def _placed(trace: Trace, plan: phases.PhasePlan, modules: _Modules) -> Jobs:
+def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     """All kernels and copies of the trace in their places."""
     work = joined(trace.kernels, trace.copies)
     collective = collective_codes(work.name, trace.strings)
-    phase = np.full(len(work), phases.CODES[phases.LaunchPhase.UNATTRIBUTED], dtype=np.int8)
-    step, module = (np.full(len(work), -1, dtype=np.int64) for _ in range(2))
+    phase = np.full(len(work), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    step = np.full(len(work), -1, dtype=np.int64)
+    module = step.copy()
     is_recomputed = np.zeros(len(work), dtype=np.bool_)
     rows = np.flatnonzero(work.is_launched)
     thread, time = work.thread[rows], work.launch_ns[rows]
@@ -157,9 +168,7 @@ def _placed(trace: Trace, plan: phases.PhasePlan, modules: _Modules) -> Jobs:
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
-    is_recomputed[rows] = modules.is_forward(thread, time) & (
-        phase[rows] == phases.CODES[phases.LaunchPhase.BACKWARD]
-    )
+    is_recomputed[rows] = modules.is_forward(thread, time) & _is_backward(phase[rows])
     return Jobs(
         **{field.name: getattr(work, field.name) for field in fields(work)},
         is_copy=np.arange(len(work)) >= len(trace.kernels),
@@ -172,18 +181,18 @@ def _placed(trace: Trace, plan: phases.PhasePlan, modules: _Modules) -> Jobs:
 
 
 def _what_is_missing(trace: Trace) -> Iterator[str]:
-    if missing := int((~trace.kernels.is_launched).sum()):
-        yield f"{missing} of {len(trace.kernels)} kernels have no launch in the file, and no phase."
-    if in_graph := int(trace.kernels.is_in_graph.sum()):
-        marked = int((trace.kernels.mark >= 0).sum())
-        where = (
-            f"{marked} of them have a module, marked by PyTorch"
-            if marked
-            else (
-                "they have no module, because PyTorch marked none "
-                "(torch.cuda.graph_annotations.mark_kernels)"
-            )
-        )
+    """Sentences about kernels without a launch or a module of their own."""
+    kernels = trace.kernels
+    if missing := int((~kernels.is_launched).sum()):
+        yield f"{missing} of {len(kernels)} kernels have no launch in the file, and no phase."
+    in_graph, marked = int(kernels.is_in_graph.sum()), int((kernels.mark >= 0).sum())
+    where = (
+        "they have no module, because PyTorch marked none "
+        "(torch.cuda.graph_annotations.mark_kernels)"
+    )
+    if marked:
+        where = f"{marked} of them have a module, marked by PyTorch"
+    if in_graph:
         yield (
             f"{in_graph} kernels came from CUDA graphs: they belong to the phase that launched "
             f"the graph, so a graph of a whole step cannot be split; {where}."
@@ -191,7 +200,7 @@ def _what_is_missing(trace: Trace) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWindows(phases.Windows):
+class HostWindows(PhaseWindows):
     """The host's time in each phase of the profiled steps, by step and in order of time."""
 
     step: Ints
@@ -201,7 +210,7 @@ class HostWindows(phases.Windows):
 class Selection:
     """The part of a trace that is profiled."""
 
-    steps: phases.Steps
+    steps: StepTimes
     """The profiled steps, in order of time."""
     windows: HostWindows
     is_whole_trace: bool
@@ -220,7 +229,7 @@ class Selection:
         return np.zeros_like(step) if self.is_whole_trace else self.number[step]
 
 
-def select(attribution: Attribution) -> Selection:
+def select_steps(attribution: Attribution) -> Selection:
     """Select the steps that are not warm-up; all steps if there are no others; the whole trace if
     it has no steps.
 
@@ -235,23 +244,19 @@ def select(attribution: Attribution) -> Selection:
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
     number[used] = np.arange(len(used))
     first, last = _extent(attribution.trace)
-    whole = phases.Steps(
-        start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=np.zeros(1, dtype=np.bool_)
-    )
-    host = chosen(steps, used) if len(used) else whole
-    host = replace(
-        host, end_ns=np.clip(host.end_ns, host.start_ns, max(last, int(host.start_ns.max())))
-    )
+    profiled = chosen(steps, used)
+    if not len(used):
+        never = np.zeros(1, dtype=np.bool_)
+        profiled = StepTimes(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=never)
+    latest = max(last, int(profiled.start_ns.max()))
+    end_ns = np.clip(profiled.end_ns, profiled.start_ns, latest)
+    profiled = replace(profiled, end_ns=end_ns)
     return Selection(
-        steps=host,
-        windows=_windows(attribution.windows, host),
+        steps=profiled,
+        windows=_windows(attribution.windows, profiled),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
-        notes=tuple(
-            _notes_on_steps(
-                len(steps), int((~is_recorded).sum()), int((is_empty & is_recorded).sum())
-            )
-        ),
+        notes=tuple(_notes_on_steps(is_empty, is_recorded)),
         number=number,
     )
 
@@ -263,17 +268,18 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
     if is_empty.all() or not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
-    is_launching = Call.LAUNCH.among(calls.name, attribution.trace.strings)
+    is_launching = ApiCallKind.LAUNCH.among(calls.name, attribution.trace.strings)
     launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
     has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
     is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())
     return is_empty, ~(is_empty & (has_launched | is_outside))
 
 
-def _notes_on_steps(count: int, unrecorded: int, empty: int) -> Iterator[str]:
-    if unrecorded:
+def _notes_on_steps(is_empty: Mask, is_recorded: Mask) -> Iterator[str]:
+    count = len(is_empty)
+    if unrecorded := int((~is_recorded).sum()):
         yield f"{unrecorded} of {count} steps were not recorded by the profiler, and are left out."
-    if empty and empty < count:
+    if 0 < (empty := int((is_empty & is_recorded).sum())) < count:
         yield f"{empty} of {count} steps launched no kernel: they count in all averages."
 
 
@@ -282,60 +288,58 @@ def _extent(trace: Trace) -> tuple[int, int]:
     work, calls = joined(trace.kernels, trace.copies), trace.api_calls
     starts = np.concatenate([work.start_ns, calls.start_ns, trace.ranges.start_ns])
     ends = np.concatenate([work.end_ns, calls.start_ns + calls.duration_ns, trace.ranges.end_ns])
-    return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
+    if not len(starts):
+        return 0, 0
+    return int(starts.min()), int(ends.max())
 
 
-def _windows(windows: phases.Windows, steps: phases.Steps) -> HostWindows:
+def _windows(windows: PhaseWindows, steps: StepTimes) -> HostWindows:
     """The windows that begin in a step, cut off at its end."""
     step = Nesting(steps.start_ns, steps.end_ns).at(windows.start_ns)
     start, end = windows.start_ns, windows.end_ns
     cut_end = np.clip(end, start, np.maximum(start, np.append(steps.end_ns, 0)[step]))
-    found = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)
+    of_steps = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)
     order = np.lexsort((end, start, step))
-    return chosen(found, order[step[order] >= 0])
+    return chosen(of_steps, order[step[order] >= 0])
 
 
 def frame_of(columns: Columns) -> pd.DataFrame:
     """The columns as a data frame, with one more, `duration_ns`."""
     frame = pd.DataFrame({field.name: getattr(columns, field.name) for field in fields(columns)})
-    return (
-        frame
-        if "duration_ns" in frame
-        else frame.assign(duration_ns=frame["end_ns"] - frame["start_ns"])
-    )
+    if "duration_ns" not in frame:
+        frame["duration_ns"] = frame["end_ns"] - frame["start_ns"]
+    return frame
 
 
-def by_phase(frame: pd.DataFrame) -> Iterator[tuple[phases.LaunchPhase, pd.DataFrame]]:
+def by_phase(frame: pd.DataFrame) -> Iterator[tuple[LaunchPhase, pd.DataFrame]]:
     """Yield each phase that has rows, and its rows."""
-    for code, phase in enumerate(phases.PHASES):
-        if len(rows := frame[frame["phase"] == code]):
+    for code, phase in enumerate(PHASES):
+        rows = frame[frame["phase"] == code]
+        if len(rows):
             yield phase, rows
 
 
-def by_step(
-    frame: pd.DataFrame, num_steps: int
-) -> Iterator[tuple[phases.LaunchPhase, dict[str, Any]]]:
+def by_step(frame: pd.DataFrame, num_steps: int) -> Iterator[tuple[LaunchPhase, dict[str, Any]]]:
     """Yield each phase that has anything, and the sums of the columns after `phase` and `step` in
     each step.
 
     Columns whose name ends in `_s` hold nanoseconds.
     """
-    place, length = (
-        frame["phase"].to_numpy(np.int64) * num_steps + frame["step"],
-        len(phases.PHASES) * num_steps,
-    )
-    sums = {
-        str(name): np.bincount(place, frame[name].to_numpy(np.float64), length)
-        for name in frame.columns[2:]
-    }
-    for code, phase in enumerate(phases.PHASES):
-        of_phase = {name: every[code * num_steps :][:num_steps] for name, every in sums.items()}
-        if any(own.any() for own in of_phase.values()):
-            times = {
-                name: own / 1e9 if name.endswith("_s") else own.astype(np.int64)
-                for name, own in of_phase.items()
-            }
-            yield phase, {name: tuple(own.tolist()) for name, own in times.items()}
+    place = frame["phase"].to_numpy(np.int64) * num_steps + frame["step"]
+    sums: dict[str, NDArray[Any]] = {}
+    for name in frame.columns[2:]:
+        values = frame[name].to_numpy(np.float64)
+        sums[name] = np.bincount(place, values, len(PHASES) * num_steps).reshape(-1, num_steps)
+    for code, phase in enumerate(PHASES):
+        by_name: dict[str, Any] = {}
+        has_any = False
+        for name, by_phase_and_step in sums.items():
+            in_steps = by_phase_and_step[code]
+            has_any |= bool(in_steps.any())
+            values = in_steps / 1e9 if name.endswith("_s") else in_steps.astype(np.int64)
+            by_name[name] = tuple(values.tolist())
+        if has_any:
+            yield phase, by_name
 
 
 def totals(frame: pd.DataFrame, *by: str) -> Iterator[Any]:
@@ -346,5 +350,5 @@ def totals(frame: pd.DataFrame, *by: str) -> Iterator[Any]:
     """
     groups = frame.groupby(list(by))["duration_ns"]
     # `agg` is slow
-    found = pd.DataFrame({"count": groups.size(), "total_ns": groups.sum()}).reset_index()
-    yield from found.sort_values("total_ns", ascending=False, kind="stable").itertuples()
+    rows = pd.DataFrame({"count": groups.size(), "total_ns": groups.sum()}).reset_index()
+    yield from rows.sort_values("total_ns", ascending=False, kind="stable").itertuples()

@@ -11,12 +11,12 @@ import pandas as pd
 from ...config import MAX_RANKS
 from ...costs.communication import Collective
 from ..columns import Ints, Mask, chosen
-from .attribution import Attribution, Jobs, by_step, select
-from .classes import COLLECTIVES, NO_COLLECTIVE
+from .attribution import Attribution, Jobs, by_step, select_steps
+from .collectives import COLLECTIVES, NO_COLLECTIVE
 from .device_time import Busy, DeviceWindows, alone_ns
 from .phases import PHASES
 from .step_profile import CommunicationTimes, RankTimes, StepProfile, Work
-from .trace import NOWHERE, Trace
+from .trace import NOWHERE, DeviceWork, Trace
 
 
 def communication_times(
@@ -31,16 +31,17 @@ def communication_times(
     the mean over them, as busy times are.
     """
     is_collective = jobs.collective != NO_COLLECTIVE
-    kinds = np.unique(jobs.collective[is_collective]).tolist()
-    chosen: list[tuple[Collective | None, Mask]] = [
-        (COLLECTIVES[kind], jobs.collective == kind) for kind in kinds
-    ]
-    found = []
-    for kind, is_chosen in [*chosen, (None, is_collective)] if kinds else ():
-        times = _in_windows(jobs, is_chosen, devices, num_devices, windows)
+    kinds: list[tuple[Collective | None, Mask]] = []
+    for code in np.unique(jobs.collective[is_collective]).tolist():
+        kinds.append((COLLECTIVES[code], jobs.collective == code))
+    if kinds:
+        kinds.append((None, is_collective))
+    rows = []
+    for collective, is_kind in kinds:
+        times = _in_windows(jobs, is_kind, devices, num_devices, windows)
         for phase, values in by_step(times, len(num_devices)):
-            found.append(CommunicationTimes(phase=phase, collective=kind, **values))
-    return tuple(sorted(found, key=lambda times: PHASES.index(times.phase)))
+            rows.append(CommunicationTimes(phase=phase, collective=collective, **values))
+    return tuple(sorted(rows, key=lambda row: PHASES.index(row.phase)))
 
 
 def _in_windows(
@@ -49,15 +50,15 @@ def _in_windows(
     """For each window, how many of the chosen kernels begin in it, how long they run, and the
     exposed part, in ns.
     """
-    launches, total, exposed = (np.zeros(len(windows), dtype=np.int64) for _ in range(3))
+    launches = np.zeros(len(windows), dtype=np.int64)
+    total, exposed = launches.copy(), launches.copy()
     for busy in devices:
         rows = busy.rows[is_chosen[busy.rows]]
         total += alone_ns(jobs, rows, rows[:0], windows)
         exposed += alone_ns(jobs, rows, busy.rows[_computes(jobs, busy.rows)], windows)
         start = np.sort(jobs.start_ns[rows])
-        launches += np.searchsorted(start, windows.end_ns) - np.searchsorted(
-            start, windows.start_ns
-        )
+        launches += np.searchsorted(start, windows.end_ns)
+        launches -= np.searchsorted(start, windows.start_ns)
     count = np.maximum(num_devices, 1)[windows.step]
     times = {"launches": launches, "total_s": total / count, "exposed_s": exposed / count}
     return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})
@@ -70,12 +71,10 @@ def _computes(jobs: Jobs, rows: Ints) -> Mask:
     A collective may copy too: copies count as part of collectives if their stream runs these and no
     other kernels.
     """
+    stream, is_copy = jobs.stream[rows], jobs.is_copy[rows]
     is_collective = jobs.collective[rows] != NO_COLLECTIVE
-    is_kernel = ~is_collective & ~jobs.is_copy[rows]
-    of_collectives = np.setdiff1d(jobs.stream[rows[is_collective]], jobs.stream[rows[is_kernel]])
-    computes: Mask = ~is_collective & ~(
-        jobs.is_copy[rows] & np.isin(jobs.stream[rows], of_collectives)
-    )
+    of_collectives = np.setdiff1d(stream[is_collective], stream[~is_collective & ~is_copy])
+    computes: Mask = ~is_collective & ~(is_copy & np.isin(stream, of_collectives))
     return computes
 
 
@@ -89,18 +88,18 @@ _FILE = re.compile(r"rank(\d{1,6})_(.+)", re.ASCII | re.DOTALL)
 
 def files_of_others(path: Path) -> dict[int, Path]:
     """By rank, the paths of the other ranks' traces, which are beside that of rank 0."""
-    found = {}
+    others = {}
     for beside in path.parent.iterdir():
         name = _FILE.fullmatch(beside.name)
         if name and name[2] == path.name and beside.is_file():
-            found[int(name[1])] = beside
-    return dict(sorted(found.items()))
+            others[int(name[1])] = beside
+    return dict(sorted(others.items()))
 
 
 def without_rank(name: str) -> str:
     """Rank 0's name for the file that some rank calls `name`."""
-    found = _FILE.fullmatch(name)
-    return found[2] if found else name
+    of_rank = _FILE.fullmatch(name)
+    return of_rank[2] if of_rank else name
 
 
 def by_rank(trace: Trace) -> dict[int, Trace]:
@@ -110,58 +109,56 @@ def by_rank(trace: Trace) -> dict[int, Trace]:
     Where one process or GPU has most of the work, the others are no ranks, and its process is the
     only one.
     """
-    named = {
-        index: int(found[1])
-        for index, name in enumerate(trace.strings)
-        if (found := _RANK_RANGE.fullmatch(name))
-    }
-    of_ranks = np.isin(trace.ranges.name, list(named))
-    pairs = zip(
-        trace.ranges.name[of_ranks].tolist(), trace.ranges.process[of_ranks].tolist(), strict=True
-    )
-    process_of = dict(sorted((named[name], process) for name, process in pairs))
+    process_of = _named_ranks(trace)
     if 2 <= len(set(process_of.values())) <= MAX_RANKS:
         return {rank: _of_rank(trace, rank, process) for rank, process in process_of.items()}
-    work = pd.DataFrame({"process": trace.kernels.process, "device": trace.kernels.device})
-    time_ns = work.assign(ns=trace.kernels.duration_ns).groupby(["process", "device"])["ns"].sum()
+    kernels = trace.kernels
+    frame = pd.DataFrame({"process": kernels.process, "device": kernels.device})
+    time_ns = frame.assign(ns=kernels.duration_ns).groupby(["process", "device"])["ns"].sum()
     if not len(time_ns):
         return {trace.rank or 0: trace}
-    if (
-        trace.is_of_host
-        or not 2 <= len(time_ns) <= MAX_RANKS
-        or time_ns.min() < MIN_SHARE_OF_RANK * time_ns.max()
-    ):
-        of_process = time_ns.groupby(level="process").sum()
-        alone = _of_rank(
-            trace, trace.rank, int(np.asarray(of_process.index)[of_process.to_numpy().argmax()])
-        )
-        if (left := len(trace.kernels) - len(alone.kernels)) > 0:
-            note = f"{left} kernels of {len(of_process) - 1} processes with less work are left out."
-            alone = replace(alone, notes=(*alone.notes, note))
-        return {trace.rank or 0: alone}
-    return {
-        rank: _of_rank(trace, rank, *place) for rank, place in enumerate(time_ns.index.tolist())
-    }
+    is_balanced = time_ns.min() >= MIN_SHARE_OF_RANK * time_ns.max()
+    if not trace.is_of_host and 2 <= len(time_ns) <= MAX_RANKS and is_balanced:
+        places = enumerate(time_ns.index.tolist())
+        return {rank: _of_rank(trace, rank, *place) for rank, place in places}
+    of_process = time_ns.groupby(level="process").sum()
+    (busiest,) = of_process.nlargest(1).index.tolist()
+    alone = _of_rank(trace, trace.rank, busiest)
+    left = len(kernels) - len(alone.kernels)
+    if left:
+        note = f"{left} kernels of {len(of_process) - 1} processes with less work are left out."
+        alone = replace(alone, notes=(*alone.notes, note))
+    return {trace.rank or 0: alone}
+
+
+def _named_ranks(trace: Trace) -> dict[int, int]:
+    """The process of each rank that a range names, by rank."""
+    ranges, process_of = trace.ranges, {}
+    for name, text in enumerate(trace.strings):
+        if rank := _RANK_RANGE.fullmatch(text):
+            for process in ranges.process[ranges.name == name].tolist():
+                process_of[int(rank[1])] = process
+    return dict(sorted(process_of.items()))
 
 
 def _of_rank(trace: Trace, rank: int | None, process: int, device: int | None = None) -> Trace:
-    """The events of the process, and of its work that on the device if one is given."""
-    calls, ranges = (
-        trace.api_calls.process == process,
-        np.isin(trace.ranges.process, (process, NOWHERE)),
-    )
-    call, mark = _new_rows(calls), _new_rows(ranges)
-    kernels, copies = (
-        chosen(work, (work.process == process) & ((work.device == device) | (device is None)))
-        for work in (trace.kernels, trace.copies)
-    )
+    """The events of the process; if a device is given, only its work."""
+    is_call = trace.api_calls.process == process
+    is_range = np.isin(trace.ranges.process, (process, NOWHERE))
+    call, mark = _new_rows(is_call), _new_rows(is_range)
+
+    def of_rank(work: DeviceWork) -> DeviceWork:
+        is_of_device = device is None or work.device == device
+        kept = chosen(work, (work.process == process) & is_of_device)
+        return replace(kept, call=call[kept.call], mark=mark[kept.mark])
+
     return replace(
         trace,
         rank=rank,
-        kernels=replace(kernels, call=call[kernels.call], mark=mark[kernels.mark]),
-        copies=replace(copies, call=call[copies.call], mark=mark[copies.mark]),
-        ranges=chosen(trace.ranges, ranges),
-        api_calls=chosen(trace.api_calls, calls),
+        kernels=of_rank(trace.kernels),
+        copies=of_rank(trace.copies),
+        ranges=chosen(trace.ranges, is_range),
+        api_calls=chosen(trace.api_calls, is_call),
         nodes=chosen(trace.nodes, trace.nodes.process == process),
     )
 
@@ -173,12 +170,12 @@ def _new_rows(is_kept: Mask) -> Ints:
 
 def collectives_of(attribution: Attribution) -> list[Jobs]:
     """The kernels of collectives of each profiled step, in the order in which they began."""
-    jobs, selection = attribution.jobs, select(attribution)
+    jobs, selection = attribution.jobs, select_steps(attribution)
     step = selection.step_of(jobs.step)
     rows = np.flatnonzero((jobs.collective != NO_COLLECTIVE) & ~jobs.is_copy & (step >= 0))
     rows = rows[np.lexsort((jobs.start_ns[rows], step[rows]))]
     bounds = np.searchsorted(step[rows], np.arange(1, len(selection.steps)))
-    return [chosen(jobs, own) for own in np.split(rows, bounds)]
+    return [chosen(jobs, of_step) for of_step in np.split(rows, bounds)]
 
 
 def rank_times(
@@ -207,16 +204,16 @@ def _waited(ranks: Sequence[Sequence[Jobs]]) -> list[tuple[float, ...]] | None:
     """For each rank, how long it waited for others in each step; None if ranks ran different
     collectives, or none.
     """
-    if len({len(steps) for steps in ranks}) > 1 or not any(
-        len(own) for steps in ranks for own in steps
-    ):
+    num_collectives = [list(map(len, steps)) for steps in ranks]
+    is_same = all(counts == num_collectives[0] for counts in num_collectives)
+    if not is_same or not any(num_collectives[0]):
         return None
-    found: list[list[float]] = [[] for _ in ranks]
-    for same in zip(*ranks, strict=True):
-        if any(not np.array_equal(own.collective, same[0].collective) for own in same):
+    waited_s: list[tuple[float, ...]] = []
+    for step in zip(*ranks, strict=True):
+        kinds = np.stack([collectives.collective for collectives in step])
+        if (kinds != kinds[0]).any():
             return None
-        durations = np.stack([own.duration_ns for own in same])
+        durations = np.stack([collectives.duration_ns for collectives in step])
         waits_ns = (durations - durations.min(axis=0)).sum(axis=1)
-        for waits_s, wait_ns in zip(found, waits_ns.tolist(), strict=True):
-            waits_s.append(wait_ns / 1e9)
-    return [tuple(waits_s) for waits_s in found]
+        waited_s.append(tuple((waits_ns / 1e9).tolist()))
+    return list(zip(*waited_s, strict=True))

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...config import ModelConfig
+from ...config import RunConfig
 from ...costs.accounting import attention_forward_flops
 from ...ranges import Range
 from ..columns import Ints
 from .attribution import Attribution, by_phase, totals
-from .classes import MAX_NAME, KernelClass, classify_kernel, short_name
+from .classes import MAX_NAME, KernelClass, classify_kernel
 from .phases import CODES, PHASES, Codes, LaunchPhase
+from .short_names import short_name
 from .step_profile import AttentionPart, AttentionTimes, ClassTimes, KernelTimes, ModuleTimes
 from .trace import of_names
 
-PARTS = tuple(AttentionPart)
+ATTENTION_PARTS = tuple(AttentionPart)
 NO_PART = -1
 PART_NAMES = (
     (Range.SCORES, "computing attention scores", "attention scores"),
@@ -31,7 +32,9 @@ They are this project's, those of the course's handout, and those of a published
 `softmax` and `matmul` may occur elsewhere, ranges count only where scores, softmax and values
 follow each other inside one range.
 """
-_PART_OF = {name: part for part, names in enumerate(PART_NAMES) for name in names}
+_PART_OF: dict[str, int] = {}
+for _part, _names in enumerate(PART_NAMES):
+    _PART_OF |= dict.fromkeys(_names, _part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class RangeParts:
     paths: tuple[tuple[int, str], ...]
     """For each path, the path around it and its last name; path 0 is empty."""
     part: Codes
-    """Index into `PARTS` of the part of attention that the range is, or that it is inside;
+    """Index into ATTENTION_PARTS of the part of attention that the range is or that it is in;
     NO_PART for none.
     """
     part_range: Ints
@@ -64,33 +67,29 @@ def range_parts(attribution: Attribution) -> RangeParts:
     """Find the parts of all ranges, from the outermost to the innermost, in time linear in their
     number.
     """
-    ranges, strings, parent = (
-        attribution.trace.ranges,
-        attribution.trace.strings,
-        attribution.parent,
-    )
-    own = _attention_ranges(attribution)
-    part_range = np.append(np.where(own == NO_PART, -1, np.arange(len(own))), -1).tolist()
+    ranges, strings = attribution.trace.ranges, attribution.trace.strings
+    part = _attention_ranges(attribution)
+    part_range = np.append(np.where(part == NO_PART, -1, np.arange(len(part))), -1).tolist()
     path = [0] * len(part_range)
-    known: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
     paths = [(0, "")]
-    name_of, parent_of = ranges.name.tolist(), parent.tolist()
+    name_of, parent_of = ranges.name.tolist(), attribution.parent.tolist()
     for index in np.lexsort((-ranges.end_ns, ranges.start_ns)).tolist():
         outer = parent_of[index]  # -1 for none, which indexes the last element
         key = path[outer], name_of[index]
         if outer >= 0 and name_of[outer] == name_of[index]:  # autograd names its nodes twice
             path[index] = path[outer]
+        elif key in numbers:
+            path[index] = numbers[key]
         else:
-            if key not in known:
-                known[key] = len(paths)
-                paths.append((path[outer], strings[name_of[index]]))
-            path[index] = known[key]
+            path[index] = numbers[key] = len(paths)
+            paths.append((path[outer], strings[name_of[index]]))
         if part_range[index] < 0:
             part_range[index] = part_range[outer]
     return RangeParts(
         path=np.array(path, dtype=np.int64),
         paths=tuple(paths),
-        part=np.append(own, np.int8(NO_PART))[part_range],
+        part=np.append(part, np.int8(NO_PART))[part_range],
         part_range=np.array(part_range, dtype=np.int64),
     )
 
@@ -99,26 +98,22 @@ def _attention_ranges(attribution: Attribution) -> Codes:
     """The part that each range is: scores, the softmax that follows them inside the same range,
     then the values.
     """
-    ranges = attribution.trace.ranges
+    ranges, strings = attribution.trace.ranges, attribution.trace.strings
     label = of_names(
-        ranges.name,
-        attribution.trace.strings,
-        lambda name: _PART_OF.get(name.casefold(), NO_PART),
-        np.int8,
+        ranges.name, strings, lambda name: _PART_OF.get(name.casefold(), NO_PART), np.int8
     )
     rows = np.flatnonzero((label != NO_PART) & ranges.is_nested)
-    rows = rows[np.lexsort((ranges.start_ns[rows], attribution.parent[rows], ranges.thread[rows]))]
-    label = label[rows]
-    is_sibling = np.zeros(len(rows), dtype=np.bool_)
-    thread, parent = ranges.thread[rows], attribution.parent[rows]
-    is_sibling[1:] = (thread[1:] == thread[:-1]) & (parent[1:] == parent[:-1])
+    thread, parent = ranges.thread, attribution.parent
+    rows = rows[np.lexsort((ranges.start_ns[rows], parent[rows], thread[rows]))]
+    label, thread, parent = label[rows], thread[rows], parent[rows]
+    is_sibling = (np.diff(thread, prepend=-1) == 0) & (np.diff(parent, prepend=-2) == 0)
     previous = np.append(np.int8(NO_PART), label)[:-1]
-    is_scores, is_softmax = label == 0, (label == 1) & (previous == 0) & is_sibling
+    is_softmax = (label == 1) & (previous == 0) & is_sibling
     is_values = (label == 2) & is_sibling & np.append(False, is_softmax)[:-1]
-    accepted = is_scores | is_softmax | is_values
-    own = np.full(len(ranges), NO_PART, dtype=np.int8)
-    own[rows[accepted]] = label[accepted]
-    return own
+    is_part = (label == 0) | is_softmax | is_values
+    parts = np.full(len(ranges), NO_PART, dtype=np.int8)
+    parts[rows[is_part]] = label[is_part]
+    return parts
 
 
 def module_times(kernels: pd.DataFrame, parts: RangeParts) -> tuple[ModuleTimes, ...]:
@@ -154,27 +149,23 @@ def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelT
 def _kernel_times(
     kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPhase | None
 ) -> Iterator[KernelTimes]:
-    groups = kernels.groupby("name")["duration_ns"]
-    found = pd.DataFrame(
-        {each: getattr(groups, each)() for each in ("count", "sum", "median", "min", "max", "std")}
-    )
-    rows: Iterable[Any] = found.sort_values("sum", ascending=False, kind="stable").itertuples(
-        name=None
-    )
-    for index, count, total_ns, *times_ns, stdev_ns in rows:
-        median_s, min_s, max_s = (time / 1e9 for time in times_ns)
+    by_name = kernels.groupby("name")["duration_ns"]
+    frame = by_name.agg(["count", "sum", "median", "min", "max", "std"])
+    rows: Iterable[Any] = frame.sort_values("sum", ascending=False, kind="stable").itertuples()
+    for row in rows:
+        name = strings[row.Index]
         yield KernelTimes(
-            name=strings[index][:MAX_NAME],
-            short_name=short_name(strings[index]),
-            kind=classify_kernel(strings[index]),
+            name=name[:MAX_NAME],
+            short_name=short_name(name),
+            kind=classify_kernel(name),
             phase=phase,
-            count=count,
-            total_s=total_ns / 1e9,
-            mean_s=total_ns / count / 1e9,
-            median_s=median_s,
-            min_s=min_s,
-            max_s=max_s,
-            stdev_s=None if count == 1 else stdev_ns / 1e9,
+            count=row.count,
+            total_s=row.sum / 1e9,
+            mean_s=row.sum / row.count / 1e9,
+            median_s=row.median / 1e9,
+            min_s=row.min / 1e9,
+            max_s=row.max / 1e9,
+            stdev_s=None if row.count == 1 else row.std / 1e9,
         )
 
 
@@ -206,48 +197,42 @@ def is_matmul_itself(name: str) -> bool:
 
 
 def attention_times(
-    kernels: pd.DataFrame,
-    parts: RangeParts,
-    strings: Sequence[str],
-    model: ModelConfig | None,
-    batch_size: int | None,
+    kernels: pd.DataFrame, parts: RangeParts, strings: Sequence[str], config: RunConfig | None
 ) -> tuple[AttentionTimes, ...]:
-    """The parts of attention in forward, with their FLOPs if the model is known."""
+    """The parts of attention in forward, with their FLOPs if the run's configuration is known."""
     forward = kernels[kernels["phase"] == CODES[LaunchPhase.FORWARD]]
     part_of = parts.part[forward["module"]]
-    scores = forward["module"][part_of == PARTS.index(AttentionPart.SCORES)]
-    flops = _flops(model, batch_size, len(np.unique(parts.part_range[scores])))
+    scores = forward["module"][part_of == ATTENTION_PARTS.index(AttentionPart.SCORES)]
+    num_scores = len(np.unique(parts.part_range[scores]))
+    flops = {} if config is None else _flops(config, num_scores)
     is_matmul = of_names(forward["name"].to_numpy(), strings, is_matmul_itself, np.bool_)
     rows = []
-    for code, part in enumerate(PARTS):
-        of_part, matmuls = forward[part_of == code], forward[(part_of == code) & is_matmul]
-        if len(of_part):
-            row = AttentionTimes(
-                part=part,
-                phase=LaunchPhase.FORWARD,
-                count=len(of_part),
-                total_s=int(of_part["duration_ns"].sum()) / 1e9,
-                product_count=len(matmuls),
-                product_s=int(matmuls["duration_ns"].sum()) / 1e9,
-                flops=flops.get(part),
-            )
-            rows.append(row)
+    for code, part in enumerate(ATTENTION_PARTS):
+        time_ns = forward["duration_ns"][part_of == code]
+        if not len(time_ns):
+            continue
+        matmul_ns = time_ns[is_matmul[part_of == code]]
+        row = AttentionTimes(
+            part=part,
+            phase=LaunchPhase.FORWARD,
+            count=len(time_ns),
+            total_s=int(time_ns.sum()) / 1e9,
+            product_count=len(matmul_ns),
+            product_s=int(matmul_ns.sum()) / 1e9,
+            flops=flops.get(part),
+        )
+        rows.append(row)
     return tuple(rows)
 
 
-def _flops(
-    model: ModelConfig | None, batch_size: int | None, num_scores: int
-) -> dict[AttentionPart, int]:
+def _flops(config: RunConfig, num_scores: int) -> dict[AttentionPart, int]:
     """FLOPs of all passes in the steps; empty if they are not known, as of another model than the
     traced one.
 
     The number of passes is that of ranges around scores over that of layers.
     """
-    if model is None or batch_size is None or num_scores % model.num_layers:
+    passes, rest = divmod(num_scores, config.model.num_layers)
+    if rest:
         return {}
-    passes, flops = num_scores // model.num_layers, attention_forward_flops(model, batch_size)
-    return {
-        AttentionPart.SCORES: passes * flops.scores,
-        AttentionPart.SOFTMAX: passes * flops.softmax,
-        AttentionPart.VALUES: passes * flops.values,
-    }
+    flops = attention_forward_flops(config.model, config.batch_size)
+    return {part: passes * getattr(flops, part) for part in ATTENTION_PARTS}

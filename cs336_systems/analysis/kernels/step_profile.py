@@ -397,22 +397,16 @@ def decode_profile(data: bytes) -> StepProfile:
 def contradictions(profile: StepProfile) -> Iterator[str]:
     """Contradictions in a profile, in words; one that was changed by hand has some."""
     left, phases, num_steps = profile.left, profile.phases, profile.num_steps
-    if not num_steps or any(
-        len(times) != num_steps for times in (profile.step_s, *(own.wall_s for own in phases))
-    ):
+    times = [profile.step_s, *(phase.wall_s for phase in phases)]
+    if not num_steps or any(len(of_steps) != num_steps for of_steps in times):
         yield f"it has {num_steps} steps, and times of others"
-    count = (
-        sum(sum(phase.launches) for phase in phases) + left.warmup + left.outside + left.no_launch
-    )
-    time_s = (
-        sum(sum(phase.kernel_s) for phase in phases)
-        + left.warmup_s
-        + left.outside_s
-        + left.no_launch_s
-    )
-    if count != profile.num_kernels or not math.isclose(
-        time_s, profile.kernel_s, rel_tol=1e-9, abs_tol=1e-9
-    ):
+    count = left.warmup + left.outside + left.no_launch
+    time_s = left.warmup_s + left.outside_s + left.no_launch_s
+    for phase in phases:
+        count += sum(phase.launches)
+        time_s += sum(phase.kernel_s)
+    is_whole_time = math.isclose(time_s, profile.kernel_s, rel_tol=1e-9, abs_tol=1e-9)
+    if count != profile.num_kernels or not is_whole_time:
         yield (
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"

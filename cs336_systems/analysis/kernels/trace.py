@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..columns import Columns, Ints, Mask, chosen, groups, joined
+from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, groups, joined
 
 _DRIVERS_OWN = re.compile(
     r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?|__amd_rocclr_(?:copy|fill)\w{1,40}",
@@ -21,7 +21,7 @@ _DRIVERS_OWN = re.compile(
 )
 """Names of the kernels by which the drivers of CUDA and ROCm fill or copy memory."""
 
-Kind = TypeVar("Kind", bound=np.generic)
+Scalar = TypeVar("Scalar", bound=np.generic)
 NOWHERE = -1
 """Process of a range that a profiler marked, and the program did not."""
 MAX_TIME_NS = 2**61
@@ -84,8 +84,7 @@ class Nodes(Columns):
     end_ns: Ints
 
 
-_NONE: Ints = np.zeros(0, dtype=np.int64)
-NO_NODES = Nodes(process=_NONE, thread=_NONE, start_ns=_NONE, end_ns=_NONE)
+NO_NODES = Nodes(process=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,31 +145,31 @@ def with_copies_apart(trace: Trace) -> Trace:
 def durations(start: Ints, end: Ints, what: str) -> Ints:
     """End minus start; raise ValueError for times out of range and for negative durations."""
     for times in (start, end):
-        if len(times) and not -MAX_TIME_NS <= int(times.min()) <= int(times.max()) <= MAX_TIME_NS:
-            worst = max(int(times.max()), int(times.min()), key=abs)
+        # Python's whole numbers, since the absolute value of the least does not fit 64 bits
+        worst = max(int(times.min(initial=0)), int(times.max(initial=0)), key=abs)
+        if abs(worst) > MAX_TIME_NS:
             raise ValueError(f"{what} need times within {MAX_TIME_NS} ns of zero, got {worst}")
     length = end - start
-    if len(length) and length.min() < 0:
+    if length.min(initial=0) < 0:
         row = int(length.argmin())
         raise ValueError(
             f"{what} must end after they start, got start {start[row]} and end {end[row]} in row "
             f"{row}"
         )
-    if length.sum(dtype=np.float64) > MAX_TIME_NS:
-        raise ValueError(
-            f"{what} last {length.sum(dtype=np.float64):.3g} ns together, more than {MAX_TIME_NS}"
-        )
+    total = length.sum(dtype=np.float64)
+    if total > MAX_TIME_NS:
+        raise ValueError(f"{what} last {total:.3g} ns together, more than {MAX_TIME_NS}")
     return length
 
 
 def of_names(
-    names: Ints, strings: Sequence[str], value: Callable[[str], object], kind: type[Kind]
-) -> NDArray[Kind]:
+    names: Ints, strings: Sequence[str], value: Callable[[str], object], kind: type[Scalar]
+) -> NDArray[Scalar]:
     """The value of each name's string, found once for each distinct name, as an array of this
     kind.
     """
     used, index = np.unique(names, return_inverse=True)
-    values: NDArray[Kind] = np.array([value(strings[name]) for name in used.tolist()], dtype=kind)
+    values: NDArray[Scalar] = np.array([value(strings[name]) for name in used.tolist()], dtype=kind)
     return values[index]
 
 
@@ -211,8 +210,8 @@ class Nesting:
 
     def at(self, time: Ints) -> Ints:
         """Index of the innermost interval at each time, -1 for none."""
-        found: Ints = self._owner[np.searchsorted(self._time, time, side="right") - 1]
-        return found
+        innermost: Ints = self._owner[np.searchsorted(self._time, time, side="right") - 1]
+        return innermost
 
 
 class GroupNesting:
@@ -231,12 +230,12 @@ class GroupNesting:
 
     def at(self, group: Ints, time: Ints) -> Ints:
         """Index of the innermost interval of each group at its time, -1 for none."""
-        found: Ints = np.full(len(group), -1, dtype=np.int64)
+        innermost: Ints = np.full(len(group), -1, dtype=np.int64)
         for number, rows in groups(group):
             if number in self._of:
                 row_of, nesting = self._of[number]
-                found[rows] = row_of[nesting.at(time[rows])]
-        return found
+                innermost[rows] = row_of[nesting.at(time[rows])]
+        return innermost
 
 
 class Strings:
@@ -254,8 +253,8 @@ class Strings:
 
     def ids(self, texts: Iterable[str]) -> Ints:
         """The strings' indices in this table."""
-        known = self._ids
-        return np.array([known.setdefault(text, len(known)) for text in texts], dtype=np.int64)
+        ids = self._ids  # without `id`, since a trace may have millions of names
+        return np.array([ids.setdefault(text, len(ids)) for text in texts], dtype=np.int64)
 
     def column(self, keys: Ints, known: Mapping[int, str] | None = None, unknown: str = "") -> Ints:
         """Indices in this table for the file's numbers, looked up in `known` or, by default, in
@@ -263,10 +262,7 @@ class Strings:
         """
         known = self._known if known is None else known
         unique, inverse = np.unique(keys, return_inverse=True)
-        mine = np.array(
-            [self.id(known.get(key, unknown)) for key in unique.tolist()], dtype=np.int64
-        )
-        return mine[inverse]
+        return self.ids(known.get(key, unknown) for key in unique.tolist())[inverse]
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -287,10 +283,9 @@ class Launches:
         in 32 bits.
         """
         at = np.searchsorted(self._processes, process)
-        known = np.append(self._processes, -1)[at] == process
-        return np.where(
-            known & (correlation > 0) & (correlation < 2**32), (at << 32) | correlation, -1
-        )
+        is_known = np.append(self._processes, -1)[at] == process
+        is_valid = is_known & (correlation > 0) & (correlation < 2**32)
+        return np.where(is_valid, (at << 32) | correlation, -1)
 
     def columns(self, process: Ints, correlation: Ints) -> dict[str, Any]:
         """The columns of `DeviceWork` about the launch, for pairs of ids."""
@@ -298,11 +293,12 @@ class Launches:
         at = np.searchsorted(self._key_sorted, key)
         is_launched = (np.append(self._key_sorted, -1)[at] == key) & (key >= 0)
         call = np.where(is_launched, np.append(self._order, -1)[at], -1)
-        launch, thread = (
-            np.append(self._calls.start_ns, 0)[call],
-            np.append(self._calls.thread, 0)[call],
-        )
-        return {"is_launched": is_launched, "launch_ns": launch, "thread": thread, "call": call}
+        return {
+            "is_launched": is_launched,
+            "launch_ns": np.append(self._calls.start_ns, 0)[call],
+            "thread": np.append(self._calls.thread, 0)[call],
+            "call": call,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,11 +343,8 @@ class Union:
     def until(self, time: Ints) -> Ints:
         """For each time, how long at least one interval was open before it."""
         at = np.searchsorted(self.start, time, side="right")
-        inside = (
-            np.minimum(time, np.append(-MAX_TIME_NS, self.end)[at])
-            - np.append(-MAX_TIME_NS, self.start)[at]
-        )
-        covered: Ints = self._before[at] + np.where(at > 0, inside, 0)
+        start, end = (np.append(-MAX_TIME_NS, bounds)[at] for bounds in (self.start, self.end))
+        covered: Ints = self._before[at] + np.where(at > 0, np.minimum(time, end) - start, 0)
         return covered
 
     def within(self, start: Ints, end: Ints) -> Ints:

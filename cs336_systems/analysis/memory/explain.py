@@ -5,37 +5,32 @@ The snapshot itself has sizes, times and stacks. What a block held and when phas
 notes beside it (notes.py), if there are any.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from ...text import counted, inert_line
-from ..columns import Ints, ProfileError
-from . import groups
+from ..columns import NO_ROWS, Ints, ProfileError
+from .blocks import block_memory
+from .categories import NOT_SIGHTED, LiveSums, categorise, live_sums, resolve
+from .groups import Groups, LabelledSnapshot
+from .notes import START, Mark, MemoryNotes, notes_path, read_notes
+from .phases import NO_MOMENT, NO_PHASES, find_phases, moments_of, notes_on_positions, times_s
 from .profile import (
-    CODES,
-    NO_PHASES,
-    NOWHERE,
-    START,
+    CATEGORY_CODES,
     AllocatorWork,
     Category,
     FailedRequest,
-    Mark,
-    MemoryNotes,
     MemoryProfile,
     Moment,
     PhaseMemory,
     Timeline,
-    find_phases,
-    moments_of,
-    notes_on_positions,
-    notes_path,
-    read_notes,
-    times_s,
 )
-from .snapshot import HOW_TO_RECORD, Action, DeviceMemory, Snapshot, read_snapshot
+from .replay import replay_device
+from .snapshot import HOW_TO_SNAPSHOT, Action, DeviceMemory, Snapshot, Stack, read_snapshot
+from .stacks import code_places
 
 MAX_POINTS = 2000
 """Points of a timeline."""
@@ -75,15 +70,15 @@ def explain_memory(path: Path) -> MemoryProfile:
 def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemory:
     """The device of the notes; without notes, the one with the most events."""
     if not snapshot.devices:
-        raise ProfileError(snapshot.path, f"no device has any memory in it; {HOW_TO_RECORD}")
+        raise ProfileError(snapshot.path, f"no device has any memory in it; {HOW_TO_SNAPSHOT}")
     if notes is None:
         return max(snapshot.devices, key=lambda memory: len(memory.events))
     of_notes = [memory for memory in snapshot.devices if memory.device == notes.device]
     if not of_notes:
-        found = ", ".join(str(memory.device) for memory in snapshot.devices)
+        present = ", ".join(str(memory.device) for memory in snapshot.devices)
         raise ProfileError(
             snapshot.path,
-            f"needed memory of device {notes.device}, as in the notes beside it, got {found}",
+            f"needed memory of device {notes.device}, as in the notes beside it, got {present}",
         )
     return of_notes[0]
 
@@ -93,42 +88,42 @@ class _Explanation:
 
     def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None) -> None:
         self._snapshot, self._memory, self._notes = snapshot, memory, notes
-        self._replay = groups.replay(memory, snapshot.settings)
+        self._replay = replay_device(memory, snapshot.settings)
         self._allocated = self._replay.allocated_bytes
         self._peak = int(self._allocated.argmax())
         sightings = () if notes is None else notes.sightings
-        self._phases, self._sighted_at = NO_PHASES, np.zeros(0, dtype=np.int64)
+        self._phases, sighted_at = NO_PHASES, NO_ROWS
+        without_notes: Sequence[Stack] = snapshot.stacks
         if notes is not None:
-            self._phases = find_phases(
-                memory.events, notes, max(self._replay.failed_requests, default=NOWHERE)
-            )
-            self._sighted_at = moments_of(
-                [sighting.position for sighting in sightings], memory.events, notes.end
-            )
-        self._row_of = groups.resolve(self._replay.allocations, sightings, self._sighted_at)
-        alone = snapshot.stacks if notes is None else ()
-        category, sighting = groups.categorise(self._replay, sightings, self._row_of, alone)
-        self._known = groups.Known(
+            last_oom = max(self._replay.failed_requests, default=NO_MOMENT)
+            self._phases = find_phases(memory.events, notes, last_oom)
+            positions = [sighting.position for sighting in sightings]
+            sighted_at = moments_of(positions, memory.events, notes.end)
+            without_notes = ()
+        self._row_of = resolve(self._replay.allocations, sightings, sighted_at)
+        category, sighting = categorise(self._replay, sightings, self._row_of, without_notes)
+        self._labelled = LabelledSnapshot(
             replay=self._replay,
             stacks=snapshot.stacks,
             category=category,
             sighting=sighting,
             sightings=sightings,
+            row_of=self._row_of,
+            sighted_at=sighted_at,
             phases=self._phases,
         )
 
     def profile(self) -> MemoryProfile:
         """The whole profile."""
         allocations, notes = self._replay.allocations, self._notes
-        points = self._points()
-        sums = groups.live_sums(
-            self._replay,
-            self._known.category,
-            np.union1d(points, [*self._phases.moments, self._peak]),
-        )
+        moments = np.union1d(self._points(), [*self._phases.moments, self._peak])
+        sums = live_sums(self._replay, self._labelled.category, moments)
+        outside_bytes = None
+        if notes is not None:
+            outside_bytes = notes.used_on_device_bytes - notes.reserved_bytes
         is_live = (allocations.start < self._peak) & (self._peak <= allocations.free_requested)
         is_held = self._replay.is_held_throughout
-        like = groups.Groups(self._known)
+        like = Groups(self._labelled)
         return MemoryProfile(
             source=inert_line(self._snapshot.path.name),
             device=self._memory.device,
@@ -141,25 +136,29 @@ class _Explanation:
             phases=tuple(self._phases_of_steps()),
             largest=like.largest(~is_held, is_live, MAX_LARGEST),
             at_peak=like.at_peak(is_live),
-            blocks=groups.block_memory(self._known, self._row_of, self._sighted_at),
+            blocks=block_memory(self._labelled),
             timeline=self._timeline(sums),
             work=self._work(),
-            outside_bytes=None
-            if notes is None
-            else notes.used_on_device_bytes - notes.reserved_bytes,
+            outside_bytes=outside_bytes,
             notes=tuple(self._notes_to_reader()),
             private_bytes=int(self._replay.private_bytes[self._peak]),
             idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),
             is_expandable=self._snapshot.settings.get("expandable_segments") is True,
         )
 
-    def _peak_moment(self, sums: groups.LiveSums) -> Moment:
-        stretch = int(self._phases.at(np.array(self._peak - 1)))
-        return self._moment(
-            sums, self._peak, self._phases.steps[stretch], self._phases.names[stretch], None
-        )
+    def _peak_moment(self, sums: LiveSums) -> Moment:
+        step, phase = self._place(self._peak - 1)
+        return self._moment(sums, self._peak, step, phase, None)
 
-    def _boundaries(self, sums: groups.LiveSums) -> Iterator[Moment]:
+    def _place(self, event: int) -> tuple[int, str]:
+        """The step and the phase in which the event happened."""
+        stretch = int(self._phases.at(np.array(event)))
+        return self._phases.steps[stretch], self._phases.names[stretch]
+
+    def _time_s(self, moment: int) -> float:
+        return float(times_s(self._memory.events, np.array(moment)))
+
+    def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
             if self._replay.are_sizes_known and self._allocated[moment] != mark.allocated_bytes:
                 raise ProfileError(
@@ -183,22 +182,21 @@ class _Explanation:
             yield self._phase_memory(len(moments), moments[-1], self._replay.failed_requests[-1])
 
     def _phase_memory(self, stretch: int, begin: int, end: int) -> PhaseMemory:
-        begin_s, end_s = times_s(self._memory.events, np.array([begin, end])).tolist()
         return PhaseMemory(
             step=self._phases.steps[stretch],
             phase=self._phases.names[stretch],
-            begin_s=begin_s,
-            end_s=end_s,
+            begin_s=self._time_s(begin),
+            end_s=self._time_s(end),
             peak_bytes=int(self._allocated[begin : end + 1].max()),
         )
 
     def _moment(
-        self, sums: groups.LiveSums, moment: int, step: int, phase: str, mark: Mark | None
+        self, sums: LiveSums, moment: int, step: int, phase: str, mark: Mark | None
     ) -> Moment:
         return Moment(
             step=step,
             phase=phase,
-            time_s=float(times_s(self._memory.events, np.array(moment))),
+            time_s=self._time_s(moment),
             allocated_bytes=int(self._allocated[moment]),
             reserved_bytes=int(self._replay.reserved_bytes[moment]),
             categories=sums.at(moment),
@@ -214,18 +212,19 @@ class _Explanation:
         if num_moments <= MAX_POINTS:
             return np.arange(num_moments)
         edges = np.linspace(0, num_moments, MAX_POINTS + 1).astype(np.int64)
-        peaks = [
-            begin + self._allocated[begin:end].argmax() for begin, end in pairwise(edges.tolist())
-        ]
+        intervals = pairwise(edges.tolist())
+        peaks = [begin + self._allocated[begin:end].argmax() for begin, end in intervals]
         return np.array(peaks, dtype=np.int64)
 
-    def _timeline(self, sums: groups.LiveSums) -> Timeline:
-        present = [category for category in FROM_BOTTOM if sums.counts[CODES[category]].any()]
+    def _timeline(self, sums: LiveSums) -> Timeline:
+        present = [
+            category for category in FROM_BOTTOM if sums.counts[CATEGORY_CODES[category]].any()
+        ]
         return Timeline(
             time_s=tuple(times_s(self._memory.events, sums.moments).tolist()),
             categories=tuple(present),
             num_bytes=tuple(
-                tuple(sums.num_bytes[CODES[category]].tolist()) for category in present
+                tuple(sums.num_bytes[CATEGORY_CODES[category]].tolist()) for category in present
             ),
             reserved_bytes=tuple(self._replay.reserved_bytes[sums.moments].tolist()),
         )
@@ -243,17 +242,17 @@ class _Explanation:
 
     def _failed_request(self, moment: int) -> FailedRequest:
         events = self._memory.events
-        stretch = int(self._phases.at(np.array(moment)))
+        step, phase = self._place(moment)
         return FailedRequest(
             requested_bytes=int(events.num_bytes[moment]),
             free_bytes=int(events.address[moment]),
             allocated_bytes=int(self._allocated[moment]),
             reserved_bytes=int(self._replay.reserved_bytes[moment]),
-            step=self._phases.steps[stretch],
-            phase=self._phases.names[stretch],
-            time_s=float(times_s(events, np.array(moment + 1))),
+            step=step,
+            phase=phase,
+            time_s=self._time_s(moment + 1),
             event=moment,
-            places=groups.places_of(self._snapshot.stacks[events.stack[moment]]),
+            places=code_places(self._snapshot.stacks[events.stack[moment]]),
             idle_private_bytes=int(self._replay.idle_private_bytes[moment]),
         )
 
@@ -261,17 +260,13 @@ class _Explanation:
         yield from self._snapshot.notes
         yield from self._replay.notes
         if len(self._snapshot.devices) > 1:
-            others = [
-                memory.device
-                for memory in self._snapshot.devices
-                if memory.device != self._memory.device
-            ]
-            yield (
-                f"Only device {self._memory.device} is explained, not "
-                f"{', '.join(map(str, others))}."
-            )
+            devices = [str(memory.device) for memory in self._snapshot.devices]
+            devices.remove(str(self._memory.device))
+            yield f"Only device {self._memory.device} is explained, not {', '.join(devices)}."
         if not len(self._memory.events):
-            yield f"No event was recorded, so only the memory at the end is known; {HOW_TO_RECORD}."
+            yield (
+                f"No event was recorded, so only the memory at the end is known; {HOW_TO_SNAPSHOT}."
+            )
         if self._notes is None:
             # with notes, the counts of allocations tell whether events were dropped
             if len(self._memory.events) and (num := self._replay.num_held_with_stack):
@@ -285,7 +280,7 @@ class _Explanation:
             )
             return
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)
-        if lost := int(np.count_nonzero(self._row_of == groups.NOT_SIGHTED)):
+        if lost := int(np.count_nonzero(self._row_of == NOT_SIGHTED)):
             yield (
                 f"Left out: {lost:,} of {len(self._row_of):,} sightings, whose addresses lay "
                 "in no allocated block."

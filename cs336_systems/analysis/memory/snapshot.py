@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,8 +24,8 @@ import psutil
 from ...text import counted
 from ..columns import Columns, Ints, ProfileError, read_head, what_it_is
 
-NEEDED = "a memory snapshot of PyTorch"
-HOW_TO_RECORD = (
+SNAPSHOT_FILE = "a memory snapshot of PyTorch"
+HOW_TO_SNAPSHOT = (
     "record with `torch.cuda.memory._record_memory_history()` and write with "
     "`torch.cuda.memory._dump_snapshot(FILE)`"
 )
@@ -32,7 +33,7 @@ BASE_MEMORY_BYTES, MEMORY_PER_BYTE = 2**29, 20
 """Address space that reading a file may take; a million events take 7 times the file."""
 MAX_REASON = 200
 """Characters of a reason that are quoted."""
-SHARED = (0, 0)
+SHARED_POOL = (0, 0)
 """Id of the pool that is no private one."""
 NO_STACK = 0
 """Number of the empty stack, for events and blocks without a recorded stack."""
@@ -86,7 +87,7 @@ STATES = {state.name.lower(): int(state) for state in BlockState} | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Events(Columns):
+class AllocatorEvents(Columns):
     """What one device's allocator did, in order."""
 
     action: Ints
@@ -118,7 +119,7 @@ class Segments(Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks(Columns):
+class BlockStates(Columns):
     """The parts of the segments when the snapshot was taken, in use or free."""
 
     segment: Ints
@@ -137,9 +138,9 @@ class DeviceMemory:
     """One device in a snapshot."""
 
     device: int
-    events: Events
+    events: AllocatorEvents
     segments: Segments
-    blocks: Blocks
+    blocks: BlockStates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +161,11 @@ class Snapshot:
 
 def read_snapshot(path: Path) -> Snapshot:
     """The snapshot at `path`; raise ProfileError if the file is not a snapshot."""
-    head = read_head(path, 2, NEEDED)
+    head = read_head(path, 2, SNAPSHOT_FILE)
     if head[:1] != b"\x80":
-        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, head)}: {HOW_TO_RECORD}")
+        raise ProfileError(
+            path, f"needed {SNAPSHOT_FILE}, but {what_it_is(path, head)}: {HOW_TO_SNAPSHOT}"
+        )
     most = BASE_MEMORY_BYTES + MEMORY_PER_BYTE * path.stat().st_size
     try:
         with path.open("rb") as file, _limited(most):
@@ -188,7 +191,7 @@ def read_snapshot(path: Path) -> Snapshot:
     except Exception as error:  # the unpickler may raise nearly every kind of exception
         problem = f"the pickle cannot be read ({str(error)[:MAX_REASON]})"
     raise ProfileError(
-        path, f"{problem}: truncated, damaged or no memory snapshot; {HOW_TO_RECORD}"
+        path, f"{problem}: truncated, damaged or no memory snapshot; {HOW_TO_SNAPSHOT}"
     )
 
 
@@ -270,34 +273,35 @@ class _Converter:
             notes=tuple(self._notes()),
         )
 
-    def _blocks(self, segments: Sequence[Mapping[str, Any]]) -> Blocks:
+    def _blocks(self, segments: Sequence[Mapping[str, Any]]) -> BlockStates:
         """The blocks of each segment in turn."""
-        blocks = [block for segment in segments for block in segment["blocks"]]
-        # as PyTorch until 2.0 has it
-        last: list[Any] = [(block.get("history") or ({},))[0] for block in blocks]
-        return Blocks(
-            segment=_ints([row for row, segment in enumerate(segments) for _ in segment["blocks"]]),
-            address=_ints([address for segment in segments for address in _addresses(segment)]),
+        num_blocks = [len(segment["blocks"]) for segment in segments]
+        blocks = [*chain.from_iterable(segment["blocks"] for segment in segments)]
+        requested_bytes, with_frames = [], []
+        for block in blocks:
+            # until version 2.0, PyTorch wrote request and stack of the block's last use apart
+            last: Mapping[str, Any] = (block.get("history") or ({},))[0]
+            real_size = last.get("real_size", block["size"])
+            requested_bytes.append(block.get("requested_size", real_size))
+            with_frames.append(block if "frames" in block else last)
+        return BlockStates(
+            segment=np.repeat(np.arange(len(segments)), _ints(num_blocks)),
+            address=_ints([*chain.from_iterable(map(_addresses, segments))]),
             num_bytes=_ints([block["size"] for block in blocks]),
-            requested_bytes=_ints(
-                [
-                    block.get("requested_size", old.get("real_size", block["size"]))
-                    for block, old in zip(blocks, last, strict=True)
-                ]
-            ),
+            requested_bytes=_ints(requested_bytes),
             state=_ints([STATES[block["state"]] for block in blocks]),
-            stack=self._stack_numbers(
-                [
-                    block if "frames" in block else old
-                    for block, old in zip(blocks, last, strict=True)
-                ]
-            ),
+            stack=self._stack_numbers(with_frames),
         )
 
-    def _events(self, trace: Sequence[Mapping[str, Any]]) -> Events:
-        self._unknown.update([event["action"] for event in trace if event["action"] not in ACTIONS])
-        known = [event for event in trace if event["action"] in ACTIONS] if self._unknown else trace
-        return Events(
+    def _events(self, trace: Sequence[Mapping[str, Any]]) -> AllocatorEvents:
+        """The events of known actions; those of others are counted."""
+        known = [event for event in trace if event["action"] in ACTIONS]
+        if len(known) < len(trace):
+            actions = Counter(event["action"] for event in trace)
+            for action in ACTIONS:
+                del actions[action]
+            self._unknown += actions
+        return AllocatorEvents(
             action=_ints([ACTIONS[event["action"]] for event in known]),
             address=_ints(
                 [event["addr"] if "addr" in event else event["device_free"] for event in known]
@@ -310,20 +314,19 @@ class _Converter:
 
     def _stack_numbers(self, things: Sequence[Mapping[str, Any]]) -> Ints:
         """The number of the stack of each event or block, the same for equal ones."""
-        found, number_of, frame_of = [], self._number_of, self._frame_of
+        numbers, number_of, frame_of = [], self._number_of, self._frame_of
         for thing in things:
             frames = thing.get("frames") or ()
             ids = tuple(map(id, frames))
             if ids not in number_of:
-                for new, f in zip(ids, frames, strict=True):
-                    if new not in frame_of:
-                        frame_of[new] = Frame(
-                            _readable(f["filename"]), int(f["line"]), _readable(f["name"])
-                        )
+                for frame_id, frame in zip(ids, frames, strict=True):
+                    if frame_id not in frame_of:
+                        file, name = _readable(frame["filename"]), _readable(frame["name"])
+                        frame_of[frame_id] = Frame(file, int(frame["line"]), name)
                 stack = tuple(map(frame_of.__getitem__, ids))
                 number_of[ids] = self._stacks.setdefault(stack, len(self._stacks))
-            found.append(number_of[ids])
-        return _ints(found)
+            numbers.append(number_of[ids])
+        return _ints(numbers)
 
     def _notes(self) -> Iterator[str]:
         if self._unknown:
@@ -335,13 +338,14 @@ class _Converter:
 
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
-    columns = {"address": "address", "num_bytes": "total_size", "stream": "stream"}
-    pools = [tuple(segment.get("segment_pool_id", SHARED)) for segment in segments]
-    number_of = {SHARED: 0} | {
-        pool: number for number, pool in enumerate(sorted({*pools} - {SHARED}), start=1)
+    pools = [tuple(segment.get("segment_pool_id", SHARED_POOL)) for segment in segments]
+    number_of = {SHARED_POOL: 0} | {
+        pool: number for number, pool in enumerate(sorted({*pools} - {SHARED_POOL}), start=1)
     }
     return Segments(
-        **{name: _ints([segment[key] for segment in segments]) for name, key in columns.items()},
+        address=_ints([segment["address"] for segment in segments]),
+        num_bytes=_ints([segment["total_size"] for segment in segments]),
+        stream=_ints([segment["stream"] for segment in segments]),
         pool=_ints([number_of[pool] for pool in pools]),
     )
 

@@ -63,9 +63,11 @@ def test_every_kernel_is_placed_as_by_brute_force(seed: int) -> None:
         k if k.launch_ns is None else replace(k, launch_ns=k.launch_ns * 1_000 + 500)
         for k in recording.kernels
     ]
-    found = attribute(make_trace(recording))
+    attributed = attribute(make_trace(recording))
     structure = {"forward", "backward", "optimizer", "step"}
-    for k, phase, module in zip(recording.kernels, phases(found), found.jobs.module, strict=True):
+    for k, phase, module in zip(
+        recording.kernels, phases(attributed), attributed.jobs.module, strict=True
+    ):
         mine = recording.spans
         named = [s for s in mine if s.name in structure - {"step"}]
         if k.launch_ns is None:
@@ -119,46 +121,46 @@ def test_forward_inside_backward_is_recomputed() -> None:
         ]
         for launch in (2, 15, 22, 25, 35):
             made.launch("k", launch, thread if launch > 10 else MAIN)
-        found = attribute(make_trace(made))
-        assert phases(found) == ["forward", *["backward"] * 4]
-        assert found.jobs.is_recomputed.tolist() == [False, False, True, True, False]
-        assert module_names(found) == ["norm", "ffn", "forward", "forward/norm", "ffn"]
+        attributed = attribute(make_trace(made))
+        assert phases(attributed) == ["forward", *["backward"] * 4]
+        assert attributed.jobs.is_recomputed.tolist() == [False, False, True, True, False]
+        assert module_names(attributed) == ["norm", "ffn", "forward", "forward/norm", "ffn"]
 
 
 def test_without_phase_ranges_threads_give_the_phases() -> None:
     """The same loop without its phase ranges: the same phases, but the loss is of forward."""
-    found = attribute(make_trace(training(5, phases=False)))
-    assert found.source is PhaseSource.THREADS
-    assert [counts(found, step) for step in range(5)] == [WITHOUT_LOSS] * 5
+    attributed = attribute(make_trace(training(5, phases=False)))
+    assert attributed.source is PhaseSource.THREADS
+    assert [counts(attributed, step) for step in range(5)] == [WITHOUT_LOSS] * 5
     ranged = phases(attribute(make_trace(training(5))))
-    assert phases(found) == ["forward" if name == "loss" else name for name in ranged]
-    assert "no ranges of forward" in found.notes[0]
+    assert phases(attributed) == ["forward" if name == "loss" else name for name in ranged]
+    assert "no ranges of forward" in attributed.notes[0]
 
 
 def test_a_range_of_its_own_around_the_optimizer_is_not_forward() -> None:
     made = training(3)
     kept = [s for s in made.spans if s.name not in ("forward", "loss", "backward")]
     made.spans = [replace(s, name="adamw") if s.name == "optimizer" else s for s in kept]
-    found = attribute(make_trace(made))
-    assert [counts(found, step) for step in range(3)] == [WITHOUT_LOSS] * 3
+    attributed = attribute(make_trace(made))
+    assert [counts(attributed, step) for step in range(3)] == [WITHOUT_LOSS] * 3
 
 
 def test_the_range_of_the_warmup_is_no_model_however_short() -> None:
     made = training(2, phases=False)
     made.spans.append(Span("warmup", 0, 20))
     made.launch("random", 10)
-    found = attribute(make_trace(made))
-    assert phases(found)[-1] == "unattributed"
-    assert counts(found, 0) == WITHOUT_LOSS
+    attributed = attribute(make_trace(made))
+    assert phases(attributed)[-1] == "unattributed"
+    assert counts(attributed, 0) == WITHOUT_LOSS
 
 
 def test_unknown_phases_are_noted() -> None:
     made = training(2)
     bare = Recording(kernels=made.kernels)
-    found = attribute(make_trace(bare))
-    assert found.source is PhaseSource.NOTHING
-    assert counts(found) == {"unattributed": len(made.kernels)}
-    assert "are unknown" in found.notes[0]
+    attributed = attribute(make_trace(bare))
+    assert attributed.source is PhaseSource.NOTHING
+    assert counts(attributed) == {"unattributed": len(made.kernels)}
+    assert "are unknown" in attributed.notes[0]
     alone = [k for k in made.kernels if k.thread == MAIN]
     spans = [s for s in made.spans if s.name in ("block", "head")]
     assert counts(attribute(make_trace(Recording(alone, spans)))) == {"unattributed": len(alone)}
@@ -168,9 +170,9 @@ def test_steps_from_step_ranges_and_warmup() -> None:
     made = training(4, step_range=True)
     steps = sorted(s.start_ns for s in made.spans if s.name == "step")
     made.spans.append(Span("warmup", steps[0] - 1, steps[2] - 1))
-    found = attribute(make_trace(made))
-    assert [counts(found, step) for step in range(4)] == [{"data": 1, **STEP}] * 4
-    assert found.steps.is_warmup.tolist() == [True, True, False, False]
+    attributed = attribute(make_trace(made))
+    assert [counts(attributed, step) for step in range(4)] == [{"data": 1, **STEP}] * 4
+    assert attributed.steps.is_warmup.tolist() == [True, True, False, False]
     made.spans[-1] = Span("measure", steps[1] - 1, 10**7)
     assert attribute(make_trace(made)).steps.is_warmup.tolist() == [True, False, False, False]
 
@@ -190,10 +192,10 @@ def with_kernel(recording: Recording) -> Recording:
 
 def test_kernels_without_a_launch_and_of_graphs_are_said() -> None:
     made = Recording([Kernel("k", None), Kernel("k", 5, graph=3)], [Span("forward", 0, 10)])
-    found = attribute(make_trace(made))
-    assert phases(found) == ["unattributed", "forward"]
-    assert "1 of 2 kernels have no launch" in found.notes[0]
-    assert "1 kernels came from CUDA graphs" in found.notes[1]
+    attributed = attribute(make_trace(made))
+    assert phases(attributed) == ["unattributed", "forward"]
+    assert "1 of 2 kernels have no launch" in attributed.notes[0]
+    assert "1 kernels came from CUDA graphs" in attributed.notes[1]
 
 
 def test_an_open_range_holds_to_the_end() -> None:
@@ -203,6 +205,6 @@ def test_an_open_range_holds_to_the_end() -> None:
 
 
 def test_nothing_at_all() -> None:
-    found = attribute(make_trace(Recording()))
-    assert counts(found) == {}
-    assert len(found.steps) == 0
+    attributed = attribute(make_trace(Recording()))
+    assert counts(attributed) == {}
+    assert len(attributed.steps) == 0

@@ -17,7 +17,7 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.classes import collective_of
+from cs336.analysis.kernels.collectives import collective_of
 from cs336.analysis.kernels.communication import by_rank, collectives_of, rank_times, without_rank
 from cs336.analysis.kernels.explain import explain, summarise
 from cs336.analysis.kernels.step_profile import (
@@ -54,15 +54,15 @@ COMPUTE, COLLECTIVES = 7, 16
 
 
 def exposed(
-    found: StepProfile, kind: Collective | None = None
+    explained: StepProfile, kind: Collective | None = None
 ) -> dict[str, tuple[list[int], list[int]]]:
     """By phase, the nanoseconds of collectives in each step, and those of them that are exposed."""
-    rows = [row for row in found.communication if row.collective is kind]
+    rows = [row for row in explained.communication if row.collective is kind]
     return {row.phase.value: (each_ns(row.total_s), each_ns(row.exposed_s)) for row in rows}
 
 
-def walls(found: StepProfile) -> dict[str, list[int]]:
-    return {times.phase.value: each_ns(times.wall_s) for times in found.phases}
+def walls(explained: StepProfile) -> dict[str, list[int]]:
+    return {times.phase.value: each_ns(times.wall_s) for times in explained.phases}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> No
     of_nccl = [copy for copy in made.copies if copy.stream == COLLECTIVES and sends]
     computes = [kernel for kernel in made.kernels + made.copies if kernel not in sends + of_nccl]
     of_main_stream = [kernel for kernel in made.kernels + made.copies if kernel not in sends]
-    found, busy = profile(made), open_at(computes)
+    explained, busy = profile(made), open_at(computes)
     expected: dict[str, list[tuple[int, ...]]] = {}
     spans = sorted(made.spans, key=lambda span: span.start_ns)
     for first in range(0, len(spans), 4):
@@ -173,7 +173,7 @@ def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> No
                 row += [len(ran), len(ran - busy)]
             expected.setdefault(span.name, []).append(tuple(row))
             last = end
-    assert {name: times for name, times in walls(found).items() if name in expected} == {
+    assert {name: times for name, times in walls(explained).items() if name in expected} == {
         name: [row[0] for row in rows] for name, rows in expected.items()
     }
     for kind, at in ((None, 1), (Collective.ALL_GATHER, 3)):
@@ -182,14 +182,14 @@ def test_exposed_is_when_a_collective_runs_and_nothing_computes(seed: int) -> No
             for name, rows in expected.items()
         }
         # a phase in which nothing of the kind ran has no row, but for kernels of no duration
-        given = exposed(found, kind)
+        given = exposed(explained, kind)
         assert given == {
             name: times for name, times in kept.items() if any(times[0]) or name in given
         }
-    assert sum(sum(row.launches) for row in found.communication if row.collective is None) <= len(
-        sends
-    )
-    assert decode_profile(encode_profile(found)) == found
+    assert sum(
+        sum(row.launches) for row in explained.communication if row.collective is None
+    ) <= len(sends)
+    assert decode_profile(encode_profile(explained)) == explained
 
 
 def test_copies_to_peers_are_communication_and_not_computing() -> None:
@@ -211,9 +211,13 @@ def test_copies_to_peers_are_communication_and_not_computing() -> None:
             ),
         ],
     )
-    found = profile(made)
-    assert exposed(found, Collective.COPY_TO_PEERS) == exposed(found) == {"backward": ([30], [20])}
-    assert sum(sum(row.launches) for row in found.communication if row.collective is None) == 2
+    explained = profile(made)
+    assert (
+        exposed(explained, Collective.COPY_TO_PEERS)
+        == exposed(explained)
+        == {"backward": ([30], [20])}
+    )
+    assert sum(sum(row.launches) for row in explained.communication if row.collective is None) == 2
 
 
 def test_collectives_belong_to_no_module_but_to_a_gather() -> None:
@@ -228,11 +232,11 @@ def test_collectives_belong_to_no_module_but_to_a_gather() -> None:
         Span("gloo:all_gather", 56, 57),
     ]
     launches = {"gemm": 25, "cast": 31, ALL_GATHER: 35, ALL_REDUCE: 55, "norm": 56}
-    found = profile(
+    explained = profile(
         Recording([Kernel(name, at, start_ns=at + 100) for name, at in launches.items()], spans)
     )
     in_ffn, gather = ("block.0", "ffn"), ("gather layers.1",)
-    assert {row.path: row.count for row in found.modules} == {in_ffn: 2, gather: 2, (): 1}
+    assert {row.path: row.count for row in explained.modules} == {in_ffn: 2, gather: 2, (): 1}
 
 
 # ranks
@@ -266,12 +270,12 @@ def test_one_report_is_split_into_its_ranks_and_waits_are_found(
     """Rank 1 comes first to the first collective of a step, and last to the others."""
     made = together(rank_recording(1, (50, 10, 10, 30)), rank_recording(0, (20, 15, 40, 30)))
     if through_file:
-        found = explain(write_export(tmp_path / "two.sqlite", made, same_correlation=True))
-        ranks = found.ranks
+        explained = explain(write_export(tmp_path / "two.sqlite", made, same_correlation=True))
+        ranks = explained.ranks
     else:
         parts = [(rank, attribute(trace)) for rank, trace in by_rank(make_trace(made)).items()]
         profiles = [(rank, summarise(own, source="test")) for rank, own in parts]
-        ranks, found = (
+        ranks, explained = (
             rank_times(profiles, [collectives_of(own) for _, own in parts]),
             profiles[0][1],
         )
@@ -279,9 +283,9 @@ def test_one_report_is_split_into_its_ranks_and_waits_are_found(
     # the shortest kernels are 20, 10 and 10, 30
     assert [each_ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
     assert [
-        exposed(replace(found, communication=own.communication))["forward"][0] for own in ranks
+        exposed(replace(explained, communication=own.communication))["forward"][0] for own in ranks
     ] == [[35, 70], [60, 40]]
-    assert each_ns(found.phases[0].kernel_s) == [35, 70]
+    assert each_ns(explained.phases[0].kernel_s) == [35, 70]
 
 
 def test_waits_are_unknown_where_ranks_differ_and_a_single_rank_is_not_split() -> None:
@@ -321,9 +325,11 @@ def raster(events: list[dict], low: int, length: int) -> np.ndarray:
 
 def test_exposed_time_of_two_h200_read_in_another_way() -> None:
     """Over each step, from its launch to its last kernel, which is that of the optimizer."""
-    found = explain(REAL)
-    assert [own.rank for own in found.ranks] == [0, 1]
-    for own, path in zip(found.ranks, (REAL, REAL.with_name(f"rank1_{REAL.name}")), strict=True):
+    explained = explain(REAL)
+    assert [own.rank for own in explained.ranks] == [0, 1]
+    for own, path in zip(
+        explained.ranks, (REAL, REAL.with_name(f"rank1_{REAL.name}")), strict=True
+    ):
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         steps = sorted((e for e in events if e["name"] == "step"), key=lambda e: e["ts"])
         on_device = [e for e in events if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]

@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cs336.analysis.kernels.classes import Call as RuntimeCall
-from cs336.analysis.kernels.classes import call_name
-from cs336.analysis.kernels.device_time import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
+from cs336.analysis.kernels.calls import ApiCallKind, call_name
+from cs336.analysis.kernels.idle import HOST_PAUSE_S, LAUNCH_LATENCY_S, NUM_GAPS
 from cs336.analysis.kernels.step_profile import IdleCause, PhaseTimes, StepProfile
 from cs336.analysis.kernels.trace import Union
 from tests.analysis.kernels.tracing import (
@@ -31,8 +30,8 @@ LAUNCH_NS = 4 * US
 """How long a launch takes the host."""
 
 
-def phase(found: StepProfile, name: str) -> PhaseTimes:
-    return next(times for times in found.phases if times.phase == name)
+def phase(explained: StepProfile, name: str) -> PhaseTimes:
+    return next(times for times in explained.phases if times.phase == name)
 
 
 def open_times(start: list[int], end: list[int], low: int, high: int) -> set[int]:
@@ -56,7 +55,7 @@ def test_union_is_that_of_sets_of_nanoseconds(seed: int) -> None:
     low = [generator.randint(-5, 240) for _ in range(6)]
     high = [a + generator.randint(0, 20) for a in low]
     holes = union.holes(ints(low), ints(high))
-    found = [
+    explained = [
         {
             t
             for w, a, b in zip(holes.window, holes.start, holes.end, strict=True)
@@ -65,7 +64,7 @@ def test_union_is_that_of_sets_of_nanoseconds(seed: int) -> None:
         }
         for i in range(len(low))
     ]
-    assert found == [set(range(a, b)) - is_open for a, b in zip(low, high, strict=True)]
+    assert explained == [set(range(a, b)) - is_open for a, b in zip(low, high, strict=True)]
     assert (holes.end > holes.start).all()
     for window, a, b, before, after in zip(
         holes.window, holes.start, holes.end, holes.before, holes.after, strict=True
@@ -122,7 +121,7 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
     """
     made = random_training(random.Random(seed))
     steps, windows = host_times(made)
-    found = profile(made)
+    explained = profile(made)
     jobs = made.kernels + made.copies
     launched = [job for job in jobs if job.launch_ns is not None]
     is_busy = open_times(
@@ -132,20 +131,20 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
     def through(now: int) -> int:
         return max([0, *(k.start_ns + k.duration_ns for k in launched if k.launch_ns < now)])
 
-    assert found.num_steps == len(steps)
+    assert explained.num_steps == len(steps)
     idle_total = 0
     for step, (_, ended) in enumerate(steps):
         last = first = max(windows[step][0][1], through(windows[step][0][1]))
         for name, _, leaves in windows[step]:
             boundary = max(leaves, through(leaves), last)
-            times = phase(found, name)
+            times = phase(explained, name)
             assert each_ns(times.wall_s)[step] == boundary - last
             assert each_ns(times.busy_s)[step] == len(is_busy & set(range(last, boundary)))
             last = boundary
         tail = max(last, through(ended))
         if tail > last:
-            assert each_ns(phase(found, "unattributed").wall_s)[step] == tail - last
-            assert each_ns(phase(found, "unattributed").busy_s)[step] == len(
+            assert each_ns(phase(explained, "unattributed").wall_s)[step] == tail - last
+            assert each_ns(phase(explained, "unattributed").busy_s)[step] == len(
                 is_busy & set(range(last, tail))
             )
         idle = set(range(first, max(tail, ended))) - is_busy
@@ -157,14 +156,14 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
                 k for k in made.kernels if k.launch_ns is not None and is_in(own, k.launch_ns)
             ]
             copied = [k for k in made.copies if is_in(own, k.launch_ns)]
-            times = phase(found, name)
+            times = phase(explained, name)
             assert times.launches[step] == len(inside)
             assert each_ns(times.kernel_s)[step] == sum(k.duration_ns for k in inside)
             assert times.copies[step] == len(copied)
             assert each_ns(times.copy_s)[step] == sum(k.duration_ns for k in copied)
             assert each_ns(times.host_s)[step] == sum(end - start for _, start, end in own)
-    missing = [note for note in found.notes if "left out" in note]
-    listed = sum(each_ns(row.total_s for row in found.idle))
+    missing = [note for note in explained.notes if "left out" in note]
+    listed = sum(each_ns(row.total_s for row in explained.idle))
     assert listed <= idle_total if missing else listed == idle_total
 
 
@@ -193,10 +192,10 @@ def test_several_devices_count_as_their_mean() -> None:
     ]
     # not used by the step
     made.kernels.append(Kernel("a", 200, start_ns=200, duration_ns=5, device=2))
-    found = profile(made)
-    assert each_ns(phase(found, "forward").busy_s) == [70]
-    assert [each_ns([row.total_s]) for row in found.idle] == [[30]]
-    assert each_ns(g.duration_s for g in found.gaps) == [60]
+    explained = profile(made)
+    assert each_ns(phase(explained, "forward").busy_s) == [70]
+    assert [each_ns([row.total_s]) for row in explained.idle] == [[30]]
+    assert each_ns(g.duration_s for g in explained.gaps) == [60]
 
 
 def launching(
@@ -220,19 +219,19 @@ def with_causes(*others: Recording, calls: tuple[Call, ...] = ()) -> StepProfile
     )
 
 
-def cause_after(found: StepProfile, name: str = "first") -> tuple[IdleCause, int, str]:
-    gap = next(gap for gap in found.gaps if gap.before == name)
+def cause_after(explained: StepProfile, name: str = "first") -> tuple[IdleCause, int, str]:
+    gap = next(gap for gap in explained.gaps if gap.before == name)
     return gap.cause, round(gap.duration_s * 1e9), gap.host_call
 
 
 def test_launched_in_time_is_between_kernels() -> None:
-    found = with_causes(launching(20 * US, 53 * US, 10))
-    assert cause_after(found) == (IdleCause.BETWEEN_KERNELS, 3 * US, "")
+    explained = with_causes(launching(20 * US, 53 * US, 10))
+    assert cause_after(explained) == (IdleCause.BETWEEN_KERNELS, 3 * US, "")
 
 
 def test_launched_after_the_device_ran_dry_is_late() -> None:
-    found = with_causes(launching(80 * US, 86 * US, 10))
-    assert cause_after(found) == (IdleCause.LATE_LAUNCH, 36 * US, "cudaLaunchKernel")
+    explained = with_causes(launching(80 * US, 86 * US, 10))
+    assert cause_after(explained) == (IdleCause.LATE_LAUNCH, 36 * US, "cudaLaunchKernel")
     # a launch that began before the device ran dry and took long, as one that loads code does
     slow = launching(40 * US, 95 * US, 10)
     slow.calls = [replace(slow.calls[0], end_ns=92 * US)]
@@ -256,12 +255,12 @@ def test_a_device_that_takes_longer_than_the_host_was_late_is_the_cause() -> Non
 )
 def test_a_host_that_waited_is_named(name: str) -> None:
     waited = Call(name, 8 * US, 55 * US)
-    found = with_causes(launching(80 * US, 90 * US, 10), calls=(waited,))
-    assert cause_after(found) == (IdleCause.HOST_WAITED, 40 * US, call_name(name))
+    explained = with_causes(launching(80 * US, 90 * US, 10), calls=(waited,))
+    assert cause_after(explained) == (IdleCause.HOST_WAITED, 40 * US, call_name(name))
     # over long before the device ran dry, or only begun then
     for other in (replace(waited, end_ns=30 * US), Call(name, 60 * US, 65 * US)):
-        found = with_causes(launching(80 * US, 90 * US, 10), calls=(other,))
-        assert cause_after(found)[0] is IdleCause.LATE_LAUNCH
+        explained = with_causes(launching(80 * US, 90 * US, 10), calls=(other,))
+        assert cause_after(explained)[0] is IdleCause.LATE_LAUNCH
 
 
 def test_item_waits_in_the_copy_to_the_host() -> None:
@@ -273,10 +272,12 @@ def test_item_waits_in_the_copy_to_the_host() -> None:
         Call("cudaMemcpyAsync_v3020", 8 * US, 57 * US),
         Call("cudaStreamSynchronize_v3020", 58 * US, 59 * US),
     )
-    found = with_causes(Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls)
-    assert cause_after(found) == (IdleCause.BETWEEN_KERNELS, 2 * US, "cudaMemcpyAsync")
-    assert cause_after(found, "memcpy Device-to-Host")[:2] == (IdleCause.HOST_WAITED, 36 * US)
-    assert [(row.name, row.is_wait) for row in found.host_calls if row.is_wait] == [
+    explained = with_causes(
+        Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls
+    )
+    assert cause_after(explained) == (IdleCause.BETWEEN_KERNELS, 2 * US, "cudaMemcpyAsync")
+    assert cause_after(explained, "memcpy Device-to-Host")[:2] == (IdleCause.HOST_WAITED, 36 * US)
+    assert [(row.name, row.is_wait) for row in explained.host_calls if row.is_wait] == [
         ("cudaMemcpyAsync", True),
         ("cudaStreamSynchronize", True),
     ]
@@ -288,9 +289,11 @@ def test_a_copy_to_the_host_that_nobody_awaits_is_no_wait() -> None:
         Call("cudaMemcpyAsync", 8 * US, 10 * US),
         Call("cudaStreamSynchronize", 200 * US, 201 * US),
     )
-    found = with_causes(Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls)
-    assert [row.name for row in found.host_calls if row.is_wait] == ["cudaStreamSynchronize"]
-    assert cause_after(found, "memcpy Device-to-Host")[0] is IdleCause.LATE_LAUNCH
+    explained = with_causes(
+        Recording(copies=[copied]), launching(80 * US, 90 * US, 10), calls=calls
+    )
+    assert [row.name for row in explained.host_calls if row.is_wait] == ["cudaStreamSynchronize"]
+    assert cause_after(explained, "memcpy Device-to-Host")[0] is IdleCause.LATE_LAUNCH
 
 
 def test_a_host_that_slept_is_named() -> None:
@@ -319,11 +322,11 @@ def test_nodes_of_a_graph_follow_each_other_however_long_its_launch_takes() -> N
         ],
         calls=[Call("cudaGraphLaunch_v10000", 60 * US, 500 * US)],
     )
-    found = with_causes(graph)
-    assert cause_after(found) == (IdleCause.LATE_LAUNCH, 20 * US, "cudaGraphLaunch")
-    assert cause_after(found, "node0")[:2] == (IdleCause.BETWEEN_KERNELS, 10 * US)
-    assert cause_after(found, "node1")[:2] == (IdleCause.BETWEEN_KERNELS, 10 * US)
-    assert cause_after(found, "node2")[0] is IdleCause.END_OF_STEP
+    explained = with_causes(graph)
+    assert cause_after(explained) == (IdleCause.LATE_LAUNCH, 20 * US, "cudaGraphLaunch")
+    assert cause_after(explained, "node0")[:2] == (IdleCause.BETWEEN_KERNELS, 10 * US)
+    assert cause_after(explained, "node1")[:2] == (IdleCause.BETWEEN_KERNELS, 10 * US)
+    assert cause_after(explained, "node2")[0] is IdleCause.END_OF_STEP
 
 
 def test_an_idle_time_before_something_without_a_launch_has_no_cause() -> None:
@@ -332,9 +335,9 @@ def test_an_idle_time_before_something_without_a_launch_has_no_cause() -> None:
         Kernel("a", 0, start_ns=0, duration_ns=10),
         Kernel("b", None, start_ns=30, duration_ns=70),
     ]
-    found = profile(made)
-    assert (found.idle, found.gaps) == ((), ())
-    assert "1 idle times of the device, 2e-08 s together" in found.notes[-1]
+    explained = profile(made)
+    assert (explained.idle, explained.gaps) == ((), ())
+    assert "1 idle times of the device, 2e-08 s together" in explained.notes[-1]
 
 
 def test_the_longest_gaps_are_kept_with_their_modules() -> None:
@@ -347,14 +350,14 @@ def test_the_longest_gaps_are_kept_with_their_modules() -> None:
     )
     starts = np.cumsum([0, *range(10, 1_010, 10)]).tolist()
     made.kernels = [Kernel("k", start, start_ns=start, duration_ns=1) for start in starts]
-    found = profile(made)
-    assert len(found.gaps) == NUM_GAPS
-    durations = each_ns(gap.duration_s for gap in found.gaps)
+    explained = profile(made)
+    assert len(explained.gaps) == NUM_GAPS
+    durations = each_ns(gap.duration_s for gap in explained.gaps)
     assert durations == [
         100_000 - starts[-1] - 1,
         *(10 * n - 1 for n in range(100, 100 - NUM_GAPS + 1, -1)),
     ]
-    assert {gap.module for gap in found.gaps} == {(), ("attention",)}
+    assert {gap.module for gap in explained.gaps} == {(), ("attention",)}
 
 
 @pytest.mark.parametrize(
@@ -383,7 +386,7 @@ def test_the_longest_gaps_are_kept_with_their_modules() -> None:
 )
 def test_calls_by_name(names: str, launches: bool, waits: bool) -> None:
     for name in names.split():
-        assert (RuntimeCall.LAUNCH.is_done_by(name), RuntimeCall.WAIT.is_done_by(name)) == (
+        assert (ApiCallKind.LAUNCH.is_done_by(name), ApiCallKind.WAIT.is_done_by(name)) == (
             launches,
             waits,
         ), name
@@ -429,8 +432,10 @@ def test_the_clock_of_a_benchmark_waits_in_no_phase(num_optimizer: int) -> None:
         assert waits_by_phase(num_optimizer, (name, 300)) == {**within, (name, "unattributed"): 2}
     # an .item(), before which nothing is known of a clock
     of_item = {(name, "optimizer"): 2 for name in ("cudaMemcpyAsync", "cudaStreamSynchronize")}
-    found = waits_by_phase(num_optimizer, ("cudaMemcpyAsync", 300), ("cudaStreamSynchronize", 310))
-    assert found == {**within, **of_item}
+    explained = waits_by_phase(
+        num_optimizer, ("cudaMemcpyAsync", 300), ("cudaStreamSynchronize", 310)
+    )
+    assert explained == {**within, **of_item}
 
 
 def test_host_calls_by_function_and_phase_of_any_thread() -> None:

@@ -15,9 +15,10 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.explain import explain, read_trace
-from cs336.analysis.kernels.kineto import BOOKKEEPING
-from cs336.analysis.kernels.phases import RangeNameError, check_names
+from cs336.analysis.kernels.explain import explain
+from cs336.analysis.kernels.kineto_events import BOOKKEEPING
+from cs336.analysis.kernels.phase_ranges import RangeNameError, check_names
+from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336.ranges import PhaseNames
 from cs336.report.sections.kernels.findings import findings
@@ -156,12 +157,12 @@ def explained(made: Program, tmp_path: Path, **top: object) -> StepProfile:
 
 def by_phase(profile: StepProfile) -> dict[str, tuple[int, int]]:
     """Kernels and nanoseconds of each step, which must be the same in all of them."""
-    found = {}
+    attributed = {}
     for phase in profile.phases:
         if any(phase.launches):
             assert len(set(phase.launches)) == 1, (phase.phase, phase.launches)
-            found[str(phase.phase)] = phase.launches[0], ns(phase.kernel_s[0])
-    return found
+            attributed[str(phase.phase)] = phase.launches[0], ns(phase.kernel_s[0])
+    return attributed
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,9 @@ def test_a_plain_loop_has_its_steps_and_phases(changes: dict[str, object], tmp_p
 def test_gradients_of_several_batches_are_of_one_step(tmp_path: Path) -> None:
     twice = {phase: (2 * count, 2 * time_ns) for phase, (count, time_ns) in STEP.items()}
     for steps in (True, False):
-        found = explained(plain_loop(accumulate=2, profiler_steps=steps), tmp_path)
-        assert by_phase(found) == twice | {"optimizer": STEP["optimizer"]}
-        assert found.num_steps == 4
+        attributed = explained(plain_loop(accumulate=2, profiler_steps=steps), tmp_path)
+        assert by_phase(attributed) == twice | {"optimizer": STEP["optimizer"]}
+        assert attributed.num_steps == 4
 
 
 def test_phases_of_the_program_beside_pytorchs_optimizer(tmp_path: Path) -> None:
@@ -254,11 +255,11 @@ def test_ranges_of_unknown_names_are_proposed_as_flags(tmp_path: Path) -> None:
         made.ranged(f"train_step {step}", whole)
     note = " ".join(explained(made, tmp_path).notes)
     assert "--forward 'fwd pass' --backward 'bwd pass' --step 'train_step *'" in note
-    found = attribute(
+    attributed = attribute(
         read_trace(tmp_path / "t.json"),
         PhaseNames(forward="fwd pass", backward="bwd*", step="train*"),
     )
-    assert len(found.steps) == 2
+    assert len(attributed.steps) == 2
 
 
 def test_what_is_measured_needs_no_phases(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from cs336.analysis.kernels.modules import is_matmul_itself
 from cs336.analysis.kernels.step_profile import StepProfile
-from cs336.config import ModelConfig
+from cs336.config import ModelConfig, RunConfig
 from cs336.costs.accounting import attention_forward_flops
 from tests.analysis.kernels.tracing import AUTOGRAD, Kernel, Recording, Span, ns, profile
 
@@ -83,7 +83,7 @@ class Model:
             self.launch(GEMM, LINEAR_NS)
 
 
-def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]]:
+def parts(explained: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]]:
     """Count, nanoseconds, matmuls and their nanoseconds of each part."""
     return {
         (row.phase.value, row.part.value): (
@@ -92,7 +92,7 @@ def parts(found: StepProfile) -> dict[tuple[str, str], tuple[int, int, int, int]
             row.product_count,
             ns(row.product_s),
         )
-        for row in found.attention
+        for row in explained.attention
     }
 
 
@@ -121,20 +121,16 @@ def test_attention_computed_again_in_backward_is_not_of_forward() -> None:
 
 
 def test_flops_are_those_of_the_model_for_each_pass() -> None:
-    found = profile(Model().made, model=MODEL, batch_size=3)
+    config = RunConfig(size="custom", model=MODEL, batch_size=3)
+    explained = profile(Model().made, config=config)
     forward = attention_forward_flops(MODEL, 3)
-    assert [(row.phase, row.part, row.flops) for row in found.attention] == [
+    assert [(row.phase, row.part, row.flops) for row in explained.attention] == [
         ("forward", "scores", STEPS * forward.scores),
         ("forward", "softmax", STEPS * forward.softmax),
         ("forward", "values", STEPS * forward.values),
     ]
-    for known in (
-        {},
-        {"model": MODEL},
-        {"batch_size": 3},
-        {"model": replace(MODEL, num_layers=4), "batch_size": 3},
-    ):
-        assert {row.flops for row in profile(Model().made, **known).attention} == {None}
+    for other in (None, replace(config, model=replace(MODEL, num_layers=4))):
+        assert {row.flops for row in profile(Model().made, config=other).attention} == {None}
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0), (1, 2, 0)])
@@ -150,8 +146,8 @@ def test_parts_out_of_order_are_no_attention(order: tuple[int, int, int]) -> Non
 
 def test_kernels_of_ranges_inside_a_part_are_the_parts() -> None:
     spans = [Span("forward", 0, 100), Span("attention.scores", 10, 20), Span("einsum", 12, 18)]
-    found = profile(Recording([Kernel(GEMM, 15)], spans))
-    assert parts(found) == {("forward", "scores"): (1, 10, 1, 10)}
+    explained = profile(Recording([Kernel(GEMM, 15)], spans))
+    assert parts(explained) == {("forward", "scores"): (1, 10, 1, 10)}
 
 
 @pytest.mark.parametrize(

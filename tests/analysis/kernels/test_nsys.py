@@ -12,7 +12,7 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.nsys import read_nsys
+from cs336.analysis.kernels.readers.nsys import read_nsys
 from tests.analysis.kernels.tracing import (
     MAIN,
     PROCESS,
@@ -129,9 +129,9 @@ def test_copies_fills_and_whole_graphs(tmp_path: Path) -> None:
     assert read.copies.is_launched.tolist() == [True, False]
     assert [read.strings[i] for i in read.kernels.name] == ["k", "CUDA graph"]
     assert read.kernels.is_in_graph.tolist() == [False, True]
-    found = attribute(read)
-    assert found.jobs.step[found.jobs.is_copy].tolist() == [0, -1]
-    assert "1 launches of CUDA graphs were traced as a whole" in found.notes[0]
+    attributed = attribute(read)
+    assert attributed.jobs.step[attributed.jobs.is_copy].tolist() == [0, -1]
+    assert "1 launches of CUDA graphs were traced as a whole" in attributed.notes[0]
 
 
 def test_a_fill_that_the_driver_makes_a_kernel_is_none(tmp_path: Path) -> None:

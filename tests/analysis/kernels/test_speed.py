@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from cs336.analysis.kernels.attribution import attribute
-from cs336.analysis.kernels.explain import read_trace, summarise
+from cs336.analysis.kernels.explain import summarise
+from cs336.analysis.kernels.readers import read_trace
 from tests.analysis.kernels.kineto_files import complete, events_of, write_trace
 from tests.analysis.kernels.tracing import Recording, training, write_export
 
@@ -40,10 +41,10 @@ def test_sixty_thousand_kernels_are_explained_in_a_moment(
     reading_s, summing_s = [], []
     while len(reading_s) < RUNS and min(reading_s, default=limit_s) >= limit_s:
         begun = time.process_time()
-        found = attribute(read_trace(path))
+        attributed = attribute(read_trace(path))
         reading_s.append(time.process_time() - begun)
         begun = time.process_time()
-        profile = summarise(found, source="large")
+        profile = summarise(attributed, source="large")
         summing_s.append(time.process_time() - begun)
     assert profile.num_kernels == len(made.kernels) > 60_000
     with capsys.disabled():

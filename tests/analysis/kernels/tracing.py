@@ -203,22 +203,22 @@ RANGE_COLUMNS = (
 )
 
 
-def num_matmuls(found: StepProfile, phase: LaunchPhase) -> int:
+def num_matmuls(profiled: StepProfile, phase: LaunchPhase) -> int:
     """Matmuls of a phase over the steps, without their helpers."""
     return sum(
-        row.count for row in found.kernels if row.phase is phase and is_matmul_itself(row.name)
+        row.count for row in profiled.kernels if row.phase is phase and is_matmul_itself(row.name)
     )
 
 
 def totals(attribution: Attribution, step: int | None = None) -> dict[str, tuple[int, int]]:
     """Kernels of each phase and their nanoseconds, in one step or in the whole trace."""
     placed, duration_ns = attribution.jobs, attribution.trace.kernels.duration_ns
-    found: dict[str, tuple[int, int]] = {}
+    profiled: dict[str, tuple[int, int]] = {}
     for row in range(len(duration_ns)):
         if step is None or placed.step[row] == step:
-            count, time_ns = found.get(phase := PHASES[placed.phase[row]].value, (0, 0))
-            found[phase] = count + 1, time_ns + int(duration_ns[row])
-    return found
+            count, time_ns = profiled.get(phase := PHASES[placed.phase[row]].value, (0, 0))
+            profiled[phase] = count + 1, time_ns + int(duration_ns[row])
+    return profiled
 
 
 def counts(attribution: Attribution, step: int | None = None) -> dict[str, int]:

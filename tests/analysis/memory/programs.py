@@ -6,12 +6,12 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from cs336.analysis.memory.profile import (
-    Kind,
+from cs336.analysis.memory.notes import (
     Mark,
     MemoryNotes,
     Position,
     Sighting,
+    SightingKind,
     notes_path,
     write_notes,
 )
@@ -111,7 +111,7 @@ class Program(Allocator):
 
     def see(
         self,
-        kind: Kind,
+        kind: SightingKind,
         name: str,
         address: int,
         shape: tuple[int, ...] = (),
@@ -166,8 +166,10 @@ class Training:
         self.rng = random.Random(0)
         self.saved_sizes: list[list[int]] = []
         for block, weight in enumerate(self.weights):
-            self.program.see(Kind.PARAMETER, f"layers.{block}.ffn.w1.weight", weight, (320, 96))
-        self.program.see(Kind.BUFFER, "future", self.mask, (64, 64), "bool")
+            self.program.see(
+                SightingKind.PARAMETER, f"layers.{block}.ffn.w1.weight", weight, (320, 96)
+            )
+        self.program.see(SightingKind.BUFFER, "future", self.mask, (64, 64), "bool")
 
     def temporaries(self) -> None:
         for _ in range(3):
@@ -181,26 +183,30 @@ class Training:
         for block in range(2):
             around = f"measure > step > forward > block.{block}"
             self.temporaries()
-            program.see(Kind.SAVED, f"{around} > attention", self.mask, (64, 64), "bool")
+            program.see(SightingKind.SAVED, f"{around} > attention", self.mask, (64, 64), "bool")
             scores = program.malloc(
                 BATCH * 6 * 64 * 64 * 4, frames=STACK, label="saved activations"
             )
             for _ in range(2):  # two operators save it
                 program.see(
-                    Kind.SAVED,
+                    SightingKind.SAVED,
                     f"{around} > attention > attention.softmax",
                     scores,
                     (BATCH, 6, 64, 64),
                 )
             both = program.malloc(2 * BATCH * 64 * 96 * 4, frames=[], label="saved activations")
             half = (BATCH * 6, 64, 16)
-            program.see(Kind.SAVED, f"{around} > attention > attention.scores", both, half)
+            program.see(SightingKind.SAVED, f"{around} > attention > attention.scores", both, half)
             copy = program.malloc(96 * 320 * 2, label="autocast copies")
             program.see(
-                Kind.AUTOCAST_COPY, f"layers.{block}.ffn.w1.weight", copy, (96, 320), "bfloat16"
+                SightingKind.AUTOCAST_COPY,
+                f"layers.{block}.ffn.w1.weight",
+                copy,
+                (96, 320),
+                "bfloat16",
             )
             gathered = program.malloc(96 * 320 * 2, label="parameters")
-            program.see(Kind.GATHERED, f"layers.{block}", gathered, (96 * 320,), "bfloat16")
+            program.see(SightingKind.GATHERED, f"layers.{block}", gathered, (96 * 320,), "bfloat16")
             saved += [scores, both, copy, gathered]
             self.saved_sizes.append([program.blocks[scores].size, program.blocks[both].size])
         if self.loss:
@@ -218,7 +224,7 @@ class Training:
                 program.free(address)
         program.mark(step, "backward")
         for block, gradient in zip((1, 0), gradients, strict=True):
-            program.see(Kind.GRADIENT, f"layers.{block}.ffn.w1.weight", gradient, (320, 96))
+            program.see(SightingKind.GRADIENT, f"layers.{block}.ffn.w1.weight", gradient, (320, 96))
         self.temporaries()
         for gradient in gradients:
             program.free(gradient)
@@ -227,5 +233,5 @@ class Training:
     def end(self, folder: Path) -> Path:
         for index, moment in enumerate(self.moments):
             name = f"{('exp_avg', 'exp_avg_sq')[index % 2]} of layers.{index // 2}.ffn.w1.weight"
-            self.program.see(Kind.OPTIMIZER_STATE, name, moment, (320, 96))
+            self.program.see(SightingKind.OPTIMIZER_STATE, name, moment, (320, 96))
         return self.program.write(folder)

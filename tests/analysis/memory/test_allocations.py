@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cs336.analysis.memory.groups import BEFORE, Replay, replay
+from cs336.analysis.memory.lifetimes import BEFORE
+from cs336.analysis.memory.replay import Replay, replay_device
 from cs336.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.snapshots import (
     MIB,
@@ -27,45 +28,47 @@ GUESSED = "of a size that the file does not say"
 
 
 def replay_of(path: Path, content: dict[str, Any], row: int = 0) -> Replay:
-    found = read_snapshot(write(path, content))
-    return replay(found.devices[row], found.settings)
+    replayed = read_snapshot(write(path, content))
+    return replay_device(replayed.devices[row], replayed.settings)
 
 
-def active_bytes(found: Replay) -> NDArray[np.int64]:
-    return found.curve(found.allocations.num_bytes, found.allocations.end)
+def active_bytes(replayed: Replay) -> NDArray[np.int64]:
+    return replayed.curve(replayed.allocations.num_bytes, replayed.allocations.end)
 
 
-def in_use(found: Replay, moment: int) -> list[tuple[int, int, int]]:
+def in_use(replayed: Replay, moment: int) -> list[tuple[int, int, int]]:
     """Address, block size and requested size of each block."""
-    rows = found.allocations
+    rows = replayed.allocations
     is_there = (rows.start < moment) & (moment <= rows.end)
     columns = (rows.address, rows.num_bytes, rows.requested_bytes)
     return list(zip(*(column[is_there].tolist() for column in columns), strict=True))
 
 
-def check(found: Replay, truth: Allocator, are_blocks_known: bool = True) -> None:
+def check(replayed: Replay, truth: Allocator, are_blocks_known: bool = True) -> None:
     """Compare all counts at all moments, and the blocks in use at some moments."""
-    assert found.notes == () or (
-        not are_blocks_known and len(found.notes) == 1 and GUESSED in found.notes[0]
+    assert replayed.notes == () or (
+        not are_blocks_known and len(replayed.notes) == 1 and GUESSED in replayed.notes[0]
     )
-    assert len(found.memory.events) == len(truth.truth) - 1
-    curves = {"requested": found.requested_bytes, "reserved": found.reserved_bytes}
+    assert len(replayed.memory.events) == len(truth.truth) - 1
+    curves = {"requested": replayed.requested_bytes, "reserved": replayed.reserved_bytes}
     if are_blocks_known:
-        curves |= {"allocated": found.allocated_bytes, "active": active_bytes(found)}
+        curves |= {"allocated": replayed.allocated_bytes, "active": active_bytes(replayed)}
     for name, curve in curves.items():
         np.testing.assert_array_equal(
             curve, [getattr(moment, name) for moment in truth.truth], err_msg=name
         )
     for moment in {
         0,
-        int(found.allocated_bytes.argmax()),
+        int(replayed.allocated_bytes.argmax()),
         len(truth.truth) - 1,
         *range(0, len(truth.truth), 97),
     }:
         expected = sorted(truth.truth[moment].in_use)
         if are_blocks_known:
-            assert sorted(in_use(found, moment)) == expected
-        assert sorted(row[::2] for row in in_use(found, moment)) == [row[::2] for row in expected]
+            assert sorted(in_use(replayed, moment)) == expected
+        assert sorted(row[::2] for row in in_use(replayed, moment)) == [
+            row[::2] for row in expected
+        ]
 
 
 @pytest.mark.parametrize("is_expandable", [False, True])
@@ -87,16 +90,16 @@ def test_a_recording_that_begins_in_the_middle(
     use_at_random(made, rng, 500)
     made.record()
     use_at_random(made, rng, 700)
-    found = replay_of(tmp_path / "s", snapshot_of(made))
-    check(found, made, are_blocks_known=is_expandable)
-    assert found.requested_bytes[0] > 0
+    replayed = replay_of(tmp_path / "s", snapshot_of(made))
+    check(replayed, made, are_blocks_known=is_expandable)
+    assert replayed.requested_bytes[0] > 0
     throughout = frozenset.intersection(*(moment.in_use for moment in made.truth))
-    rows = np.flatnonzero(found.is_held_throughout)
-    assert {int(found.allocations.address[row]) for row in rows} >= {
+    rows = np.flatnonzero(replayed.is_held_throughout)
+    assert {int(replayed.allocations.address[row]) for row in rows} >= {
         address for address, *_ in throughout
     }
-    shortfall = np.array([moment.active for moment in made.truth]) - active_bytes(found)
-    num_guessed = ((found.allocations.start == BEFORE) & ~found.is_held_throughout).sum()
+    shortfall = np.array([moment.active for moment in made.truth]) - active_bytes(replayed)
+    num_guessed = ((replayed.allocations.start == BEFORE) & ~replayed.is_held_throughout).sum()
     assert shortfall.min() >= 0
     assert shortfall.max() <= num_guessed * MIB
     assert shortfall[-1] == 0
@@ -109,13 +112,15 @@ def test_a_ring_that_dropped_its_oldest_events(tmp_path: Path, seed: int) -> Non
     stacks = [[frame("f")]]
     use_at_random(made, random.Random(seed), 1200, stacks)
     made.keep_last(400)
-    found = replay_of(tmp_path / "s", snapshot_of(made))
+    replayed = replay_of(tmp_path / "s", snapshot_of(made))
     np.testing.assert_array_equal(
-        found.requested_bytes, [moment.requested for moment in made.truth]
+        replayed.requested_bytes, [moment.requested for moment in made.truth]
     )
-    np.testing.assert_array_equal(found.reserved_bytes, [moment.reserved for moment in made.truth])
+    np.testing.assert_array_equal(
+        replayed.reserved_bytes, [moment.reserved for moment in made.truth]
+    )
     are_held = bool(frozenset.intersection(*(moment.in_use for moment in made.truth)))
-    assert (found.num_held_with_stack > 0) == are_held
+    assert (replayed.num_held_with_stack > 0) == are_held
     assert are_held or seed == 1
 
 
@@ -123,12 +128,12 @@ def test_out_of_memory(tmp_path: Path) -> None:
     made = Allocator(limit_bytes=300 * MIB)
     made.record()
     use_at_random(made, random.Random(3), 1500)
-    found = replay_of(tmp_path / "s", snapshot_of(made))
-    check(found, made)
-    assert found.failed_requests == [
+    replayed = replay_of(tmp_path / "s", snapshot_of(made))
+    check(replayed, made)
+    assert replayed.failed_requests == [
         row for row, event in enumerate(made.events or []) if event["action"] == "oom"
     ]
-    assert len(found.failed_requests) > 5
+    assert len(replayed.failed_requests) > 5
 
 
 def hand_made(
@@ -141,11 +146,11 @@ def hand_made(
         {"action": action, "addr": address, "size": size, "stream": 0, "time_us": row}
         for row, (action, address, size) in enumerate(events)
     ]
-    found = [
+    replayed = [
         {"address": address, "size": 512, "requested_size": size, "state": "active_allocated"}
         for address, size in blocks
     ]
-    segment = {"device": 0, "address": 0, "total_size": 2 * MIB, "stream": 0, "blocks": found}
+    segment = {"device": 0, "address": 0, "total_size": 2 * MIB, "stream": 0, "blocks": replayed}
     return {"segments": [segment], "device_traces": [trace]}
 
 
@@ -189,9 +194,9 @@ CONTRADICT, ENDED = "contradict each other", "after recording had ended: "
 def test_contradictions_are_noted(
     tmp_path: Path, content: dict[str, Any], requested: list[int], note: str | None
 ) -> None:
-    found = replay_of(tmp_path / "s", content)
-    assert found.requested_bytes.tolist() == requested
-    assert [note in text for text in found.notes] == [True] if note else found.notes == ()
+    replayed = replay_of(tmp_path / "s", content)
+    assert replayed.requested_bytes.tolist() == requested
+    assert [note in text for text in replayed.notes] == [True] if note else replayed.notes == ()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -204,9 +209,9 @@ def test_pairs_of_events_are_those_that_torch_finds(tmp_path: Path, seed: int) -
     made.record()
     use_at_random(made, rng, 600)
     content = snapshot_of(made)
-    found = replay_of(tmp_path / "s", content)
+    replayed = replay_of(tmp_path / "s", content)
     (left,) = filter_alloc_free_pairs(copy.deepcopy(content))["device_traces"]
-    rows, num_events = found.allocations, len(found.memory.events)
+    rows, num_events = replayed.allocations, len(replayed.memory.events)
     alive = (rows.start != BEFORE) & (rows.free_requested == num_events)
     assert sorted(rows.address[alive].tolist()) == sorted(
         event["addr"] for event in left if event["action"] == "alloc"
@@ -219,7 +224,9 @@ def test_pairs_of_events_are_those_that_torch_finds(tmp_path: Path, seed: int) -
     assert sorted(rows.address[earlier].tolist()) == sorted(
         event["addr"] for event in left if event["action"] == "free_requested"
     )
-    assert found.allocated_bytes[-1] == sum(calc_active(segment) for segment in content["segments"])
+    assert replayed.allocated_bytes[-1] == sum(
+        calc_active(segment) for segment in content["segments"]
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -234,15 +241,15 @@ def test_curves_of_any_events_against_brute_force(tmp_path: Path, seed: int) -> 
         ),
         blocks=tuple((512 * place, 7) for place in range(0, 30, 2)),
     )
-    found = replay_of(tmp_path / "s", content)
-    rows, active = found.allocations, active_bytes(found)
+    replayed = replay_of(tmp_path / "s", content)
+    rows, active = replayed.allocations, active_bytes(replayed)
     for moment in range(301):
         used = [i for i in range(len(rows)) if rows.start[i] < moment <= rows.end[i]]
         owned = [i for i in used if moment <= rows.free_requested[i]]
-        assert found.requested_bytes[moment] == rows.requested_bytes[used].sum()
+        assert replayed.requested_bytes[moment] == rows.requested_bytes[used].sum()
         assert active[moment] == rows.num_bytes[used].sum()
-        assert found.allocated_bytes[moment] == rows.num_bytes[owned].sum()
-    assert any("contradict" in note for note in found.notes)
+        assert replayed.allocated_bytes[moment] == rows.num_bytes[owned].sum()
+    assert any("contradict" in note for note in replayed.notes)
 
 
 def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> None:
@@ -258,8 +265,8 @@ def test_blocks_are_whole_beyond_the_largest_that_are_split(tmp_path: Path) -> N
     assert address is not None
     made.free(address)
     content = snapshot_of(made)
-    found = replay_of(tmp_path / "s", content)
-    assert sorted(found.allocations.num_bytes.tolist()) == [12 * MIB, 14 * MIB]
+    replayed = replay_of(tmp_path / "s", content)
+    assert sorted(replayed.allocations.num_bytes.tolist()) == [12 * MIB, 14 * MIB]
     content["allocator_settings"] = {**SETTINGS, "max_split_size": 10 * MIB}
-    found = replay_of(tmp_path / "s", content)
-    assert found.allocations.num_bytes.tolist() == [14 * MIB, 14 * MIB]
+    replayed = replay_of(tmp_path / "s", content)
+    assert replayed.allocations.num_bytes.tolist() == [14 * MIB, 14 * MIB]

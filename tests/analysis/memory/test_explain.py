@@ -9,23 +9,19 @@ import numpy as np
 import pytest
 
 from cs336.analysis.columns import ProfileError
+from cs336.analysis.memory.categories import NOT_SIGHTED, resolve
 from cs336.analysis.memory.explain import MAX_POINTS, explain_memory
-from cs336.analysis.memory.groups import NOT_SIGHTED, replay, resolve
+from cs336.analysis.memory.notes import MemoryNotes, Position, SightingKind, notes_path, write_notes
+from cs336.analysis.memory.phases import NO_MOMENT, moments_of
 from cs336.analysis.memory.profile import (
-    NOWHERE,
     OPTIONAL,
     Category,
-    Kind,
     LikeAllocations,
-    MemoryNotes,
     MemoryProfile,
     Moment,
     Place,
-    Position,
-    moments_of,
-    notes_path,
-    write_notes,
 )
+from cs336.analysis.memory.replay import replay_device
 from cs336.analysis.memory.snapshot import read_snapshot
 from tests.analysis.memory.programs import BEFORE, STACK, Program, Training
 from tests.analysis.memory.snapshots import MIB, frame, snapshot_of, use_at_random, write
@@ -240,7 +236,7 @@ def test_a_sighting_finds_the_block_in_use_at_its_moment(
             continue
         block = rng.choice(in_use)
         inside = rng.randrange(block.requested) if rng.random() < 0.5 else 0
-        program.see(Kind.SAVED, "", block.address + inside)
+        program.see(SightingKind.SAVED, "", block.address + inside)
         truth.append((block.address, program.born[block.address]))
         free = {b.address for s in program.segments for b in s.blocks if b.state == "inactive"}
         program.sightings.append(replace(program.sightings[-1], address=rng.choice([*free, 4096])))
@@ -250,36 +246,36 @@ def test_a_sighting_finds_the_block_in_use_at_its_moment(
         program.keep_last(kept)
     snapshot = read_snapshot(write(tmp_path / "random.pickle", snapshot_of(program)))
     (memory,) = snapshot.devices
-    replayed = replay(memory, snapshot.settings)
+    replayed = replay_device(memory, snapshot.settings)
     moments = moments_of([s.position for s in program.sightings], memory.events, program.position)
     rows = resolve(replayed.allocations, program.sightings, moments).tolist()
-    found = [
+    profiled = [
         None
         if row == NOT_SIGHTED
         else (int(replayed.allocations.address[row]), int(replayed.allocations.start[row]))
         for row in rows
     ]
     expected = [
-        None if moment == NOWHERE or was is None else (was[0], max(was[1] - lost, BEFORE))
+        None if moment == NO_MOMENT or was is None else (was[0], max(was[1] - lost, BEFORE))
         for moment, was in zip(moments.tolist(), truth, strict=True)
     ]
-    assert found == expected
+    assert profiled == expected
     assert sum(was is not None for was in expected) > (100 if kept is None else 20)
 
 
 @pytest.mark.parametrize(
     "kinds",
     [
-        (Kind.SAVED, Kind.PARAMETER),
-        (Kind.SAVED, Kind.BUFFER),
-        (Kind.BUFFER, Kind.PARAMETER),
-        (Kind.GRADIENT, Kind.OPTIMIZER_STATE),
-        (Kind.AUTOCAST_COPY, Kind.GRADIENT),
-        (Kind.SAVED, Kind.AUTOCAST_COPY),
+        (SightingKind.SAVED, SightingKind.PARAMETER),
+        (SightingKind.SAVED, SightingKind.BUFFER),
+        (SightingKind.BUFFER, SightingKind.PARAMETER),
+        (SightingKind.GRADIENT, SightingKind.OPTIMIZER_STATE),
+        (SightingKind.AUTOCAST_COPY, SightingKind.GRADIENT),
+        (SightingKind.SAVED, SightingKind.AUTOCAST_COPY),
     ],
 )
 def test_of_several_sightings_the_stronger_kind_counts_and_then_the_first(
-    tmp_path: Path, kinds: tuple[Kind, Kind]
+    tmp_path: Path, kinds: tuple[SightingKind, SightingKind]
 ) -> None:
     program = Program()
     program.record()
@@ -331,12 +327,12 @@ def test_what_backward_computes_again_belongs_to_its_block(tmp_path: Path) -> No
     program.record()
     program.mark(0, "start")
     kept = program.malloc(3000)
-    program.see(Kind.SAVED, "step > forward > forward > block.0 > checkpoint", kept, (750,))
+    program.see(SightingKind.SAVED, "step > forward > forward > block.0 > checkpoint", kept, (750,))
     program.mark(0, "forward")
-    program.see(Kind.SAVED, "forward > block.0 > norm", kept, (750,))
+    program.see(SightingKind.SAVED, "forward > block.0 > norm", kept, (750,))
     for block, size in enumerate((5000, 7000)):
         program.see(
-            Kind.SAVED, f"forward > block.{block} > ffn", program.malloc(size), (size // 4,)
+            SightingKind.SAVED, f"forward > block.{block} > ffn", program.malloc(size), (size // 4,)
         )
     program.free(program.malloc(100))
     program.mark(0, "backward")
@@ -415,10 +411,17 @@ def test_a_row_has_only_what_all_its_allocations_share(tmp_path: Path) -> None:
         ((2048,), "bfloat16", [inner, outer]),
     ):
         program.see(
-            Kind.SAVED, "forward > block.0 > ffn", program.malloc(4096, frames=stack), shape, dtype
+            SightingKind.SAVED,
+            "forward > block.0 > ffn",
+            program.malloc(4096, frames=stack),
+            shape,
+            dtype,
         )
     program.see(
-        Kind.SAVED, "forward > block.0 > ffn", program.malloc(8192, frames=[inner, outer]), (2048,)
+        SightingKind.SAVED,
+        "forward > block.0 > ffn",
+        program.malloc(8192, frames=[inner, outer]),
+        (2048,),
     )
     program.malloc(512)
     profile = explain_memory(program.write(tmp_path))

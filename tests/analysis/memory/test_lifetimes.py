@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cs336.analysis.memory.explain import explain_memory
-from cs336.analysis.memory.groups import makers_of
 from cs336.analysis.memory.profile import MIN_LATER, Category, MemoryProfile
 from cs336.analysis.memory.snapshot import Frame
+from cs336.analysis.memory.stacks import callers_of
 from cs336.report.sections.memory.findings import answer, findings
 from tests.analysis.memory.programs import BEFORE, STACK, Program
 from tests.analysis.memory.snapshots import MIB, snapshot_of, use_at_random, write
@@ -60,10 +60,10 @@ OTHERS = {
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
 def test_an_optimizer_is_known_by_its_file_or_class(name: str) -> None:
     stack = tuple(Frame(file, 1, function) for function, file in (OPTIMIZERS | OTHERS)[name])
-    makers = makers_of([stack])
+    makers = callers_of([stack])
     assert makers.is_optimizer.tolist() == [name in OPTIMIZERS]
     assert makers.is_autograd.tolist() == [name == "nothing"]
-    assert makers.clears.tolist() == [name == "zero_grad"]
+    assert makers.is_zero_grad.tolist() == [name == "zero_grad"]
 
 
 def frames(calls: list[tuple[str, str]]) -> list[dict[str, Any]]:

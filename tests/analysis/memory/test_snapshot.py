@@ -65,9 +65,9 @@ def frames_of(thing: Mapping[str, Any]) -> tuple[Frame, ...]:
     return tuple(Frame(f["filename"], f["line"], f["name"]) for f in thing.get("frames") or ())
 
 
-def check(found: Snapshot, content: Any) -> None:
+def check(loaded: Snapshot, content: Any) -> None:
     """Compare every number and every stack of the events."""
-    for memory in found.devices:
+    for memory in loaded.devices:
         events = [
             event
             for event in content["device_traces"][memory.device]
@@ -82,29 +82,29 @@ def check(found: Snapshot, content: Any) -> None:
         ]
         for name, key in (("num_bytes", "size"), ("stream", "stream"), ("time_us", "time_us")):
             assert getattr(columns, name).tolist() == [event[key] for event in events], name
-        assert [found.stacks[number] for number in columns.stack.tolist()] == [
+        assert [loaded.stacks[number] for number in columns.stack.tolist()] == [
             frames_of(event) for event in events
         ]
-    assert len(found.stacks) == len(set(found.stacks))
+    assert len(loaded.stacks) == len(set(loaded.stacks))
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_events_are_those_in_the_file(tmp_path: Path, protocol: int) -> None:
     content = snapshot_of(used(seed=protocol, limit_bytes=300 * MIB))
-    found = read_snapshot(write(tmp_path / "s", content, protocol))
-    assert len(found.devices[0].events) > 1700
-    assert Action.OOM in found.devices[0].events.action
-    check(found, pickle.loads((tmp_path / "s").read_bytes()))
-    assert found.notes == ()
+    loaded = read_snapshot(write(tmp_path / "s", content, protocol))
+    assert len(loaded.devices[0].events) > 1700
+    assert Action.OOM in loaded.devices[0].events.action
+    check(loaded, pickle.loads((tmp_path / "s").read_bytes()))
+    assert loaded.notes == ()
 
 
 def test_segments_and_blocks(tmp_path: Path) -> None:
     devices = [used(1), used(2, is_expandable=True), Allocator(), used(3, num_calls=50)]
     content = snapshot_of(*devices)
-    found = read_snapshot(write(tmp_path / "s", content))
-    assert [memory.device for memory in found.devices] == [0, 1, 3]
-    check(found, content)
-    for memory in found.devices:
+    loaded = read_snapshot(write(tmp_path / "s", content))
+    assert [memory.device for memory in loaded.devices] == [0, 1, 3]
+    check(loaded, content)
+    for memory in loaded.devices:
         segments = [
             segment for segment in content["segments"] if segment["device"] == memory.device
         ]
@@ -118,7 +118,7 @@ def test_segments_and_blocks(tmp_path: Path) -> None:
         assert [BlockState(code).name.lower() for code in memory.blocks.state] == [
             block["state"] for block in blocks
         ]
-        assert [found.stacks[number] for number in memory.blocks.stack.tolist()] == [
+        assert [loaded.stacks[number] for number in memory.blocks.stack.tolist()] == [
             frames_of(block) for block in blocks
         ]
         ends = memory.segments.address + memory.segments.num_bytes
@@ -203,8 +203,8 @@ def test_wrong_content_is_one_clear_line(tmp_path: Path, where: str, key: str, v
 @pytest.mark.parametrize("text", ["\udc9b", "\0\n\x1b", "ü€𝄞"])
 def test_names_may_be_odd(tmp_path: Path, text: str) -> None:
     event = {**EVENT, "frames": [{**frame("f"), "filename": text}]}
-    found = read_snapshot(write(tmp_path / "s", {**GOOD, "device_traces": [[event]]}))
-    assert found.stacks[found.devices[0].events.stack[0]] == (
+    loaded = read_snapshot(write(tmp_path / "s", {**GOOD, "device_traces": [[event]]}))
+    assert loaded.stacks[loaded.devices[0].events.stack[0]] == (
         Frame(text.replace("\udc9b", "?"), 1, "f"),
     )
 

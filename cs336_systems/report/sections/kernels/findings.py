@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, Work
-from ....analysis.warnings import OF_PRECISION, Remedy, against_launches, remedies
+from ....analysis.remedies import OF_PRECISION, Remedy, against_launches, remedies
 from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
 from ....record import WarningCode

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....analysis.memory.notes import START
 from ....analysis.memory.profile import (
     MIN_LATER,
     BlockMemory,
@@ -34,8 +35,6 @@ from ...words import GIB, MIB, label, percent_of, significant
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-START = "start"
-"""Name of the phase of a moment at which a step begins."""
 KIB = 2**10
 KEPT_FOLDERS = 2
 """Last parts of a path that a table shows; the CSV has the whole path."""

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from ....analysis.memory.notes import START
 from ....analysis.memory.profile import MemoryProfile
 from ....text import shorten
 from ... import charts, draw
@@ -18,7 +19,7 @@ from ...charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style, distinct
 from ...draw import LONGEST_SOURCE
 from ...section import labels, settings
 from ...words import GIB
-from .findings import START, MemoryEntry, by_category, moment_ms, size, unit_for
+from .findings import MemoryEntry, by_category, moment_ms, size, unit_for
 
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""

@@ -10,6 +10,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
+from ....analysis.memory.notes import START
 from ....analysis.memory.profile import (
     Category,
     CategoryBytes,
@@ -42,7 +43,6 @@ from ...words import GIB, MIB, count, label, percent, ratio
 from .findings import (
     GIB_CELL,
     MIB_CELL,
-    START,
     MemoryEntry,
     MemoryUnit,
     about,

@@ -14,8 +14,9 @@ import dataclasses
 from dataclasses import replace
 from functools import partial
 
-from cs336.analysis.kernels.classes import KernelClass, classify_kernel, short_name
+from cs336.analysis.kernels.classes import KernelClass, classify_kernel
 from cs336.analysis.kernels.phases import LaunchPhase, PhaseSource
+from cs336.analysis.kernels.short_names import short_name
 from cs336.analysis.kernels.step_profile import (
     AttentionPart,
     AttentionTimes,

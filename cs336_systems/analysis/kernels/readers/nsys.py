@@ -16,10 +16,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ...temporary import run_for_this_process
-from ..columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
-from . import NsysError, find_nsys
-from .trace import (
+from ....temporary import run_for_this_process, temporary_directory
+from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
+from .. import NsysError, find_nsys
+from ..trace import (
     ApiCalls,
     DeviceWork,
     Launches,
@@ -30,6 +30,9 @@ from .trace import (
     of_names,
     with_copies_apart,
 )
+from . import Reader
+
+REPORT_ENDING = ".nsys-rep"
 
 
 def export(report: Path, directory: Path) -> Path:
@@ -53,12 +56,12 @@ def export(report: Path, directory: Path) -> Path:
     return database
 
 
-KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
-GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
-COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
-FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
-RANGES = "NVTX_EVENTS"
+KERNEL_TABLE = "CUPTI_ACTIVITY_KIND_KERNEL"
+GRAPH_TABLE = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+CALL_TABLE = "CUPTI_ACTIVITY_KIND_RUNTIME"
+COPY_TABLE = "CUPTI_ACTIVITY_KIND_MEMCPY"
+FILL_TABLE = "CUPTI_ACTIVITY_KIND_MEMSET"
+RANGE_TABLE = "NVTX_EVENTS"
 
 HEADER_BYTES = 100
 THREAD_BITS = 24
@@ -66,7 +69,7 @@ THREAD_BITS = 24
 PUSH_POP, START_END = 59, 60
 """Numbers of the kinds of ranges, for old files that do not name the kinds."""
 NO_STRING = -1
-NEEDED = "the SQLite export of an nsys report"
+NSYS_EXPORT = "the SQLite export of an nsys report"
 _OF_CALL = re.compile(
     r", (?:op_id|seq|sizes|input_op_ids) = .*|^autograd::engine::evaluate_function: "
     r"|^torch\.nn\.modules\.|\.forward$",
@@ -79,19 +82,30 @@ _CALL_OF_MODULE = "Module.__call__"
 """The range that `nsys --pytorch=functions-trace` puts around that of each module's forward."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
-HOW_TO_RECORD = (
+HOW_TO_RUN_NSYS = (
     "record with `nsys profile --trace=cuda,nvtx`, then export with `nsys export "
     "--type=sqlite REPORT.nsys-rep`"
 )
 
 
 def read_nsys(path: Path) -> Trace:
+    """Read a report of nsys, which is exported for that, or the SQLite export of one.
+
+    Raises ProfileError for a file that is no export, NsysError if nsys is needed and missing.
+    """
+    if path.suffix != REPORT_ENDING:
+        return read_export(path)
+    with temporary_directory() as scratch:
+        return read_export(export(path, scratch))
+
+
+def read_export(path: Path) -> Trace:
     """Read the trace in the SQLite export at `path`; raise ProfileError for a file that is no
     such export.
     """
-    head = read_head(path, HEADER_BYTES, NEEDED)
+    head = read_head(path, HEADER_BYTES, NSYS_EXPORT)
     if not head.startswith(SQLITE_MAGIC):
-        raise ProfileError(path, f"needed {NEEDED}, but {what_it_is(path, head)}")
+        raise ProfileError(path, f"needed {NSYS_EXPORT}, but {what_it_is(path, head)}")
     page_bytes, num_pages = int.from_bytes(head[16:18], "big"), int.from_bytes(head[28:32], "big")
     expected, size = num_pages * (65536 if page_bytes == 1 else page_bytes), path.stat().st_size
     # SQLite would read zeros where the end is missing
@@ -111,6 +125,8 @@ def read_nsys(path: Path) -> Trace:
 
 
 class _Export:
+    """The tables of an export, which may be missing and whose columns vary by version."""
+
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self._connection = connection
@@ -123,15 +139,17 @@ class _Export:
         self._strings = Strings(self._names("StringIds", "value"))
 
     def trace(self) -> Trace:
-        if not {KERNELS, GRAPHS} & self._tables:
+        if not {KERNEL_TABLE, GRAPH_TABLE} & self._tables:
             raise ProfileError(
-                self.path, f"no table {KERNELS}, so no CUDA kernel was traced: {HOW_TO_RECORD}"
+                self.path,
+                f"no table {KERNEL_TABLE}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}",
             )
         api_calls = self._api_calls()
         calls = Launches(api_calls)
-        kernels, graphs, copies, fills = (
-            self._work(table, calls) for table in (KERNELS, GRAPHS, COPIES, FILLS)
-        )
+        kernels = self._work(KERNEL_TABLE, "demangledName", calls)
+        graphs = self._work(GRAPH_TABLE, "graphId", calls)
+        copies = self._work(COPY_TABLE, "copyKind", calls)
+        fills = self._work(FILL_TABLE, "bytes", calls)
         return Trace(
             kernels=joined(kernels, graphs),
             copies=joined(copies, fills),
@@ -143,10 +161,10 @@ class _Export:
         )
 
     def _notes(self, num_graphs: int) -> Iterator[str]:
-        if CALLS not in self._tables:
-            yield f"No table {CALLS}, so no kernel's launch is known: {HOW_TO_RECORD}."
-        if RANGES not in self._tables:
-            yield f"No table {RANGES}, so there are no ranges: {HOW_TO_RECORD}."
+        if CALL_TABLE not in self._tables:
+            yield f"No table {CALL_TABLE}, so no kernel's launch is known: {HOW_TO_RUN_NSYS}."
+        if RANGE_TABLE not in self._tables:
+            yield f"No table {RANGE_TABLE}, so there are no ranges: {HOW_TO_RUN_NSYS}."
         if num_graphs:
             yield (
                 f"{num_graphs} launches of CUDA graphs were traced as a whole, without their "
@@ -155,52 +173,35 @@ class _Export:
 
     def _api_calls(self) -> ApiCalls:
         start, end, name, thread, correlation = self._ints(
-            CALLS, {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0}
+            CALL_TABLE,
+            {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0},
         )
         return ApiCalls(
             name=self._strings.column(name),
             process=_process(thread),
             thread=thread,
             start_ns=start,
-            duration_ns=self._durations(CALLS, start, end),
+            duration_ns=self._durations(CALL_TABLE, start, end),
             correlation=correlation,
         )
 
-    def _work(self, table: str, calls: Launches) -> DeviceWork:
-        kind = {KERNELS: "demangledName", COPIES: "copyKind", GRAPHS: "graphId", FILLS: "bytes"}[
-            table
-        ]
-        start, end, device, stream, process, correlation, kinds, graph = self._ints(
-            table,
-            {
-                **{
-                    "start": None,
-                    "end": None,
-                    "deviceId": None,
-                    "streamId": None,
-                    "globalPid": 0,
-                    "correlationId": 0,
-                },
-                kind: None,
-            },
-            {"graphId" if table == GRAPHS else "graphNodeId": 0},
+    def _work(self, table: str, kind_column: str, calls: Launches) -> DeviceWork:
+        """The rows of a table of kernels, graphs, copies or fills."""
+        needed = {
+            "start": None,
+            "end": None,
+            "deviceId": None,
+            "streamId": None,
+            "globalPid": 0,
+            "correlationId": 0,
+            kind_column: None,
+        }
+        graph_column = "graphId" if table == GRAPH_TABLE else "graphNodeId"
+        start, end, device, stream, process, correlation, kind, graph = self._ints(
+            table, needed, {graph_column: 0}
         )
-        if table == KERNELS:
-            name = self._strings.column(kinds)
-        elif table == COPIES:
-            labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
-            name = self._strings.column(
-                kinds, {kind: f"memcpy {label}" for kind, label in labels.items()}, "memcpy"
-            )
-            name = self._with_memory(name)
-        else:
-            name = np.full(
-                len(start),
-                self._strings.id("memset" if table == FILLS else "CUDA graph"),
-                dtype=np.int64,
-            )
         return DeviceWork(
-            name=name,
+            name=self._work_names(table, kind),
             process=process,
             device=device,
             stream=stream,
@@ -211,50 +212,56 @@ class _Export:
             **calls.columns(process, correlation),
         )
 
+    def _work_names(self, table: str, kind: Ints) -> Ints:
+        """Names of the rows of a table, by the column that tells kernels or copies apart."""
+        if table == KERNEL_TABLE:
+            return self._strings.column(kind)
+        if table == COPY_TABLE:
+            labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
+            names = {number: f"memcpy {label}" for number, label in labels.items()}
+            return self._with_memory(self._strings.column(kind, names, "memcpy"))
+        name = self._strings.id("memset" if table == FILL_TABLE else "CUDA graph")
+        return np.full(len(kind), name, dtype=np.int64)
+
     def _with_memory(self, name: Ints) -> Ints:
         """Names of copies with the memory of both sides, as in `memcpy Host-to-Device (Pageable
         -> Device)`.
         """
         kinds = self._names("ENUM_CUDA_MEM_KIND", "label")
-        if not kinds or not {"srcKind", "dstKind"} <= self._columns(COPIES):
+        if not kinds or not {"srcKind", "dstKind"} <= self._columns(COPY_TABLE):
             return name
-        source, target = self._ints(COPIES, {"srcKind": 0, "dstKind": 0})
+        source, target = self._ints(COPY_TABLE, {"srcKind": 0, "dstKind": 0})
         used, index = np.unique(np.stack([name, source, target]), axis=1, return_inverse=True)
-        strings = self._strings.all
-        texts = (
-            f"{strings[own]} ({kinds.get(a, '?')} -> {kinds.get(b, '?')})"
-            for own, a, b in used.T.tolist()
-        )
+        strings, texts = self._strings.all, []
+        for copy, from_kind, to_kind in used.T.tolist():
+            memory = f"{kinds.get(from_kind, '?')} -> {kinds.get(to_kind, '?')}"
+            texts.append(f"{strings[copy]} ({memory})")
         return self._strings.ids(texts)[index.reshape(-1)]
 
     def _ranges(self, last_ns: int) -> Ranges:
-        kinds = {
-            name: number for number, name in self._names("ENUM_NSYS_EVENT_TYPE", "name").items()
-        }
-        push_pop, start_end = (
-            kinds.get("NvtxPushPopRange", PUSH_POP),
-            kinds.get("NvtxStartEndRange", START_END),
-        )
+        names = self._names("ENUM_NSYS_EVENT_TYPE", "name")
+        kinds = {name: number for number, name in names.items()}
+        push_pop = kinds.get("NvtxPushPopRange", PUSH_POP)
+        start_end = kinds.get("NvtxStartEndRange", START_END)
         start, end, is_open, kind, thread, key = self._ints(
-            RANGES,
+            RANGE_TABLE,
             {"start": None, "end": last_ns, "end IS NULL": None, "eventType": None, "globalTid": 0},
             {"textId": NO_STRING},
         )
         name = self._strings.column(key)
-        if RANGES in self._tables and "text" in self._columns(RANGES):
-            texts = self._connection.execute(f"SELECT text FROM {RANGES} NOT INDEXED")
-            own = array(
-                "q",
-                (NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts),
-            )
-            text_id = np.frombuffer(own, dtype=np.int64)
+        if RANGE_TABLE in self._tables and "text" in self._columns(RANGE_TABLE):
+            texts = self._connection.execute(f"SELECT text FROM {RANGE_TABLE} NOT INDEXED")
+            ids = [NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts]
+            text_id = np.array(ids, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
         strings = self._strings.all
-        name = of_names(
-            name, strings, lambda text: self._strings.id(_OF_CALL.sub("", text)), np.int64
-        )
+
+        def without_call(text: str) -> int:
+            return self._strings.id(_OF_CALL.sub("", text))
+
+        name = of_names(name, strings, without_call, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
-        self._durations(RANGES, start, end)
+        self._durations(RANGE_TABLE, start, end)
         ranges = Ranges(
             name=name,
             process=_process(thread),
@@ -283,17 +290,16 @@ class _Export:
         if table not in self._tables:
             return [np.zeros(0, dtype=np.int64)] * num_columns
         present = self._columns(table)
-        if missing := [name for name in needed if name.removesuffix(" IS NULL") not in present]:
+        missing = [name for name in needed if name.removesuffix(" IS NULL") not in present]
+        if missing:
             raise ProfileError(
                 self.path,
                 f"table {table} needs columns {', '.join(needed)}, and has no "
                 f"{', '.join(missing)}: export the report again with a newer nsys",
             )
         columns = [_expression(name, value) for name, value in needed.items()]
-        columns += [
-            _expression(name, value) if name in present else str(value)
-            for name, value in optional.items()
-        ]
+        for name, value in optional.items():
+            columns.append(_expression(name, value) if name in present else str(value))
         # so that all queries have one order of rows
         query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
         try:
@@ -304,9 +310,8 @@ class _Export:
                 f"table {table} needs whole numbers in columns {', '.join((*needed, *optional))}, "
                 f"and has others ({error}): the export is damaged",
             ) from error
-        return list(
-            np.ascontiguousarray(np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns).T)
-        )
+        rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
+        return list(np.ascontiguousarray(rows.T))
 
     def _names(self, table: str, column: str) -> dict[int, str]:
         """Names by id, from a table of names; empty if the table is missing."""
@@ -323,16 +328,25 @@ class _Export:
 
 
 def _expression(column: str, if_null: int | None) -> str:
+    """The SQL for a column, or for an expression such as `end IS NULL`."""
     quoted = f'"{column}"' if " " not in column else column
     return quoted if if_null is None else f"IFNULL({quoted}, {if_null})"
 
 
 def _process(thread: Ints) -> Ints:
+    """The `globalPid` of each `globalTid`."""
     return thread >> THREAD_BITS << THREAD_BITS
 
 
 def _last(*parts: DeviceWork | ApiCalls) -> int:
     """When the last event of all the parts ended."""
-    return max(
-        (int((part.start_ns + part.duration_ns).max()) for part in parts if len(part)), default=0
-    )
+    ends = [part.start_ns + part.duration_ns for part in parts]
+    return int(np.concatenate(ends).max(initial=0))
+
+
+def recognises(path: Path, head: bytes) -> bool:
+    """Whether the file is a report, or has the beginning of an SQLite file."""
+    return path.suffix == REPORT_ENDING or head.startswith(SQLITE_MAGIC)
+
+
+READER = Reader(needed=NSYS_EXPORT, recognises=recognises, read=read_nsys)

@@ -1,0 +1,57 @@
+"""What a call of a device's runtime or driver does, by its name."""
+
+import re
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from ..columns import Ints, Mask
+from .trace import of_names
+
+# nsys appends the version of the interface, and both profilers the variant for per-thread default
+# streams: cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
+_VARIANT = re.compile(r"(?:_ptsz|_ptds|_spt|_v\d{1,6})+$")
+
+
+class ApiCallKind(Enum):
+    """What a call of CUDA's, HIP's or Level Zero's runtime or driver does, as a pattern of the
+    function's name.
+    """
+
+    ONE_KERNEL = (
+        r"(?:cuda|cu|hip)(?:Ext)?(?:Module)?Launch(?:Cooperative|ByPtr)?(?:Kernel|$)"
+        r"|urEnqueue\w*KernelLaunch"
+    )
+    """Launches one kernel: cudaLaunchKernelExC, cuLaunchKernelEx, hipExtModuleLaunchKernel."""
+    KERNELS = rf"{ONE_KERNEL}|(?:cuda|cu|hip)GraphLaunch"
+    LAUNCH = rf"{KERNELS}|(?:cuda|cu|hip)Mem(?:cpy|set)|urEnqueueUSM"
+    """Launches kernels, copies or fills."""
+    WAIT = (
+        r"(?:cuda|cu|hip)(?:\w{0,40}Synchronize$|Memcpy(?!\w{0,40}Async))|ur(?:QueueFinish"
+        r"|EventWait)$"
+    )
+    """Returns when the device has finished some work: synchronisations, and copies that are not
+    asynchronous.
+    """
+    WAIT_FOR_DEVICE = r"(?:cuda|cu|hip)(?:Device|Ctx)Synchronize$"
+    STREAM_WAIT = r"(?:cuda|cu|hip)StreamWaitEvent$"
+    """Makes a stream, and not the host, wait for the work of another stream."""
+    BEGIN_CAPTURE = r"(?:cuda|cu|hip)StreamBeginCapture"
+    END_CAPTURE = r"(?:cuda|cu|hip)StreamEndCapture"
+
+    def is_done_by(self, name: str) -> bool:
+        """Whether the function of this name does it."""
+        return re.match(self.value, call_name(name)) is not None
+
+    def among(self, names: Ints, strings: Sequence[str]) -> Mask:
+        """Whether each of these calls does it."""
+        return of_names(names, strings, self.is_done_by, np.bool_)
+
+
+TO_HOST = re.compile(r"Device-?to-?Host|DtoH|D2H", re.I)
+
+
+def call_name(name: str) -> str:
+    """The function's name without suffixes for version and variant."""
+    return _VARIANT.sub("", name)

@@ -1,0 +1,96 @@
+"""What a trace shows that cannot be: clocks that do not agree, lost times and events."""
+
+import numpy as np
+
+from ..columns import Ints, chosen, groups, joined
+from .calls import ApiCallKind
+from .device_time import Completion
+from .idle import SLACK_NS
+from .trace import MAX_TIME_NS, DeviceWork, Trace, Union
+
+MIN_DOUBTFUL = 0.01
+"""Smallest share of the kernels, or of the launches, that makes what is said of the whole
+doubtful.
+"""
+
+
+def doubts(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Sentences about what cannot be, with how often: those that put all times in doubt, then
+    those that do not.
+    """
+    grave, slight = [], []
+    least = MIN_DOUBTFUL * max(len(trace.kernels), 1)
+    counts = {} if trace.is_of_host else _counts(trace)
+    for text, count in counts.items():
+        if count >= least:
+            grave.append(f"{count} {text}")
+        elif count:
+            slight.append(f"{count} {text}")
+    return tuple(grave), tuple(slight)
+
+
+def _counts(trace: Trace) -> dict[str, int]:
+    """What cannot be, with the number of kernels, copies or calls of which it is said."""
+    kernels, work = trace.kernels, joined(trace.kernels, trace.copies)
+    is_early = work.is_launched & (work.start_ns < work.launch_ns - SLACK_NS)
+    covered, covering = _covered(chosen(work, ~work.is_in_graph))
+    return {
+        "kernels and copies begin before the call that launched them: the clocks of host and "
+        "device do not agree": int(is_early.sum()),
+        "kernels last no time: the profiler lost their times, and averages are too short": int(
+            (kernels.duration_ns == 0).sum()
+        ),
+        "kernels and copies begin and end while another one of their stream runs "
+        f"({covering} such): the others' times are too long": covered,
+        "calls that wait for the device return before its work ends: some times are too "
+        "long": _after_wait(trace, work),
+        f"of {len(trace.api_calls)} calls launched a kernel that is not in the file: events were "
+        "lost": _lost_launches(trace) if len(kernels) else 0,
+    }
+
+
+def _covered(work: DeviceWork) -> tuple[int, int]:
+    """How many jobs lie within another of their stream, and within how many; a graph's branches
+    share a stream.
+    """
+    end = work.end_ns
+    inner = outer = 0
+    for _, of_device in groups(work.device):
+        for _, rows in groups(work.stream[of_device]):
+            of_stream = of_device[rows]
+            of_stream = of_stream[work.duration_ns[of_stream] > 0]
+            of_stream = of_stream[np.lexsort((-end[of_stream], work.start_ns[of_stream]))]
+            reached = np.maximum.accumulate(end[of_stream])
+            is_inner = np.append(False, end[of_stream][1:] <= reached[:-1])[: len(of_stream)]
+            inner += int(is_inner.sum())
+            outer += len(np.unique(reached[is_inner]))
+    return inner, outer
+
+
+def _after_wait(trace: Trace, work: DeviceWork) -> int:
+    """How many waits for a whole device are over before work that was launched before them is."""
+    if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
+        return 0
+    waits = chosen(
+        trace.api_calls, ApiCallKind.WAIT_FOR_DEVICE.among(trace.api_calls.name, trace.strings)
+    )
+    finished = Completion(work, np.flatnonzero(work.is_launched))(waits.start_ns)
+    return int((finished > waits.start_ns + waits.duration_ns + SLACK_NS).sum())
+
+
+def _lost_launches(trace: Trace) -> int:
+    """How many calls launched a kernel that is not in the file; calls while a graph is captured
+    launch none.
+    """
+    api = trace.api_calls
+
+    def starts(kind: ApiCallKind) -> Ints:
+        return np.sort(api.start_ns[kind.among(api.name, trace.strings)])
+
+    begins, ends = starts(ApiCallKind.BEGIN_CAPTURE), starts(ApiCallKind.END_CAPTURE)
+    captures = Union(begins, np.append(ends, MAX_TIME_NS)[np.searchsorted(ends, begins)])
+    is_lost = ApiCallKind.ONE_KERNEL.among(api.name, trace.strings)
+    is_lost &= captures.within(api.start_ns, api.start_ns + 1) == 0
+    launching = np.append(trace.kernels.call, trace.copies.call)
+    is_lost[launching[launching >= 0]] = False
+    return int(is_lost.sum())

@@ -1,0 +1,121 @@
+"""The calls of CUDA by the host: which launch, which wait, and how long they took."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..columns import Columns, Ints, Mask
+from .attribution import Selection, frame_of, phase_at, totals
+from .calls import TO_HOST, ApiCallKind, call_name
+from .phases import CODES, PHASES, LaunchPhase
+from .step_profile import HostCalls
+from .trace import Nesting, Strings, Trace, of_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaCalls(Columns):
+    """The CUDA calls of a trace."""
+
+    name: Ints
+    """Index into `Host.names`."""
+    thread: Ints
+    start_ns: Ints
+    end_ns: Ints
+    is_launch: Mask
+    is_kernel: Mask
+    """The call launches a kernel or a CUDA graph."""
+    is_wait: Mask
+    """The call makes the host wait for the device: a synchronisation, or a copy to the host
+    followed by one.
+
+    PyTorch does this for `.item()`, whose copy itself may take until the device has reached it.
+    """
+    is_of_copy: Mask
+    """The call waits for a copy to the host only."""
+
+
+class Host:
+    """Looks up the CUDA calls of the host."""
+
+    def __init__(self, trace: Trace) -> None:
+        api = trace.api_calls
+        names = Strings()
+        name = of_names(api.name, trace.strings, lambda text: names.id(call_name(text)), np.int64)
+        self.names = names.all
+        is_launch = ApiCallKind.LAUNCH.among(api.name, trace.strings)
+        is_wait = ApiCallKind.WAIT.among(api.name, trace.strings)
+        copies, waits_for_them = _copies_awaited(trace, is_launch, is_wait)
+        is_of_copy = is_wait & is_launch
+        is_of_copy[copies] = is_of_copy[waits_for_them] = is_wait[copies] = True
+        self.calls = CudaCalls(
+            name=name,
+            thread=api.thread,
+            start_ns=api.start_ns,
+            end_ns=api.start_ns + api.duration_ns,
+            is_launch=is_launch,
+            is_kernel=ApiCallKind.KERNELS.among(api.name, trace.strings),
+            is_wait=is_wait,
+            is_of_copy=is_of_copy,
+        )
+
+    def returned(self, call: Ints, launch_ns: Ints) -> Ints:
+        """When each launching call returned; its start if the call waits itself or is not in the
+        trace.
+        """
+        end = np.where(self.calls.is_wait, self.calls.start_ns, self.calls.end_ns)
+        returned: Ints = np.where(call < 0, launch_ns, np.append(end, 0)[call])
+        return returned
+
+    def longest_call(self, start_ns: int, end_ns: int) -> str:
+        """The function in which the host spent most of the interval, on any thread; empty if
+        there is none.
+        """
+        calls = self.calls
+        rows = np.flatnonzero((calls.start_ns < end_ns) & (calls.end_ns > start_ns))
+        time = np.minimum(calls.end_ns[rows], end_ns) - np.maximum(calls.start_ns[rows], start_ns)
+        if not len(rows):
+            return ""
+        return self.names[int(np.bincount(calls.name[rows], time).argmax())]
+
+
+def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, Ints]:
+    """Copies to the host whose thread waits before it launches anything else, and the calls that
+    wait.
+    """
+    api, copies = trace.api_calls, trace.copies
+    to_host = [index for index, name in enumerate(trace.strings) if TO_HOST.search(name)]
+    is_copy = np.isin(np.arange(len(api)), copies.call[np.isin(copies.name, to_host)])
+    # of two calls with one start the longer comes first: a profiler may show a call around its own
+    by_thread = np.lexsort((-api.duration_ns, api.start_ns, api.thread))
+    by_thread = by_thread[(launches | waits)[by_thread]]
+    call, following = by_thread[:-1], by_thread[1:]
+    is_awaited = is_copy[call] & waits[following] & (api.thread[call] == api.thread[following])
+    return call[is_awaited], following[is_awaited]
+
+
+def host_calls(host: Host, selection: Selection) -> tuple[HostCalls, ...]:
+    """Calls by function, phase and whether they wait, the longest total first.
+
+    A call that waits after the last kernel launch of a step is in no phase, since it belongs to the
+    benchmark's clock or to the next batch. A copy to the host, and the wait for it, stay in their
+    phase.
+    """
+    calls = host.calls
+    phase = phase_at(selection.windows, calls.start_ns)
+    step = Nesting(selection.steps.start_ns, selection.steps.end_ns).at(calls.start_ns)
+    last = np.full(len(selection.steps) + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, step[calls.is_kernel], calls.start_ns[calls.is_kernel])
+    is_of_end = calls.is_wait & ~calls.is_of_copy & (calls.start_ns > last[step])
+    phase[is_of_end] = CODES[LaunchPhase.UNATTRIBUTED]
+    placed = frame_of(calls).assign(phase=phase, step=step)
+    return tuple(
+        HostCalls(
+            name=host.names[row.name],
+            phase=PHASES[row.phase],
+            count=row.count,
+            total_s=row.total_ns / 1e9,
+            is_launch=row.is_launch,
+            is_wait=row.is_wait,
+        )
+        for row in totals(placed[step >= 0], "name", "phase", "is_wait", "is_launch")
+    )

@@ -1,0 +1,236 @@
+"""Why a device was idle.
+
+The first of these rules that holds gives the cause of an idle time of a device within a step.
+`next` is the kernel or copy that ends the idle time.
+
+1. Nothing follows in the step: END_OF_STEP.
+2. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the
+   idle time began, or had launched earlier work too (a CUDA graph), or the device took the larger
+   part of the idle time to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device.
+   In the other rules the device waited for the host until the call that launched `next`.
+3. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
+   HOST_PAUSE.
+4. When the idle time began, the host was in a call that waits for the device, or had left one less
+   than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED. The start
+   of a step is exempt from this rule.
+5. Otherwise: LATE_LAUNCH.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, groups, joined
+from .attribution import Jobs, Selection, frame_of, totals
+from .device_time import Busy, DeviceSteps
+from .host_calls import Host
+from .modules import RangeParts
+from .phases import CODES, PHASES, Codes, LaunchPhase
+from .short_names import short_name
+from .step_profile import Gap, IdleCause, IdleTimes
+from .trace import MAX_TIME_NS, Trace, Union
+
+HOST_PAUSE_S = 1e-3
+"""Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the
+longest phase.
+"""
+LAUNCH_LATENCY_S = 5e-6
+"""From the end of a launch call to the start of its kernel on an idle device: 2 us on an H200,
+rarely more than 5.
+"""
+WAIT_SLACK_S = 10e-6
+"""Longest time between the end of a wait and the idle time that it explains; host and device
+clocks agree no better.
+"""
+NUM_GAPS = 20
+
+_PAUSE_NS = round(HOST_PAUSE_S * 1e9)
+_LATENCY_NS = round(LAUNCH_LATENCY_S * 1e9)
+SLACK_NS = round(WAIT_SLACK_S * 1e9)
+
+CAUSES = tuple(IdleCause)
+UNKNOWN_CAUSE = -1
+_CODE = {cause: code for code, cause in enumerate(CAUSES)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps(Columns):
+    """Idle times of devices within steps."""
+
+    step: Ints
+    start_ns: Ints
+    end_ns: Ints
+    before: Ints
+    """Row of `Jobs` that ended before the idle time; -1 at the start of a step."""
+    after: Ints
+    """Row of `Jobs` that ends the idle time; -1 at the end of a step."""
+    phase: Codes
+    cause: Codes
+    """Index into `CAUSES`; UNKNOWN_CAUSE if the launch of the following job is not in the trace."""
+
+
+NO_GAPS = Gaps(
+    step=NO_ROWS,
+    start_ns=NO_ROWS,
+    end_ns=NO_ROWS,
+    before=NO_ROWS,
+    after=NO_ROWS,
+    phase=NO_ROWS.astype(np.int8),
+    cause=NO_ROWS.astype(np.int8),
+)
+
+
+def find_gaps(
+    jobs: Jobs, devices: Sequence[Busy], spans: DeviceSteps, selection: Selection, host: Host
+) -> Gaps:
+    """All idle times of the devices that a step used, with their causes, by step and start."""
+    gaps = joined(NO_GAPS, *(_gaps_of(busy, spans) for busy in devices))
+    ends_step = gaps.after < 0
+    phase = np.append(jobs.phase, np.int8(0))[gaps.after]
+    phase[ends_step] = _last_phase(selection)[gaps.step[ends_step]]
+    cause = np.full(len(gaps), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
+    followed = chosen(gaps, ~ends_step)
+    of_launch = _starts_its_launch(jobs)[followed.after] | ~jobs.is_launched[followed.after]
+    causes = _Causes(host).of(followed, jobs)
+    cause[~ends_step] = np.where(of_launch, causes, _CODE[IdleCause.BETWEEN_KERNELS])
+    gaps = replace(gaps, phase=phase, cause=cause)
+    return chosen(gaps, np.lexsort((gaps.start_ns, gaps.step)))
+
+
+def _gaps_of(busy: Busy, spans: DeviceSteps) -> Gaps:
+    """The idle times of one device, as yet without phase and cause."""
+    steps = np.flatnonzero(busy.union.within(spans.start_ns, spans.end_ns))
+    holes = busy.union.holes(spans.start_ns[steps], spans.end_ns[steps])
+    rows = np.append(busy.rows, -1)
+    unknown = np.full(len(holes), UNKNOWN_CAUSE, dtype=np.int8)
+    return Gaps(
+        step=steps[holes.window],
+        start_ns=holes.start,
+        end_ns=holes.end,
+        before=rows[holes.before],
+        after=rows[holes.after],
+        phase=unknown,
+        cause=unknown,
+    )
+
+
+def _last_phase(selection: Selection) -> Codes:
+    """The last phase of each step."""
+    last = np.full(len(selection.steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    last[selection.windows.step] = selection.windows.phase  # the last assignment stays
+    return last
+
+
+class _Causes:
+    """Applies rules 2 to 5 to idle times."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        calls = host.calls
+        called = Union(calls.start_ns, calls.end_ns)
+        quiet_start, quiet_end = called.end[:-1], called.start[1:]
+        is_pause = quiet_end - quiet_start > _PAUSE_NS
+        self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])
+        waits = np.flatnonzero(calls.is_wait)
+        self._waits = [
+            waits[rows][np.argsort(calls.start_ns[waits[rows]], kind="stable")]
+            for _, rows in groups(calls.thread[waits])
+        ]
+
+    def of(self, gaps: Gaps, jobs: Jobs) -> Codes:
+        """The causes of idle times that a job follows."""
+        start, end, after = gaps.start_ns, gaps.end_ns, gaps.after
+        launch = jobs.launch_ns[after]
+        returned = self._host.returned(jobs.call[after], launch)
+        late_until = np.clip(returned + _LATENCY_NS, start, end)
+        waited_until = np.clip(launch, start, end)
+        in_time = (returned <= start) | (2 * (late_until - start) < end - start)
+        is_pause = 2 * self._pauses.within(start, waited_until) > waited_until - start
+        is_wait = (gaps.before >= 0) & self._was_waiting(start, launch)
+        cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
+        # from the last rule to the first, since an earlier rule overrides a later one
+        cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
+        cause[is_pause] = _CODE[IdleCause.HOST_PAUSE]
+        cause[in_time] = _CODE[IdleCause.BETWEEN_KERNELS]
+        cause[~jobs.is_launched[after]] = UNKNOWN_CAUSE
+        return cause
+
+    def _was_waiting(self, start: Ints, launch: Ints) -> Mask:
+        calls = self._host.calls
+        waiting = np.zeros(len(start), dtype=np.bool_)
+        # the calls of one thread, of which only the last to begin can still be open
+        for rows in self._waits:
+            at = np.searchsorted(calls.start_ns[rows], start, side="right")
+            wait_end = np.append(-MAX_TIME_NS, np.maximum.accumulate(calls.end_ns[rows]))[at]
+            waiting |= (wait_end >= start - SLACK_NS) & (wait_end <= launch)
+        return waiting
+
+
+def _starts_its_launch(jobs: Jobs) -> Mask:
+    """Whether each row is the first job of its launch; false for the later nodes of a CUDA
+    graph.
+    """
+    in_order = frame_of(jobs).sort_values("start_ns", kind="stable")
+    is_first: Mask = ~in_order.duplicated(["launch_ns", "thread"]).sort_index().to_numpy()
+    return is_first
+
+
+def longest_gaps(
+    gaps: Gaps, jobs: Jobs, parts: RangeParts, trace: Trace, spans: DeviceSteps, host: Host
+) -> Iterator[Gap]:
+    """The NUM_GAPS longest idle times with a known cause, the longest first."""
+    frame = frame_of(gaps)[gaps.cause != UNKNOWN_CAUSE]
+    frame = frame.sort_values("duration_ns", ascending=False, kind="stable")
+
+    def name(job: int) -> str:
+        return short_name(trace.strings[jobs.name[job]]) if job >= 0 else ""
+
+    rows: Iterable[Any] = frame[:NUM_GAPS].itertuples()
+    for row in rows:
+        yield Gap(
+            step=row.step,
+            start_s=(row.start_ns - int(spans.origin_ns[row.step])) / 1e9,
+            duration_s=row.duration_ns / 1e9,
+            phase=PHASES[row.phase],
+            cause=CAUSES[row.cause],
+            before=name(row.before),
+            after=name(row.after),
+            module=parts.names(int(parts.path[jobs.module[row.after]])) if row.after >= 0 else (),
+            host_call=host.longest_call(row.start_ns, row.end_ns),
+        )
+
+
+def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:
+    """Idle times by phase and cause, the longest first; the mean over the devices that a step
+    uses.
+    """
+    frame = frame_of(gaps)[gaps.cause != UNKNOWN_CAUSE]
+    spread = frame.groupby(["phase", "cause"])["duration_ns"]
+    median_ns, longest_ns = spread.median(), spread.max()
+    weighted = frame.assign(duration_ns=frame["duration_ns"] / num_devices[frame["step"]])
+    return tuple(
+        IdleTimes(
+            phase=PHASES[row.phase],
+            cause=CAUSES[row.cause],
+            count=row.count,
+            total_s=row.total_ns / 1e9,
+            median_s=float(median_ns[row.phase, row.cause]) / 1e9,
+            longest_s=float(longest_ns[row.phase, row.cause]) / 1e9,
+        )
+        for row in totals(weighted, "phase", "cause")
+    )
+
+
+def idle_notes(gaps: Gaps) -> tuple[str, ...]:
+    """A note on idle times whose cause is unknown, if there are any."""
+    unknown = gaps.cause == UNKNOWN_CAUSE
+    if not unknown.any():
+        return ()
+    time_s = int((gaps.end_ns - gaps.start_ns)[unknown].sum()) / 1e9
+    return (
+        f"{int(unknown.sum())} idle times of the device, {time_s:.3g} s together, end with a "
+        "kernel or copy without a launch in the file: their cause is unknown, and they are left "
+        "out.",
+    )

@@ -1,0 +1,314 @@
+"""The events in the JSON of torch.profiler (Kineto), with their times in whole nanoseconds."""
+
+import gzip
+import io
+import re
+import zipfile
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, Generic, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from ...files import refuse_another_kind
+from ..columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
+from .trace import MAX_TIME_NS, durations
+
+MAX_TRACE_BYTES = 8 * 2**30
+"""Largest decompressed JSON that is read: some thirty million events."""
+EXACT_US = 2**43
+"""Below it (101 days) a float of microseconds is off by at most 2**-11, which is less than half a
+nanosecond.
+
+PyTorch counts from a `baseTimeNanoseconds` at most three months ago; older ones, and others, count
+from 1970.
+"""
+MAX_EXCERPT, MAX_FILES = 60, 3
+
+BOOKKEEPING = "autograd::engine::evaluate_function: "
+"""Operators whose names begin so wrap a node of autograd, which is an event of its own, and add the
+engine's dispatch and hooks. They are left out, so that times of operators add up.
+"""
+HOW_TO_TRACE = (
+    "record with `torch.profiler.profile(activities=[ProfilerActivity.CPU, "
+    "ProfilerActivity.CUDA])` and write with `export_chrome_trace`"
+)
+TORCH_TRACE = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
+
+Microseconds = TypeVar("Microseconds", float, Decimal)
+
+
+class Args(msgspec.Struct, frozen=True, gc=False):
+    """The fields of an event's `args` that are read. ROCm writes numbers as text, some of them
+    in hexadecimal.
+    """
+
+    correlation: int | str | None = 0
+    device: int | str | None = None
+    inDevice: int | str | None = 0  # noqa: N815
+    """The device that a copy between two devices runs on, which has no `device`."""
+    stream: int | str | None = 0
+    name: Any = None
+    """The name by which PyTorch marks a kernel of a CUDA graph
+    (`torch.cuda.graph_annotations.mark_kernels`).
+    """
+    autograd_phase: Any = None
+    task_type: Any = msgspec.field(default=None, name="Task Type")
+    """What ran the event, in traces of Ascend NPUs."""
+
+    @property
+    def ran_on(self) -> int | str | None:
+        """The device that ran the event."""
+        return self.inDevice if self.device is None else self.device
+
+
+class Event(msgspec.Struct, Generic[Microseconds], kw_only=True, gc=False):
+    """One event; times in microseconds.
+
+    Name and process are required, because an event without fields would take thirty times its size
+    in memory.
+    """
+
+    # in the order in which PyTorch writes the fields, which is the fastest to decode
+    cat: str = ""
+    name: str
+    pid: int | str
+    tid: int | str = 0
+    ts: Microseconds | None = None
+    dur: Microseconds | None = None
+    args: Args = Args()
+
+
+class _Device(msgspec.Struct):
+    name: str = ""
+
+
+class _File(msgspec.Struct, Generic[Microseconds]):
+    traceEvents: list[Event[Microseconds]]  # noqa: N815
+    deviceProperties: list[_Device] = []  # noqa: N815
+    distributedInfo: dict[str, Any] = {}  # noqa: N815
+
+
+AnyEvent = Event[float] | Event[Decimal]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventBatch:
+    """Events with a duration, of some categories."""
+
+    events: Sequence[AnyEvent]
+    start_ns: Ints
+    duration_ns: Ints
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+
+class TraceEvents:
+    """All events of the trace at `path`; raises ProfileError for a file that is not a trace."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._content = _read(path)
+        file: _File[float] | _File[Decimal] = _decode(path, self._content)
+        self._by_category = _by_category(file.traceEvents)
+        self._is_exact = False
+        self.has_operators = "cpu_op" in self._by_category
+        self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
+        rank = file.distributedInfo.get("rank")
+        self.rank = rank if isinstance(rank, int) and rank >= 0 else None
+
+    def batches(self, *groups: Collection[str]) -> list[EventBatch]:
+        """One batch for each group of categories."""
+        batches = [self._batch_of(categories) for categories in groups]
+        times = [np.append(batch.start_ns, batch.duration_ns) for batch in batches]
+        if self._is_exact or np.abs(np.concatenate(times)).max(initial=0) < EXACT_US * 1000:
+            return batches
+        # two decoded files at once would take too much memory
+        batches, self._by_category = [], {}
+        file = _decode(self.path, self._content, is_exact=True)
+        self._by_category = _by_category(file.traceEvents)
+        self._is_exact = True
+        return [self._batch_of(categories) for categories in groups]
+
+    def nodes(self) -> EventBatch:
+        """The nodes of backward, which are operators of the host."""
+        operators = self._by_category.get("cpu_op", [])
+        return self._batch([event for event in operators if event.name.startswith(BOOKKEEPING)])
+
+    def _batch_of(self, categories: Collection[str]) -> EventBatch:
+        """The events of the categories."""
+        groups = (self._by_category.get(category, []) for category in sorted(categories))
+        return self._batch(list(chain.from_iterable(groups)))
+
+    def _batch(self, events: list[AnyEvent]) -> EventBatch:
+        events = [event for event in events if event.dur is not None]
+        what = f"events of category {events[0].cat}" if events else "events"
+        try:
+            start = _nanoseconds([event.ts for event in events], what)
+            duration = _nanoseconds([event.dur for event in events], what)
+            durations(start, start + duration, what)
+            return EventBatch(events=events, start_ns=start, duration_ns=duration)
+        except ValueError as error:
+            raise ProfileError(
+                self.path, f"{error}: the trace is damaged, record it again"
+            ) from error
+
+
+_OPERATOR_NAME = re.compile(r"::|Backward\d{0,2}$|^struct ")
+"""Part of the names of operators and of autograd's nodes, which PyTorch 1.8 and 1.9 put in one
+category with ranges.
+"""
+_NPU_TASK = re.compile(r"AI_|MIX_")
+"""Beginning of the types of an NPU's tasks that compute; such events have no category."""
+
+
+def _by_category(events: Iterable[AnyEvent]) -> dict[str, list[AnyEvent]]:
+    """The events; those of old versions of PyTorch and of NPUs in today's categories."""
+    by_category: defaultdict[str, list[AnyEvent]] = defaultdict(list)
+    for event in events:
+        by_category[event.cat].append(event)
+    for event in by_category.pop("Operator", []):
+        is_operator = _OPERATOR_NAME.search(event.name)
+        by_category["cpu_op" if is_operator else "user_annotation"].append(event)
+    for event in by_category.pop("", []):
+        if isinstance(event.args.task_type, str) and _NPU_TASK.match(event.args.task_type):
+            by_category["kernel"].append(event)
+    return dict(by_category)
+
+
+def _read(path: Path) -> bytes | bytearray:
+    """The JSON in the file, decompressed."""
+    head = read_head(path, len(ZIP_MAGIC), TORCH_TRACE)
+    content: bytes | bytearray = b""
+    try:
+        if head.startswith(ZIP_MAGIC):
+            content = _unzip(path)
+        elif head.startswith(GZIP_MAGIC):
+            with gzip.open(path) as file:
+                content = _decompress(cast("IO[bytes]", file))
+        elif path.stat().st_size <= MAX_TRACE_BYTES:
+            content = path.read_bytes()
+    except (
+        EOFError,
+        zlib.error,
+        gzip.BadGzipFile,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
+        raise ProfileError(
+            path, f"not a whole compressed file ({error}): copy it again or export it again"
+        ) from error
+    except OSError as error:
+        raise ProfileError(path, f"cannot be read: {error.strerror}") from error
+    if max(len(content), path.stat().st_size) > MAX_TRACE_BYTES:
+        raise ProfileError(
+            path, f"needed at most {MAX_TRACE_BYTES} bytes, got more: record fewer steps"
+        )
+    if content[:100].lstrip()[:1] not in (b"{", b"["):
+        raise ProfileError(
+            path, f"needed {TORCH_TRACE}, but {what_it_is(path, bytes(content[:100]))}"
+        )
+    return content
+
+
+def _decompress(file: IO[bytes]) -> bytearray:
+    """The content up to just above MAX_TRACE_BYTES, so that a small file cannot fill the memory."""
+    content = bytearray()
+    while len(content) <= MAX_TRACE_BYTES and (part := file.read(2**20)):
+        content += part
+    return content
+
+
+def _unzip(path: Path) -> bytes | bytearray:
+    """The one file in the archive, decompressed twice if it is in gzip."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if not name.endswith("/")]
+        if len(names) != 1:
+            listed = ", ".join(names[:MAX_FILES]) or "none"
+            raise ProfileError(
+                path,
+                f"needed a .zip with one trace, got {len(names)} files ({listed}): unpack it first",
+            )
+        with archive.open(names[0]) as file:
+            content = _decompress(file)
+    if not content.startswith(GZIP_MAGIC):
+        return content
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as unpacked:
+        return _decompress(cast("IO[bytes]", unpacked))
+
+
+_BACKSLASH = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+
+
+def _escaped(backslash: re.Match[bytes]) -> bytes:
+    """The escape sequence as it is, or two backslashes for one that begins none."""
+    return backslash[0] if len(backslash[0]) > 1 else rb"\\"
+
+
+_TIME_AS_TEXT = re.compile(r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`")
+"""Part of the error of msgspec for a trace whose times are texts."""
+
+
+def _decode(
+    path: Path, content: bytes | bytearray, *, is_exact: bool = False
+) -> _File[float] | _File[Decimal]:
+    """The file, its times as floats or as exact decimals."""
+    try:
+        if is_exact:
+            return msgspec.json.decode(content, type=_File[Decimal])
+        return msgspec.json.decode(content, type=_File[float])
+    except msgspec.ValidationError as error:
+        if not is_exact and _TIME_AS_TEXT.search(str(error)):
+            return _decode(path, content, is_exact=True)  # times as texts, as torch_npu writes them
+        refuse_another_kind(path, content, "a trace of torch.profiler", ProfileError)
+        raise ProfileError(
+            path, f"needed {TORCH_TRACE}, but it has other contents ({error}): {HOW_TO_TRACE}"
+        ) from error
+    except msgspec.DecodeError as error:
+        # a path of Windows in a name, whose backslashes PyTorch writes as they are
+        mended = _BACKSLASH.sub(_escaped, content)
+        if "escape" in str(error) and mended != content:
+            return _decode(path, mended, is_exact=is_exact)
+        raise ProfileError(path, _what_is_malformed(content, str(error))) from error
+    except UnicodeDecodeError as error:
+        raise ProfileError(
+            path, f"a name is not UTF-8 ({error}): rename it and record again"
+        ) from error
+    except RecursionError as error:
+        raise ProfileError(path, "nested too deeply for a trace") from error
+
+
+def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
+    """What is wrong with the JSON, from the error of its decoder."""
+    byte = re.search(r"\(byte (\d+)\)", error)
+    place = len(content) if byte is None else int(byte[1])
+    if byte is None or ("number" in error and place >= len(content) - 1):
+        return "truncated: copy it again or export it again"
+    before = content[max(0, place - MAX_EXCERPT) : place].decode(errors="replace")
+    return (
+        f"{error}, after {before!r}. PyTorch writes a double quote in a range's name as it is, "
+        "which ends the name: if one stands there, rename the range and record again"
+    )
+
+
+def _nanoseconds(times_us: Sequence[float | Decimal | None], what: str) -> Ints:
+    """The times in whole nanoseconds; raise ValueError if one is missing or out of range."""
+    rounded = np.array(times_us, dtype=np.float64)  # NaN for None
+    is_time = np.abs(rounded) <= MAX_TIME_NS / 1000
+    if not is_time.all():
+        worst = times_us[int(is_time.argmin())]
+        raise ValueError(f"{what} need times within {MAX_TIME_NS} ns of zero, got {worst} us")
+    if times_us and isinstance(times_us[0], Decimal):
+        exact = cast("Sequence[Decimal]", times_us)
+        return np.array([round(time * 1000) for time in exact], dtype=np.int64)
+    # multiplied apart from the fraction, whose last bits would be lost otherwise
+    whole = np.floor(rounded)
+    return whole.astype(np.int64) * 1000 + np.rint((rounded - whole) * 1000).astype(np.int64)

@@ -1,0 +1,270 @@
+"""Reads a trace of torch.profiler (Kineto), the JSON that its `export_chrome_trace` writes.
+
+The correlation id connects a kernel with the call that launched it. The device's copies of
+annotations are not read: they show when a range's kernels ran, and lose kernels that another thread
+launched.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
+from ..kineto_events import BOOKKEEPING, HOW_TO_TRACE, TORCH_TRACE, EventBatch, TraceEvents
+from ..trace import (
+    NOWHERE,
+    ApiCalls,
+    DeviceWork,
+    GroupNesting,
+    Launches,
+    Nodes,
+    Ranges,
+    Strings,
+    Trace,
+    with_copies_apart,
+)
+from . import Reader
+
+# Kineto's categories, with those of other devices, and with the capitals of PyTorch 1.8 and 1.9
+KERNEL_CATEGORIES = frozenset({"kernel", "Kernel", "mtia_ccp_events"})
+COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
+_MAKERS = ("cuda", "hip", "xpu", "mtia", "privateuse1")
+CALL_CATEGORIES = frozenset(
+    {
+        "Runtime",
+        "runtime",
+        "driver",
+        *(f"{maker}_runtime" for maker in _MAKERS),
+        *(f"{maker}_driver" for maker in _MAKERS),
+    }
+)
+RANGE_CATEGORIES = frozenset({"user_annotation"})
+OPERATOR_CATEGORIES = frozenset({"cpu_op"})
+
+GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
+
+
+def read_kineto(path: Path) -> Trace:
+    """Read the trace in the JSON at `path`, plain or in gzip; raise ProfileError for a file that is
+    not a trace.
+
+    If no device ran anything, the host's operators take the place of kernels.
+    """
+    events = TraceEvents(path)
+    device_names, rank, has_operators = events.device_names, events.rank, events.has_operators
+    kernels, copies, calls, ranges = events.batches(
+        KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
+    )
+    is_of_host = not len(kernels) and not len(copies)
+    operators = events.batches(OPERATOR_CATEGORIES)[0] if is_of_host else None
+    nodes = events.nodes()
+    del events  # it holds most of the memory
+    session = _Session(path, calls, ranges)
+    work = session.work(kernels) if operators is None else session.work_of_host(operators)
+    copied = session.work(copies)
+    trace = Trace(
+        kernels=work,
+        copies=copied,
+        nodes=session.nodes(nodes),
+        has_operators=has_operators,
+        rank=rank,
+        ranges=session.ranges,
+        api_calls=session.calls,
+        strings=session.strings.all,
+        device_names=device_names,
+        is_of_host=is_of_host,
+        notes=tuple(session.notes(is_of_host)),
+    )
+    return with_copies_apart(trace)
+
+
+class _Session:
+    """The host's calls and ranges, and the work that they launched."""
+
+    def __init__(self, path: Path, calls: EventBatch, ranges: EventBatch) -> None:
+        self.path = path
+        self.strings = Strings()
+        self._threads: dict[tuple[int | str, int | str], int] = {}
+        self.calls = ApiCalls(
+            **self._on_host(calls),
+            correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
+        )
+        self._launches = Launches(self.calls)
+        self.ranges = self._ranges(ranges)
+
+    def notes(self, is_of_host: bool) -> Iterator[str]:
+        """Notes on what the file lacks."""
+        if not is_of_host and not len(self.calls):
+            yield (
+                f"No calls of the device's runtime, so no kernel's launch is known: {HOW_TO_TRACE}."
+            )
+        if is_of_host and len(self.calls):
+            yield (
+                "CUDA was called, but no device ran anything: the operators of the host are shown."
+            )
+        if not len(self.ranges):
+            yield (
+                "There are no ranges: record with `torch.profiler.record_function` around "
+                "what you want to see."
+            )
+
+    def _process(self) -> int:
+        """The process that launched the device's work, since events of a device do not name it."""
+        of_events = self.calls.process if len(self.calls) else self.ranges.process
+        processes = np.unique(of_events).tolist()
+        if not processes:
+            return 0
+        if len(processes) > 1:
+            raise ProfileError(
+                self.path,
+                f"needed the trace of one process, got kernels and {len(processes)} processes "
+                f"that may have launched them ({', '.join(map(str, processes[:3]))}, ...): read "
+                "each rank's own file",
+            )
+        return int(processes[0])
+
+    def _ints(self, batch: EventBatch, values: Sequence[int | str | None]) -> Ints:
+        try:
+            return np.array(values, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError):
+            pass  # some are texts or missing
+        try:
+            whole = [int(value, 0) if isinstance(value, str) else value or 0 for value in values]
+            return np.array(whole, dtype=np.int64)
+        except (ValueError, OverflowError) as error:
+            raise ProfileError(
+                self.path,
+                f"events of category {batch.events[0].cat} need whole numbers of 64 bits, and "
+                f"have others ({error}): the trace is damaged, record it again",
+            ) from error
+
+    def _on_host(self, batch: EventBatch) -> dict[str, Ints]:
+        """Columns of events on the host's threads."""
+        number = self._threads
+        threads = [number.setdefault((event.pid, event.tid), len(number)) for event in batch.events]
+        thread = np.array(threads, dtype=np.int64)
+        return {
+            "name": self.strings.ids(event.name for event in batch.events),
+            "process": self._ints(batch, [process for process, _ in number])[thread],
+            "thread": thread,
+            "start_ns": batch.start_ns,
+            "duration_ns": batch.duration_ns,
+        }
+
+    def _ranges(self, batch: EventBatch) -> Ranges:
+        columns = self._on_host(batch)
+        return Ranges(
+            name=columns["name"],
+            process=columns["process"],
+            thread=columns["thread"],
+            start_ns=batch.start_ns,
+            end_ns=batch.start_ns + batch.duration_ns,
+            is_nested=np.ones(len(batch), dtype=np.bool_),
+        )
+
+    def work(self, batch: EventBatch) -> DeviceWork:
+        """The device's work."""
+        args = [event.args for event in batch.events]
+        correlation = self._ints(batch, [a.correlation for a in args])
+        process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
+        launch = self._launches.columns(process, correlation)
+        name = self.strings.ids(event.name for event in batch.events)
+        strings = enumerate(self.strings.all)
+        graph_calls = [index for index, text in strings if GRAPH_LAUNCHES.match(text)]
+        return DeviceWork(
+            name=name,
+            process=process,
+            device=self._ints(batch, [a.ran_on for a in args]),
+            stream=self._ints(batch, [a.stream for a in args]),
+            start_ns=batch.start_ns,
+            duration_ns=batch.duration_ns,
+            is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
+            mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
+            **launch,
+        )
+
+    def _marks(self, names: Sequence[object], phases: Sequence[object]) -> Ints:
+        """The row of a range for each marked kernel, -1 for others; each name gets one range of
+        no time at the end.
+        """
+        texts = [""] * len(names)
+        for index, (name, phase) in enumerate(zip(names, phases, strict=True)):
+            if isinstance(name, str) and name:
+                texts[index] = f"{name} ({phase})" if isinstance(phase, str) else name
+        marks = [text for text in dict.fromkeys(texts) if text]
+        rows = {text: row for row, text in enumerate(marks, start=len(self.ranges))}
+        if marks:
+            nowhere = np.full(len(marks), NOWHERE, dtype=np.int64)
+            marked = Ranges(
+                name=self.strings.ids(marks),
+                process=nowhere,
+                thread=nowhere,
+                start_ns=np.zeros_like(nowhere),
+                end_ns=np.zeros_like(nowhere),
+                is_nested=np.zeros(len(marks), dtype=np.bool_),
+            )
+            self.ranges = joined(self.ranges, marked)
+        return np.array([rows.get(text, -1) for text in texts], dtype=np.int64)
+
+    def nodes(self, batch: EventBatch) -> Nodes:
+        """The nodes of backward."""
+        columns = self._on_host(batch)
+        return Nodes(
+            process=columns["process"],
+            thread=columns["thread"],
+            start_ns=batch.start_ns,
+            end_ns=batch.start_ns + batch.duration_ns,
+        )
+
+    def work_of_host(self, batch: EventBatch) -> DeviceWork:
+        """Operators of the host as work, where each is its own launch and the stream is its
+        thread.
+        """
+        if not len(batch):
+            raise ProfileError(
+                self.path, f"no kernels of a device and no operators of the host: {HOW_TO_TRACE}"
+            )
+        columns = self._on_host(batch)
+        strings = enumerate(self.strings.all)
+        bookkeeping = [index for index, text in strings if text.startswith(BOOKKEEPING)]
+        is_operator = ~np.isin(columns["name"], bookkeeping)
+        columns = {name: column[is_operator] for name, column in columns.items()}
+        thread, start = columns["thread"], columns["start_ns"]
+        return DeviceWork(
+            name=columns["name"],
+            process=columns["process"],
+            device=np.zeros_like(start),
+            stream=thread,
+            start_ns=start,
+            duration_ns=self_times(thread, start, columns["duration_ns"]),
+            is_launched=np.ones(len(start), dtype=np.bool_),
+            launch_ns=start,
+            thread=thread,
+            call=np.full(len(start), -1, dtype=np.int64),
+            is_in_graph=np.zeros(len(start), dtype=np.bool_),
+            mark=np.full(len(start), -1, dtype=np.int64),
+        )
+
+
+def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:
+    """For each interval, its duration without that of the intervals inside it on its thread.
+
+    Intervals of one thread nest. If some cross, as in a damaged file, the result is still never
+    negative.
+    """
+    alone, end_ns = duration_ns.copy(), start_ns + duration_ns
+    lasting = np.flatnonzero(duration_ns > 0)
+    parent = GroupNesting(thread[lasting], start_ns[lasting], end_ns[lasting]).parent
+    inner, outer = lasting[parent >= 0], lasting[parent[parent >= 0]]
+    np.subtract.at(alone, outer, np.minimum(end_ns[inner], end_ns[outer]) - start_ns[inner])
+    return np.maximum(alone, 0)
+
+
+def recognises(_: Path, head: bytes) -> bool:
+    """Whether the file is compressed or begins as JSON does."""
+    return head.startswith((GZIP_MAGIC, ZIP_MAGIC)) or head.lstrip()[:1] in (b"{", b"[")
+
+
+READER = Reader(needed=TORCH_TRACE, recognises=recognises, read=read_kineto)

@@ -1,0 +1,298 @@
+"""Replays the events of one device: which allocations there were, how large they are, and what the
+allocator had reserved at each moment.
+
+The allocator rounds requests up to 512 bytes and takes the beginning of a free block. The remainder
+stays free, unless it is at most 1 MiB of a block for large requests: then the request gets the
+whole block, up to the next block in use or the segment's end.
+
+A recording begins while the program runs and may have lost its oldest events. So it is read from
+its end: memory that is allocated when the snapshot is taken, but was not allocated by an event,
+existed before the recording.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...costs.allocator import ROUND_BYTES, SMALL_BYTES
+from ...text import counted
+from ..columns import Ints, Mask, chosen, joined
+from .lifetimes import BEFORE, LifetimeReader, Lifetimes, always, nearest
+from .snapshot import NO_STACK, Action, BlockState, DeviceMemory
+
+LAST_ADDRESS = np.iinfo(np.int64).max
+"""An address above all others."""
+
+
+def rounded_requests(requested_bytes: Ints) -> Ints:
+    """Requests rounded up as the allocator does by default."""
+    return np.maximum(-(-requested_bytes // ROUND_BYTES), 1) * ROUND_BYTES
+
+
+def may_be_larger(requested_bytes: Ints, settings: Mapping[str, Any]) -> Mask:
+    """Whether the blocks may be larger than the rounded requests."""
+    is_large: Mask = rounded_requests(requested_bytes) > SMALL_BYTES
+    return is_large & (settings.get("expandable_segments") is not True)
+
+
+def block_sizes(blocks: Lifetimes, segments: Lifetimes, settings: Mapping[str, Any]) -> Ints:
+    """The bytes of each block, from the request in `blocks` and from what followed it in memory
+    when it was allocated.
+
+    What followed a block that was allocated before the recording is not known; the first moment is
+    used instead.
+    """
+    sizes = rounded_requests(blocks.num_bytes)
+    rows = np.flatnonzero(may_be_larger(blocks.num_bytes, settings))
+    end = blocks.address[rows] + sizes[rows]
+    moment = np.maximum(blocks.start[rows], 0)
+    largest = settings.get("max_split_size", -1)
+    is_whole = sizes[rows] >= (largest if largest >= 0 else LAST_ADDRESS)
+    limit = np.where(is_whole, LAST_ADDRESS - 1, end + SMALL_BYTES)
+    behind = np.full(len(rows), LAST_ADDRESS)
+    segment_end = segments.address + segments.num_bytes
+    for memory, boundary in ((blocks, blocks.address), (segments, segment_end)):
+        row = nearest(boundary, memory.start, memory.end, end, limit, moment)
+        behind = np.minimum(behind, np.append(boundary, LAST_ADDRESS)[row])  # NONE is the last
+    sizes[rows] += np.where(behind < LAST_ADDRESS, behind - end, 0)
+    return sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocations(Lifetimes):
+    """Blocks of memory that were in use at some moment; `num_bytes` is what the allocator set
+    aside for each.
+    """
+
+    requested_bytes: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What one device's memory was used for during the recording."""
+
+    memory: DeviceMemory
+    allocations: Allocations
+    """First the allocations that events made or freed, by address; then those held throughout
+    the recording.
+    """
+    reserved_bytes: Ints
+    """Bytes that the allocator had reserved from CUDA, at each moment."""
+    is_private: Mask
+    """For each allocation, whether it lies in a private pool, as CUDA graphs have."""
+    private_bytes: Ints
+    """The part of `reserved_bytes` that private pools had, at each moment."""
+    are_sizes_known: bool
+    """False if the size of some block was inferred and may be wrong."""
+    notes: tuple[str, ...]
+    """Sentences about sizes that are not known, and about events and segments that do not fit
+    together.
+    """
+
+    @cached_property
+    def allocated_bytes(self) -> Ints:
+        """Bytes of the program's blocks at each moment, as `torch.cuda.memory_allocated` returns
+        them.
+        """
+        return self.curve(self.allocations.num_bytes, self.allocations.free_requested)
+
+    @cached_property
+    def requested_bytes(self) -> Ints:
+        """Requested bytes of the blocks in use, at each moment: exact even if `num_bytes` was
+        inferred.
+        """
+        return self.curve(self.allocations.requested_bytes, self.allocations.end)
+
+    @cached_property
+    def idle_private_bytes(self) -> Ints:
+        """Bytes that private pools had reserved and that were in no block, at each moment."""
+        rows = self.allocations
+        in_blocks = self.curve(np.where(self.is_private, rows.num_bytes, 0), rows.end)
+        free: Ints = np.clip(
+            self.private_bytes - in_blocks, 0, self.reserved_bytes - self.allocated_bytes
+        )
+        return free
+
+    def curve(self, values: Ints, end: Ints) -> Ints:
+        """At each moment the sum of a value over the allocations with start < moment <= end."""
+        start, num_events = self.allocations.start, len(self.memory.events)
+        change = np.zeros(num_events + 1, dtype=np.int64)
+        was_there, is_kept = start == BEFORE, end != BEFORE
+        is_freed = is_kept & (end < num_events)
+        change[0] = values[was_there & is_kept].sum()
+        change[start[~was_there] + 1] = values[~was_there]
+        # indices are unique: an event ends at most one allocation
+        change[end[is_freed] + 1] -= values[is_freed]
+        return np.cumsum(change)
+
+    @property
+    def is_held_throughout(self) -> Mask:
+        """For each allocation, whether it existed before the first event and after the last."""
+        rows = self.allocations
+        is_held: Mask = (rows.start == BEFORE) & (rows.end == len(self.memory.events))
+        return is_held
+
+    @property
+    def num_held_with_stack(self) -> int:
+        """Number of blocks held throughout that have a stack: the event that allocated them was
+        recorded, but lost.
+        """
+        return int(np.count_nonzero(self.is_held_throughout & (self.allocations.stack != NO_STACK)))
+
+    @property
+    def failed_requests(self) -> list[int]:
+        """Events at which the allocator was out of memory."""
+        return np.flatnonzero(self.memory.events.action == Action.OOM).tolist()
+
+
+def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
+    """Combine the events and the segments of a device; `settings` are those of the snapshot."""
+    reader = LifetimeReader(
+        memory.events, Action.ALLOC, Action.FREE_COMPLETED, Action.FREE_REQUESTED
+    )
+    recorded = reader.lifetimes()
+    held, notes_on_held = _held_throughout(memory, recorded)
+    lifetimes = joined(recorded, held)
+    notes_on_sizes = _notes_on_sizes(lifetimes, len(memory.events), settings)
+    columns = {field.name: getattr(lifetimes, field.name) for field in fields(Lifetimes)}
+    segments = _segments(memory)
+    columns["num_bytes"] = _num_bytes(memory, lifetimes, segments, settings)
+    allocations = Allocations(**columns, requested_bytes=lifetimes.num_bytes)
+    is_private, private_bytes = _in_private_pools(memory, segments, allocations)
+    replay = Replay(
+        memory=memory,
+        allocations=allocations,
+        reserved_bytes=_reserved(memory),
+        is_private=is_private,
+        private_bytes=private_bytes,
+        are_sizes_known=not notes_on_sizes,
+        notes=(*notes_on_held, *notes_on_sizes),
+    )
+    notes = list(replay.notes)
+    if reader.num_contradictions:
+        times = counted(reader.num_contradictions, "time")
+        notes.insert(0, f"Events contradict each other {times}: some are lost or damaged.")
+    in_blocks = replay.curve(allocations.num_bytes, allocations.end)
+    missing = int((in_blocks - replay.reserved_bytes).max())
+    if missing > 0:
+        notes.append(
+            f"Segments are missing in the file: blocks take up to {missing:,} bytes more than "
+            "were reserved."
+        )
+    reserved_bytes = np.maximum(replay.reserved_bytes, in_blocks)
+    return replace(replay, reserved_bytes=reserved_bytes, notes=tuple(notes))
+
+
+def _in_private_pools(
+    memory: DeviceMemory, segments: Lifetimes, allocations: Lifetimes
+) -> tuple[Mask, Ints]:
+    """Which allocations lie in segments of private pools, and the bytes of these segments at each
+    moment.
+
+    The pool of a segment is known if it was still there at the end; an expandable one counts with
+    its size then.
+    """
+    never = len(memory.events)
+    is_private_segment = np.isin(
+        segments.address, memory.segments.address[memory.segments.pool > 0]
+    )
+    private = chosen(segments, is_private_segment & (segments.end == never))
+    private = chosen(private, np.argsort(private.address, kind="stable"))
+    at = np.searchsorted(private.address, allocations.address, side="right") - 1
+    end = np.append(private.address + private.num_bytes, 0)  # -1 is the last
+    start = np.append(private.start, never)
+    is_private: Mask = (allocations.address < end[at]) & (allocations.end > start[at])
+    change = np.zeros(never + 1, dtype=np.int64)
+    np.add.at(change, private.start + 1, private.num_bytes)
+    return is_private, np.cumsum(change)
+
+
+def _num_bytes(
+    memory: DeviceMemory, lifetimes: Lifetimes, segments: Lifetimes, settings: Mapping[str, Any]
+) -> Ints:
+    """The sizes of the blocks: known for those still in use, and inferred from the requests for
+    the others.
+    """
+    num_bytes = block_sizes(lifetimes, segments, settings)
+    used = np.flatnonzero(memory.blocks.state != BlockState.INACTIVE)
+    used = used[np.argsort(memory.blocks.address[used], kind="stable")]
+    address = memory.blocks.address[used]
+    place = np.searchsorted(address, lifetimes.address)
+    is_used = np.append(address, -1)[place] == lifetimes.address
+    is_known = is_used & (lifetimes.end == len(memory.events))
+    num_bytes[is_known] = memory.blocks.num_bytes[used[place[is_known]]]
+    return num_bytes
+
+
+def _segments(memory: DeviceMemory) -> Lifetimes:
+    """All segments of the recording, except expandable ones, whose end moves."""
+    recorded = LifetimeReader(memory.events, Action.SEGMENT_ALLOC, Action.SEGMENT_FREE).lifetimes()
+    segments, never = memory.segments, len(memory.events)
+    rows = np.flatnonzero(~np.isin(segments.address, recorded.address[recorded.end == never]))
+    return joined(
+        recorded,
+        always(segments.address[rows], segments.num_bytes[rows], segments.stream[rows], never),
+    )
+
+
+def _held_throughout(memory: DeviceMemory, recorded: Lifetimes) -> tuple[Lifetimes, list[str]]:
+    """The blocks that no event allocated or freed, and sentences about events and segments that
+    do not fit.
+    """
+    blocks, never, notes = memory.blocks, len(memory.events), []
+    is_left, is_used = recorded.end == never, blocks.state != BlockState.INACTIVE
+    is_gone = is_left & ~np.isin(recorded.address, blocks.address[is_used])
+    is_unrecorded = is_used & ~np.isin(blocks.address, recorded.address[is_left])
+    is_late = is_unrecorded & _overlap(blocks.address, blocks.num_bytes, recorded)
+    gone, late = int(recorded.num_bytes[is_gone].sum()), int(blocks.requested_bytes[is_late].sum())
+    if gone or late:
+        notes.append(
+            f"The snapshot was taken after recording had ended: {counted(gone, 'byte')} had gone "
+            f"since, and {counted(late, 'byte')} had come, which are left out."
+        )
+    rows = np.flatnonzero(is_unrecorded & ~is_late)
+    stream = memory.segments.stream[blocks.segment[rows]]
+    held = always(blocks.address[rows], blocks.requested_bytes[rows], stream, never)
+    requested = np.where(blocks.state[rows] == BlockState.ACTIVE_PENDING_FREE, BEFORE, never)
+    return replace(held, free_requested=requested, stack=blocks.stack[rows]), notes
+
+
+def _overlap(address: Ints, num_bytes: Ints, recorded: Lifetimes) -> Mask:
+    """Whether any recorded allocation ever had a part of each range of addresses."""
+    ends = np.append(0, np.maximum.accumulate(recorded.address + recorded.num_bytes))
+    num_below = np.searchsorted(recorded.address, address)
+    num_before_end = np.searchsorted(recorded.address, address + np.maximum(num_bytes, 1))
+    is_overlapped: Mask = (ends[num_below] > address) | (num_before_end > num_below)
+    return is_overlapped
+
+
+def _reserved(memory: DeviceMemory) -> Ints:
+    """Bytes that the allocator had from CUDA at each moment, counted backwards from those at the
+    end.
+    """
+    sign = np.zeros(len(Action), dtype=np.int64)
+    sign[[Action.SEGMENT_ALLOC, Action.SEGMENT_MAP]] = 1
+    sign[[Action.SEGMENT_FREE, Action.SEGMENT_UNMAP]] = -1
+    change = sign[memory.events.action] * memory.events.num_bytes
+    at_end = memory.segments.num_bytes.sum() - change.sum()
+    return np.append(at_end, at_end + np.cumsum(change))
+
+
+def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Any]) -> list[str]:
+    """A sentence about blocks whose size is inferred and may be wrong, if there are any."""
+    is_early = (lifetimes.start == BEFORE) & (lifetimes.end < never)
+    num_large = int((is_early & may_be_larger(lifetimes.num_bytes, settings)).sum())
+    divisions = settings.get("roundup_power2_divisions", {}).values()
+    if any(value not in (0, 1) for value in divisions):
+        blocks = "all blocks (roundup_power2_divisions)"
+    elif num_large:
+        blocks = f"{counted(num_large, 'large block')} from before"
+    else:
+        return []
+    return [
+        f"Freed in the recording, of a size that the file does not say: {blocks}. Requested bytes "
+        "are exact."
+    ]

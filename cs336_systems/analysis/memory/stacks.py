@@ -1,0 +1,113 @@
+"""What the stack of an allocation tells: whether an optimizer or autograd made it, and at which
+lines of the program.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import chain
+
+import numpy as np
+
+from ..columns import Mask
+from .profile import Place
+from .snapshot import Frame, Stack
+
+_TORCH_OPTIM = re.compile(r"(?:^|[/\\])torch[/\\]optim[/\\](lr_scheduler|swa_utils)?")
+_OPTIMIZER = re.compile(
+    r"(?<![a-z])(?:optims?|optimi[sz]ers?|optimi[sz]ation|lion|lamb|lars|soap|stage)(?![a-z])"
+    r"|adam|adagrad|adadelta|adafactor|rmsprop|sgd|lbfgs|muon|shampoo|sophia|prodigy"
+)
+"""Parts of the names of files and classes of optimizers; `stage3.py` is that of DeepSpeed's
+ZeRO.
+"""
+_FOLDERS = re.compile(r"[/\\](?:optims?|optimizers?)[/\\][^/\\]*$")
+_UPDATE = re.compile(r"(?:^|_)(?:step|update|init|state|states)(?:_|$)")
+_CALLED_BY_STEP = frozenset(
+    {"forward", "backward", "closure", "training_step", "zero_grad", "_call_impl"}
+)
+"""Functions that are no part of an optimizer even if its step calls them, as it calls a closure."""
+_ENGINE = re.compile(r"[/\\]torch[/\\](?:autograd|_functorch|_inductor)[/\\]")
+
+
+class _FrameRole(Enum):
+    """What a frame says of its stack."""
+
+    OPTIMIZER = auto()
+    INNER = auto()
+    """A function that is no part of an optimizer even if its step calls it."""
+    ZERO_GRAD = auto()
+
+
+def _role_of(frame: Frame) -> _FrameRole | None:
+    """Judge a frame by its folder in PyTorch, or by how its function, file and class are named.
+
+    None means that the frame says nothing.
+    """
+    name, _, function = frame.name.rpartition(".")
+    if function in _CALLED_BY_STEP:
+        return _FrameRole.ZERO_GRAD if function == "zero_grad" else _FrameRole.INNER
+    if of_torch := _TORCH_OPTIM.search(frame.filename):
+        return None if of_torch[1] else _FrameRole.OPTIMIZER
+    file = re.split(r"[/\\]", frame.filename)[-1]
+    is_named = _OPTIMIZER.search(f"{file} {name}".lower()) or _FOLDERS.search(frame.filename)
+    return _FrameRole.OPTIMIZER if is_named and _UPDATE.search(function) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """Which code called the allocator, for each stack of a snapshot."""
+
+    is_optimizer: Mask
+    """An optimizer's step, or the making of its state, and no call of the model within."""
+    is_autograd: Mask
+    """PyTorch's engine of backward: its threads run no other Python code, so no frame of the
+    program is outermost.
+    """
+    is_zero_grad: Mask
+    """`zero_grad` is on the stack."""
+
+
+def callers_of(stacks: Sequence[Stack]) -> Callers:
+    """Judge each stack; every different frame is looked at once."""
+    role_of = {frame: _role_of(frame) for frame in {*chain.from_iterable(stacks)}}
+    is_optimizer, is_autograd, is_zero_grad = (
+        np.zeros(len(stacks), dtype=np.bool_) for _ in range(3)
+    )
+    for row, stack in enumerate(stacks):
+        roles = [role for frame in stack if (role := role_of[frame])]
+        files = [frame.filename for frame in stack if frame.filename.endswith(".py")]
+        is_optimizer[row] = roles[:1] == [_FrameRole.OPTIMIZER]
+        is_autograd[row] = not files or _ENGINE.search(files[-1]) is not None
+        is_zero_grad[row] = _FrameRole.ZERO_GRAD in roles
+    return Callers(is_optimizer, is_autograd, is_zero_grad)
+
+
+MAX_PLACES = 6
+PATH_PARTS = 2
+"""Parts of a file's path that are kept; the others say more about the machine than about the
+program.
+"""
+_TORCH = re.compile(r"(?:^|[/\\](?:site|dist)-packages[/\\])torch[/\\]")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
+
+
+def code_places(stack: Stack) -> tuple[Place, ...]:
+    """The innermost calls in Python code outside of PyTorch; those in other packages only if
+    there are no others.
+    """
+    of_python = [
+        frame
+        for frame in stack
+        if frame.filename.endswith(".py") and not _TORCH.search(frame.filename)
+    ]
+    of_program = [frame for frame in of_python if not _INSTALLED.search(frame.filename)]
+    return tuple(
+        Place(
+            file="/".join(re.split(r"[/\\]", frame.filename)[-PATH_PARTS:]),
+            line=frame.line,
+            function=frame.name,
+        )
+        for frame in (of_program or of_python)[:MAX_PLACES]
+    )
