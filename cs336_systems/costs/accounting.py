@@ -182,7 +182,7 @@ def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlo
 def parameter_bytes(config: RunConfig) -> int:
     """Bytes of the parameters in fp32 that a rank keeps; not valid for `cast_once`."""
     if config.parallel.shards_parameters:
-        return FP32_BYTES * sum(kept_elements(config).values())
+        return FP32_BYTES * sum(kept_elements(config))
     return FP32_BYTES * count_parameters(config.model)
 
 
@@ -191,7 +191,7 @@ def updated_parameters(config: RunConfig) -> int:
     has most.
     """
     if config.parallel.shards_parameters or config.shard_optimizer:
-        return sum(updated_elements(config).values())
+        return updated_elements(config)
     return count_parameters(config.model)
 
 

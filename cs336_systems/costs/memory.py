@@ -19,7 +19,7 @@ from sys import maxsize
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
 from .accounting import count_parameters, parameter_bytes
 from .allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
-from .shards import AHEAD, FP32_BYTES, HALF_BYTES, REST, kept_elements, units
+from .shards import FP32_BYTES, HALF_BYTES, REST, is_block, kept_elements, units
 from .tape import Category, Tape, TensorSpec, interpolated
 from .traces import as_costed, has_tape, tape_of, trace_missing
 
@@ -384,11 +384,10 @@ def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
         return {}, 0
     if config.parallel is Parallel.DDP:
         return {Category.GRADIENTS: 0.0}, FP32_BYTES * parameters
-    share = sum(kept_elements(config).values()) / parameters
-    sizes = {unit.name: unit.element_bytes * unit.gathered_elements for unit in units(config)}
-    gathered = (AHEAD + 1) * max(size for name, size in sizes.items() if name.isdigit()) + sizes[
-        REST
-    ]
+    share = sum(kept_elements(config)) / parameters
+    sizes = {unit.name: unit.gathered_bytes(config.ranks) for unit in units(config)}
+    largest = max(size for name, size in sizes.items() if is_block(name))
+    gathered = (config.parallel.exchange.units_ahead + 1) * largest + sizes.get(REST, 0)
     kept = (
         Category.PARAMETERS,
         Category.GRADIENTS,

@@ -133,6 +133,13 @@ class TraceError(ValueError):
 
 REPEATED = ".*"
 """Stands in a label for the number of a module in a list of modules."""
+
+
+def path_of(name: str) -> str:
+    """The path of a module, alike for all modules of a list."""
+    return re.sub(r"(^|\.)\d+", r"\1*", name)
+
+
 ROUNDED = re.compile(r"([A-Za-z_]+|\d+)\^(\d+)")
 """A size rounded up to a multiple, such as `T^128`."""
 
@@ -207,8 +214,12 @@ class Tape:
         """Of a user's own model, the path of the module that launches each operation; None
         outside of the model.
         """
-        self.parameters: dict[str, int] = {}
-        """Of a user's own model, the parameters that belong to the module of each path itself."""
+        self.parameters: list[tuple[list[str], list[str]]] = []
+        """The model's parameters in its order: the names of each, of which a tied one has
+        several, and the sizes of its axes.
+        """
+        self.gradient_order: list[int] = []
+        """Places of parameters in that list, in the order in which backward makes gradients."""
         self.idle_parameters: int | None = None
         """Parameters of experts that a token does not choose, if experts were taken to be chosen
         equally often.
@@ -307,6 +318,7 @@ class Tape:
             "steps": self.steps,
             "places": self.places,
             "parameters": self.parameters,
+            "gradient_order": self.gradient_order,
             "failure": self.failure,
             "idle_parameters": self.idle_parameters,
         }
@@ -321,8 +333,8 @@ class Tape:
         tape.events = [
             ~(count - age) if age else count for age, count in zip(ages, made, strict=False)
         ]
-        # shipped tapes have none
-        for name in ("places", "parameters", "failure", "idle_parameters"):
+        # shipped tapes have no places, and those of several ranks and fast models no parameters
+        for name in ("places", "parameters", "gradient_order", "failure", "idle_parameters"):
             setattr(tape, name, kept.get(name, getattr(tape, name)))
         tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
         return tape

@@ -8,7 +8,6 @@ autocast do otherwise than its meta kernels, `on_cuda.py` and the tables below s
 with its place in PyTorch's source.
 """
 
-import re
 import sys
 import weakref
 from bisect import bisect_right
@@ -35,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..config import Phase
 from .on_cuda import HALF, as_on_cuda, clear_copies, without_autocast
 from .routing import Routing
-from .tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, TraceError
+from .tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, TraceError, path_of
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """PyTorch's default on a Hopper GPU, `:4096:8`, for each thread that calls cuBLAS: Python's and
@@ -115,11 +114,6 @@ class Call:
     outs: Sequence[Tensor]
     args: Any
     """All arguments of an operation in order, and those of a kernel in Triton that have names."""
-
-
-def path_of(name: str) -> str:
-    """The path of a module, alike for all modules of a list."""
-    return re.sub(r"(^|\.)\d+", r"\1*", name)
 
 
 Kernel = Callable[["Trace", Call], None]

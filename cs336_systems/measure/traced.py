@@ -5,7 +5,6 @@ a pipe.
 import itertools
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -16,11 +15,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..config import Parallel, Phase, RunConfig
-from ..costs.shards import largest_rank
+from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
-from ..costs.trace import Call, Trace, path_of, tracing
+from ..costs.trace import Call, Trace, tracing
 from ..costs.traces import Asked, encoded
 from ..model.trainable import is_own_message, load_factory, make_model, told
 from .clock import StepTimes
@@ -42,21 +42,29 @@ known.
 
 def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of the steps of one rank, the one that keeps most, until the steady state."""
-    with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config), _with_chunks(trace):
-        return _steps(config, make_model(config), trace)
+    with tracing(axes, OF_FAST) as trace, _with_chunks(trace):
+        model = make_model(config)
+        parameters = _parameters(model, trace)
+        with one_of_the_ranks(config, model) as rank:
+            tape = _steps(config, model, trace, rank)
+    tape.parameters = parameters
+    return tape
 
 
-def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
-    # the rank that keeps most; of a user's own model the first one
-    step = TrainingStep(config, model, rank=0 if config.model_factory else largest_rank(config))
+def _steps(config: RunConfig, model: nn.Module, trace: Trace, rank: int) -> Tape:
+    step = TrainingStep(config, model, rank=rank)
     step.scaler = None  # it would read a value; its scalars are left out
+    order, hooks = _noted_order([] if config.is_shared else model.parameters())
     _average_at_once(step)
     trace.note(Category.PARAMETERS, step.model.parameters())
     parameter_bytes = _bytes_kept(step.model.parameters())
     for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
         # kept until the next step has its own, as in a measured run
         _, loss = step(_Clock(trace, step))
+        for hook in hooks:
+            hook.remove()
     tape = trace.tape()
+    tape.gradient_order = order
     del loss
     if (traced_bytes := tape.bytes_of(Category.PARAMETERS)) != parameter_bytes:
         raise TraceError(
@@ -64,6 +72,19 @@ def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
             f"{parameter_bytes:,}: a fault of this program"
         )
     return tape
+
+
+def _noted_order(parameters: Iterable[nn.Parameter]) -> tuple[list[int], list[RemovableHandle]]:
+    """A list that gets the place of each parameter when backward has made its gradient, and the
+    hooks that write it.
+    """
+    order: list[int] = []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+        for place, parameter in enumerate(parameters)
+        if parameter.requires_grad
+    ]
+    return order, hooks
 
 
 def _bytes_kept(parameters: Iterable[Tensor]) -> int:
@@ -80,16 +101,17 @@ def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     If its step needs data, the tape has the reason and the parameters; if the model cannot be used,
     the reason alone.
     """
-    parameters: dict[str, int] = {}
+    parameters: list[tuple[list[str], list[str]]] = []
     try:
         # outside of the modes below, which slow imports down
         load_factory(config.model_factory or "")
-        with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config):
+        with tracing(axes, OF_FAST) as trace:
             model = make_model(config)
-            parameters = _parameters_by_module(model)
+            parameters = _parameters(model, trace)
             trace.routing.tokens = config.batch_size * config.model.context_length
-            with _as_of_whole_sequences():
-                tape = _steps(config, model, trace)
+            # of ranks the first, as a way of the user's may share the optimizer's state otherwise
+            with one_of_the_ranks(config), _as_of_whole_sequences():
+                tape = _steps(config, model, trace, rank=0)
             tape.places = trace.places
     except TraceError as error:
         tape = Tape.of_failure(_reason(error))
@@ -99,15 +121,15 @@ def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     return tape
 
 
-def _parameters_by_module(model: nn.Module) -> dict[str, int]:
-    """Parameters of each module itself by its path; a shared one counts where it comes first."""
-    counts, seen = Counter[str](), set[int]()
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                counts[path_of(name)] += parameter.numel()
-    return dict(counts)
+def _parameters(model: nn.Module, trace: Trace) -> list[tuple[list[str], list[str]]]:
+    """The names of each parameter, and the sizes of its axes, in the model's order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [
+        (names[parameter], [trace.names.product(side) for side in parameter.shape])
+        for parameter in names
+    ]
 
 
 @contextmanager
@@ -236,10 +258,17 @@ class _Clock:
 
 
 @contextmanager
-def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
-    """Be one of several ranks, of which the others are not there."""
+def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Iterator[int]:
+    """Be one of several ranks, of which the others are not there: the one whose share of the
+    model's optimizer state is largest.
+    """
+    rank = 0
+    if config.shard_optimizer and model is not None:
+        counts = [parameter.numel() for parameter in model.parameters()]
+        owned = owned_elements(counts, config.ranks)
+        rank = owned.index(max(owned))
     if not config.is_shared:
-        yield
+        yield rank
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -262,14 +291,12 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
         (exchange.CollectiveExchange, "scatter", lambda *each: _Started(scatter(*each), *each)),
         (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
     ]
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks
-    )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.ranks)
     try:
         with ExitStack() as patches:
             for where, name, what in instead:
                 patches.enter_context(mock.patch.object(where, name, what))
-            yield
+            yield rank
     finally:
         dist.destroy_process_group()
 

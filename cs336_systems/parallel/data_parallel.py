@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..costs.communication import split_into_buckets
+from ..costs.shards import next_owner
 from ..model.optimizer import EagerOptimizer
 from . import collectives
 from .exchange import Pushes, of_all_ranks, shared_rows
@@ -280,15 +282,11 @@ def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> l
     Buckets are in the order in which they become complete.
     """
     buckets: list[list[int]] = []
-    filling: dict[Any, tuple[list[int], int]] = {}
-    for number in order:
-        tensor = leaves[number].tensor
-        bucket, size = filling.get(tensor.dtype, ([], 0))
-        if not bucket:
-            buckets.append(bucket)
-        bucket.append(number)
-        size += tensor.nbytes
-        filling[tensor.dtype] = (bucket, size) if size < bucket_bytes else ([], 0)
+    for dtype in {leaf.tensor.dtype for leaf in leaves}:
+        numbers = [number for number in order if leaves[number].tensor.dtype is dtype]
+        sizes = [leaves[number].tensor.nbytes for number in numbers]
+        for places in split_into_buckets(sizes, bucket_bytes):
+            buckets.append([numbers[place] for place in places])
     return sorted(buckets, key=lambda bucket: order.index(bucket[-1]))
 
 
@@ -354,9 +352,7 @@ class ShardedOptimizer(EagerOptimizer):
         for name, value in self._usual(group["params"]).items():
             group.setdefault(name, value)
         for parameter in group["params"]:
-            owner = min(range(self._ranks), key=self._owned.__getitem__)
-            self._owner[parameter] = owner
-            self._owned[owner] += parameter.numel()
+            self._owner[parameter] = next_owner(self._owned, parameter.numel())
         own = [parameter for parameter in group["params"] if self._owner[parameter] == self._rank]
         if not own:
             return

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..costs.shards import AHEAD, REST, aligned
+from ..config import Parallel
+from ..costs.shards import REST, aligned
 from ..model.annotate import annotate
 from ..model.fast.master_adamw import IN_FP32, MasterAdamW, Storage
 from ..model.fast.model import COPY_DTYPE, FastLM
@@ -38,6 +39,9 @@ from ..model.transformer import Embedding
 from .collectives import all_gather, divide_gradients, graded, grouped, own_part, take_from_rank_0
 from .data_parallel import Leaf, PushDDP
 from .exchange import CollectiveExchange, Exchange, PeerCopies, Pushes, Started, of_all_ranks
+
+AHEAD = Parallel.FSDP.exchange.units_ahead
+"""Units that are gathered ahead of the one that computes."""
 
 
 @dataclass(slots=True, eq=False)
