@@ -25,6 +25,7 @@ from cs336.config import (
 )
 from cs336.costs import traces
 from cs336.costs.memory import is_predictable
+from cs336.costs.shards import plain
 from cs336.costs.time import is_fast_step
 from cs336.model.fast.choose import fastest
 from cs336.record import read_record
@@ -45,6 +46,8 @@ def shipped() -> Iterator[RunConfig]:
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
         yield from (config, config.alone)
+        if config.is_shared:
+            yield plain(config)
     precisions = (Precision.FP32, Precision.BF16)
     for size, attention, precision, mode in itertools.product(
         ("tiny", "small"), Attention, precisions, Mode

@@ -145,8 +145,11 @@ def _autocast(operator: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, An
             _is_cast(value) and value.dtype is torch.float32 for value in (*args, *kwargs.values())
         )
         dtype = torch.float32 if is_wide else low
-    cast = {key: _weights.cast(value, dtype) for key, value in kwargs.items()}
-    return tuple(_weights.cast(value, dtype) for value in args), cast
+    named = {key: _weights.cast(value, dtype) for key, value in kwargs.items()}
+    # C++ casts a bias before its weight, as it evaluates arguments from the last to the first;
+    # so backward makes the weight's gradient first
+    others = [_weights.cast(value, dtype) for value in reversed(args[1:])]
+    return (*[_weights.cast(value, dtype) for value in args[:1]], *reversed(others)), named
 
 
 # ---- operators that CUDA has and meta decomposes

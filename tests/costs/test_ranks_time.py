@@ -23,7 +23,8 @@ from cs336.config import (
     Profiler,
     RunConfig,
 )
-from cs336.costs.communication import Call, Collective, calls, gradient_calls, part_bytes
+from cs336.costs.accounting import count_parameters
+from cs336.costs.communication import Call, Collective, calls, stages
 from cs336.costs.curves import Curves, Matmul
 from cs336.costs.ranks_time import (
     Links,
@@ -34,7 +35,7 @@ from cs336.costs.ranks_time import (
     ranks_step_time,
 )
 from cs336.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
-from cs336.costs.shards import HEAD, LOOKUP, parameter_elements
+from cs336.costs.shards import LOOKUP, REST, units
 from cs336.costs.time import step_time
 from cs336.record import load_records
 from cs336.studies.ceilings_files import load_ceilings
@@ -47,6 +48,7 @@ RUN = RunConfig(
     size="custom", model=MODEL, batch_size=64, device=Device.CUDA, optimizer=OptimizerKind.FUSED
 )
 RATE = 1e12
+HEAD = "lm_head"
 
 
 def curves(bandwidth: float = 1e18) -> Curves:
@@ -78,7 +80,7 @@ def predicted(config: RunConfig, rate: float) -> RanksTime:
 
 def sums(config: RunConfig, rate: float, ranks: int = 4) -> float:
     """What averaging all gradients takes in a ring, one collective after the other."""
-    return 2 * 4 * sum(parameter_elements(config).values()) * (ranks - 1) / ranks / rate
+    return 2 * 4 * count_parameters(config.model) * (ranks - 1) / ranks / rate
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e10])
@@ -91,6 +93,13 @@ def test_what_is_averaged_after_backward_is_exposed(way: Parallel, rate: float) 
     assert found.exposed_s == pytest.approx(sums(RUN, rate))
     assert found.time.phases_s[Phase.COMMUNICATION] == pytest.approx(found.exposed_s)
     assert found.communication_s == pytest.approx(found.exposed_s)
+
+
+def multiplied_elements(model: ModelConfig) -> int:
+    """Elements of all matrices that multiply: without vectors and tables that are looked up."""
+    feed_forward = 2 if model.arch is Arch.GPT2 else 3
+    of_block = 4 * model.d_model**2 + feed_forward * model.d_model * model.d_ff
+    return model.num_layers * of_block + model.vocab_size * model.d_model
 
 
 class Part(NamedTuple):
@@ -146,19 +155,18 @@ def test_buckets_are_averaged_while_backward_goes_on(
     found, alone = predicted(config, rate), compute_time(config, curves())
     assert alone is not None
     backward_s = alone.phases_s[Phase.BACKWARD]
-    counts, groups = parameter_elements(config), [names for names, _ in gradient_calls(config)]
-    assert len(groups) > 3
-    tables = {"positions"} if arch is Arch.GPT2 else {"embedding"}
-    multiplied = {
-        name: 0 if name in tables or "ln" in name or name.endswith("bias") else count
-        for name, count in counts.items()
-    }
+    buckets = [stage for stage in stages(config) if stage.multiplied_elements or stage.sends]
+    assert len(buckets) > 3
+    multiplied = sum(bucket.multiplied_elements for bucket in buckets)
+    assert multiplied == multiplied_elements(wide)
+    averaged_bytes = [call.num_bytes for bucket in buckets for call in bucket.sends]
+    assert sum(averaged_bytes) == 4 * count_parameters(wide)
     parts = [
         Part(
-            work_s=backward_s * sum(multiplied[name] for name in group) / sum(multiplied.values()),
-            after=[2 * 4 * sum(counts[name] for name in group) * 3 / 4 / rate],
+            work_s=backward_s * bucket.multiplied_elements / multiplied,
+            after=[2 * num_bytes * 3 / 4 / rate],
         )
-        for group in groups
+        for bucket, num_bytes in zip(buckets, averaged_bytes, strict=True)
     ]
     (*_, end_s), last_s = ticked(parts)
     assert found.slowed_s == pytest.approx(end_s - backward_s, abs=5e-3 * last_s)
@@ -176,7 +184,7 @@ def test_copies_to_others_are_added_up_afterwards() -> None:
     slow = curves(bandwidth=1e9)
     found = ranks_step_time(on(Parallel.DDP_PUSH), slow, links(inf))
     assert found is not None
-    elements = sum(parameter_elements(RUN).values())
+    elements = count_parameters(RUN.model)
     assert found.exposed_s == pytest.approx(3 * 12 * elements / 1e9)
 
 
@@ -193,18 +201,14 @@ def sharded_parts(
     gathered ahead.
     """
     sizes = {
-        name: sum(parts) * (config.ranks - 1) / rate for name, parts in part_bytes(config).items()
+        unit.name: unit.element_bytes * sum(unit.parts) * (config.ranks - 1) / rate
+        for unit in units(config)
     }
-    names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
-    counts = parameter_elements(config)
-    weights = {
-        name: sum(
-            count
-            for each, count in counts.items()
-            if each.startswith(f"{name}.") and "ln" not in each
-        )
-        for name in names
-    } | {HEAD: counts["lm_head"]}
+    blocks = [f"layers.{index}" for index in range(config.model.num_layers)]
+    names = [LOOKUP, *blocks, HEAD]
+    head = config.model.vocab_size * config.model.d_model
+    of_block = (multiplied_elements(config.model) - head) // len(blocks)
+    weights = {LOOKUP: 0} | dict.fromkeys(blocks, of_block) | {HEAD: head}
     order = [
         *((name, Phase.FORWARD) for name in names),
         *((name, Phase.BACKWARD) for name in names[::-1]),
@@ -215,7 +219,7 @@ def sharded_parts(
         for place, (name, phase) in enumerate(order)
         if name in sizes and not (phase is Phase.BACKWARD and name in kept)
     ]
-    rest = [sizes["rest"]] if "rest" in sizes else []
+    rest = [sizes[REST]] if REST in sizes else []
     parts, sent = [Part(work_s=0.0, before=rest, needs=len(rest))], list[int](range(-len(rest), 0))
     for place, (name, phase) in enumerate(order):
         new = [each for each in gathered if each <= place + ahead and each not in sent]
@@ -271,7 +275,7 @@ def test_collectives_among_as_many_ranks_are_needed() -> None:
     assert found is not None
     alone = predicted_time(RUN, curves())
     assert alone is not None
-    sent_s = sum(4 * count for count in parameter_elements(RUN).values()) / 1e9
+    sent_s = 4 * count_parameters(RUN.model) / 1e9
     assert found.step_s - alone.step_s == pytest.approx(sent_s, rel=1e-3)
     assert predicted_time(config, curves()) is None
     assert (
