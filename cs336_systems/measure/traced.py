@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..config import Parallel, Phase, RunConfig
+from ..costs.internals import address_of
+from ..costs.operators import Dispatch
 from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
-from ..costs.trace import Call, Trace, tracing
+from ..costs.trace import Trace
 from ..costs.traces import Asked, encoded
+from ..costs.tracing import tracing
 from ..model.trainable import is_own_message, load_factory, make_model, told
 from .clock import StepTimes
 from .step import TrainingStep
@@ -92,7 +95,7 @@ def _bytes_kept(parameters: Iterable[Tensor]) -> int:
     memory.
     """
     parts = (getattr(each, "_local_tensor", each).untyped_storage() for each in parameters)
-    return sum({part._cdata: part.nbytes() for part in parts}.values())
+    return sum({address_of(part): part.nbytes() for part in parts}.values())
 
 
 def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
@@ -152,27 +155,27 @@ def _finds_nothing(*_: object, **__: object) -> None:
     """No sequences within rows. A Mock would keep its arguments, which are tensors of the step."""
 
 
-def _expand(trace: Trace, call: Call) -> None:
+def _expand(trace: Trace, call: Dispatch) -> None:
     x, weight = call.ins[:2]
     rows, inner = x.shape
     trace.matmul(Form.FORWARD, (rows, inner, len(weight)), x.element_size())
 
 
-def _contract_backward(trace: Trace, call: Call) -> None:
+def _contract_backward(trace: Trace, call: Dispatch) -> None:
     gradient, weight = call.ins[:2]
     rows, inner = gradient.shape
     trace.matmul(Form.INPUT, (rows, inner, weight.shape[1]), gradient.element_size())
     _add_sums(trace, call.outs[1].numel())
 
 
-def _attend(trace: Trace, call: Call) -> None:
+def _attend(trace: Trace, call: Dispatch) -> None:
     (batch, seq, width), heads = call.ins[0].shape, call.args[1]
     trace.attention(
         Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size()
     )
 
 
-def _attend_backward(trace: Trace, call: Call) -> None:
+def _attend_backward(trace: Trace, call: Dispatch) -> None:
     """Then a pass turns q and k back, or two add up the gradient of a bias."""
     gradient, packed, *_ = call.ins
     (batch, seq, width), rotations, heads = packed.shape, call.args[4], call.args[5]
@@ -186,7 +189,7 @@ def _attend_backward(trace: Trace, call: Call) -> None:
     _add_sums(trace, call.outs[1].numel())
 
 
-def _with_sums(trace: Trace, call: Call) -> None:
+def _with_sums(trace: Trace, call: Dispatch) -> None:
     """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
     trace.moves([*call.ins, *call.outs])
     most = MAX_SUMS * call.ins[0].shape[-1]
@@ -198,14 +201,14 @@ def _add_sums(trace: Trace, count: int) -> None:
         trace.moves([torch.empty(PARTIAL_ROWS, count, device="meta")])
 
 
-def _lookup_backward(trace: Trace, call: Call) -> None:
+def _lookup_backward(trace: Trace, call: Dispatch) -> None:
     """Zeros, to which each token's gradient is added."""
     gradient = max(call.ins, key=lambda each: each.nbytes)
     trace.moves(call.outs)
     trace.moves([gradient, gradient, gradient])
 
 
-def _losses(trace: Trace, call: Call) -> None:
+def _losses(trace: Trace, call: Dispatch) -> None:
     """Logits become their own gradients."""
     trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
 

@@ -21,7 +21,7 @@ from cs336.costs import traces
 from cs336.costs.memory import fits, largest_batch, largest_context, predict_memory
 from cs336.costs.tape import Category
 from cs336.costs.time import costs_by_module
-from cs336.costs.trace import tracing
+from cs336.costs.tracing import tracing
 from cs336.measure import traced
 from cs336.model.trainable import checkpoint_each_block, logits_of
 from cs336.model.transformer import TransformerLM

@@ -35,7 +35,7 @@ from cs336.costs.accounting import parameter_bytes
 from cs336.costs.memory import MemoryPrediction, predict_memory
 from cs336.costs.tape import MATMULS_OF, Category, Kind, Names, Tape, phases_of
 from cs336.costs.time import flops_of
-from cs336.costs.trace import tracing
+from cs336.costs.tracing import tracing
 from cs336.measure.traced import traced
 from tests.ship_traces import wanted
 

@@ -1,0 +1,205 @@
+# ruff: noqa: ANN401 (arguments of operators are whatever PyTorch passes)
+"""What each operator of PyTorch launches on CUDA.
+
+An operator without an entry is one kernel that reads its arguments and writes its results. Each
+entry that says otherwise has its place in PyTorch's source.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .on_cuda import HALF
+from .tape import Form, Pass
+
+if TYPE_CHECKING:
+    from .trace import Trace
+
+LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
+MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """An operation that was dispatched, or a kernel in Triton that was launched."""
+
+    name: str
+    ins: Sequence[Tensor]
+    """The tensors among its arguments."""
+    outs: Sequence[Tensor]
+    args: Any
+    """All arguments of an operation in order, and those of a kernel in Triton that have names."""
+
+
+Launcher = Callable[["Trace", Dispatch], None]
+"""Notes what a call launches."""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The meta tensors in a value, or in lists and tuples of values."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def moves_of(trace: "Trace", tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:
+    """The shapes and element sizes of tensors that a kernel reads or writes."""
+    return tuple(map(trace.moved, tensors))
+
+
+def one_pass(trace: "Trace", call: Dispatch) -> None:
+    """Any operation without an entry: one kernel that reads its arguments and writes its
+    results.
+    """
+    name, ins, outs = call.name, call.ins, call.outs or call.ins[:1]
+    if name in LOOKUPS:
+        ins = outs  # of what they read from, as many elements as they write
+    elif name.startswith("nll_loss"):
+        ins = ()  # they read or write one element of each row, and backward writes zeros
+    ins = [*{id(each): each for each in ins}.values()]
+    how = Pass.COPY
+    widest = max((each.element_size() for each in ins), default=8)
+    if "softmax" in name and "log" not in name:
+        how = Pass.SOFTMAX
+    elif name == "masked_fill_":
+        how = Pass.MASKED
+    elif name in ("clone", "copy_", "_to_copy") and ins and ins[-1].stride() != outs[0].stride():
+        how = Pass.STRIDED
+    elif outs and outs[0].element_size() > widest:
+        how = Pass.WIDEN
+    trace.launch("passes", moves_of(trace, [*ins, *outs]), how)
+
+
+def _matmul(trace: "Trace", call: Dispatch) -> None:
+    a, b = call.ins[-2:]
+    is_transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
+    form = Form.FORWARD if is_transposed[1] else Form.WEIGHT if is_transposed[0] else Form.INPUT
+    sides = a.shape[-2], a.shape[-1], b.shape[-1]
+    trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+    if trace.is_first_forward and sides[0] in trace.routing.counts:
+        trace.routing.note_experts(sides[0], b.numel())
+
+
+def _grouped_matmul(trace: "Trace", call: Dispatch) -> None:
+    """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as
+    they can be.
+    """
+    a, b = call.ins[:2]
+    sides = [a.shape[-2], a.shape[-1], b.shape[-1]]
+    form = Form.FORWARD if b.stride(-2) == 1 else Form.WEIGHT if a.stride(-2) == 1 else Form.INPUT
+    groups = next(len(each) for each in (b, a, call.outs[0]) if each.dim() == 3)
+    if a.dim() == b.dim() == 3:
+        trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), groups)
+        return
+    trace.routing.is_assumed = True
+    divided = 1  # in the gradients of weights, the rows of all tokens are the inner side
+    if a.dim() != b.dim():
+        divided = 0 if a.dim() == 2 else 2
+    if trace.is_first_forward:
+        trace.routing.note_experts(Fraction(sides[divided], groups), b.numel())
+    least, more = divmod(sides[divided], groups)
+    for size, count in ((least, groups - more), (least + 1, more)):
+        sides[divided] = size
+        if size and count:
+            trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), count)
+
+
+def _attention_kernel(trace: "Trace", call: Dispatch) -> None:
+    q, k = call.ins[:2]
+    trace.attention(
+        Form.ATTENTION,
+        q.shape[0] * q.shape[1],
+        (q.shape[2], q.shape[3], k.shape[2]),
+        q.element_size(),
+    )
+
+
+def _attention_backward_kernel(trace: "Trace", call: Dispatch) -> None:
+    """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
+    multiplies output and gradient (cuda/attention_backward.cu). cuDNN's workspace is not
+    documented; that of flash is assumed.
+    """
+    q, k = call.ins[1:3]
+    batch, heads, queries, d_head = q.shape
+    rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}^128"
+    trace.workspace("row sums of output x gradient", rows, 4)
+    padded = f"{rows} {trace.names.product(d_head)}^32"
+    trace.workspace(
+        "workspace of fused attention",
+        padded if q.dtype in HALF else trace.names.product(q.numel()),
+        4,
+    )
+    trace.attention(
+        Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size()
+    )
+
+
+def _softmax_backward(trace: "Trace", call: Dispatch) -> None:
+    """CUDA multiplies gradient and output first (softmax_backward_cuda_out in
+    aten/src/ATen/native/cuda/SoftMax.cu).
+    """
+    gradient, output = call.ins[:2]
+    trace.workspace("gradient x softmax", *trace.moved(gradient))
+    trace.launch("passes", moves_of(trace, [gradient, output, gradient]), Pass.COPY)
+    trace.launch("passes", moves_of(trace, [gradient, output, call.outs[0]]), Pass.COPY, 1, 0)
+
+
+def _norm_backward(trace: "Trace", call: Dispatch) -> None:
+    """One kernel for the gradient of the input, one for those of the parameters
+    (cuda/layer_norm_kernel.cu).
+    """
+    trace.launch("passes", moves_of(trace, [*call.ins[:2], call.outs[0]]), Pass.COPY)
+    trace.launch("passes", moves_of(trace, call.ins[:2]), Pass.COPY, 1, 0)
+
+
+def _foreach(trace: "Trace", call: Dispatch) -> None:
+    """A pass over lists of tensors, of which one may be given twice."""
+    lists = {
+        id(each[0]): each
+        for each in call.args
+        if isinstance(each, (list, tuple)) and [*tensors_in(each)]
+    }
+    if lists:
+        first = next(iter(lists.values()))
+        shapes = tuple(trace.names.product(each.numel()) for each in first)
+        trace.launch("foreach", len(lists) + 1, first[0].element_size(), shapes)
+
+
+LAUNCHERS: Mapping[str, Launcher] = {
+    **dict.fromkeys(MATMULS, _matmul),
+    "_grouped_mm": _grouped_matmul,
+    "_scaled_grouped_mm": _grouped_matmul,
+    "_scaled_dot_product_flash_attention": _attention_kernel,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_cudnn_attention": _attention_kernel,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_efficient_attention": _attention_kernel,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
+    "_softmax_backward_data": _softmax_backward,
+    "rms_norm_backward": _norm_backward,
+    "native_layer_norm_backward": _norm_backward,
+    "_fused_adamw_": lambda trace, call: trace.launch(
+        "adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0])
+    ),
+    **{
+        f"_foreach_{each}": _foreach
+        for each in (
+            "mul_",
+            "add_",
+            "lerp_",
+            "addcmul_",
+            "sqrt",
+            "div_",
+            "addcdiv_",
+            "sub_",
+            "neg",
+            "reciprocal_",
+        )
+    },
+}
