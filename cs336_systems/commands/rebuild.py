@@ -19,7 +19,7 @@ from pathlib import Path
 from ..config import Phase, Profiler, RunConfig
 from ..costs.curves import Curves
 from ..costs.ranks_time import predicted_time
-from ..costs.time import Limit, TimePrediction, measured_share, without_own_products
+from ..costs.time import StepLimit, TimePrediction, measured_share, without_own_products
 from ..files import in_one_line
 from ..record import RunRecord, Status, WarningCode, load_records
 from ..report.columns import Row, columns_of
@@ -88,7 +88,7 @@ AS_IF = (
     "Each step is predicted as if none of its own matmuls had been measured: that is what a "
     "forecast of another configuration is worth."
 )
-OF_LIMIT = {Limit.DEVICE: "limited by the device", Limit.LAUNCHES: "limited by launches"}
+OF_LIMIT = {StepLimit.DEVICE: "limited by the device", StepLimit.LAUNCHES: "limited by launches"}
 
 
 def scored(
@@ -130,7 +130,7 @@ def _rows(
     others = without_own_products(config, curves)
     if (
         is_measured
-        and row["limit"] is Limit.DEVICE
+        and row["limit"] is StepLimit.DEVICE
         and (again := predicted_time(config, others)) is not None
     ):
         yield _row(directory, config, records, again) | {"shapes": Shapes.UNMEASURED}
@@ -140,7 +140,7 @@ def _row(
     directory: Path, config: RunConfig, records: Sequence[RunRecord], found: TimePrediction
 ) -> Row:
     codes = {warning.code for record in records for warning in record.warnings}
-    limit = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
+    limit = StepLimit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else StepLimit.DEVICE
     row: Row = {
         "directory": directory.as_posix(),
         "key": config.key,
@@ -172,19 +172,22 @@ def _row(
 
 def forecast_section(rows: Sequence[Row], others: int) -> Section:
     """A table of errors for each limit; the values are those of each configuration."""
-    by_device = [row for row in rows if row["limit"] is Limit.DEVICE]
+    by_device = [row for row in rows if row["limit"] is StepLimit.DEVICE]
     first = list({(row["directory"], row["key"]): row for row in reversed(rows)}.values())[::-1]
     tables = [
         *(
             _table(
-                f"{OF_LIMIT[Limit.DEVICE]}, {words}",
+                f"{OF_LIMIT[StepLimit.DEVICE]}, {words}",
                 own,
                 *([AS_IF] if shapes is Shapes.UNMEASURED else []),
             )
             for shapes, words in OF_SHAPES.items()
             if (own := [row for row in by_device if row["shapes"] is shapes])
         ),
-        _table(OF_LIMIT[Limit.LAUNCHES], [row for row in first if row["limit"] is Limit.LAUNCHES]),
+        _table(
+            OF_LIMIT[StepLimit.LAUNCHES],
+            [row for row in first if row["limit"] is StepLimit.LAUNCHES],
+        ),
     ]
     note = (
         f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but for "

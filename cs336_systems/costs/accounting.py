@@ -196,7 +196,7 @@ def updated_parameters(config: RunConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PartWork:
     """FLOPs of a part of the step, and the fewest bytes that it must move to and from memory."""
 
     name: str
@@ -216,7 +216,7 @@ def is_fused(model: ModelConfig) -> bool:
     return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
 
 
-def forward_work(config: RunConfig) -> tuple[Work, ...]:
+def forward_work(config: RunConfig) -> tuple[PartWork, ...]:
     """The matmuls of one forward pass and the lookup of the embedding.
 
     Attention's FLOPs are those of causal pairs where a fused kernel computes it, which skips the
@@ -235,7 +235,7 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
     moved_bytes[Component.EMBEDDING] = _embedding_bytes(config)
     flops = forward_flops(config.model, config.batch_size, causal=is_fused(config.model))
     return tuple(
-        Work(
+        PartWork(
             name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision
         )
         for part in Component
@@ -284,12 +284,12 @@ gradient.
 """
 
 
-def optimizer_work(config: RunConfig) -> Work:
+def optimizer_work(config: RunConfig) -> PartWork:
     """AdamW's update, of the parameters that a rank updates, in one pass over all tensors, as in
     a fused kernel.
     """
     parameters = updated_parameters(config)
-    return Work(
+    return PartWork(
         name="optimizer",
         flops=ADAMW_FLOPS * parameters,
         moved_bytes=ADAMW_BYTES * parameters,
@@ -297,7 +297,7 @@ def optimizer_work(config: RunConfig) -> Work:
     )
 
 
-def least_time_s(work: Work, device: DeviceSpec) -> float | None:
+def least_time_s(work: PartWork, device: DeviceSpec) -> float | None:
     """The longer of the times at the data sheet's peak and at its bandwidth; None if no peak is
     known.
     """

@@ -44,7 +44,7 @@ TIMED = tuple(Collective)[:5]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """A collective that is launched as one; several tensors that are averaged or gathered
     together are one call.
     """
@@ -70,13 +70,13 @@ class Stage:
     phase: Phase
     multiplied_elements: int = 0
     """Elements of matrices that the kernels multiply, as a measure of their share of the phase."""
-    gathers: tuple[Call, ...] = ()
+    gathers: tuple[CollectiveCall, ...] = ()
     """Collectives that must have ended before the kernels."""
-    sends: tuple[Call, ...] = ()
+    sends: tuple[CollectiveCall, ...] = ()
     """Collectives that are launched once the kernels have ended."""
 
 
-def calls(config: RunConfig) -> Counter[Call] | None:
+def calls(config: RunConfig) -> Counter[CollectiveCall] | None:
     """The collectives of a step in the steady state, with the number of each.
 
     None for a run in one process, a user's own model or way, models of more than MAX_LAYERS, steps
@@ -87,7 +87,7 @@ def calls(config: RunConfig) -> Counter[Call] | None:
         return None
     if not has_tape(plain(config)):
         return None
-    counts = Counter[Call]()
+    counts = Counter[CollectiveCall]()
     for stage in stages(config):
         counts.update(stage.gathers)
         counts.update(stage.sends)
@@ -100,14 +100,14 @@ def stages(config: RunConfig) -> list[Stage]:
     step = _sharded(config) if way.shards_parameters else _averaged(config)
     sends = []
     if elements := replicated_elements(config):
-        sends.append(Call(Collective.ALL_REDUCE, FP32_BYTES * elements))
+        sends.append(CollectiveCall(Collective.ALL_REDUCE, FP32_BYTES * elements))
     # all-reduces of one element, by which ranks wait for each other's copies
     if way.exchange.copies:
-        sends += [Call(Collective.ALL_REDUCE, FP32_BYTES)] * 2
+        sends += [CollectiveCall(Collective.ALL_REDUCE, FP32_BYTES)] * 2
     updates = []
     if config.shard_optimizer:
         updates = [
-            Call(Collective.BROADCAST, FP32_BYTES * parameter.elements)
+            CollectiveCall(Collective.BROADCAST, FP32_BYTES * parameter.elements)
             for parameter in parameters_of(config)
         ]
     return [
@@ -134,7 +134,7 @@ def _averaged(config: RunConfig) -> Iterator[Stage]:
         yield Stage(
             phase=Phase.BACKWARD,
             multiplied_elements=multiplied if rules.starts_in_backward else 0,
-            sends=(Call(collective, sum(sizes[place] for place in places)),),
+            sends=(CollectiveCall(collective, sum(sizes[place] for place in places)),),
         )
 
 
@@ -195,16 +195,18 @@ def _multiplied_by_unit(config: RunConfig) -> dict[str, int]:
     return multiplied
 
 
-def _exchanged(unit: Unit | None, config: RunConfig) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+def _exchanged(
+    unit: Unit | None, config: RunConfig
+) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
     """The calls that gather a unit's parameters, and those that scatter their gradients."""
     if unit is None:
         return (), ()
     parts_bytes = [unit.element_bytes * part for part in unit.parts]
     if config.parallel.exchange.copies:
-        pushes = tuple(Call(Collective.PUSH, part_bytes) for part_bytes in parts_bytes)
+        pushes = tuple(CollectiveCall(Collective.PUSH, part_bytes) for part_bytes in parts_bytes)
         return pushes, pushes
     whole_bytes = config.ranks * sum(parts_bytes)
     return (
-        (Call(Collective.ALL_GATHER, whole_bytes),),
-        (Call(Collective.REDUCE_SCATTER, whole_bytes),),
+        (CollectiveCall(Collective.ALL_GATHER, whole_bytes),),
+        (CollectiveCall(Collective.REDUCE_SCATTER, whole_bytes),),
     )

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import dist, exp, log
 
 from ..config import Precision
-from .communication import Call, Collective
+from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
 from .tape import MATMULS_OF, Form, Pass
 
@@ -221,7 +221,7 @@ def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
 
 
 def time_s(
-    found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]
+    found: Mapping[CollectiveCall, int], curves: Mapping[Collective, Mapping[int, float]]
 ) -> float | None:
     """Time of the calls one after the other, from measured times by bytes; None if a kind was
     not measured.

@@ -16,7 +16,7 @@ from .on_cuda import HALF
 from .tape import Form, Pass
 
 if TYPE_CHECKING:
-    from .trace import Trace
+    from .trace import StepTrace
 
 LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
 MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
@@ -34,7 +34,7 @@ class Dispatch:
     """All arguments of an operation in order, and those of a kernel in Triton that have names."""
 
 
-Launcher = Callable[["Trace", Dispatch], None]
+Launcher = Callable[["StepTrace", Dispatch], None]
 """Notes what a call launches."""
 
 
@@ -48,12 +48,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
-def moves_of(trace: "Trace", tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:
+def moves_of(trace: "StepTrace", tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:
     """The shapes and element sizes of tensors that a kernel reads or writes."""
     return tuple(map(trace.moved, tensors))
 
 
-def one_pass(trace: "Trace", call: Dispatch) -> None:
+def one_pass(trace: "StepTrace", call: Dispatch) -> None:
     """Any operation without an entry: one kernel that reads its arguments and writes its
     results.
     """
@@ -76,7 +76,7 @@ def one_pass(trace: "Trace", call: Dispatch) -> None:
     trace.launch("passes", moves_of(trace, [*ins, *outs]), how)
 
 
-def _matmul(trace: "Trace", call: Dispatch) -> None:
+def _matmul(trace: "StepTrace", call: Dispatch) -> None:
     a, b = call.ins[-2:]
     is_transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
     form = Form.FORWARD if is_transposed[1] else Form.WEIGHT if is_transposed[0] else Form.INPUT
@@ -86,7 +86,7 @@ def _matmul(trace: "Trace", call: Dispatch) -> None:
         trace.routing.note_experts(sides[0], b.numel())
 
 
-def _grouped_matmul(trace: "Trace", call: Dispatch) -> None:
+def _grouped_matmul(trace: "StepTrace", call: Dispatch) -> None:
     """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as
     they can be.
     """
@@ -110,7 +110,7 @@ def _grouped_matmul(trace: "Trace", call: Dispatch) -> None:
             trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), count)
 
 
-def _attention_kernel(trace: "Trace", call: Dispatch) -> None:
+def _attention_kernel(trace: "StepTrace", call: Dispatch) -> None:
     q, k = call.ins[:2]
     trace.attention(
         Form.ATTENTION,
@@ -120,7 +120,7 @@ def _attention_kernel(trace: "Trace", call: Dispatch) -> None:
     )
 
 
-def _attention_backward_kernel(trace: "Trace", call: Dispatch) -> None:
+def _attention_backward_kernel(trace: "StepTrace", call: Dispatch) -> None:
     """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
     multiplies output and gradient (cuda/attention_backward.cu). cuDNN's workspace is not
     documented; that of flash is assumed.
@@ -140,7 +140,7 @@ def _attention_backward_kernel(trace: "Trace", call: Dispatch) -> None:
     )
 
 
-def _softmax_backward(trace: "Trace", call: Dispatch) -> None:
+def _softmax_backward(trace: "StepTrace", call: Dispatch) -> None:
     """CUDA multiplies gradient and output first (softmax_backward_cuda_out in
     aten/src/ATen/native/cuda/SoftMax.cu).
     """
@@ -150,7 +150,7 @@ def _softmax_backward(trace: "Trace", call: Dispatch) -> None:
     trace.launch("passes", moves_of(trace, [gradient, output, call.outs[0]]), Pass.COPY, 1, 0)
 
 
-def _norm_backward(trace: "Trace", call: Dispatch) -> None:
+def _norm_backward(trace: "StepTrace", call: Dispatch) -> None:
     """One kernel for the gradient of the input, one for those of the parameters
     (cuda/layer_norm_kernel.cu).
     """
@@ -158,7 +158,7 @@ def _norm_backward(trace: "Trace", call: Dispatch) -> None:
     trace.launch("passes", moves_of(trace, call.ins[:2]), Pass.COPY, 1, 0)
 
 
-def _foreach(trace: "Trace", call: Dispatch) -> None:
+def _foreach(trace: "StepTrace", call: Dispatch) -> None:
     """A pass over lists of tensors, of which one may be given twice."""
     lists = {
         id(each[0]): each

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from ..config import Phase, RunConfig
-from .communication import Call, Collective, Stage, calls, sent_share, stages
+from .communication import Collective, CollectiveCall, Stage, calls, sent_share, stages
 from .curves import Curves, interpolated
 from .memory import is_predictable
 from .shards import FP32_BYTES, parameters_of
@@ -47,14 +47,14 @@ class Links:
     measured_ranks: int = 2
     """Ranks among which `times` were measured."""
 
-    def call_s(self, call: Call, ranks: int) -> float:
+    def call_s(self, call: CollectiveCall, ranks: int) -> float:
         """Time of a collective of so many ranks while nothing else is sent; beyond one node they
         fill their nodes.
         """
         in_node = min(ranks, self.gpus_per_node)
         return max(self._in_node_s(call, in_node), self._across_s(call, in_node, ranks // in_node))
 
-    def _in_node_s(self, call: Call, ranks: int) -> float:
+    def _in_node_s(self, call: CollectiveCall, ranks: int) -> float:
         """Measured times are scaled by what a rank sends if another number of ranks was
         measured.
         """
@@ -83,7 +83,7 @@ class Links:
             for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()
         }
 
-    def _across_s(self, call: Call, in_node: int, nodes: int) -> float:
+    def _across_s(self, call: CollectiveCall, in_node: int, nodes: int) -> float:
         if nodes == 1:
             return 0.0
         assert self.network_bytes_per_s is not None
@@ -171,7 +171,7 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
     if compute is None:
         return None
 
-    def call_s(call: Call) -> float:
+    def call_s(call: CollectiveCall) -> float:
         return links.call_s(call, config.ranks)
 
     line = _Timeline(config)
@@ -210,7 +210,7 @@ def compute_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     return replay_operations(operations(config), config.precision, curves)
 
 
-CallTime = Callable[[Call], float]
+CallTime = Callable[[CollectiveCall], float]
 
 
 class _Timeline:
@@ -259,14 +259,14 @@ class _Timeline:
         )
         return {phase: max(0.0, time_s) for phase, time_s in more_s.items()}
 
-    def _send(self, sent: Sequence[Call], call_s: CallTime) -> float:
+    def _send(self, sent: Sequence[CollectiveCall], call_s: CallTime) -> float:
         """Launch collectives now; return when they end.
 
         Copies follow one another without a gap, as if they were one.
         """
         begin_s = max(self.sent_s, self.now_s)
         if sent and sent[0].collective is Collective.PUSH:
-            sent = [Call(Collective.PUSH, sum(call.num_bytes for call in sent))]
+            sent = [CollectiveCall(Collective.PUSH, sum(call.num_bytes for call in sent))]
         if sent:
             self.sent_s = begin_s + sum(map(call_s, sent))
         return self.sent_s

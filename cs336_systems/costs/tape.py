@@ -55,7 +55,7 @@ class TensorSpec:
     """
 
 
-class Kind(StrEnum):
+class OperationKind(StrEnum):
     """What an operation does, which decides the ceiling that gives its time."""
 
     MATMUL = "matmul"
@@ -106,7 +106,7 @@ class Operation:
     operations.
     """
 
-    kind: Kind
+    kind: OperationKind
     how: Pass = Pass.COPY
     form: Form = Form.FORWARD
     moved_bytes: int = 0
@@ -356,7 +356,7 @@ class _Maker:
         """Kernels that each move these shapes, with the bytes of an element."""
         moved_bytes = sum(self.names.size(shape) * element_bytes for shape, element_bytes in moved)
         return Operation(
-            kind=Kind.PASS,
+            kind=OperationKind.PASS,
             how=Pass(how),
             moved_bytes=moved_bytes,
             launches=launches,
@@ -371,7 +371,7 @@ class _Maker:
         count = self.names.size(batch)
         return Operation(
             views=self.views,
-            kind=Kind.MATMUL,
+            kind=OperationKind.MATMUL,
             form=Form(form),
             moved_bytes=element_bytes * count * (m * k + k * n + m * n),
             sides=sides,
@@ -391,12 +391,12 @@ class _Maker:
     ) -> Operation:
         moved_bytes = element_bytes * sum(map(self.names.size, moved))
         like_one = self.matmul(form, rows, inner, columns, element_bytes, batch)
-        return replace(like_one, kind=Kind.ATTENTION, moved_bytes=moved_bytes)
+        return replace(like_one, kind=OperationKind.ATTENTION, moved_bytes=moved_bytes)
 
     def adamw(self, moved_bytes: int, shapes: Sequence[str]) -> Operation:
         """A fused update that moves so many bytes for each element of these shapes."""
         return Operation(
-            kind=Kind.ADAMW,
+            kind=OperationKind.ADAMW,
             moved_bytes=moved_bytes * sum(map(self.names.size, shapes)),
             views=self.views,
         )
@@ -409,7 +409,7 @@ class _Maker:
         launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
         moved_bytes = tensors * element_bytes * sum(counts) // launches
         return Operation(
-            kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views
+            kind=OperationKind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views
         )
 
 

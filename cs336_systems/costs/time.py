@@ -31,7 +31,7 @@ from ..config import (
 from .accounting import count_parameters, updated_parameters
 from .curves import Curves, interpolated
 from .memory import is_predictable
-from .tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
+from .tape import MATMULS_OF, REPEATED, Operation, OperationKind, phases_of
 from .traces import as_costed, has_tape, own_parameters, prepare, tape_of
 
 QUEUE_DEPTH = 1024
@@ -54,7 +54,7 @@ H100 reaches 5 TFLOP/s with matrices of side 256, and 38 to 51 from side 1024 on
 """
 
 
-class Limit(StrEnum):
+class StepLimit(StrEnum):
     """What decides how long a step takes."""
 
     DEVICE = "device"
@@ -62,7 +62,7 @@ class Limit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """`count` equal kernels that the host launches one after the other."""
 
     host_s: float
@@ -98,17 +98,21 @@ class TimePrediction:
         return sum(self.kernels_s.values()) / self.step_s
 
     @property
-    def limit(self) -> Limit:
+    def limit(self) -> StepLimit:
         """What limits the step; LAUNCHES where a measured step gets the warning `launch-bound`."""
         one_step = (
             {phase: [time_s] for phase, time_s in own.items()}
             for own in (self.phases_s, self.host_phases_s)
         )
         launched_s = sum(limited_by_launches(*one_step).values())
-        return Limit.LAUNCHES if launched_s > MIN_LAUNCHED_SHARE * self.step_s else Limit.DEVICE
+        return (
+            StepLimit.LAUNCHES
+            if launched_s > MIN_LAUNCHED_SHARE * self.step_s
+            else StepLimit.DEVICE
+        )
 
     @property
-    def limit_of_whole(self) -> Limit:
+    def limit_of_whole(self) -> StepLimit:
         """What limits the step, judged by the whole step only, as for records without the host's
         time per phase.
         """
@@ -249,8 +253,8 @@ def replay_operations(
     """
 
     @cache
-    def launch_of(operation: Operation) -> Launch:
-        return Launch(
+    def launch_of(operation: Operation) -> KernelLaunch:
+        return KernelLaunch(
             host_s=0.0
             if in_graphs and not curves.on_host
             else (operation.views + operation.calls) * curves.launch_s,
@@ -264,7 +268,7 @@ def replay_operations(
         return replace(replay(launches), host_phases_s={})
     # one launch, without gaps: short kernels were timed in a graph, including the gap
     if in_graphs:
-        first = Launch(host_s=curves.launch_s, kernel_s=0.0)
+        first = KernelLaunch(host_s=curves.launch_s, kernel_s=0.0)
         return replay({phase: [first, *own] for phase, own in launches.items()}, depth=maxsize)
     return replay(launches, curves.gap_s)
 
@@ -300,9 +304,9 @@ def host_calls(config: RunConfig) -> int:
 
 def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:
     """Time of one kernel of an operation."""
-    if operation.kind is Kind.ADAMW:
+    if operation.kind is OperationKind.ADAMW:
         return interpolated(curves.adamw, operation.moved_bytes)
-    if operation.kind is Kind.PASS:
+    if operation.kind is OperationKind.PASS:
         return curves.pass_s(operation.moved_bytes, operation.how)
     matmul_s = curves.matmul_s(
         precision,
@@ -341,11 +345,13 @@ def without_own_products(config: RunConfig, curves: Curves) -> Curves:
 @lru_cache(maxsize=256)
 def _products(config: RunConfig) -> Counter[Operation]:
     every = chain.from_iterable(operations(config).values())
-    return Counter(each for each in every if each.kind in (Kind.MATMUL, Kind.ATTENTION))
+    return Counter(
+        each for each in every if each.kind in (OperationKind.MATMUL, OperationKind.ATTENTION)
+    )
 
 
 def replay(
-    phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH
+    phases: Mapping[Phase, Sequence[KernelLaunch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH
 ) -> TimePrediction:
     """Simulate a host that launches the kernels of a step in order, and a device that runs them.
 
@@ -447,6 +453,6 @@ def _shown(path: str | None, depth: int) -> str:
 
 def flops_of(operation: Operation) -> int:
     """FLOPs of matmuls, fused attention in full; those of other operations do not count."""
-    if operation.kind not in (Kind.MATMUL, Kind.ATTENTION):
+    if operation.kind not in (OperationKind.MATMUL, OperationKind.ATTENTION):
         return 0
     return 2 * operation.batch * prod(operation.sides) * MATMULS_OF.get(operation.form, 1)

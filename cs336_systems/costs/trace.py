@@ -54,7 +54,7 @@ class CudaStream:
     wait_stream = wait_event = record = record_event = synchronize = wait
 
 
-class Trace:
+class StepTrace:
     """Collects what is dispatched; `tape()` makes a Tape of it."""
 
     def __init__(self, axes: Mapping[str, int], launchers: Mapping[str, Launcher]) -> None:

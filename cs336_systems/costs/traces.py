@@ -292,13 +292,13 @@ Asked = dict[str, tuple[RunConfig, dict[str, int]]]
 """What is to be traced, by the name of its tape: the configuration, and the axes that can be
 told apart in it.
 """
-Trace = Callable[[Asked], dict[str, bytes]]
+TraceSteps = Callable[[Asked], dict[str, bytes]]
 """Gives the tapes that are asked for, as they are kept."""
 _open: list["_Tracer"] = []
 
 
 @contextlib.contextmanager
-def one_tracer() -> Iterator[Trace]:
+def one_tracer() -> Iterator[TraceSteps]:
     """Let all that is traced in this block be traced by one process; by this one if it has torch
     anyway.
     """

@@ -32,7 +32,7 @@ from .internals import (
 from .on_cuda import as_on_cuda, clear_copies, without_autocast
 from .operators import Launcher, tensors_in
 from .tape import Category, TraceError
-from .trace import GPU, CudaStream, Trace
+from .trace import GPU, CudaStream, StepTrace
 
 _PLACES = {
     vars(TensorBase)[name].__get__: shown
@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # else PyTorch would import its compiler, for 2 s
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: StepTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._forms: dict[Any, list[Any]] = {}
@@ -189,11 +189,11 @@ def _form_of(value: Any) -> Any:
 @contextmanager
 def tracing(
     axes: Mapping[str, int], launchers: Mapping[str, Launcher] = MappingProxyType({})
-) -> Iterator[Trace]:
+) -> Iterator[StepTrace]:
     """While open, all that runs is recorded, as if it ran on a GPU; `launchers`
     note what operators of others launch, by name.
     """
-    trace = Trace(axes, launchers)
+    trace = StepTrace(axes, launchers)
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:

@@ -22,7 +22,7 @@ from ..costs.internals import address_of
 from ..costs.operators import Dispatch
 from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
-from ..costs.trace import Trace
+from ..costs.trace import StepTrace
 from ..costs.traces import Asked, encoded
 from ..costs.tracing import tracing
 from ..model.trainable import is_own_message, load_factory, make_model, told
@@ -54,7 +54,7 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     return tape
 
 
-def _steps(config: RunConfig, model: nn.Module, trace: Trace, rank: int) -> Tape:
+def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
     step = TrainingStep(config, model, rank=rank)
     step.scaler = None  # it would read a value; its scalars are left out
     order, hooks = _noted_order([] if config.is_shared else model.parameters())
@@ -124,7 +124,7 @@ def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     return tape
 
 
-def _parameters(model: nn.Module, trace: Trace) -> list[tuple[list[str], list[str]]]:
+def _parameters(model: nn.Module, trace: StepTrace) -> list[tuple[list[str], list[str]]]:
     """The names of each parameter, and the sizes of its axes, in the model's order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -155,27 +155,27 @@ def _finds_nothing(*_: object, **__: object) -> None:
     """No sequences within rows. A Mock would keep its arguments, which are tensors of the step."""
 
 
-def _expand(trace: Trace, call: Dispatch) -> None:
+def _expand(trace: StepTrace, call: Dispatch) -> None:
     x, weight = call.ins[:2]
     rows, inner = x.shape
     trace.matmul(Form.FORWARD, (rows, inner, len(weight)), x.element_size())
 
 
-def _contract_backward(trace: Trace, call: Dispatch) -> None:
+def _contract_backward(trace: StepTrace, call: Dispatch) -> None:
     gradient, weight = call.ins[:2]
     rows, inner = gradient.shape
     trace.matmul(Form.INPUT, (rows, inner, weight.shape[1]), gradient.element_size())
     _add_sums(trace, call.outs[1].numel())
 
 
-def _attend(trace: Trace, call: Dispatch) -> None:
+def _attend(trace: StepTrace, call: Dispatch) -> None:
     (batch, seq, width), heads = call.ins[0].shape, call.args[1]
     trace.attention(
         Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size()
     )
 
 
-def _attend_backward(trace: Trace, call: Dispatch) -> None:
+def _attend_backward(trace: StepTrace, call: Dispatch) -> None:
     """Then a pass turns q and k back, or two add up the gradient of a bias."""
     gradient, packed, *_ = call.ins
     (batch, seq, width), rotations, heads = packed.shape, call.args[4], call.args[5]
@@ -189,26 +189,26 @@ def _attend_backward(trace: Trace, call: Dispatch) -> None:
     _add_sums(trace, call.outs[1].numel())
 
 
-def _with_sums(trace: Trace, call: Dispatch) -> None:
+def _with_sums(trace: StepTrace, call: Dispatch) -> None:
     """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
     trace.moves([*call.ins, *call.outs])
     most = MAX_SUMS * call.ins[0].shape[-1]
     _add_sums(trace, sum(each.numel() for each in call.outs if 1 < each.numel() <= most))
 
 
-def _add_sums(trace: Trace, count: int) -> None:
+def _add_sums(trace: StepTrace, count: int) -> None:
     if count:
         trace.moves([torch.empty(PARTIAL_ROWS, count, device="meta")])
 
 
-def _lookup_backward(trace: Trace, call: Dispatch) -> None:
+def _lookup_backward(trace: StepTrace, call: Dispatch) -> None:
     """Zeros, to which each token's gradient is added."""
     gradient = max(call.ins, key=lambda each: each.nbytes)
     trace.moves(call.outs)
     trace.moves([gradient, gradient, gradient])
 
 
-def _losses(trace: Trace, call: Dispatch) -> None:
+def _losses(trace: StepTrace, call: Dispatch) -> None:
     """Logits become their own gradients."""
     trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
 
@@ -234,7 +234,7 @@ their tensors once.
 class _Clock:
     """Notes the phases of a step, in the place of their times, and what tensors are for."""
 
-    def __init__(self, trace: Trace, step: TrainingStep) -> None:
+    def __init__(self, trace: StepTrace, step: TrainingStep) -> None:
         self._trace, self._step = trace, step
         self._next = iter(
             [*(phase for phase in step.config.phases if phase is not Phase.DATA), Phase.STEP]
@@ -332,7 +332,7 @@ def _average_at_once(step: TrainingStep) -> None:
 
 
 @contextmanager
-def _with_chunks(trace: Trace) -> Iterator[None]:
+def _with_chunks(trace: StepTrace) -> Iterator[None]:
     """Let the fast model run without its packages. Its AdamW finds tensors by their addresses,
     and here says them.
     """

@@ -30,7 +30,7 @@ from cs336.costs.accounting import (
     ADAMW_BYTES,
     ADAMW_FLOPS,
     Component,
-    Work,
+    PartWork,
     attention_forward_flops,
     component_flops,
     count_parameters,
@@ -383,7 +383,7 @@ def test_below_the_ridge_memory_sets_the_time_and_above_it_arithmetic() -> None:
     device = find_device("H200")
     ridge = 989.5 / 4.8
     for intensity in (0, ridge / 7, ridge, ridge * 7):
-        work = Work(
+        work = PartWork(
             name="", flops=round(intensity * 10**12), moved_bytes=10**12, precision=Precision.BF16
         )
         by_memory, by_arithmetic = 1e12 / 4.8e12, intensity * 1e12 / 989.5e12

@@ -18,7 +18,7 @@ from cs336.config import (
     Precision,
     RunConfig,
 )
-from cs336.costs.communication import Call, Collective, calls
+from cs336.costs.communication import Collective, CollectiveCall, calls
 from cs336.costs.curves import time_s
 from cs336.costs.shards import plain
 from cs336.costs.traces import tape_of
@@ -56,7 +56,7 @@ def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None
     assert names == order_of_gradients(config)
 
 
-def counted(config: RunConfig) -> Counter[Call]:
+def counted(config: RunConfig) -> Counter[CollectiveCall]:
     """The collectives that one rank calls in a real step, as if the others were there."""
     model, buckets = make_model(config), []
 
@@ -77,9 +77,11 @@ def counted(config: RunConfig) -> Counter[Call]:
                 step.way.finish_gradient_synchronization()
                 step.update()
             step.model.zero_grad()
-    averaged = Counter(Call(Collective.ALL_REDUCE, num_bytes) for num_bytes in buckets)
+    averaged = Counter(CollectiveCall(Collective.ALL_REDUCE, num_bytes) for num_bytes in buckets)
     for name, payloads in counter._payloads.items():
-        averaged.update(Call(KINDS.get(name, Collective.PUSH), payload) for payload in payloads)
+        averaged.update(
+            CollectiveCall(KINDS.get(name, Collective.PUSH), payload) for payload in payloads
+        )
     return averaged
 
 

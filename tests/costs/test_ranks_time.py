@@ -24,7 +24,7 @@ from cs336.config import (
     RunConfig,
 )
 from cs336.costs.accounting import count_parameters
-from cs336.costs.communication import Call, Collective, calls, stages
+from cs336.costs.communication import Collective, CollectiveCall, calls, stages
 from cs336.costs.curves import Curves, Matmul
 from cs336.costs.ranks_time import (
     Links,
@@ -389,23 +389,25 @@ def test_the_slower_link_decides_how_long_a_ring_takes(
     near, far = sent_in_a_gather(in_node, nodes)
     passes = 2 if kind is Collective.ALL_REDUCE else 1
     expected = passes * chunk_bytes * max(near / 8.0, far / 2.0)
-    assert links.call_s(Call(kind, chunk_bytes * ranks), ranks) == pytest.approx(expected)
+    assert links.call_s(CollectiveCall(kind, chunk_bytes * ranks), ranks) == pytest.approx(expected)
 
 
 def test_a_push_goes_to_every_other_rank() -> None:
-    found = LINKS.call_s(Call(Collective.PUSH, 80), 12)
+    found = LINKS.call_s(CollectiveCall(Collective.PUSH, 80), 12)
     assert found == max(3 * 80 / 8.0, 8 * 80 / 2.0)
 
 
 def test_measured_times_count_within_a_node_and_scale_with_what_is_sent() -> None:
     times = {Collective.ALL_REDUCE: {100: 7.0, 200: 9.0}}
     links = replace(LINKS, times=times, measured_ranks=2)
-    call = Call(Collective.ALL_REDUCE, 100)
+    call = CollectiveCall(Collective.ALL_REDUCE, 100)
     assert links.call_s(call, 2) == 7.0
     assert links.call_s(call, 4) == pytest.approx(7.0 * (3 / 4) / (1 / 2))
-    assert links.call_s(Call(Collective.ALL_GATHER, 200), 2) == 4.5, "half of an all-reduce"
+    assert links.call_s(CollectiveCall(Collective.ALL_GATHER, 200), 2) == 4.5, (
+        "half of an all-reduce"
+    )
     assert links.call_s(call, 1) == 0
-    assert links.call_s(Call(Collective.PUSH, 80), 2) == 80 / 8.0, "not measured"
+    assert links.call_s(CollectiveCall(Collective.PUSH, 80), 2) == 80 / 8.0, "not measured"
 
 
 def test_the_fastest_rate_is_that_of_what_a_rank_sends() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cs336.config import SIZES, Attention, Device, OptimizerKind, Parallel, Precision, RunConfig
 from cs336.costs.accounting import step_flops
-from cs336.costs.communication import Call, Collective
+from cs336.costs.communication import Collective, CollectiveCall
 from cs336.costs.curves import (
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
@@ -120,7 +120,7 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
     links, tokens = paper.links, paper.tokens / data
 
     def weights_s(kind: Collective, element_bytes: int) -> float:
-        call = Call(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
+        call = CollectiveCall(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
         return replace(links, gpus_per_node=max(1, links.gpus_per_node // tensor)).call_s(
             call, data
         )
@@ -128,7 +128,7 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
     def activations_s() -> float:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) * 2
         size = paper.element_bytes * tokens * d_model
-        return sum(links.call_s(Call(kind, size), tensor) for kind in kinds)  # type: ignore[arg-type]
+        return sum(links.call_s(CollectiveCall(kind, size), tensor) for kind in kinds)  # type: ignore[arg-type]
 
     forward = 2 * tokens * elements / tensor / paper.flops_per_s
     gather, scatter = (

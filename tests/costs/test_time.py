@@ -40,8 +40,8 @@ from cs336.costs.accounting import (
 from cs336.costs.curves import Curves, Matmul
 from cs336.costs.tape import MATMULS_OF
 from cs336.costs.time import (
-    Launch,
-    Limit,
+    KernelLaunch,
+    StepLimit,
     TimePrediction,
     is_fast_step,
     limited_by_launches,
@@ -110,19 +110,19 @@ def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(
 @pytest.mark.parametrize(
     ("kernel_us", "last_us", "limit"),
     [
-        (5, 5, Limit.LAUNCHES),
-        (20, 5, Limit.DEVICE),
-        (5, 900, Limit.LAUNCHES),
-        (5, 1100, Limit.DEVICE),
+        (5, 5, StepLimit.LAUNCHES),
+        (20, 5, StepLimit.DEVICE),
+        (5, 900, StepLimit.LAUNCHES),
+        (5, 1100, StepLimit.DEVICE),
     ],
 )
 def test_launches_limit_a_step_that_ends_soon_after_the_last_one(
-    kernel_us: int, last_us: int, limit: Limit
+    kernel_us: int, last_us: int, limit: StepLimit
 ) -> None:
     """Of 10,000 launches of 10 us each; the last kernel may leave up to 1 ms."""
     launches = [
-        Launch(host_s=1e-5, kernel_s=kernel_us * 1e-6, count=10_000),
-        Launch(host_s=1e-5, kernel_s=last_us * 1e-6),
+        KernelLaunch(host_s=1e-5, kernel_s=kernel_us * 1e-6, count=10_000),
+        KernelLaunch(host_s=1e-5, kernel_s=last_us * 1e-6),
     ]
     assert replay({Phase.FORWARD: launches}).limit is limit
 
@@ -148,13 +148,13 @@ def test_the_phases_in_which_the_host_is_slow_are_those_that_launches_limit(
     """
     found = replay(
         {
-            phase: [Launch(host_s=5e-5 if phase in slow else 5e-6, kernel_s=2e-5, count=2000)]
+            phase: [KernelLaunch(host_s=5e-5 if phase in slow else 5e-6, kernel_s=2e-5, count=2000)]
             for phase in PHASES
         }
     )
     assert tuple(named(found)) == slow
     assert found.limit is (
-        Limit.LAUNCHES if len(slow) > 1 or slow == (Phase.FORWARD,) else Limit.DEVICE
+        StepLimit.LAUNCHES if len(slow) > 1 or slow == (Phase.FORWARD,) else StepLimit.DEVICE
     )
 
 
@@ -163,12 +163,12 @@ def test_a_phase_counts_from_when_the_device_has_ended_the_one_before() -> None:
     forward after 60 ms.
     """
     forward, backward = (
-        Launch(host_s=0.01, kernel_s=0.05),
-        Launch(host_s=1e-4, kernel_s=1e-5, count=1000),
+        KernelLaunch(host_s=0.01, kernel_s=0.05),
+        KernelLaunch(host_s=1e-4, kernel_s=1e-5, count=1000),
     )
     found = replay({Phase.FORWARD: [forward], Phase.BACKWARD: [backward]})
     assert named(found) == pytest.approx({Phase.BACKWARD: 0.01 + 1000 * 1e-4 + 1e-5 - 0.06})
-    assert found.limit is Limit.DEVICE
+    assert found.limit is StepLimit.DEVICE
 
 
 def by_ticks(launches: list[tuple[int, int]], gap: int, depth: int) -> tuple[int, int]:
@@ -199,7 +199,7 @@ def test_the_queue_is_that_of_a_simulation_by_ticks(seed: int) -> None:
     draw = random.Random(seed)
     launches = [(draw.randint(1, 6), draw.randint(1, 9)) for _ in range(60)]
     gap, depth = draw.randint(0, 3), draw.randint(1, 8)
-    made = [Launch(host_s=host, kernel_s=kernel) for host, kernel in launches]
+    made = [KernelLaunch(host_s=host, kernel_s=kernel) for host, kernel in launches]
     found = replay({Phase.FORWARD: made[:25], Phase.BACKWARD: made[25:]}, gap, depth)
     assert (sum(found.host_phases_s.values()), found.step_s) == by_ticks(launches, gap, depth)
     assert sum(found.phases_s.values()) == pytest.approx(found.step_s)
@@ -334,7 +334,7 @@ def test_without_memory_traffic_or_launches_a_step_is_its_flops_over_the_rate() 
     assert found is not None
     flops = sum(part.step for part in component_flops(RUN))
     assert found.step_s == pytest.approx(flops / 1e6, rel=0.02)
-    assert found.limit is Limit.DEVICE
+    assert found.limit is StepLimit.DEVICE
 
 
 def test_a_step_of_a_slow_host_takes_a_launch_for_each_call() -> None:
@@ -346,7 +346,7 @@ def test_a_step_of_a_slow_host_takes_a_launch_for_each_call() -> None:
     )
     assert found.launch_s == pytest.approx(calls * launch_s)
     assert found.step_s == pytest.approx(found.launch_s, rel=1e-3)
-    assert found.limit is Limit.LAUNCHES
+    assert found.limit is StepLimit.LAUNCHES
 
 
 def test_on_a_cpu_a_step_is_the_sum_of_its_launches_and_kernels() -> None:
@@ -358,7 +358,7 @@ def test_on_a_cpu_a_step_is_the_sum_of_its_launches_and_kernels() -> None:
     assert alone.launch_s == pytest.approx(queued.launch_s)
     assert alone.step_s == pytest.approx(alone.launch_s + sum(alone.kernels_s.values()))
     assert queued.step_s < 0.95 * alone.step_s
-    assert alone.limit is Limit.DEVICE
+    assert alone.limit is StepLimit.DEVICE
 
 
 @pytest.mark.parametrize("mode", Mode)

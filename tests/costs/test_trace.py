@@ -33,7 +33,7 @@ from cs336.config import (
 from cs336.costs import memory, traces
 from cs336.costs.accounting import parameter_bytes
 from cs336.costs.memory import MemoryPrediction, predict_memory
-from cs336.costs.tape import MATMULS_OF, Category, Kind, Names, Tape, phases_of
+from cs336.costs.tape import MATMULS_OF, Category, Names, OperationKind, Tape, phases_of
 from cs336.costs.time import flops_of
 from cs336.costs.tracing import tracing
 from cs336.measure.traced import traced
@@ -127,7 +127,7 @@ def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None
     """PyTorch's counter does not know the CPU's fused attention, whose matmuls are counted by
     hand.
     """
-    flops = dict.fromkeys(Kind, 0)
+    flops = dict.fromkeys(OperationKind, 0)
     tape = trace_of(Encoder(), torch.zeros(BATCH, SEQ, WIDTH))
     for each in map(tape.operations.__getitem__, tape.launches):
         rows, inner, columns = each.sides
@@ -135,8 +135,8 @@ def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None
     model = Encoder()
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(BATCH, SEQ, WIDTH)).sum().backward()
-    assert flops[Kind.MATMUL] == counter.get_total_flops()
-    assert flops[Kind.ATTENTION] == 2 * 7 * 2 * BATCH * SEQ**2 * WIDTH, (
+    assert flops[OperationKind.MATMUL] == counter.get_total_flops()
+    assert flops[OperationKind.ATTENTION] == 2 * 7 * 2 * BATCH * SEQ**2 * WIDTH, (
         "2 layers; 2 matmuls forward, 5 backward"
     )
 

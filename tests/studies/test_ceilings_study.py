@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336.costs.communication import Collective
-from cs336.costs.tape import Form, Kind, Pass
+from cs336.costs.tape import Form, OperationKind, Pass
 from cs336.costs.time import operations, step_time
 from cs336.record import Status
 from cs336.studies.ceilings_cell import (
@@ -401,7 +401,7 @@ def test_a_grid_has_each_matmul_of_the_steps_once() -> None:
             wanted = {
                 (each.form, each.batch, *each.sides)
                 for each in of_phase
-                if each.kind is Kind.MATMUL
+                if each.kind is OperationKind.MATMUL
             }
             assert wanted <= found
 
@@ -428,7 +428,9 @@ def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
     found = step_time(config, replace(curves, copies=nothing, adamw=nothing))
     assert found is not None
     matmuls = sum(
-        each.kind is Kind.MATMUL for of_phase in operations(config).values() for each in of_phase
+        each.kind is OperationKind.MATMUL
+        for of_phase in operations(config).values()
+        for each in of_phase
     )
     assert found.step_s == pytest.approx(matmuls * 1e-3, rel=0.01)
 
