@@ -126,6 +126,21 @@ class Operation:
     long as a launch.
     """
 
+    @property
+    def host_calls(self) -> int:
+        """Calls by which the host launches each kernel."""
+        return self.views + self.calls
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether it multiplies matrices, in fused attention too."""
+        return self.kind in (OperationKind.MATMUL, OperationKind.ATTENTION)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of all matmuls of a batch; of fused attention, those of its scores."""
+        return self.batch * prod(self.sides)
+
 
 class TraceError(ValueError):
     """The step does something that cannot be traced without data."""
