@@ -218,10 +218,10 @@ def held_bytes(config: RunConfig) -> int:
             * (config.ranks - 1)
             * config.parallel.writes_to_others
         )
-        own = (
+        part = (
             masters + FP32_BYTES * read + moments + HALF_BYTES * linear + received
         ) // config.ranks
-        return own + HALF_BYTES * gathered
+        return part + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
     pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel.writes_to_others else 0
     return (masters + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear

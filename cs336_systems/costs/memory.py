@@ -121,13 +121,14 @@ def _predict(config: RunConfig) -> MemoryPrediction:
 
 def predicted_peak_bytes(config: RunConfig) -> int | None:
     """torch.cuda.max_memory_allocated of the measured steps; None if that is not predicted."""
-    found = predict_memory(config) if config.device is Device.CUDA else None
-    if found is None:
+    prediction = predict_memory(config) if config.device is Device.CUDA else None
+    if prediction is None:
         return None
+    first_bytes = prediction.first_step_peak.allocated_bytes
+    later_bytes = prediction.peak.allocated_bytes
     if config.warmup_steps:
-        return found.peak.allocated_bytes
-    later_bytes = 0 if config.measured_steps == 1 else found.peak.allocated_bytes
-    return max(found.first_step_peak.allocated_bytes, later_bytes)
+        return later_bytes
+    return first_bytes if config.measured_steps == 1 else max(first_bytes, later_bytes)
 
 
 def host_bytes(config: RunConfig, memory_bytes: int) -> int | None:
@@ -141,8 +142,10 @@ def host_bytes(config: RunConfig, memory_bytes: int) -> int | None:
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
-    found = predict_memory(config) if needs_tape(config, memory_bytes) else None
-    return _least_bytes(config) if found is None else config.ranks * found.peak.allocated_bytes
+    prediction = predict_memory(config) if needs_tape(config, memory_bytes) else None
+    if prediction is None:
+        return _least_bytes(config)
+    return config.ranks * prediction.peak.allocated_bytes
 
 
 def needs_tape(config: RunConfig, memory_bytes: int) -> bool:

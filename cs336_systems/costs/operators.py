@@ -5,7 +5,7 @@ An operator without an entry is one kernel that reads its arguments and writes i
 entry that says otherwise has its place in PyTorch's source.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -44,13 +44,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if value.is_meta:
             yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-
-
-def moves_of(trace: "StepTrace", tensors: Iterable[Tensor]) -> tuple[tuple[str, int], ...]:
-    """The shapes and element sizes of tensors that a kernel reads or writes."""
-    return tuple(map(trace.moved, tensors))
+        for part in value:
+            yield from tensors_in(part)
 
 
 def one_pass(trace: "StepTrace", call: Dispatch) -> None:
@@ -62,9 +57,10 @@ def one_pass(trace: "StepTrace", call: Dispatch) -> None:
         ins = outs  # of what they read from, as many elements as they write
     elif name.startswith("nll_loss"):
         ins = ()  # they read or write one element of each row, and backward writes zeros
-    ins = [*{id(each): each for each in ins}.values()]
+    # by identity, as an argument that is given twice is read once
+    ins = [*{id(tensor): tensor for tensor in ins}.values()]
     how = Pass.COPY
-    widest = max((each.element_size() for each in ins), default=8)
+    widest = max((tensor.element_size() for tensor in ins), default=8)
     if "softmax" in name and "log" not in name:
         how = Pass.SOFTMAX
     elif name == "masked_fill_":
@@ -73,13 +69,16 @@ def one_pass(trace: "StepTrace", call: Dispatch) -> None:
         how = Pass.STRIDED
     elif outs and outs[0].element_size() > widest:
         how = Pass.WIDEN
-    trace.launch("passes", moves_of(trace, [*ins, *outs]), how)
+    trace.moves([*ins, *outs], how)
 
 
 def _matmul(trace: "StepTrace", call: Dispatch) -> None:
     a, b = call.ins[-2:]
-    is_transposed = [x.stride(-2) == 1 and x.shape[-2] > 1 for x in (a, b)]
-    form = Form.FORWARD if is_transposed[1] else Form.WEIGHT if is_transposed[0] else Form.INPUT
+    form = Form.INPUT
+    if b.stride(-2) == 1 and b.shape[-2] > 1:
+        form = Form.FORWARD
+    elif a.stride(-2) == 1 and a.shape[-2] > 1:
+        form = Form.WEIGHT
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
     trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
     if trace.is_first_forward and sides[0] in trace.routing.counts:
@@ -92,8 +91,12 @@ def _grouped_matmul(trace: "StepTrace", call: Dispatch) -> None:
     """
     a, b = call.ins[:2]
     sides = [a.shape[-2], a.shape[-1], b.shape[-1]]
-    form = Form.FORWARD if b.stride(-2) == 1 else Form.WEIGHT if a.stride(-2) == 1 else Form.INPUT
-    groups = next(len(each) for each in (b, a, call.outs[0]) if each.dim() == 3)
+    form = Form.INPUT
+    if b.stride(-2) == 1:
+        form = Form.FORWARD
+    elif a.stride(-2) == 1:
+        form = Form.WEIGHT
+    groups = next(len(tensor) for tensor in (b, a, call.outs[0]) if tensor.dim() == 3)
     if a.dim() == b.dim() == 3:
         trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), groups)
         return
@@ -146,28 +149,27 @@ def _softmax_backward(trace: "StepTrace", call: Dispatch) -> None:
     """
     gradient, output = call.ins[:2]
     trace.workspace("gradient x softmax", *trace.moved(gradient))
-    trace.launch("passes", moves_of(trace, [gradient, output, gradient]), Pass.COPY)
-    trace.launch("passes", moves_of(trace, [gradient, output, call.outs[0]]), Pass.COPY, 1, 0)
+    trace.moves([gradient, output, gradient])
+    trace.moves([gradient, output, call.outs[0]], is_dispatched=False)
 
 
 def _norm_backward(trace: "StepTrace", call: Dispatch) -> None:
     """One kernel for the gradient of the input, one for those of the parameters
     (cuda/layer_norm_kernel.cu).
     """
-    trace.launch("passes", moves_of(trace, [*call.ins[:2], call.outs[0]]), Pass.COPY)
-    trace.launch("passes", moves_of(trace, call.ins[:2]), Pass.COPY, 1, 0)
+    trace.moves([*call.ins[:2], call.outs[0]])
+    trace.moves(call.ins[:2], is_dispatched=False)
 
 
 def _foreach(trace: "StepTrace", call: Dispatch) -> None:
     """A pass over lists of tensors, of which one may be given twice."""
-    lists = {
-        id(each[0]): each
-        for each in call.args
-        if isinstance(each, (list, tuple)) and [*tensors_in(each)]
-    }
+    lists = {}
+    for argument in call.args:
+        if isinstance(argument, (list, tuple)) and any(True for _ in tensors_in(argument)):
+            lists[id(argument[0])] = argument
     if lists:
         first = next(iter(lists.values()))
-        shapes = tuple(trace.names.product(each.numel()) for each in first)
+        shapes = tuple(trace.names.product(tensor.numel()) for tensor in first)
         trace.launch("foreach", len(lists) + 1, first[0].element_size(), shapes)
 
 
@@ -185,11 +187,11 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "rms_norm_backward": _norm_backward,
     "native_layer_norm_backward": _norm_backward,
     "_fused_adamw_": lambda trace, call: trace.launch(
-        "adamw", 28, tuple(trace.names.product(each.numel()) for each in call.args[0])
+        "adamw", 28, tuple(trace.names.product(tensor.numel()) for tensor in call.args[0])
     ),
     **{
-        f"_foreach_{each}": _foreach
-        for each in (
+        f"_foreach_{name}": _foreach
+        for name in (
             "mul_",
             "add_",
             "lerp_",

@@ -73,11 +73,10 @@ class Links:
         """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter
         takes half of one.
         """
-        if (found := self.times.get(kind)) or kind not in (
-            Collective.ALL_GATHER,
-            Collective.REDUCE_SCATTER,
-        ):
-            return found or {}
+        if self.times.get(kind):
+            return self.times[kind]
+        if kind not in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+            return {}
         return {
             num_bytes: time_s / 2
             for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()
@@ -159,8 +158,8 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     if not config.is_shared:
         return step_time(config, curves)
     links = measured_links(curves.collectives, max(2, config.ranks))
-    found = None if links is None else ranks_step_time(config, curves, links)
-    return None if found is None else found.time
+    times = None if links is None else ranks_step_time(config, curves, links)
+    return None if times is None else times.time
 
 
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:

@@ -159,7 +159,7 @@ def replicated_elements(config: RunConfig) -> int:
     """Elements of the parameters that are in no unit, so that every rank has them whole."""
     if config.parallel.exchange.shards is not Shards.MATRICES:
         return 0
-    return sum(each.elements for each in parameters_of(config) if not each.is_matrix)
+    return sum(one.elements for one in parameters_of(config) if not one.is_matrix)
 
 
 def next_owner(owned: list[int], count: int) -> int:

@@ -173,7 +173,8 @@ class Names:
         return cache(self._product)
 
     def _product(self, number: int) -> str:
-        names, left = [], number
+        names: list[str] = []
+        left = number
         for name, size in self.axes.items():
             while size > 1 and left and left % size == 0:
                 names.append(name)
@@ -181,7 +182,9 @@ class Names:
         while "heads" in names and "d_head" in names:
             names.remove("heads")
             names[names.index("d_head")] = "d_model"
-        return " ".join([*([str(left)] if left != 1 or not names else []), *names])
+        if left != 1 or not names:
+            names.insert(0, str(left))
+        return " ".join(names)
 
     @cached_property
     def size(self) -> Callable[[str], int]:
@@ -301,8 +304,9 @@ class Tape:
         freed = {~event for event in self.events if event < 0}
         old = sorted(~event for event in events if event < 0 and ~event < start)
         new = [handle for handle in range(start, end) if handle not in freed]
-        kinds = ([self.tensors[handle] for handle in each] for each in (old, new))
-        assert next(kinds) == next(kinds), "the last step is not in the steady state"
+        old_kinds = [self.tensors[handle] for handle in old]
+        new_kinds = [self.tensors[handle] for handle in new]
+        assert old_kinds == new_kinds, "the last step is not in the steady state"
         places = {~before: ~after for before, after in zip(old, new, strict=True)}
         made = end - start
         self.events += [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import Phase
 from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
-from .operators import LAUNCHERS, Dispatch, Launcher, moves_of, one_pass, tensors_in
+from .operators import LAUNCHERS, Dispatch, Launcher, one_pass, tensors_in
 from .routing import Routing
 from .tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
 
@@ -117,8 +117,8 @@ class StepTrace:
     def note(self, category: Category, tensors: Iterable[Tensor]) -> None:
         """Say what these tensors are for."""
         for tensor in tensors:
-            own = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
-            if (handle := self._handles.get(address_of(own.untyped_storage()))) is not None:
+            part = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
+            if (handle := self._handles.get(address_of(part.untyped_storage()))) is not None:
                 self.made[handle][0] = category
 
     # streams
@@ -141,7 +141,7 @@ class StepTrace:
 
     def enter(self, module: Any, _: Any) -> None:
         if not self._paths and id(module) not in self._names:
-            self._names = {id(each): path_of(name) for name, each in module.named_modules()}
+            self._names = {id(part): path_of(name) for name, part in module.named_modules()}
         self._paths.append(self._names.get(id(module), self._paths[-1] if self._paths else ""))
         self._note_path()
 
@@ -233,10 +233,8 @@ class StepTrace:
         return self._shapes[key]
 
     def _bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
-        of_elements, of_bytes = (
-            self.names.product(num_bytes // element_bytes),
-            self.names.product(num_bytes),
-        )
+        of_elements = self.names.product(num_bytes // element_bytes)
+        of_bytes = self.names.product(num_bytes)
         if num_bytes % element_bytes == 0 and _count_axes(of_elements) >= _count_axes(of_bytes):
             return of_elements, element_bytes
         number, *axes = of_bytes.split()
@@ -246,33 +244,27 @@ class StepTrace:
         """The shape of a tensor, in which axes that are expanded count once, and its bytes per
         element.
         """
-        count = prod(
-            size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride
-        )
+        sides = zip(tensor.shape, tensor.stride(), strict=True)
+        count = prod(size for size, stride in sides if stride)
         return self.bytes_of(count * tensor.element_size(), tensor.element_size())
 
     # operations
 
     def launch(self, make: str, *arguments: Any) -> None:
+        """Note kernels, by the method of the tape that makes the operation, and its arguments."""
         key = (self._views, make, *arguments)
         self.launches.append(self._operations.setdefault(key, len(self._operations)))
         self.places.append(self._path())
         self._views = 0
 
     def record(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outs, ins = [*tensors_in(out)], [*tensors_in((args, *kwargs.values()))]
+        """Note an operation that was dispatched: its new tensors and what it launches."""
+        outs = [*tensors_in(out)]
+        ins = [*tensors_in((args, *kwargs.values()))]
         if not outs and not ins:
             return
         name = function.name().split("::")[1].split(".")[0]
-        node = current_node() if self.phase is Phase.BACKWARD else None
-        word = name.strip("_")
-        label = (
-            f"{word} in {self._paths[-1]}"
-            if self._paths
-            else word
-            if node is None
-            else f"{word} of {node.name()}"
-        )
+        label = self._label(name)
         known = len(self.made)
         if name == "_scaled_dot_product_efficient_attention":  # pads the sums (cuda/attention.cu)
             batch, heads, queries, _ = outs[0].shape
@@ -281,20 +273,23 @@ class StepTrace:
             outs = outs[:2]  # seeds are on the host
         self._follow_positions(name, args, outs)
         handles = [
-            self.tensor(each.untyped_storage(), label, each.element_size(), self._sizes_of(each))
-            for each in outs
+            self.tensor(out.untyped_storage(), label, out.element_size(), self._sizes_of(out))
+            for out in outs
         ]
-        if (
-            all(handle is None or handle < known for handle in handles)
-            and not name.endswith("_")
-            and outs
-        ):
-            self._views += 1
-            return
-        if name in SILENT:
+        makes_nothing = all(handle is None or handle < known for handle in handles)
+        is_view = makes_nothing and len(outs) > 0 and not name.endswith("_")
+        if is_view or name in SILENT:
             self._views += 1
             return
         self.launchers.get(name, one_pass)(self, Dispatch(name, ins, outs, args))
+
+    def _label(self, name: str) -> str:
+        """What a tensor is called: the operator that makes it, and its module or autograd node."""
+        word = name.strip("_")
+        if self._paths:
+            return f"{word} in {self._paths[-1]}"
+        node = current_node() if self.phase is Phase.BACKWARD else None
+        return word if node is None else f"{word} of {node.name()}"
 
     def _sizes_of(self, tensor: Tensor) -> str | None:
         """The sizes of a new tensor as they are, if no names stand for them."""
@@ -305,7 +300,7 @@ class StepTrace:
         """Know the positions of tokens, which are no data, and refuse those that a table does
         not have.
         """
-        if name == "arange" and all(isinstance(each, int) for each in args):
+        if name == "arange" and all(isinstance(bound, int) for bound in args):
             self._positions[address_of(outs[0].untyped_storage())] = range(*args)
         elif name == "add" and isinstance(args[1], int) and (before := self._values(args[0])):
             moved = range(before.start + args[1], before.stop + args[1], before.step)
@@ -316,10 +311,11 @@ class StepTrace:
         elif name in ("embedding", "index"):
             indices = args[1] if name == "index" else args[1:2]
             for rows, index in zip(args[0].shape, indices, strict=False):
-                if (values := self._values(index)) and max(values[0], values[-1]) >= rows:
+                values = self._values(index)
+                last = max(values, default=-1)
+                if last >= rows:
                     raise IndexError(
-                        f"{self.place}a table of {rows:,} rows has no position "
-                        f"{max(values[0], values[-1]):,}"
+                        f"{self.place}a table of {rows:,} rows has no position {last:,}"
                     )
 
     def _values(self, tensor: Tensor | None) -> range:
@@ -327,8 +323,10 @@ class StepTrace:
         if tensor is None:
             return range(0)
         values = self._positions.get(address_of(tensor.untyped_storage()), range(0))
-        first, steps = tensor.storage_offset(), zip(tensor.shape, tensor.stride(), strict=True)
-        return values[first : first + 1 + sum((size - 1) * stride for size, stride in steps)]
+        first = tensor.storage_offset()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = first + sum((size - 1) * stride for size, stride in steps)
+        return values[first : last + 1]
 
     def triton(self, name: str, tensors: Sequence[Tensor], named: Mapping[str, Any]) -> None:
         """A kernel in Triton; one without an entry reads or writes each of its tensors once."""
@@ -337,15 +335,24 @@ class StepTrace:
         else:
             self.moves(tensors)
 
-    def moves(self, tensors: Sequence[Tensor]) -> None:
-        """Launch a kernel that reads or writes these tensors, each as often as it is given."""
-        self.launch("passes", moves_of(self, tensors), Pass.COPY)
+    def moves(
+        self, tensors: Iterable[Tensor], how: Pass = Pass.COPY, *, is_dispatched: bool = True
+    ) -> None:
+        """Launch a kernel that reads or writes these tensors, each as often as it is given.
+
+        One that is not dispatched is a further kernel of the operator before it.
+        """
+        moved = tuple(map(self.moved, tensors))
+        if is_dispatched:
+            self.launch("passes", moved, how)
+        else:
+            self.launch("passes", moved, how, 1, 0)
 
     def collective(self, function: Any, args: Any) -> Any:
         """A collective among ranks that are not there, which takes no time and changes nothing."""
         work = FakeWork().boxed()
-        returns = [each.type.str() for each in function._schema.returns]
-        tensors = [each for each in args if isinstance(each, (list, Tensor))]
+        returns = [value.type.str() for value in function._schema.returns]
+        tensors = [value for value in args if isinstance(value, (list, Tensor))]
         made = [work if "Work" in kind else tensors[0] for kind in returns]
         return made[0] if len(made) == 1 else tuple(made)
 

@@ -52,7 +52,7 @@ class _OnGpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if function is torch.device:
             return function(*args, **kwargs)
-        args = tuple(_moved(each) for each in args)
+        args = tuple(map(_moved, args))
         if "device" in kwargs:
             kwargs["device"] = _moved(kwargs["device"])
         if getattr(function, "__name__", "") == "cuda":
@@ -125,9 +125,9 @@ class _Recorder(TorchDispatchMode):
 
     def _run(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         # with which DTensor finds how results are sharded
-        if any(issubclass(each, FakeTensor) for each in types):
+        if any(issubclass(kind, FakeTensor) for kind in types):
             return function(*args, **(kwargs or {}))
-        if any(each not in (Tensor, nn.Parameter) for each in types):
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # such as DTensor, whose operations on its parts come here next
         if function.namespace == "c10d":
             return self._trace.collective(function, args)
