@@ -93,11 +93,11 @@ def shipped() -> Iterator[RunConfig]:
 
 def wanted() -> dict[str, RunConfig]:
     """The steps by the names of their tapes."""
-    own = (each for each in shipped() if each.model_factory is None)
+    steps = (step for step in shipped() if step.model_factory is None)
     return {
-        traces._name(traces.traced_as(each)[0]): each
-        for each in own
-        if is_predictable(each) or is_fast_step(each)
+        traces._name(traces.traced_as(step)[0]): step
+        for step in steps
+        if is_predictable(step) or is_fast_step(step)
     }
 
 

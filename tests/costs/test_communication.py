@@ -41,8 +41,8 @@ def shared(way: Parallel, arch: Arch = Arch.CS336, **settings) -> RunConfig:
 def order_of_gradients(config: RunConfig) -> list[str]:
     """Names of the parameters in the order in which a real backward has made their gradients."""
     step, order = TrainingStep(config), []
-    for name, each in step.model.named_parameters():
-        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    for name, parameter in step.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     step.backward(step.forward(step.batches()))
     return order
 

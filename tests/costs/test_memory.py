@@ -90,8 +90,8 @@ def test_peaks_are_those_measured() -> None:
 def grid_of_memory() -> list[RunRecord]:
     """xl and 2.7B at contexts 128 to 2048, every mode, fp32 and bf16, without a profiler."""
     runs = MEASURED.parent / "memory_profiles" / "h200" / "runs"
-    found = [read_record(path) for path in sorted(runs.glob("*.json"))]
-    return [record for record in found if record.config.profiler is Profiler.NONE]
+    records = [read_record(path) for path in sorted(runs.glob("*.json"))]
+    return [record for record in records if record.config.profiler is Profiler.NONE]
 
 
 @pytest.mark.parametrize("record", grid_of_memory(), ids=lambda record: record.config.label)
@@ -280,7 +280,7 @@ def test_a_cpu_process_grows_by_what_the_step_needs() -> None:
     done = subprocess.run(
         [sys.executable, "-c", GROWS], capture_output=True, text=True, timeout=200, check=True
     )
-    assert [0.9 < float(each) < 1.5 for each in done.stdout.split()] == [True] * 3, done.stdout
+    assert [0.9 < float(ratio) < 1.5 for ratio in done.stdout.split()] == [True] * 3, done.stdout
 
 
 def test_the_memory_of_a_user_s_own_model_on_a_cpu_is_not_known() -> None:
@@ -333,10 +333,10 @@ def on_two(size: str, way: Parallel, **settings) -> RunConfig:
     ("size", "way", "settings", "peak", "first", "reserved"), MEASURED_OF_RANKS
 )
 def test_memory_of_a_rank_is_that_measured(size, way, settings, peak, first, reserved) -> None:
-    found = predict_memory(on_two(size, way, **settings))
-    assert found.peak.allocated_bytes == pytest.approx(peak, rel=0.01)
-    assert found.first_step_peak.allocated_bytes == pytest.approx(first, rel=0.01)
-    assert reserved is None or found.reserved_bytes == pytest.approx(reserved, rel=0.05)
+    prediction = predict_memory(on_two(size, way, **settings))
+    assert prediction.peak.allocated_bytes == pytest.approx(peak, rel=0.01)
+    assert prediction.first_step_peak.allocated_bytes == pytest.approx(first, rel=0.01)
+    assert reserved is None or prediction.reserved_bytes == pytest.approx(reserved, rel=0.05)
 
 
 @pytest.mark.parametrize("arch", Arch)
