@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from ..config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
 from .hardware import DeviceSpec, find_device
-from .shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
+from .shards import FP32_BYTES, factor_bytes, kept_elements, updated_elements
 
 INT64_BYTES = 8
 
@@ -81,7 +81,9 @@ def forward_flops(
     """
     context_length = model.context_length
     tokens = batch_size * context_length
-    pairs = context_length * (context_length + 1) // 2 if causal else context_length**2
+    pairs = context_length**2
+    if causal:
+        pairs = context_length * (context_length + 1) // 2
     attention = 2 * model.num_layers * batch_size * pairs * model.d_model
     linear = {component: 2 * tokens * weights for component, weights in _weights(model).items()}
     return {
@@ -133,11 +135,9 @@ def step_flops(config: RunConfig) -> int | None:
     Attention counts in full. Recomputation is left out: these are the model's FLOPs, not the
     hardware's.
     """
-    return (
-        None
-        if config.model_factory is not None
-        else sum(part.step for part in component_flops(config))
-    )
+    if config.model_factory is not None:
+        return None
+    return sum(part.step for part in component_flops(config))
 
 
 def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | None:
@@ -226,9 +226,7 @@ def forward_work(config: RunConfig) -> tuple[PartWork, ...]:
     several matmuls of a part share, such as the input of queries, keys and values, counts once in
     all. The scores of fused attention move no bytes. `fp8` makes no difference here.
     """
-    element_bytes = (
-        HALF_BYTES if config.precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
-    )
+    element_bytes = factor_bytes(config.precision)
     moved_bytes = {
         part: element_bytes * elements for part, elements in _matmul_elements(config).items()
     }
@@ -250,7 +248,9 @@ def _matmul_elements(config: RunConfig) -> dict[Component, int]:
     model, layers = config.model, config.model.num_layers
     tokens = config.batch_size * model.context_length
     stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
-    scores = 0 if is_fused(model) else layers * tokens * model.num_heads * model.context_length
+    scores = layers * tokens * model.num_heads * model.context_length
+    if is_fused(model):
+        scores = 0
     # besides weights and biases; the feed-forward layer reads the hidden activations once, in w2
     activations = {
         Component.QKV: 4 * stream,

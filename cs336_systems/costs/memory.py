@@ -109,7 +109,8 @@ def _predict(config: RunConfig) -> MemoryPrediction:
     tape = tape_of(config)
     allocator = _placed(tape)
     sizes, levels = allocator.sizes_bytes, _levels(tape, allocator.sizes_bytes)
-    first, last = ([(phase, begin) for phase, begin, _ in tape.steps[place]] for place in (0, -1))
+    first = [(phase, begin) for phase, begin, _ in tape.steps[0]]
+    last = [(phase, begin) for phase, begin, _ in tape.steps[-1]]
     return MemoryPrediction(
         peak=_peak(tape, sizes, levels, last),
         first_step_peak=_peak(tape, sizes, levels, first),

@@ -86,8 +86,9 @@ class Links:
         if nodes == 1:
             return 0.0
         assert self.network_bytes_per_s is not None
-        is_push = call.collective is Collective.PUSH
-        share = in_node * (nodes - 1) if is_push else sent_share(call.collective, nodes) / in_node
+        share = sent_share(call.collective, nodes)
+        # the ranks of a node share what leaves it in a ring, and each pushes to all others
+        share = share * in_node if call.collective is Collective.PUSH else share / in_node
         return call.num_bytes * share / self.network_bytes_per_s
 
 
@@ -121,11 +122,10 @@ def fastest_bytes_per_s(
     if none was timed.
     """
     rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-    rates = (
-        num_bytes * sent_share(kind, ranks) / time_s
-        for kind in rings
-        for num_bytes, time_s in times.get(kind, {}).items()
-    )
+    rates: list[float] = []
+    for ring in rings:
+        for num_bytes, time_s in times.get(ring, {}).items():
+            rates.append(num_bytes * sent_share(ring, ranks) / time_s)
     return max(rates, default=None)
 
 
@@ -250,12 +250,10 @@ class _Timeline:
         more_s[Phase.BACKWARD] -= more_s[Phase.FORWARD]
         late = Phase.BACKWARD if self._rules.ends_in_backward else Phase.COMMUNICATION
         more_s[late] += max(0.0, self.sent_s - self.now_s)
-        more_s[Phase.OPTIMIZER] = sum(
-            call_s(call)
-            for stage in steps
-            if stage.phase is Phase.OPTIMIZER
-            for call in stage.sends
-        )
+        for stage in steps:
+            # the optimizer has nothing to compute while it waits for parameters of other ranks
+            if stage.phase is Phase.OPTIMIZER:
+                more_s[Phase.OPTIMIZER] = sum(map(call_s, stage.sends))
         return {phase: max(0.0, time_s) for phase, time_s in more_s.items()}
 
     def _send(self, sent: Sequence[CollectiveCall], call_s: CallTime) -> float:

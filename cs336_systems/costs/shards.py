@@ -182,4 +182,7 @@ def aligned(lengths: Sequence[int], element_bytes: int) -> list[int]:
     aligns the second.
     """
     multiple = ALIGNMENT_BYTES // element_bytes
-    return [size for length in lengths for size in (length, -length % multiple)][:-1]
+    sizes: list[int] = []
+    for length in lengths:
+        sizes += [length, -length % multiple]
+    return sizes[:-1]

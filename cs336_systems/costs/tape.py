@@ -355,7 +355,8 @@ class Tape:
         # shipped tapes have no places, and those of several ranks and fast models no parameters
         for name in ("places", "parameters", "gradient_order", "failure", "idle_parameters"):
             setattr(tape, name, kept.get(name, getattr(tape, name)))
-        tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
+        for step in kept["steps"]:
+            tape.steps.append([(Phase(phase), event, launch) for phase, event, launch in step])
         return tape
 
 

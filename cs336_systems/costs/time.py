@@ -282,11 +282,11 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
     tape = tape_of(config.alone)
-    phases: dict[Phase, list[Operation]] = {
-        phase: [tape.operations[number] for number in tape.launches[first:stop]]
-        for phase, _, (first, stop) in phases_of(tape, -1)
-        if phase is not Phase.STEP and first < stop
-    }
+    phases: dict[Phase, list[Operation]] = {}
+    for phase, _, (first, stop) in phases_of(tape, -1):
+        if phase is not Phase.STEP and first < stop:
+            launched = tape.launches[first:stop]
+            phases[phase] = [tape.operations[number] for number in launched]
     if config.is_shared and Phase.OPTIMIZER in phases:
         share = updated_parameters(config) / count_parameters(config.model)
         phases[Phase.OPTIMIZER] = [
@@ -437,10 +437,10 @@ def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
                 operation = tape.operations[number]
                 module[f"{phase}_flops"] += flops_of(operation)
                 module[f"{phase}_moved_bytes"] += operation.launches * operation.moved_bytes
-    return {
-        path: ModuleCosts(**{name: module[name] for name in names})
-        for path, module in counts.items()
-    }
+    costs = {}
+    for path, module in counts.items():
+        costs[path] = ModuleCosts(**{name: module[name] for name in names})
+    return costs
 
 
 def _shown(path: str | None, depth: int) -> str:
