@@ -10,6 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from ..config import Precision, RunConfig, Shards
+from .tape import Category
 from .traces import as_costed, tape_of
 
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -58,13 +59,17 @@ class Parameter:
 def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
     """The parameters of the whole model, in its order."""
     tape = tape_of(plain(config))
-    return tuple(
+    parameters = tuple(
         Parameter(
             modules=tuple(dict.fromkeys(map(_block_or_module, names))),
             shape=tuple(map(tape.names.size, sides)),
         )
         for names, sides in tape.parameters
     )
+    listed_bytes = FP32_BYTES * sum(parameter.elements for parameter in parameters)
+    traced_bytes = tape.bytes_of(Category.PARAMETERS)
+    assert listed_bytes == traced_bytes, f"{config.label}: {listed_bytes:,}, not {traced_bytes:,}"
+    return parameters
 
 
 def plain(config: RunConfig) -> RunConfig:

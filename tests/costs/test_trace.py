@@ -360,6 +360,8 @@ def test_shipped_tapes_are_those_of_this_code(attention: Attention) -> None:
     shipped, fresh = traces.tape_of(config), traced(*traces.traced_as(config))
     fresh.repeat()
     assert (shipped.events, shipped.kinds) == (fresh.events, [[*key] for key in fresh.kinds])
+    assert shipped.parameters == [[*parameter] for parameter in fresh.parameters]
+    assert shipped.gradient_order == fresh.gradient_order
     assert [phase for phase, _, _ in phases_of(shipped, -1)] == [*config.phases, Phase.STEP]
 
 
