@@ -252,7 +252,7 @@ class _Timeline:
         more_s[late] += max(0.0, self.sent_s - self.now_s)
         for stage in steps:
             # the optimizer has nothing to compute while it waits for parameters of other ranks
-            if stage.phase is Phase.OPTIMIZER:
+            if stage.phase is Phase.OPTIMIZER and stage.sends:
                 more_s[Phase.OPTIMIZER] = sum(map(call_s, stage.sends))
         return {phase: max(0.0, time_s) for phase, time_s in more_s.items()}
 
