@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from ..config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
 from .hardware import DeviceSpec, find_device
-from .shards import FP32_BYTES, factor_bytes, kept_elements, updated_elements
+from .shards import FP32_BYTES, factor_bytes, updated_elements
 
 INT64_BYTES = 8
 
@@ -177,13 +177,6 @@ def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlo
     return AttentionFlops(
         scores=flops[Component.SCORES], softmax=softmax, values=flops[Component.VALUES]
     )
-
-
-def parameter_bytes(config: RunConfig) -> int:
-    """Bytes of the parameters in fp32 that a rank keeps; not valid for `cast_once`."""
-    if config.parallel.shards_parameters:
-        return FP32_BYTES * sum(kept_elements(config))
-    return FP32_BYTES * count_parameters(config.model)
 
 
 def updated_parameters(config: RunConfig) -> int:

@@ -17,7 +17,7 @@ from operator import invert
 from sys import maxsize
 
 from ..config import Attention, Device, Mode, Parallel, Phase, Precision, RunConfig, SdpaBackend
-from .accounting import count_parameters, parameter_bytes
+from .accounting import count_parameters
 from .allocator import ROUND_BYTES, CachingAllocator, OutOfMemoryError, round_up
 from .shards import FP32_BYTES, HALF_BYTES, REST, is_block, kept_elements, units
 from .tape import Category, Tape, TensorSpec, interpolated
@@ -171,7 +171,10 @@ def _least_bytes(config: RunConfig) -> int:
     blocks = model.num_layers if has_backward and not config.checkpoint_blocks else 1
     scores = blocks * config.batch_size * model.num_heads * model.context_length**2
     score_bytes = scores * HALF_BYTES if model.attention is Attention.NAIVE else 0
-    return config.ranks * (int(copies * parameter_bytes(config)) + score_bytes)
+    # all ranks together have each sharded parameter once, and else whole copies
+    holders = 1 if config.parallel.shards_parameters else config.ranks
+    weight_bytes = int(copies * FP32_BYTES * count_parameters(model))
+    return holders * weight_bytes + config.ranks * score_bytes
 
 
 def _most_bytes(config: RunConfig) -> int:

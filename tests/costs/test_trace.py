@@ -31,8 +31,8 @@ from cs336.config import (
     RunConfig,
 )
 from cs336.costs import memory, traces
-from cs336.costs.accounting import parameter_bytes
 from cs336.costs.memory import MemoryPrediction, predict_memory
+from cs336.costs.shards import kept_elements
 from cs336.costs.tape import MATMULS_OF, Category, Names, OperationKind, Tape, phases_of
 from cs336.costs.time import flops_of
 from cs336.costs.tracing import tracing
@@ -218,7 +218,7 @@ def test_widths_of_ranks_are_not_taken_for_other_sizes(parallel: Parallel) -> No
             ranks=2,
         )
         bytes_of.append(traces.tape_of(config).bytes_of(Category.PARAMETERS))
-    assert bytes_of == [parameter_bytes(config)] * 2
+    assert bytes_of == [4 * sum(kept_elements(config))] * 2
 
 
 def test_a_kept_tape_is_the_same_tape() -> None:
