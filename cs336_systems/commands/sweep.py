@@ -17,15 +17,9 @@ from ..analysis.kernels import NsysError, find_nsys
 from ..config import USED_WITH, Device, Mode, Parallel, Precision, Profiler, RunConfig
 from ..costs.curves import Curves
 from ..costs.fast_memory import peak_bytes as fast_peak_bytes
+from ..costs.fit import fits, host_bytes, needs_tape, outside_bytes
 from ..costs.hardware import devices_called
-from ..costs.memory import (
-    fits,
-    host_bytes,
-    needs_tape,
-    outside_bytes,
-    predict_memory,
-    predicted_peak_bytes,
-)
+from ..costs.memory import predict_memory, predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
 from ..costs.time import prepare_forecasts
 from ..measure.environment import cpu_name, host_memory_bytes, lacking_memory

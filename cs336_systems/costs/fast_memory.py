@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..config import Arch, Attention, Device, Mode, Profiler, RunConfig
 from .accounting import Component, parameters_by_component
-from .memory import CUDA_CONTEXT_BYTES
+from .fit import CUDA_CONTEXT_BYTES
 from .shards import FP32_BYTES, HALF_BYTES
 
 LOSS_TOKENS = 8192

@@ -26,15 +26,8 @@ from cs336.config import (
     SdpaBackend,
 )
 from cs336.costs.accounting import updated_parameters
-from cs336.costs.memory import (
-    CUDA_CONTEXT_BYTES,
-    fits,
-    host_bytes,
-    largest_batch,
-    largest_context,
-    predict_memory,
-    predicted_peak_bytes,
-)
+from cs336.costs.fit import CUDA_CONTEXT_BYTES, fits, host_bytes, largest_batch, largest_context
+from cs336.costs.memory import predict_memory, predicted_peak_bytes
 from cs336.costs.shards import kept_elements
 from cs336.costs.tape import Category, phases_of
 from cs336.costs.traces import tape_of
@@ -236,7 +229,7 @@ GROWS = """
 import os, re, sys
 from pathlib import Path
 from cs336.config import Device, ModelConfig, RunConfig
-from cs336.costs.memory import host_bytes
+from cs336.costs.fit import host_bytes
 from cs336.measure.run import measure
 
 

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336.cli import main
 from cs336.config import SIZES, UNSIZED, Device, LossKind, Precision, RunConfig
 from cs336.costs import traces
-from cs336.costs.memory import fits, largest_batch, largest_context, predict_memory
+from cs336.costs.fit import fits, largest_batch, largest_context
+from cs336.costs.memory import predict_memory
 from cs336.costs.tape import Category
 from cs336.costs.time import costs_by_module
 from cs336.costs.tracing import tracing

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from ...config import Mode, Phase, RunConfig
-from ...costs import accounting, memory
+from ...costs import accounting, fit, memory
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
 from ...costs.curves import Curves as DeviceCurves
@@ -461,9 +461,9 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
 def _fit(config: RunConfig, memory_bytes: int) -> Row:
     """What fits; None where it is not predicted."""
     return {
-        "fits": memory.fits(config, memory_bytes),
-        "largest_batch_size": memory.largest_batch(config, memory_bytes),
-        "longest_context_length": memory.largest_context(config, memory_bytes),
+        "fits": fit.fits(config, memory_bytes),
+        "largest_batch_size": fit.largest_batch(config, memory_bytes),
+        "longest_context_length": fit.largest_context(config, memory_bytes),
     }
 
 
