@@ -16,7 +16,7 @@ from pathlib import Path
 from ...config import Phase, Profiler, RunConfig
 from ...costs.curves import Curves
 from ...costs.ranks_time import predicted_time
-from ...costs.time import TimePrediction, measured_share, without_own_products
+from ...costs.time import StepLimit, TimePrediction, measured_share, without_own_products
 from ...record import RunRecord, Status, WarningCode
 from ...studies.ceilings_files import Ceilings
 from ...text import counted
