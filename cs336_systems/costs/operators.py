@@ -1,54 +1,21 @@
-# ruff: noqa: ANN401 (arguments of operators are whatever PyTorch passes)
 """What each operator of PyTorch launches on CUDA.
 
 An operator without an entry is one kernel that reads its arguments and writes its results. Each
 entry that says otherwise has its place in PyTorch's source.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
 
 from .on_cuda import HALF
 from .tape import Form, Pass
-
-if TYPE_CHECKING:
-    from .trace import StepTrace
+from .trace import Dispatch, Launcher, StepTrace, tensors_in
 
 LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
 MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """An operation that was dispatched, or a kernel in Triton that was launched."""
-
-    name: str
-    ins: Sequence[Tensor]
-    """The tensors among its arguments."""
-    outs: Sequence[Tensor]
-    args: Any
-    """All arguments of an operation in order, and those of a kernel in Triton that have names."""
-
-
-Launcher = Callable[["StepTrace", Dispatch], None]
-"""Notes what a call launches."""
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The meta tensors in a value, or in lists and tuples of values."""
-    if isinstance(value, Tensor):
-        if value.is_meta:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
-
-
-def one_pass(trace: "StepTrace", call: Dispatch) -> None:
+def one_pass(trace: StepTrace, call: Dispatch) -> None:
     """Any operation without an entry: one kernel that reads its arguments and writes its
     results.
     """
@@ -72,7 +39,7 @@ def one_pass(trace: "StepTrace", call: Dispatch) -> None:
     trace.moves([*ins, *outs], how)
 
 
-def _matmul(trace: "StepTrace", call: Dispatch) -> None:
+def _matmul(trace: StepTrace, call: Dispatch) -> None:
     a, b = call.ins[-2:]
     form = Form.INPUT
     if b.stride(-2) == 1 and b.shape[-2] > 1:
@@ -85,7 +52,7 @@ def _matmul(trace: "StepTrace", call: Dispatch) -> None:
         trace.routing.note_experts(sides[0], b.numel())
 
 
-def _grouped_matmul(trace: "StepTrace", call: Dispatch) -> None:
+def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
     """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as
     they can be.
     """
@@ -113,7 +80,7 @@ def _grouped_matmul(trace: "StepTrace", call: Dispatch) -> None:
             trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), count)
 
 
-def _attention_kernel(trace: "StepTrace", call: Dispatch) -> None:
+def _attention_kernel(trace: StepTrace, call: Dispatch) -> None:
     q, k = call.ins[:2]
     trace.attention(
         Form.ATTENTION,
@@ -123,7 +90,7 @@ def _attention_kernel(trace: "StepTrace", call: Dispatch) -> None:
     )
 
 
-def _attention_backward_kernel(trace: "StepTrace", call: Dispatch) -> None:
+def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
     """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
     multiplies output and gradient (cuda/attention_backward.cu). cuDNN's workspace is not
     documented; that of flash is assumed.
@@ -143,7 +110,7 @@ def _attention_backward_kernel(trace: "StepTrace", call: Dispatch) -> None:
     )
 
 
-def _softmax_backward(trace: "StepTrace", call: Dispatch) -> None:
+def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
     """CUDA multiplies gradient and output first (softmax_backward_cuda_out in
     aten/src/ATen/native/cuda/SoftMax.cu).
     """
@@ -153,7 +120,7 @@ def _softmax_backward(trace: "StepTrace", call: Dispatch) -> None:
     trace.moves([gradient, output, call.outs[0]], is_dispatched=False)
 
 
-def _norm_backward(trace: "StepTrace", call: Dispatch) -> None:
+def _norm_backward(trace: StepTrace, call: Dispatch) -> None:
     """One kernel for the gradient of the input, one for those of the parameters
     (cuda/layer_norm_kernel.cu).
     """
@@ -161,7 +128,7 @@ def _norm_backward(trace: "StepTrace", call: Dispatch) -> None:
     trace.moves(call.ins[:2], is_dispatched=False)
 
 
-def _foreach(trace: "StepTrace", call: Dispatch) -> None:
+def _foreach(trace: StepTrace, call: Dispatch) -> None:
     """A pass over lists of tensors, of which one may be given twice."""
     lists = {}
     for argument in call.args:

@@ -5,8 +5,9 @@ launches, which become a Tape.
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from ..config import Phase
 from .internals import FakeWork, address_of, current_node, next_sequence_number, without_modes
-from .operators import LAUNCHERS, Dispatch, Launcher, one_pass, tensors_in
 from .routing import Routing
 from .tape import Category, Form, Names, OperationKey, Pass, Tape, TensorKey, path_of
 
@@ -41,6 +41,32 @@ SILENT = frozenset(
 """Operations beside views that launch no kernel."""
 
 
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """An operation that was dispatched, or a kernel in Triton that was launched."""
+
+    name: str
+    ins: Sequence[Tensor]
+    """The tensors among its arguments."""
+    outs: Sequence[Tensor]
+    args: Any
+    """All arguments of an operation in order, and those of a kernel in Triton that have names."""
+
+
+Launcher = Callable[["StepTrace", Dispatch], None]
+"""Notes what a call launches."""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The meta tensors in a value, or in lists and tuples of values."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
 class CudaStream:
     """Stands for a CUDA stream or event."""
 
@@ -57,13 +83,15 @@ class CudaStream:
 class StepTrace:
     """Collects what is dispatched; `tape()` makes a Tape of it."""
 
-    def __init__(self, axes: Mapping[str, int], launchers: Mapping[str, Launcher]) -> None:
+    def __init__(
+        self, axes: Mapping[str, int], launchers: Mapping[str, Launcher], usual: Launcher
+    ) -> None:
         self.axes = axes
         self.names: Names = Names(axes)
-        self.launchers = {**LAUNCHERS, **launchers}
-        """Functions that note what an operation launches, by its name; one_pass notes that of all
-        others.
-        """
+        self.launchers = launchers
+        """Functions that note what an operation launches, by its name."""
+        self.usual = usual
+        """The function for all other operations."""
         self.routing = Routing()
         self.made: list[list[Any]] = []
         """Of each tensor by its handle: category or None, label, shape, bytes per element,
@@ -281,7 +309,7 @@ class StepTrace:
         if is_view or name in SILENT:
             self._views += 1
             return
-        self.launchers.get(name, one_pass)(self, Dispatch(name, ins, outs, args))
+        self.launchers.get(name, self.usual)(self, Dispatch(name, ins, outs, args))
 
     def _label(self, name: str) -> str:
         """What a tensor is called: the operator that makes it, and its module or autograd node."""

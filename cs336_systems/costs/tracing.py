@@ -30,9 +30,9 @@ from .internals import (
     without_modes,
 )
 from .on_cuda import as_on_cuda, clear_copies, without_autocast
-from .operators import Launcher, tensors_in
+from .operators import LAUNCHERS, one_pass
 from .tape import Category, TraceError
-from .trace import GPU, CudaStream, StepTrace
+from .trace import GPU, CudaStream, Launcher, StepTrace, tensors_in
 
 _PLACES = {
     vars(TensorBase)[name].__get__: shown
@@ -193,7 +193,7 @@ def tracing(
     """While open, all that runs is recorded, as if it ran on a GPU; `launchers`
     note what operators of others launch, by name.
     """
-    trace = StepTrace(axes, launchers)
+    trace = StepTrace(axes, {**LAUNCHERS, **launchers}, one_pass)
     clear = torch.clear_autocast_cache
 
     def clear_all() -> None:

@@ -19,10 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config import Parallel, Phase, RunConfig
 from ..costs.internals import address_of
-from ..costs.operators import Dispatch
 from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
-from ..costs.trace import StepTrace
+from ..costs.trace import Dispatch, StepTrace
 from ..costs.traces import Asked, encoded
 from ..costs.tracing import tracing
 from ..model.trainable import is_own_message, load_factory, make_model, told
