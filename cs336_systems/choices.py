@@ -1,6 +1,8 @@
 """The choices of settings, and the phases of a step."""
 
+from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 
 class Arch(StrEnum):
@@ -76,6 +78,14 @@ class CompileMode(StrEnum):
     MAX_AUTOTUNE_NO_CUDAGRAPHS = "max-autotune-no-cudagraphs"
 
 
+class Shards(StrEnum):
+    """What each rank keeps a part of, and of its gradients and optimizer state."""
+
+    NOTHING = "nothing"
+    MATRICES = "the elements of matrices, and vectors whole"
+    ROWS = "the rows of all parameters"
+
+
 class Parallel(StrEnum):
     """How several ranks share a step: not at all, by one of our ways or PyTorch's to average the
     gradients of whole models (ddp), or of models whose parameters are sharded (fsdp).
@@ -93,18 +103,23 @@ class Parallel(StrEnum):
     OWN = "own"
 
     @property
+    def exchange(self) -> "ExchangeRules":
+        """What its ranks exchange in a step, and when."""
+        return EXCHANGES.get(self, ExchangeRules())
+
+    @property
     def shards_parameters(self) -> bool:
         """Whether each rank keeps only its part of the parameters, their gradients and the
         optimizer's state.
         """
-        return self.is_fsdp or self is Parallel.FSDP2
+        return self.exchange.shards is not Shards.NOTHING
 
     @property
     def is_fsdp(self) -> bool:
         """Whether each rank has its part of every matrix, and vectors whole: our fully sharded
         data parallelism.
         """
-        return self in (Parallel.FSDP, Parallel.FSDP_PUSH)
+        return self.exchange.shards is Shards.MATRICES
 
     @property
     def takes_any_tensor(self) -> bool:
@@ -116,7 +131,47 @@ class Parallel(StrEnum):
     @property
     def writes_to_others(self) -> bool:
         """Whether a rank writes to the other ranks' memory itself, and so must see their GPUs."""
-        return self in (Parallel.DDP_PUSH, Parallel.FSDP_PUSH)
+        return self.exchange.copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeRules:
+    """What the ranks of a way exchange in a step, and when; its forecast follows from this."""
+
+    shards: Shards = Shards.NOTHING
+    """Of what each rank keeps a part. Else whole gradients are averaged."""
+    copies: bool = False
+    """Whether ranks copy into each other's memory, instead of calling collectives."""
+    bucket_bytes: float | None = 0
+    """Gradients are averaged together up to this size: 0 for each alone, infinite for all, None
+    for that of `bucket_mib`.
+    """
+    first_bucket_bytes: float | None = None
+    """Size of the first bucket, if it is another one."""
+    starts_in_backward: bool = True
+    """Whether gradients are averaged during backward, each bucket once it is complete."""
+    ends_in_backward: bool = False
+    """Whether backward itself waits for all averages, and not a call after it."""
+    units_ahead: int = 0
+    """Units of sharded parameters that are gathered ahead of the one that computes."""
+    keeps_last_unit: bool = False
+    """Whether the last unit of forward stays gathered for backward, which begins with it."""
+
+
+EXCHANGES = {
+    Parallel.DDP_NAIVE: ExchangeRules(starts_in_backward=False),
+    Parallel.DDP_FLAT: ExchangeRules(starts_in_backward=False, bucket_bytes=inf),
+    Parallel.DDP_OVERLAP: ExchangeRules(bucket_bytes=None),
+    Parallel.DDP_PUSH: ExchangeRules(copies=True),
+    # the first bucket of PyTorch's is smaller, so that its all-reduce starts early
+    Parallel.DDP: ExchangeRules(bucket_bytes=None, first_bucket_bytes=2**20, ends_in_backward=True),
+    Parallel.FSDP: ExchangeRules(shards=Shards.MATRICES, units_ahead=2, keeps_last_unit=True),
+    Parallel.FSDP_PUSH: ExchangeRules(
+        shards=Shards.MATRICES, copies=True, units_ahead=2, keeps_last_unit=True
+    ),
+    Parallel.FSDP2: ExchangeRules(shards=Shards.ROWS, units_ahead=1, ends_in_backward=True),
+}
+"""The ways whose steps are forecast: all but a user's own."""
 
 
 class LossKind(StrEnum):

@@ -25,6 +25,7 @@ from cs336.config import (
 )
 from cs336.costs import traces
 from cs336.costs.memory import is_predictable
+from cs336.costs.shards import plain
 from cs336.costs.time import is_fast_step
 from cs336.model.fast.choose import fastest
 from cs336.record import load_records
@@ -45,6 +46,8 @@ def shipped() -> Iterator[RunConfig]:
     for runs in committed_runs():
         for record in load_records(runs)[0]:
             yield from (record.config, record.config.alone)
+            if record.config.is_shared:
+                yield plain(record.config)
     precisions = (Precision.FP32, Precision.BF16)
     for size, attention, precision in itertools.product(SIZES, Attention, precisions):
         for mode in Mode:
@@ -87,11 +90,11 @@ def shipped() -> Iterator[RunConfig]:
 
 def wanted() -> dict[str, RunConfig]:
     """The steps by the names of their tapes."""
-    own = (each for each in shipped() if each.model_factory is None)
+    steps = (step for step in shipped() if step.model_factory is None)
     return {
-        traces._name(traces.traced_as(each)[0]): each
-        for each in own
-        if is_predictable(each) or is_fast_step(each)
+        traces._name(traces.traced_as(step)[0]): step
+        for step in steps
+        if is_predictable(step) or is_fast_step(step)
     }
 
 

@@ -51,8 +51,11 @@ ELSEWHERE = (
     "sweep.worker",
     "sweep.ranks",
     "sweep.cluster",
-    "costs.trace",
+    "costs.internals",
     "costs.on_cuda",
+    "costs.operators",
+    "costs.trace",
+    "costs.tracing",
     "costs.routing",
     "watched",
 )

@@ -7,14 +7,8 @@ from pathlib import Path
 from ..config import Device, Mode, Profiler, RunConfig
 from ..costs.curves import Curves
 from ..costs.fast_memory import peak_bytes as fast_peak_bytes
-from ..costs.memory import (
-    fits,
-    host_bytes,
-    needs_tape,
-    outside_bytes,
-    predict_memory,
-    predicted_peak_bytes,
-)
+from ..costs.fit import fits, host_bytes, needs_tape, outside_bytes
+from ..costs.memory import predict_memory, predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
 from ..costs.time import prepare_forecasts
 from ..measure.environment import lacking_memory

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from ..config import Arch, Attention, Mode, ModelConfig, Precision, RunConfig, SdpaBackend
 from .hardware import DeviceSpec, find_device
-from .shards import FP32_BYTES, HALF_BYTES, kept_elements, updated_elements
+from .shards import FP32_BYTES, factor_bytes, updated_elements
 
 INT64_BYTES = 8
 
@@ -81,7 +81,9 @@ def forward_flops(
     """
     context_length = model.context_length
     tokens = batch_size * context_length
-    pairs = context_length * (context_length + 1) // 2 if causal else context_length**2
+    pairs = context_length**2
+    if causal:
+        pairs = context_length * (context_length + 1) // 2
     attention = 2 * model.num_layers * batch_size * pairs * model.d_model
     linear = {component: 2 * tokens * weights for component, weights in _weights(model).items()}
     return {
@@ -133,11 +135,9 @@ def step_flops(config: RunConfig) -> int | None:
     Attention counts in full. Recomputation is left out: these are the model's FLOPs, not the
     hardware's.
     """
-    return (
-        None
-        if config.model_factory is not None
-        else sum(part.step for part in component_flops(config))
-    )
+    if config.model_factory is not None:
+        return None
+    return sum(part.step for part in component_flops(config))
 
 
 def mfu(flops_per_s: float, device_name: str, precision: Precision) -> float | None:
@@ -179,24 +179,17 @@ def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlo
     )
 
 
-def parameter_bytes(config: RunConfig) -> int:
-    """Bytes of the parameters in fp32 that a rank keeps; not valid for `cast_once`."""
-    if config.parallel.shards_parameters:
-        return FP32_BYTES * sum(kept_elements(config).values())
-    return FP32_BYTES * count_parameters(config.model)
-
-
 def updated_parameters(config: RunConfig) -> int:
     """Number of parameters that a rank's optimizer updates: all, or the share of the rank that
     has most.
     """
     if config.parallel.shards_parameters or config.shard_optimizer:
-        return sum(updated_elements(config).values())
+        return updated_elements(config)
     return count_parameters(config.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class PartWork:
     """FLOPs of a part of the step, and the fewest bytes that it must move to and from memory."""
 
     name: str
@@ -216,7 +209,7 @@ def is_fused(model: ModelConfig) -> bool:
     return model.attention is Attention.SDPA and model.sdpa_backend is not SdpaBackend.MATH
 
 
-def forward_work(config: RunConfig) -> tuple[Work, ...]:
+def forward_work(config: RunConfig) -> tuple[PartWork, ...]:
     """The matmuls of one forward pass and the lookup of the embedding.
 
     Attention's FLOPs are those of causal pairs where a fused kernel computes it, which skips the
@@ -226,16 +219,14 @@ def forward_work(config: RunConfig) -> tuple[Work, ...]:
     several matmuls of a part share, such as the input of queries, keys and values, counts once in
     all. The scores of fused attention move no bytes. `fp8` makes no difference here.
     """
-    element_bytes = (
-        HALF_BYTES if config.precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
-    )
+    element_bytes = factor_bytes(config.precision)
     moved_bytes = {
         part: element_bytes * elements for part, elements in _matmul_elements(config).items()
     }
     moved_bytes[Component.EMBEDDING] = _embedding_bytes(config)
     flops = forward_flops(config.model, config.batch_size, causal=is_fused(config.model))
     return tuple(
-        Work(
+        PartWork(
             name=part, flops=flops[part], moved_bytes=moved_bytes[part], precision=config.precision
         )
         for part in Component
@@ -250,7 +241,9 @@ def _matmul_elements(config: RunConfig) -> dict[Component, int]:
     model, layers = config.model, config.model.num_layers
     tokens = config.batch_size * model.context_length
     stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
-    scores = 0 if is_fused(model) else layers * tokens * model.num_heads * model.context_length
+    scores = layers * tokens * model.num_heads * model.context_length
+    if is_fused(model):
+        scores = 0
     # besides weights and biases; the feed-forward layer reads the hidden activations once, in w2
     activations = {
         Component.QKV: 4 * stream,
@@ -284,12 +277,12 @@ gradient.
 """
 
 
-def optimizer_work(config: RunConfig) -> Work:
+def optimizer_work(config: RunConfig) -> PartWork:
     """AdamW's update, of the parameters that a rank updates, in one pass over all tensors, as in
     a fused kernel.
     """
     parameters = updated_parameters(config)
-    return Work(
+    return PartWork(
         name="optimizer",
         flops=ADAMW_FLOPS * parameters,
         moved_bytes=ADAMW_BYTES * parameters,
@@ -297,7 +290,7 @@ def optimizer_work(config: RunConfig) -> Work:
     )
 
 
-def least_time_s(work: Work, device: DeviceSpec) -> float | None:
+def least_time_s(work: PartWork, device: DeviceSpec) -> float | None:
     """The longer of the times at the data sheet's peak and at its bandwidth; None if no peak is
     known.
     """

@@ -1,5 +1,7 @@
-"""The collectives of a step on several ranks, call by call: bytes that a rank sends, and time by
-measured collectives.
+"""The collectives of a step on several ranks, in the order of their launches.
+
+They follow from the tape of the step in one process, which has the parameters, their modules and
+the order of their gradients, and from what the way of `--parallel` declares (`EXCHANGES`).
 
 Collectives run in a ring: of S bytes that all n ranks have in the end, an all-gather makes each
 rank send (n - 1) / n, a reduce-scatter and a broadcast as many, an all-reduce twice as many
@@ -7,19 +9,15 @@ rank send (n - 1) / n, a reduce-scatter and a broadcast as many, an all-reduce t
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf
 
-from ..config import Arch, Parallel, Precision, RunConfig
+from ..choices import EXCHANGES
+from ..config import Phase, RunConfig
 from .memory import MAX_LAYERS
-from .shards import FP32_BYTES, HALF_BYTES, LOOKUP, REST, kept_elements, parameter_elements, units
-
-FIRST_BUCKET_BYTES = 2**20
-"""The first bucket of PyTorch's DistributedDataParallel, which is smaller so that its all-reduce
-starts early.
-"""
+from .shards import FP32_BYTES, LOOKUP, REST, Unit, parameters_of, plain, replicated_elements, units
+from .traces import has_tape, tape_of
 
 
 class Collective(StrEnum):
@@ -47,7 +45,7 @@ TIMED = tuple(Collective)[:5]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """A collective that is launched as one; several tensors that are averaged or gathered
     together are one call.
     """
@@ -66,137 +64,150 @@ def sent_share(collective: Collective, ranks: int) -> float:
     return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
 
 
-AVERAGING = (
-    Parallel.DDP_NAIVE,
-    Parallel.DDP_FLAT,
-    Parallel.DDP_OVERLAP,
-    Parallel.DDP,
-    Parallel.DDP_PUSH,
-)
-WAYS = (*AVERAGING, Parallel.FSDP, Parallel.FSDP_PUSH, Parallel.FSDP2)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Kernels of one rank, the collectives that they need, and those that follow from them."""
+
+    phase: Phase
+    multiplied_elements: int = 0
+    """Elements of matrices that the kernels multiply, as a measure of their share of the phase."""
+    gathers: tuple[CollectiveCall, ...] = ()
+    """Collectives that must have ended before the kernels."""
+    sends: tuple[CollectiveCall, ...] = ()
+    """Collectives that are launched once the kernels have ended."""
 
 
-def calls(config: RunConfig) -> Counter[Call] | None:
+def calls(config: RunConfig) -> Counter[CollectiveCall] | None:
     """The collectives of a step in the steady state, with the number of each.
 
-    None for a run in one process, a user's own model, models of more than MAX_LAYERS, and ranks
-    that exchange copies of weights (`cast_once`).
+    None for a run in one process, a user's own model or way, models of more than MAX_LAYERS, steps
+    that cannot be traced, and ranks that exchange copies of weights (`cast_once`).
     """
-    is_known = config.parallel in WAYS and config.model_factory is None and not config.cast_once
-    if not is_known or config.model.num_layers > MAX_LAYERS:
+    is_known = config.parallel in EXCHANGES and config.model_factory is None
+    if not is_known or config.cast_once or config.model.num_layers > MAX_LAYERS:
         return None
-    is_averaged = config.parallel in AVERAGING
-    found = Counter(
-        (call for _, call in gradient_calls(config)) if is_averaged else _of_shards(config)
-    )
+    if not has_tape(plain(config)):
+        return None
+    counts = Counter[CollectiveCall]()
+    for stage in stages(config):
+        counts.update(stage.gathers)
+        counts.update(stage.sends)
+    return counts
+
+
+def stages(config: RunConfig) -> list[Stage]:
+    """What a rank computes and exchanges in a step, in order."""
+    way = config.parallel
+    step = _sharded(config) if way.shards_parameters else _averaged(config)
+    sends = []
+    if elements := replicated_elements(config):
+        sends.append(CollectiveCall(Collective.ALL_REDUCE, FP32_BYTES * elements))
     # all-reduces of one element, by which ranks wait for each other's copies
-    if config.parallel.writes_to_others:
-        found[Call(Collective.ALL_REDUCE, FP32_BYTES)] += 2
+    if way.exchange.copies:
+        sends += [CollectiveCall(Collective.ALL_REDUCE, FP32_BYTES)] * 2
+    updates = []
     if config.shard_optimizer:
-        found.update(
-            Call(Collective.BROADCAST, FP32_BYTES * count)
-            for count in parameter_elements(config).values()
-        )
-    return found
-
-
-def gradient_calls(config: RunConfig) -> list[tuple[list[str], Call]]:
-    """The calls that average whole gradients, in their order, each with the names of its
-    parameters.
-
-    The parameter that fills a bucket is its last.
-    """
-    counts = parameter_elements(config)
-    kind = Collective.PUSH if config.parallel is Parallel.DDP_PUSH else Collective.ALL_REDUCE
-    is_alone = config.parallel in (Parallel.DDP_NAIVE, Parallel.DDP_PUSH)
-    bucket_bytes = (
-        inf
-        if config.parallel is Parallel.DDP_FLAT
-        else 0
-        if is_alone
-        else config.bucket_mib * 2**20
-    )
-    buckets: list[list[str]] = []
-    filled, limit = 0, 0.0
-    for name in gradient_order(config):
-        if filled >= limit:
-            limit = (
-                FIRST_BUCKET_BYTES
-                if config.parallel is Parallel.DDP and not buckets
-                else bucket_bytes
-            )
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(name)
-        filled += FP32_BYTES * counts[name]
+        updates = [
+            CollectiveCall(Collective.BROADCAST, FP32_BYTES * parameter.elements)
+            for parameter in parameters_of(config)
+        ]
     return [
-        (names, Call(kind, FP32_BYTES * sum(counts[name] for name in names))) for names in buckets
+        *step,
+        Stage(phase=Phase.BACKWARD, sends=tuple(sends)),
+        Stage(phase=Phase.OPTIMIZER, sends=tuple(updates)),
     ]
 
 
-def _of_shards(config: RunConfig) -> Iterator[Call]:
-    found, in_pushes = part_bytes(config), config.parallel is Parallel.FSDP_PUSH
-    for unit, parts in found.items():
-        for together in [[part] for part in parts] if in_pushes else [parts]:
-            gather, scatter = exchange_calls(config, together)
-            yield from [*[gather] * (1 if unit in gathered_once(config, found) else 2), scatter]
-    if config.parallel.is_fsdp:
-        in_units = {name for unit in units(config) for name in unit.counts}
-        vectors = sum(
-            count for name, count in parameter_elements(config).items() if name not in in_units
+def _averaged(config: RunConfig) -> Iterator[Stage]:
+    """Backward of whole gradients, which are averaged bucket by bucket."""
+    rules, parameters = config.parallel.exchange, parameters_of(config)
+    collective = Collective.PUSH if rules.copies else Collective.ALL_REDUCE
+    ordered = [parameters[place] for place in tape_of(plain(config)).gradient_order]
+    if not rules.starts_in_backward:
+        multiplied = sum(parameter.multiplied_elements for parameter in ordered)
+        yield Stage(phase=Phase.BACKWARD, multiplied_elements=multiplied)
+    bucket_bytes = rules.bucket_bytes
+    if bucket_bytes is None:
+        bucket_bytes = config.bucket_mib * 2**20
+    sizes = [FP32_BYTES * parameter.elements for parameter in ordered]
+    for places in split_into_buckets(sizes, bucket_bytes, rules.first_bucket_bytes):
+        multiplied = sum(ordered[place].multiplied_elements for place in places)
+        yield Stage(
+            phase=Phase.BACKWARD,
+            multiplied_elements=multiplied if rules.starts_in_backward else 0,
+            sends=(CollectiveCall(collective, sum(sizes[place] for place in places)),),
         )
-        yield Call(Collective.ALL_REDUCE, FP32_BYTES * vectors)
 
 
-def exchange_calls(config: RunConfig, parts: Sequence[int]) -> tuple[Call, Call]:
-    """The calls that gather parameters, of which each rank has parts of so many bytes, and
-    scatter their gradients.
+def split_into_buckets(
+    sizes: Sequence[int], bucket_bytes: float, first_bytes: float | None = None
+) -> list[list[int]]:
+    """Places of tensors that are averaged together: a bucket ends with the one that fills it.
+
+    `first_bytes` is the size of the first bucket, if it is another one.
     """
-    if config.parallel is Parallel.FSDP_PUSH:
-        return (Call(Collective.PUSH, sum(parts)),) * 2
-    payload = config.ranks * sum(parts)
-    return Call(Collective.ALL_GATHER, payload), Call(Collective.REDUCE_SCATTER, payload)
+    buckets: list[list[int]] = []
+    filled, limit = 0, 0.0
+    for place, size in enumerate(sizes):
+        if filled >= limit:
+            limit = bucket_bytes
+            if first_bytes is not None and not buckets:
+                limit = first_bytes
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(place)
+        filled += size
+    return buckets
 
 
-def gathered_once(config: RunConfig, names: Collection[str]) -> set[str]:
-    """Those units, of all, that are not gathered again for backward."""
-    if config.parallel is Parallel.FSDP2:
-        return {REST}
-    return {LOOKUP, REST, [name for name in names if name != REST][-1]}
-
-
-def part_bytes(config: RunConfig) -> dict[str, list[int]]:
-    """Bytes of a rank's part of each parameter, by the unit with which it is gathered, in the
-    order of forward.
+def _sharded(config: RunConfig) -> Iterator[Stage]:
+    """Forward and backward of sharded parameters: each unit is gathered, freed after forward and
+    gathered again for backward, and its gradients are scattered.
     """
-    if config.parallel.is_fsdp:
-        found = {
-            unit.name: [unit.element_bytes * length for length in unit.lengths]
-            for unit in units(config)
-        }
-        return {name: parts for name, parts in found.items() if parts}
-    element_bytes = HALF_BYTES if config.precision is Precision.BF16 else FP32_BYTES
-    parts: dict[str, list[int]] = {}
-    # PyTorch's fully_shard gathers each block, and the rest as one
-    for name, count in kept_elements(config).items():
-        unit = name.partition(".")[0]
-        parts.setdefault(unit if unit.isdigit() else REST, []).append(element_bytes * count)
-    return parts
-
-
-def gradient_order(config: RunConfig) -> list[str]:
-    """Names of the parameters in the order in which backward makes their gradients."""
-    model = config.model
-    is_gpt2 = model.arch is Arch.GPT2
-    ffn = ("w2", "w1") if is_gpt2 else ("w2", "w3", "w1")
-    of_block = (*ffn, "ln2", "output", "v", "k", "q", "ln1")
-    layers = [f"{index}.{name}" for index in reversed(range(model.num_layers)) for name in of_block]
-    if not is_gpt2:
-        return ["lm_head", "ln_final", *layers, "embedding"]
-    order = []
-    for name in ("ln_final", *layers):
-        is_bias_first = (
-            config.precision is Precision.FP32 and ".ln" not in name and name != "ln_final"
+    gathered = {unit.name: unit for unit in units(config)}
+    multiplied = _multiplied_by_unit(config)
+    names = [name for name in multiplied if name in gathered or multiplied[name]]
+    gathered_once = {LOOKUP, REST}
+    if config.parallel.exchange.keeps_last_unit:
+        gathered_once.add([name for name in names if name in gathered][-1])
+    for name in names:
+        gathers, _ = _exchanged(gathered.get(name), config)
+        yield Stage(phase=Phase.FORWARD, multiplied_elements=multiplied[name], gathers=gathers)
+    for name in reversed(names):
+        gathers, scatters = _exchanged(gathered.get(name), config)
+        yield Stage(
+            phase=Phase.BACKWARD,
+            multiplied_elements=multiplied[name],
+            gathers=() if name in gathered_once else gathers,
+            sends=scatters,
         )
-        order += [f"{name}.bias", name] if is_bias_first else [name, f"{name}.bias"]
-    return [*order, "positions", "embedding"]
+
+
+def _multiplied_by_unit(config: RunConfig) -> dict[str, int]:
+    """Elements that the kernels of each block, and of each module outside of blocks, multiply, in
+    the order of forward; a tied table multiplies in the last module that uses it.
+    """
+    parameters = parameters_of(config)
+    # REST is gathered before all others
+    multiplied = {REST: 0} | {parameter.modules[0]: 0 for parameter in parameters}
+    for parameter in parameters:
+        module = parameter.modules[-1]
+        multiplied[module] = multiplied.get(module, 0) + parameter.multiplied_elements
+    return multiplied
+
+
+def _exchanged(
+    unit: Unit | None, config: RunConfig
+) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
+    """The calls that gather a unit's parameters, and those that scatter their gradients."""
+    if unit is None:
+        return (), ()
+    parts_bytes = [unit.element_bytes * part for part in unit.parts]
+    if config.parallel.exchange.copies:
+        pushes = tuple(CollectiveCall(Collective.PUSH, part_bytes) for part_bytes in parts_bytes)
+        return pushes, pushes
+    whole_bytes = config.ranks * sum(parts_bytes)
+    return (
+        (CollectiveCall(Collective.ALL_GATHER, whole_bytes),),
+        (CollectiveCall(Collective.REDUCE_SCATTER, whole_bytes),),
+    )

@@ -3,13 +3,13 @@ memory, launches.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import dist, exp, log
 
 from ..config import Precision
-from .communication import Call, Collective
+from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
 from .tape import MATMULS_OF, Form, Pass
 
@@ -39,8 +39,21 @@ class Matmul:
     time_s: float
 
     @property
+    def multiplications(self) -> int:
+        return self.batch * self.rows * self.inner * self.columns
+
+    @property
     def flops_per_s(self) -> float:
-        return 2 * self.batch * self.rows * self.inner * self.columns / self.time_s
+        return 2 * self.multiplications / self.time_s
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """Rows of all matmuls of a batch, inner side, columns."""
+        return self.batch * self.rows, self.inner, self.columns
+
+    def is_like(self, form: Form | None, is_batched: bool) -> bool:
+        """Whether it is of this form, and in a batch or not."""
+        return self.form is form and (self.batch > 1) is is_batched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,10 +125,7 @@ class Curves:
         if (rate := _rate(self, precision, (rows, inner, columns), batch, form)) is None:
             return None
         seconds = 2 * batch * rows * inner * columns / rate
-        if any(
-            each.form is form and (each.batch > 1) is (batch > 1)
-            for each in self.matmuls[precision]
-        ):
+        if any(matmul.is_like(form, batch > 1) for matmul in self.matmuls[precision]):
             return seconds
         least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
         return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
@@ -129,20 +139,16 @@ class Curves:
         points = _surface(self, precision, _is_aligned(rows, inner, columns), form, batch > 1)
         return (log(batch * rows), log(inner), log(columns)) in (there for there, _ in points)
 
-    def without(self, precision: Precision, products: Collection[tuple[int, int, int]]) -> "Curves":
+    def without(self, precision: Precision, products: Set[tuple[int, int, int]]) -> "Curves":
         """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had
         been measured.
 
         Rows and columns may be exchanged, and of all forms that have these sides none is kept.
         """
         kept = tuple(
-            each
-            for each in self.matmuls.get(precision, ())
-            if not {
-                (each.batch * each.rows, each.inner, each.columns),
-                (each.columns, each.inner, each.batch * each.rows),
-            }
-            & set(products)
+            matmul
+            for matmul in self.matmuls.get(precision, ())
+            if products.isdisjoint([matmul.sides, matmul.sides[::-1]])
         )
         return replace(self, matmuls={**self.matmuls, precision: kept})
 
@@ -169,21 +175,22 @@ def _surface(
     possible equally aligned.
     """
     measured = curves.matmuls.get(precision, ())
-    alike = [each for each in measured if each.form is form and (each.batch > 1) is is_batched]
-    alike = alike or [each for each in measured if each.form is None]
+    alike = [matmul for matmul in measured if matmul.is_like(form, is_batched)]
+    if not alike:
+        alike = [matmul for matmul in measured if matmul.form is None]
     kept = [
-        each for each in alike if _is_aligned(each.rows, each.inner, each.columns) is is_aligned
-    ] or alike
-    return tuple(
-        ((log(rows), log(each.inner), log(columns)), each.flops_per_s)
-        for each in kept
-        for rows, columns in dict.fromkeys(
-            (
-                (each.batch * each.rows, each.columns),
-                *([(each.columns, each.rows)] if each.form is None else ()),
-            )
-        )
-    )
+        matmul
+        for matmul in alike
+        if _is_aligned(matmul.rows, matmul.inner, matmul.columns) is is_aligned
+    ]
+    points: list[Point] = []
+    for matmul in kept or alike:
+        rows, inner, columns = map(log, matmul.sides)
+        points.append(((rows, inner, columns), matmul.flops_per_s))
+        # a linear layer's matmul is as fast with rows and columns exchanged
+        if matmul.form is None and rows != columns:
+            points.append(((columns, inner, rows), matmul.flops_per_s))
+    return tuple(points)
 
 
 @lru_cache(maxsize=4096)
@@ -193,11 +200,11 @@ def _rate(
     here = (log(batch * sides[0]), log(sides[1]), log(sides[2]))
     points = _surface(curves, precision, _is_aligned(*sides), form, batch > 1)
     distances = [dist(here, there) for there, _ in points]
-    if (nearest := min(distances, default=0)) == 0:
-        return next(
-            (rate for (_, rate), distance in zip(points, distances, strict=True) if distance == 0),
-            None,
-        )
+    if not points:
+        return None
+    nearest = min(distances)
+    if nearest == 0:
+        return points[distances.index(0)][1]
     weights = [(nearest / distance) ** SHEPARD_EXPONENT for distance in distances]
     total = sum(weight * log(rate) for weight, (_, rate) in zip(weights, points, strict=True))
     return exp(total / sum(weights))
@@ -221,16 +228,16 @@ def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
 
 
 def time_s(
-    found: Mapping[Call, int], curves: Mapping[Collective, Mapping[int, float]]
+    counts: Mapping[CollectiveCall, int], curves: Mapping[Collective, Mapping[int, float]]
 ) -> float | None:
     """Time of the calls one after the other, from measured times by bytes; None if a kind was
     not measured.
     """
-    if any(not curves.get(call.collective) for call in found):
+    if any(not curves.get(call.collective) for call in counts):
         return None
     return sum(
         count * interpolated(curves[call.collective], call.num_bytes)
-        for call, count in found.items()
+        for call, count in counts.items()
     )
 
 

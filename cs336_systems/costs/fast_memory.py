@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from ..config import Arch, Attention, Device, Mode, Profiler, RunConfig
 from .accounting import Component, parameters_by_component
-from .memory import CUDA_CONTEXT_BYTES
-from .shards import AHEAD, FP32_BYTES, HALF_BYTES
+from .fit import CUDA_CONTEXT_BYTES
+from .shards import FP32_BYTES, HALF_BYTES
 
 LOSS_TOKENS = 8192
 """Tokens whose logits are computed at once if memory is scarce. Every part of the tokens reads and
@@ -209,16 +209,19 @@ def held_bytes(config: RunConfig) -> int:
     moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
     moments = 2 * moment_bytes * every if config.mode is Mode.TRAIN else 0
     if config.parallel.shards_parameters:
-        gathered = 2 * (parts[Component.HEAD] + (AHEAD + 1) * _of_one_block(config))
+        gathered = 2 * (
+            parts[Component.HEAD]
+            + (config.parallel.exchange.units_ahead + 1) * _of_one_block(config)
+        )
         received = (
             (HALF_BYTES * linear + FP32_BYTES * read)
             * (config.ranks - 1)
             * config.parallel.writes_to_others
         )
-        own = (
+        part = (
             masters + FP32_BYTES * read + moments + HALF_BYTES * linear + received
         ) // config.ranks
-        return own + HALF_BYTES * gathered
+        return part + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
     pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel.writes_to_others else 0
     return (masters + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear

@@ -320,7 +320,7 @@ def devices_called(name: str) -> tuple[DeviceSpec, ...]:
         for device in DEVICES
         if bare_name(name).casefold() in map(str.casefold, device.names)
     ]
-    meant = [device for device in DEVICES if any(is_short_for(name, own) for own in device.names)]
+    meant = [device for device in DEVICES if any(is_short_for(name, full) for full in device.names)]
     return tuple(exact or meant)
 
 

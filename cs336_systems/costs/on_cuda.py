@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet, _dispatch_tls_set_dispatch_key_excluded
 
+from .internals import (
+    DispatchKey,
+    DispatchKeySet,
+    exclude_key,
+    excluding_keys,
+    including_keys,
+    operators_of_key,
+    without_modes,
+)
 from .traces import MAX_FLASH_WIDTH
 
 HALF = (torch.bfloat16, torch.float16)
-KEY = DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+KEY = DispatchKey.AutocastPrivateUse1
 _KEYS = DispatchKeySet(KEY)
 
 # ---- autocast (aten/src/ATen/autocast_mode.h). Operators of CUDA's autocast that no list names run
@@ -145,8 +153,11 @@ def _autocast(operator: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, An
             _is_cast(value) and value.dtype is torch.float32 for value in (*args, *kwargs.values())
         )
         dtype = torch.float32 if is_wide else low
-    cast = {key: _weights.cast(value, dtype) for key, value in kwargs.items()}
-    return tuple(_weights.cast(value, dtype) for value in args), cast
+    named = {key: _weights.cast(value, dtype) for key, value in kwargs.items()}
+    # C++ casts a bias before its weight, as it evaluates arguments from the last to the first;
+    # so backward makes the weight's gradient first
+    others = [_weights.cast(value, dtype) for value in reversed(args[1:])]
+    return (*[_weights.cast(value, dtype) for value in args[:1]], *reversed(others)), named
 
 
 # ---- operators that CUDA has and meta decomposes
@@ -314,7 +325,7 @@ def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any
     """What meta tensors meet in the place of CUDA's autocast of an operator."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS), torch._C.DisableTorchFunction():
+        with excluding_keys(_KEYS), without_modes():
             if is_autocast and torch.is_autocast_enabled("cuda"):
                 args, kwargs = _autocast(operator, name, args, kwargs)
             instead = _INSTEAD.get(name)
@@ -329,7 +340,7 @@ def _register() -> list[torch.library.Library]:
     """Kernels for what CUDA autocasts, by PyTorch's own list, and for what runs otherwise there."""
     others, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, KEY.name)
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    registered = operators_of_key("AutocastCUDA")
     # other libraries register operators of their own there, such as torchvision's deform_conv2d
     autocast = {name for name in registered if name.startswith("aten::")}
     for full_name in autocast | {"aten::rms_norm"}:
@@ -354,12 +365,12 @@ def as_on_cuda(on_copy: Callable[[Tensor], None]) -> Iterator[None]:
     `on_copy` is given each copy of a weight that autocast makes.
     """
     _weights.on_copy = on_copy
-    _dispatch_tls_set_dispatch_key_excluded(KEY, False)
+    exclude_key(KEY, False)
     try:
-        with torch._C._IncludeDispatchKeyGuard(KEY):
+        with including_keys(KEY):
             yield
     finally:
-        _dispatch_tls_set_dispatch_key_excluded(KEY, True)
+        exclude_key(KEY, True)
         _weights.on_copy = lambda _: None
         clear_copies()
 
@@ -368,4 +379,5 @@ def without_autocast() -> AbstractContextManager[None]:
     """Within, operators are those of meta tensors: kernels there are written in operators, and
     on CUDA they are not.
     """
-    return torch._C._ExcludeDispatchKeyGuard(_KEYS)
+    guard: AbstractContextManager[None] = excluding_keys(_KEYS)
+    return guard

@@ -11,34 +11,22 @@ all-gather, and S (n - 1) / (n g) to other nodes; the slower of the two decides 
 How to Scale Your Model, "How to Think About GPUs"). Latencies of the network are left out.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
-from ..config import Parallel, Phase, RunConfig
-from .communication import (
-    AVERAGING,
-    Call,
-    Collective,
-    calls,
-    exchange_calls,
-    gathered_once,
-    gradient_calls,
-    part_bytes,
-    sent_share,
-)
+from ..config import Phase, RunConfig
+from .communication import Collective, CollectiveCall, Stage, calls, sent_share, stages
 from .curves import Curves, interpolated
 from .memory import is_predictable
-from .shards import AHEAD, FP32_BYTES, HEAD, LOOKUP, REST, parameter_elements, parameter_shapes
+from .shards import FP32_BYTES, parameters_of
 from .time import TimePrediction, has_known_kernels, operations, replay_operations, step_time
 
 SPEED_BESIDE = 0.5
 """Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread
 blocks of a matmul wait for a second wave, which doubles its time. Copies occupy no multiprocessor.
 """
-AFTER_BACKWARD = (Parallel.DDP_NAIVE, Parallel.DDP_FLAT)
-"""Ways that average gradients after backward."""
-WAITS_IN_BACKWARD = (Parallel.DDP, Parallel.FSDP2)
-"""PyTorch's DDP and FSDP, which wait for collectives at the end of backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +47,14 @@ class Links:
     measured_ranks: int = 2
     """Ranks among which `times` were measured."""
 
-    def call_s(self, call: Call, ranks: int) -> float:
+    def call_s(self, call: CollectiveCall, ranks: int) -> float:
         """Time of a collective of so many ranks while nothing else is sent; beyond one node they
         fill their nodes.
         """
         in_node = min(ranks, self.gpus_per_node)
         return max(self._in_node_s(call, in_node), self._across_s(call, in_node, ranks // in_node))
 
-    def _in_node_s(self, call: Call, ranks: int) -> float:
+    def _in_node_s(self, call: CollectiveCall, ranks: int) -> float:
         """Measured times are scaled by what a rank sends if another number of ranks was
         measured.
         """
@@ -85,22 +73,22 @@ class Links:
         """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter
         takes half of one.
         """
-        if (found := self.times.get(kind)) or kind not in (
-            Collective.ALL_GATHER,
-            Collective.REDUCE_SCATTER,
-        ):
-            return found or {}
+        if self.times.get(kind):
+            return self.times[kind]
+        if kind not in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
+            return {}
         return {
             num_bytes: time_s / 2
             for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()
         }
 
-    def _across_s(self, call: Call, in_node: int, nodes: int) -> float:
+    def _across_s(self, call: CollectiveCall, in_node: int, nodes: int) -> float:
         if nodes == 1:
             return 0.0
         assert self.network_bytes_per_s is not None
-        is_push = call.collective is Collective.PUSH
-        share = in_node * (nodes - 1) if is_push else sent_share(call.collective, nodes) / in_node
+        share = sent_share(call.collective, nodes)
+        # the ranks of a node share what leaves it in a ring, and each pushes to all others
+        share = share * in_node if call.collective is Collective.PUSH else share / in_node
         return call.num_bytes * share / self.network_bytes_per_s
 
 
@@ -134,11 +122,10 @@ def fastest_bytes_per_s(
     if none was timed.
     """
     rings = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-    rates = (
-        num_bytes * sent_share(kind, ranks) / time_s
-        for kind in rings
-        for num_bytes, time_s in times.get(kind, {}).items()
-    )
+    rates: list[float] = []
+    for ring in rings:
+        for num_bytes, time_s in times.get(ring, {}).items():
+            rates.append(num_bytes * sent_share(ring, ranks) / time_s)
     return max(rates, default=None)
 
 
@@ -171,8 +158,8 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     if not config.is_shared:
         return step_time(config, curves)
     links = measured_links(curves.collectives, max(2, config.ranks))
-    found = None if links is None else ranks_step_time(config, curves, links)
-    return None if found is None else found.time
+    times = None if links is None else ranks_step_time(config, curves, links)
+    return None if times is None else times.time
 
 
 def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTime | None:
@@ -183,21 +170,19 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
     if compute is None:
         return None
 
-    def call_s(call: Call) -> float:
+    def call_s(call: CollectiveCall) -> float:
         return links.call_s(call, config.ranks)
 
-    added = _averaged if config.parallel in AVERAGING else _sharded
-    more_s, slowed_s = added(config, compute, call_s)
-    found: Mapping[Call, int] = calls(config) or {}
-    elements = sum(parameter_elements(config).values())
-    # passes over gradients after backward: ddp-flat flattens them, ddp-push adds up those of all
-    # ranks
-    if config.parallel is Parallel.DDP_FLAT:
+    line = _Timeline(config)
+    more_s = line.run(stages(config), compute, call_s)
+    # passes over gradients after backward: they are copied into one tensor, or those of all ranks
+    # are added up
+    elements = sum(parameter.elements for parameter in parameters_of(config))
+    rules = config.parallel.exchange
+    if rules.bucket_bytes == inf:
         more_s[Phase.COMMUNICATION] += curves.pass_s(2 * FP32_BYTES * elements)
-    elif config.parallel is Parallel.DDP_PUSH:
+    elif rules.copies and not config.parallel.shards_parameters:
         more_s[Phase.COMMUNICATION] += (config.ranks - 1) * curves.pass_s(3 * FP32_BYTES * elements)
-    if config.shard_optimizer:
-        more_s[Phase.OPTIMIZER] = _sum_s(found, Collective.BROADCAST, call_s)
     phases = [phase for phase in Phase if phase in compute.phases_s or phase in more_s]
     time = replace(
         compute,
@@ -209,9 +194,10 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
         },
         step_s=compute.step_s + sum(more_s.values()),
     )
-    communication_s = sum(count * call_s(call) for call, count in found.items())
+    counts = calls(config) or Counter()
+    communication_s = sum(count * call_s(call) for call, count in counts.items())
     return RanksTime(
-        time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=slowed_s
+        time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=line.slowed_s
     )
 
 
@@ -223,6 +209,9 @@ def compute_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     return replay_operations(operations(config), config.precision, curves)
 
 
+CallTime = Callable[[CollectiveCall], float]
+
+
 class _Timeline:
     """Two queues that run at the same time: kernels in order, and collectives in order."""
 
@@ -232,123 +221,57 @@ class _Timeline:
         self.sent_s = 0.0
         """When the last collective has ended."""
         self.slowed_s = 0.0
-        self._speed_beside = 1.0 if config.parallel.writes_to_others else SPEED_BESIDE
+        self._rules = config.parallel.exchange
+        self._speed_beside = 1.0 if self._rules.copies else SPEED_BESIDE
 
-    def send(self, time_s: float) -> float:
-        """Launch a collective now; return when it ends."""
-        self.sent_s = max(self.sent_s, self.now_s) + time_s
+    def run(
+        self, steps: Sequence[Stage], compute: TimePrediction, call_s: CallTime
+    ) -> dict[Phase, float]:
+        """Run the stages of a step; return how much longer each phase takes."""
+        computed = [stage for stage in steps if stage.phase is not Phase.OPTIMIZER]
+        multiplied = Counter[Phase]()
+        for stage in computed:
+            multiplied[stage.phase] += stage.multiplied_elements
+        more_s = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION), 0.0)
+        alone_s, launched, arrivals_s = 0.0, 0, dict[int, float]()
+        for place, stage in enumerate(computed):
+            # gathers run ahead of the kernels that need them
+            for ahead in range(launched, min(place + self._rules.units_ahead + 1, len(computed))):
+                arrivals_s[ahead] = self._send(computed[ahead].gathers, call_s)
+                launched = ahead + 1
+            if stage.gathers:
+                self.now_s = max(self.now_s, arrivals_s[place])
+            share = stage.multiplied_elements / (multiplied[stage.phase] or 1)
+            stage_s = share * compute.phases_s[stage.phase]
+            self._compute(stage_s)
+            self._send(stage.sends, call_s)
+            alone_s += stage_s
+            more_s[stage.phase] = self.now_s - alone_s
+        more_s[Phase.BACKWARD] -= more_s[Phase.FORWARD]
+        late = Phase.BACKWARD if self._rules.ends_in_backward else Phase.COMMUNICATION
+        more_s[late] += max(0.0, self.sent_s - self.now_s)
+        for stage in steps:
+            # the optimizer has nothing to compute while it waits for parameters of other ranks
+            if stage.phase is Phase.OPTIMIZER and stage.sends:
+                more_s[Phase.OPTIMIZER] = sum(map(call_s, stage.sends))
+        return {phase: max(0.0, time_s) for phase, time_s in more_s.items()}
+
+    def _send(self, sent: Sequence[CollectiveCall], call_s: CallTime) -> float:
+        """Launch collectives now; return when they end.
+
+        Copies follow one another without a gap, as if they were one.
+        """
+        begin_s = max(self.sent_s, self.now_s)
+        if sent and sent[0].collective is Collective.PUSH:
+            sent = [CollectiveCall(Collective.PUSH, sum(call.num_bytes for call in sent))]
+        if sent:
+            self.sent_s = begin_s + sum(map(call_s, sent))
         return self.sent_s
 
-    def compute(self, alone_s: float) -> None:
+    def _compute(self, alone_s: float) -> None:
         """Run kernels that take `alone_s` without collectives, and longer during one."""
         beside_s = max(0.0, self.sent_s - self.now_s)
         slow_s = min(beside_s, alone_s / self._speed_beside)
         taken_s = slow_s + alone_s - slow_s * self._speed_beside
         self.slowed_s += taken_s - alone_s
         self.now_s += taken_s
-
-    def wait(self, until_s: float) -> None:
-        """Let the kernels wait."""
-        self.now_s = max(self.now_s, until_s)
-
-
-CallTime = Callable[[Call], float]
-
-
-def _sum_s(found: Mapping[Call, int], kind: Collective, call_s: CallTime) -> float:
-    """Time of all calls of a kind, one after the other."""
-    return sum(count * call_s(call) for call, count in found.items() if call.collective is kind)
-
-
-def _late(config: RunConfig) -> Phase:
-    """The phase that waits for the collectives that are left after backward."""
-    return Phase.BACKWARD if config.parallel in WAITS_IN_BACKWARD else Phase.COMMUNICATION
-
-
-def _averaged(
-    config: RunConfig, compute: TimePrediction, call_s: CallTime
-) -> tuple[dict[Phase, float], float]:
-    """How much longer each phase takes if whole gradients are averaged, and how much of that
-    kernels are slowed.
-    """
-    backward_s, line = compute.phases_s[Phase.BACKWARD], _Timeline(config)
-    weights = {} if config.parallel in AFTER_BACKWARD else _weights(config)
-    if not weights:
-        line.compute(backward_s)
-    for names, call in gradient_calls(config):
-        # each group takes a share of backward's time in proportion to its matrices' elements
-        if weights:
-            line.compute(backward_s * sum(weights[name] for name in names) / sum(weights.values()))
-        line.send(call_s(call))
-    more = {Phase.BACKWARD: line.slowed_s, Phase.COMMUNICATION: 0.0}
-    more[_late(config)] += max(0.0, line.sent_s - line.now_s)
-    return more, line.slowed_s
-
-
-def _sharded(
-    config: RunConfig, compute: TimePrediction, call_s: CallTime
-) -> tuple[dict[Phase, float], float]:
-    """The same if parameters are sharded: each unit is gathered ahead, and its gradients are
-    scattered.
-    """
-    parts, line, shares = part_bytes(config), _Timeline(config), _shares(config)
-    gather_s, scatter_s = (
-        {unit: call_s(exchange_calls(config, own)[number]) for unit, own in parts.items()}
-        for number in (0, 1)
-    )
-    order = [
-        *((Phase.FORWARD, unit) for unit in shares),
-        *((Phase.BACKWARD, unit) for unit in reversed(shares)),
-    ]
-    once = gathered_once(config, [*parts])
-    gathers = [
-        place
-        for place, (phase, unit) in enumerate(order)
-        if unit in parts and (phase is Phase.FORWARD or unit not in once)
-    ]
-    ahead = 1 if config.parallel is Parallel.FSDP2 else AHEAD
-    arrived: dict[int, float] = {}
-    if REST in parts:
-        line.wait(line.send(gather_s[REST]))
-    more, alone_s = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION), 0.0), 0.0
-    for place, (phase, unit) in enumerate(order):
-        while gathers and gathers[0] <= place + ahead:
-            needed = gathers.pop(0)
-            arrived[needed] = line.send(gather_s[order[needed][1]])
-        line.wait(arrived.get(place, 0.0))
-        compute_s = shares[unit] * compute.phases_s[phase]
-        line.compute(compute_s)
-        if phase is Phase.BACKWARD and unit in parts:
-            line.send(scatter_s[unit])
-        alone_s += compute_s
-        more[phase] = line.now_s - alone_s
-    more[Phase.BACKWARD] -= more[Phase.FORWARD]
-    if REST in parts:
-        line.send(scatter_s[REST])
-    # at the end, the gradients of vectors are averaged, which every rank has whole
-    vectors_s = _sum_s(calls(config) or {}, Collective.ALL_REDUCE, call_s)
-    more[_late(config)] += max(0.0, line.sent_s - line.now_s) + vectors_s
-    return {phase: max(0.0, time_s) for phase, time_s in more.items()}, line.slowed_s
-
-
-def _shares(config: RunConfig) -> dict[str, float]:
-    """Share of each unit in the time of forward, and of backward, in the order of forward."""
-    weights = dict.fromkeys([LOOKUP, *map(str, range(config.model.num_layers)), HEAD], 0)
-    for parameter, weight in _weights(config).items():
-        unit = parameter.partition(".")[0]
-        # a lookup multiplies nothing
-        weights[unit if unit in weights and unit != LOOKUP else HEAD] += weight
-    return {unit: weight / sum(weights.values()) for unit, weight in weights.items()}
-
-
-def _weights(config: RunConfig) -> dict[str, int]:
-    """Elements of each parameter that multiply every token: those of matrices; 0 for vectors and
-    lookup tables.
-    """
-    shapes = parameter_shapes(config.model)
-    tables = {LOOKUP, "positions"} if "lm_head" in shapes else {"positions"}
-    counts = parameter_elements(config)
-    return {
-        name: counts[name] if len(shape) > 1 and name not in tables else 0
-        for name, shape in shapes.items()
-    }

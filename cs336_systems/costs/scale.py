@@ -94,7 +94,8 @@ def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
     `budget` is B or f, `near` and `far` are the intensities a of the node's links and of the
     network.
     """
-    within, across = (budget / each if each else inf for each in (near, far))
+    within = budget / near if near else inf
+    across = budget / far if far else inf
     if 1 + within < in_node:
         return 1 + within
     of_node = within * in_node / (in_node - 1) if in_node > 1 else inf

@@ -1,78 +1,27 @@
 """What a rank keeps of each parameter: its share of the optimizer's state, and its parts of
 sharded parameters.
+
+The parameters, their order and their modules are those of the step's tape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
-from ..config import Arch, ModelConfig, Parallel, Precision, RunConfig
+from ..choices import Shards
+from ..config import Precision, RunConfig
+from .tape import Category
+from .traces import as_costed, tape_of
 
 FP32_BYTES, HALF_BYTES = 4, 2
 """Bytes of an element in fp32, and in bf16 or fp16."""
-LOOKUP, HEAD, REST = "embedding", "lm_head", "rest"
-"""Names of FSDP's units besides the blocks, whose names are their indices; REST has what several
-units use.
-"""
+LOOKUP, REST = "token_embeddings", "rest"
+"""Names of two units besides the blocks: the module of lookups, and what several units use."""
 ALIGNMENT_BYTES = 128
 """Parameters of a unit begin at multiples of this, a line of a GPU's cache; matmuls and NCCL
 need 16.
 """
-
-AHEAD = 2
-"""Units that fsdp gathers ahead of the one that computes."""
-
-
-def axes(config: RunConfig) -> dict[str, int]:
-    """Sizes of the axes that occur in formulas; d_model is heads x d_head, and a batch is cut
-    from T+1 tokens.
-    """
-    model = config.model
-    return {
-        "batch": config.batch_size,
-        "heads": model.num_heads,
-        "T": model.context_length,
-        "T+1": model.context_length + 1,
-        "vocabulary": model.vocab_size,
-        "d_ff": model.d_ff,
-        "d_head": model.d_head,
-    }
-
-
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by its name, in the order in which the model makes and the optimizer
-    updates them.
-
-    A parameter of a block begins with the block's index. The head of gpt2 is the embedding.
-    """
-    gpt2, table = model.arch is Arch.GPT2, (model.vocab_size, model.d_model)
-    narrow, wide, back = (
-        (model.d_model, model.d_model),
-        (model.d_ff, model.d_model),
-        (model.d_model, model.d_ff),
-    )
-    block = {
-        "ln1": (model.d_model,),
-        **dict.fromkeys(("q", "k", "v", "output"), narrow),
-        "ln2": (model.d_model,),
-        "w1": wide,
-        "w2": back,
-        **({} if gpt2 else {"w3": wide}),
-    }
-    layers = {
-        f"{index}.{name}": shape
-        for index in range(model.num_layers)
-        for name, shape in block.items()
-    }
-    layers["ln_final"] = (model.d_model,)
-    if not gpt2:
-        return {"embedding": table, **layers, "lm_head": table}
-    biased = {
-        f"{name}{end}": own
-        for name, shape in layers.items()
-        for end, own in (("", shape), (".bias", shape[:1]))
-    }
-    return {"embedding": table, "positions": (model.context_length, model.d_model), **biased}
 
 
 def factor_bytes(precision: Precision) -> int:
@@ -80,36 +29,92 @@ def factor_bytes(precision: Precision) -> int:
     return HALF_BYTES if precision in (Precision.BF16, Precision.FP16) else FP32_BYTES
 
 
-def parameter_elements(config: RunConfig) -> dict[str, int]:
-    """Elements of every parameter, by its name."""
-    return {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of the model."""
+
+    modules: tuple[str, ...]
+    """The blocks that use it, or modules outside of blocks; mostly one."""
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) > 1
+
+    @property
+    def unit(self) -> str:
+        """The unit with which it is gathered, if modules outside of blocks are units too."""
+        return REST if len(self.modules) > 1 else self.modules[0]
+
+    @property
+    def multiplied_elements(self) -> int:
+        """Elements that multiply every token: those of a matrix, unless it is only looked up."""
+        return self.elements if self.is_matrix and self.modules[-1] != LOOKUP else 0
 
 
-def kept_elements(config: RunConfig) -> dict[str, int]:
+@lru_cache(maxsize=256)
+def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
+    """The parameters of the whole model, in its order."""
+    tape = tape_of(plain(config))
+    parameters = tuple(
+        Parameter(
+            modules=tuple(dict.fromkeys(map(_block_or_module, names))),
+            shape=tuple(map(tape.names.size, sides)),
+        )
+        for names, sides in tape.parameters
+    )
+    listed_bytes = FP32_BYTES * sum(parameter.elements for parameter in parameters)
+    traced_bytes = tape.bytes_of(Category.PARAMETERS)
+    assert listed_bytes == traced_bytes, f"{config.label}: {listed_bytes:,}, not {traced_bytes:,}"
+    return parameters
+
+
+def plain(config: RunConfig) -> RunConfig:
+    """The eager step in one process, whose tape has the parameters and the order of gradients."""
+    return as_costed(config).alone.without_shortcuts
+
+
+def _block_or_module(name: str) -> str:
+    """The block that has a parameter, `layers.3` of `layers.3.ffn.w1.weight`, else its module."""
+    words = name.split(".")
+    for place, word in enumerate(words):
+        if word.isdigit():
+            return ".".join(words[: place + 1])
+    return ".".join(words[:-1])
+
+
+def is_block(unit: str) -> bool:
+    """Whether a unit is a block, and not a single layer or the rest."""
+    return unit.rpartition(".")[2].isdigit()
+
+
+def kept_elements(config: RunConfig) -> list[int]:
     """Elements of each parameter, and of its gradient, that a rank keeps; the same on every rank,
     because of padding.
-
-    fsdp and fsdp-push shard the elements of matrices, fsdp2 the rows of matrices and the elements
-    of vectors.
     """
-    counts = parameter_elements(config)
-    if config.parallel.is_fsdp:
-        for unit in units(config):
-            counts |= dict(zip(unit.counts, unit.lengths, strict=True))
-    elif config.parallel is Parallel.FSDP2:
-        for name, (rows, *columns) in parameter_shapes(config.model).items():
-            counts[name] = -(-rows // config.ranks) * prod(columns)
-    return counts
+    return [_part_elements(parameter, config) for parameter in parameters_of(config)]
 
 
-def updated_elements(config: RunConfig) -> dict[str, int]:
-    """Elements of each parameter that a rank's optimizer updates; with a sharded one, on the
-    rank that has most.
+def _part_elements(parameter: Parameter, config: RunConfig) -> int:
+    match config.parallel.exchange.shards:
+        case Shards.MATRICES if parameter.is_matrix:
+            return -(-parameter.elements // config.ranks)
+        case Shards.ROWS:
+            rows, *columns = parameter.shape
+            return -(-rows // config.ranks) * prod(columns)
+    return parameter.elements
+
+
+def updated_elements(config: RunConfig) -> int:
+    """Elements of all parameters that a rank's optimizer updates; with a sharded one, on the rank
+    that has most.
     """
     kept = kept_elements(config)
-    if not config.shard_optimizer:
-        return kept
-    return {name: kept[name] for name in _shares(kept, config.ranks)[1]}
+    return max(owned_elements(kept, config.ranks)) if config.shard_optimizer else sum(kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,70 +122,65 @@ class Unit:
     """Parameters that are gathered, freed and averaged together."""
 
     name: str
-    counts: Mapping[str, int]
-    """Elements of each parameter."""
+    parts: tuple[int, ...]
+    """Elements of a rank's part of each parameter; all ranks' parts are equally long."""
     element_bytes: int
     """Bytes per element of the type in which parameters are gathered and gradients averaged."""
-    ranks: int
 
-    @property
-    def lengths(self) -> list[int]:
-        """Elements of each parameter's part; all ranks' parts are equally long."""
-        return [-(-count // self.ranks) for count in self.counts.values()]
-
-    @property
-    def gathered_elements(self) -> int:
-        """Elements of the tensor into which the parts of all ranks are gathered."""
-        return sum(aligned([self.ranks * length for length in self.lengths], self.element_bytes))
+    def gathered_bytes(self, ranks: int) -> int:
+        """Bytes of the tensor into which the parts of all ranks are gathered."""
+        lengths = [ranks * part for part in self.parts]
+        return self.element_bytes * sum(aligned(lengths, self.element_bytes))
 
 
 def units(config: RunConfig) -> list[Unit]:
-    """The units of `fsdp`, in the order of forward; the last is REST, which may be empty.
-    Vectors are in none.
+    """The units of a model whose parameters are sharded, in the order of its modules; REST, which
+    is gathered before all others, comes first.
+
+    PyTorch's fully_shard has the blocks, and one unit of all else.
     """
-    is_low = config.precision is Precision.BF16
-    is_gpt2 = config.model.arch is Arch.GPT2
-    shapes, members = parameter_shapes(config.model), dict[str, dict[str, int]]()
-    for name, count in parameter_elements(config).items():
-        if len(shapes[name]) > 1:
-            unit = name.partition(".")[0]
-            # the table is tied to the head, and the module of the lookup has the positions
-            if is_gpt2:
-                unit = {"embedding": REST, "positions": LOOKUP}.get(unit, unit)
-            members.setdefault(unit, {})[name] = count
-    rest = {REST: members.pop(REST, {})}
+    by_rows = config.parallel.exchange.shards is Shards.ROWS
+    members: dict[str, list[int]] = {REST: []}
+    for parameter in parameters_of(config):
+        unit = parameter.unit
+        if by_rows and not is_block(unit):
+            unit = REST
+        if by_rows or parameter.is_matrix:
+            members.setdefault(unit, []).append(_part_elements(parameter, config))
     return [
-        Unit(
-            name=name,
-            counts=own,
-            element_bytes=HALF_BYTES if is_low and name not in (LOOKUP, REST) else FP32_BYTES,
-            ranks=config.ranks,
-        )
-        for name, own in (members | rest).items()
+        Unit(name=name, parts=tuple(parts), element_bytes=_unit_bytes(name, config, by_rows))
+        for name, parts in members.items()
+        if parts
     ]
 
 
-def _shares(counts: Mapping[str, int], ranks: int) -> tuple[int, tuple[str, ...]]:
-    """The rank to which a sharded optimizer gives most, and the parameters that it gets.
-
-    Each parameter goes to the rank that has the fewest elements so far, as in
-    `parallel/sharded_optimizer.py`.
-    """
-    owned: list[list[str]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for name, count in counts.items():
-        owner = totals.index(min(totals))
-        owned[owner].append(name)
-        totals[owner] += count
-    largest = totals.index(max(totals))
-    return largest, tuple(owned[largest])
+def _unit_bytes(unit: str, config: RunConfig, by_rows: bool) -> int:
+    # our FSDP leaves a table that is looked up in its type, as a lookup is no matmul
+    if config.precision is not Precision.BF16 or (not by_rows and unit in (LOOKUP, REST)):
+        return FP32_BYTES
+    return HALF_BYTES
 
 
-def largest_rank(config: RunConfig) -> int:
-    """The rank that keeps most: the one to which a sharded optimizer gives most; all others keep
-    equally much.
-    """
-    return _shares(kept_elements(config), config.ranks)[0] if config.shard_optimizer else 0
+def replicated_elements(config: RunConfig) -> int:
+    """Elements of the parameters that are in no unit, so that every rank has them whole."""
+    if config.parallel.exchange.shards is not Shards.MATRICES:
+        return 0
+    return sum(one.elements for one in parameters_of(config) if not one.is_matrix)
+
+
+def next_owner(owned: list[int], count: int) -> int:
+    """The rank that owns the fewest elements so far, to which these `count` are given."""
+    owner = owned.index(min(owned))
+    owned[owner] += count
+    return owner
+
+
+def owned_elements(counts: Sequence[int], ranks: int) -> list[int]:
+    """How many elements a sharded optimizer gives to each rank, of parameters of these elements."""
+    owned = [0] * ranks
+    for count in counts:
+        next_owner(owned, count)
+    return owned
 
 
 def aligned(lengths: Sequence[int], element_bytes: int) -> list[int]:
@@ -188,4 +188,7 @@ def aligned(lengths: Sequence[int], element_bytes: int) -> list[int]:
     aligns the second.
     """
     multiple = ALIGNMENT_BYTES // element_bytes
-    return [size for length in lengths for size in (length, -length % multiple)][:-1]
+    sizes: list[int] = []
+    for length in lengths:
+        sizes += [length, -length % multiple]
+    return sizes[:-1]

@@ -55,7 +55,7 @@ class TensorSpec:
     """
 
 
-class Kind(StrEnum):
+class OperationKind(StrEnum):
     """What an operation does, which decides the ceiling that gives its time."""
 
     MATMUL = "matmul"
@@ -106,7 +106,7 @@ class Operation:
     operations.
     """
 
-    kind: Kind
+    kind: OperationKind
     how: Pass = Pass.COPY
     form: Form = Form.FORWARD
     moved_bytes: int = 0
@@ -126,6 +126,21 @@ class Operation:
     long as a launch.
     """
 
+    @property
+    def host_calls(self) -> int:
+        """Calls by which the host launches each kernel."""
+        return self.views + self.calls
+
+    @property
+    def is_matmul(self) -> bool:
+        """Whether it multiplies matrices, in fused attention too."""
+        return self.kind in (OperationKind.MATMUL, OperationKind.ATTENTION)
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of all matmuls of a batch; of fused attention, those of its scores."""
+        return self.batch * prod(self.sides)
+
 
 class TraceError(ValueError):
     """The step does something that cannot be traced without data."""
@@ -133,6 +148,13 @@ class TraceError(ValueError):
 
 REPEATED = ".*"
 """Stands in a label for the number of a module in a list of modules."""
+
+
+def path_of(name: str) -> str:
+    """The path of a module, alike for all modules of a list."""
+    return re.sub(r"(^|\.)\d+", r"\1*", name)
+
+
 ROUNDED = re.compile(r"([A-Za-z_]+|\d+)\^(\d+)")
 """A size rounded up to a multiple, such as `T^128`."""
 
@@ -151,7 +173,8 @@ class Names:
         return cache(self._product)
 
     def _product(self, number: int) -> str:
-        names, left = [], number
+        names: list[str] = []
+        left = number
         for name, size in self.axes.items():
             while size > 1 and left and left % size == 0:
                 names.append(name)
@@ -159,7 +182,9 @@ class Names:
         while "heads" in names and "d_head" in names:
             names.remove("heads")
             names[names.index("d_head")] = "d_model"
-        return " ".join([*([str(left)] if left != 1 or not names else []), *names])
+        if left != 1 or not names:
+            names.insert(0, str(left))
+        return " ".join(names)
 
     @cached_property
     def size(self) -> Callable[[str], int]:
@@ -207,8 +232,12 @@ class Tape:
         """Of a user's own model, the path of the module that launches each operation; None
         outside of the model.
         """
-        self.parameters: dict[str, int] = {}
-        """Of a user's own model, the parameters that belong to the module of each path itself."""
+        self.parameters: list[tuple[list[str], list[str]]] = []
+        """The model's parameters in its order: the names of each, of which a tied one has
+        several, and the sizes of its axes.
+        """
+        self.gradient_order: list[int] = []
+        """Places of parameters in that list, in the order in which backward makes gradients."""
         self.idle_parameters: int | None = None
         """Parameters of experts that a token does not choose, if experts were taken to be chosen
         equally often.
@@ -275,8 +304,9 @@ class Tape:
         freed = {~event for event in self.events if event < 0}
         old = sorted(~event for event in events if event < 0 and ~event < start)
         new = [handle for handle in range(start, end) if handle not in freed]
-        kinds = ([self.tensors[handle] for handle in each] for each in (old, new))
-        assert next(kinds) == next(kinds), "the last step is not in the steady state"
+        old_kinds = [self.tensors[handle] for handle in old]
+        new_kinds = [self.tensors[handle] for handle in new]
+        assert old_kinds == new_kinds, "the last step is not in the steady state"
         places = {~before: ~after for before, after in zip(old, new, strict=True)}
         made = end - start
         self.events += [
@@ -307,6 +337,7 @@ class Tape:
             "steps": self.steps,
             "places": self.places,
             "parameters": self.parameters,
+            "gradient_order": self.gradient_order,
             "failure": self.failure,
             "idle_parameters": self.idle_parameters,
         }
@@ -321,10 +352,11 @@ class Tape:
         tape.events = [
             ~(count - age) if age else count for age, count in zip(ages, made, strict=False)
         ]
-        # shipped tapes have none
-        for name in ("places", "parameters", "failure", "idle_parameters"):
+        # shipped tapes have no places, and those of several ranks and fast models no parameters
+        for name in ("places", "parameters", "gradient_order", "failure", "idle_parameters"):
             setattr(tape, name, kept.get(name, getattr(tape, name)))
-        tape.steps = [[(Phase(phase), at, of) for phase, at, of in step] for step in kept["steps"]]
+        for step in kept["steps"]:
+            tape.steps.append([(Phase(phase), event, launch) for phase, event, launch in step])
         return tape
 
 
@@ -344,7 +376,7 @@ class _Maker:
         """Kernels that each move these shapes, with the bytes of an element."""
         moved_bytes = sum(self.names.size(shape) * element_bytes for shape, element_bytes in moved)
         return Operation(
-            kind=Kind.PASS,
+            kind=OperationKind.PASS,
             how=Pass(how),
             moved_bytes=moved_bytes,
             launches=launches,
@@ -359,7 +391,7 @@ class _Maker:
         count = self.names.size(batch)
         return Operation(
             views=self.views,
-            kind=Kind.MATMUL,
+            kind=OperationKind.MATMUL,
             form=Form(form),
             moved_bytes=element_bytes * count * (m * k + k * n + m * n),
             sides=sides,
@@ -379,12 +411,12 @@ class _Maker:
     ) -> Operation:
         moved_bytes = element_bytes * sum(map(self.names.size, moved))
         like_one = self.matmul(form, rows, inner, columns, element_bytes, batch)
-        return replace(like_one, kind=Kind.ATTENTION, moved_bytes=moved_bytes)
+        return replace(like_one, kind=OperationKind.ATTENTION, moved_bytes=moved_bytes)
 
     def adamw(self, moved_bytes: int, shapes: Sequence[str]) -> Operation:
         """A fused update that moves so many bytes for each element of these shapes."""
         return Operation(
-            kind=Kind.ADAMW,
+            kind=OperationKind.ADAMW,
             moved_bytes=moved_bytes * sum(map(self.names.size, shapes)),
             views=self.views,
         )
@@ -397,7 +429,7 @@ class _Maker:
         launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
         moved_bytes = tensors * element_bytes * sum(counts) // launches
         return Operation(
-            kind=Kind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views
+            kind=OperationKind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views
         )
 
 

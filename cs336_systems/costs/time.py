@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from itertools import chain
-from math import prod
 from statistics import fmean, median
 from sys import maxsize
 
+from ..choices import EXCHANGES
 from ..config import (
     PACKED_MULTIPLE,
     Attention,
@@ -31,7 +31,8 @@ from ..config import (
 from .accounting import count_parameters, updated_parameters
 from .curves import Curves, interpolated
 from .memory import is_predictable
-from .tape import MATMULS_OF, REPEATED, Kind, Operation, phases_of
+from .shards import plain
+from .tape import MATMULS_OF, REPEATED, Operation, OperationKind, phases_of
 from .traces import as_costed, has_tape, own_parameters, prepare, require_tape, tape_of
 
 QUEUE_DEPTH = 1024
@@ -54,7 +55,7 @@ H100 reaches 5 TFLOP/s with matrices of side 256, and 38 to 51 from side 1024 on
 """
 
 
-class Limit(StrEnum):
+class StepLimit(StrEnum):
     """What decides how long a step takes."""
 
     DEVICE = "device"
@@ -62,7 +63,7 @@ class Limit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """`count` equal kernels that the host launches one after the other."""
 
     host_s: float
@@ -98,17 +99,19 @@ class TimePrediction:
         return sum(self.kernels_s.values()) / self.step_s
 
     @property
-    def limit(self) -> Limit:
+    def limit(self) -> StepLimit:
         """What limits the step; LAUNCHES where a measured step gets the warning `launch-bound`."""
-        one_step = (
-            {phase: [time_s] for phase, time_s in own.items()}
-            for own in (self.phases_s, self.host_phases_s)
+        phases_s = {phase: [time_s] for phase, time_s in self.phases_s.items()}
+        host_phases_s = {phase: [time_s] for phase, time_s in self.host_phases_s.items()}
+        launched_s = sum(limited_by_launches(phases_s, host_phases_s).values())
+        return (
+            StepLimit.LAUNCHES
+            if launched_s > MIN_LAUNCHED_SHARE * self.step_s
+            else StepLimit.DEVICE
         )
-        launched_s = sum(limited_by_launches(*one_step).values())
-        return Limit.LAUNCHES if launched_s > MIN_LAUNCHED_SHARE * self.step_s else Limit.DEVICE
 
     @property
-    def limit_of_whole(self) -> Limit:
+    def limit_of_whole(self) -> StepLimit:
         """What limits the step, judged by the whole step only, as for records without the host's
         time per phase.
         """
@@ -131,15 +134,18 @@ def limited_by_launches(
     short phase that is launched at once has a short backlog too. A phase at whose end the host
     waits for the device, for example to read a value, wrongly seems limited by launches.
     """
-    found, backlogs_s = {}, [0.0] * max(map(len, phases_s.values()), default=0)
-    for phase, times_s in phases_s.items() if host_phases_s else ():
+    if not host_phases_s:
+        return {}
+    limited: dict[Phase, float] = {}
+    backlogs_s = [0.0] * max(map(len, phases_s.values()), default=0)
+    for phase, times_s in phases_s.items():
         on_host_s = host_phases_s.get(phase, [0.0] * len(times_s))
-        each = zip(backlogs_s, times_s, on_host_s, strict=False)
-        backlogs_s = [backlog_s + device_s - host_s for backlog_s, device_s, host_s in each]
+        steps = zip(backlogs_s, times_s, on_host_s, strict=False)
+        backlogs_s = [backlog_s + device_s - host_s for backlog_s, device_s, host_s in steps]
         time_s = fmean(times_s)
         if median(backlogs_s) <= min(MAX_BACKLOG_S, MAX_BACKLOG_SHARE * time_s):
-            found[phase] = time_s
-    return found
+            limited[phase] = time_s
+    return limited
 
 
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
@@ -176,7 +182,9 @@ def steps_to_trace(config: RunConfig) -> list[RunConfig]:
     has_own_code = config.parallel is Parallel.OWN or config.own_optimizer is not None
     if config.device is not Device.CUDA or has_own_code:
         return []
-    steps = dict.fromkeys((config, config.alone))
+    steps = [config, config.alone] if config.is_shared else [config]
+    if config.parallel in EXCHANGES:
+        steps.append(plain(config))
     return [step for step in steps if step == step.without_shortcuts or is_fast_step(step)]
 
 
@@ -228,13 +236,11 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
     if config.model_factory is None:
         needed = config.batch_size * model.context_length * model.d_model * model.d_ff
     elif is_predictable(config):
-        needed = max((each.batch * prod(each.sides) for each in _products(config)), default=0)
+        needed = max((matmul.multiplications for matmul in _matmuls(config)), default=0)
     else:
         return False
     measured = curves.matmuls.get(config.precision, ())
-    largest = max(
-        (each.batch * each.rows * each.inner * each.columns for each in measured), default=0
-    )
+    largest = max((matmul.multiplications for matmul in measured), default=0)
     return needed <= MAX_EXTRAPOLATION * largest
 
 
@@ -246,7 +252,7 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
 
 
 def replay_operations(
-    found: Mapping[Phase, Sequence[Operation]],
+    phases: Mapping[Phase, Sequence[Operation]],
     precision: Precision,
     curves: Curves,
     *,
@@ -256,24 +262,25 @@ def replay_operations(
     graph per phase.
     """
 
+    is_replayed = in_graphs and not curves.on_host
+
     @cache
-    def launch_of(operation: Operation) -> Launch:
-        return Launch(
-            host_s=0.0
-            if in_graphs and not curves.on_host
-            else (operation.views + operation.calls) * curves.launch_s,
+    def launch_of(operation: Operation) -> KernelLaunch:
+        return KernelLaunch(
+            host_s=0.0 if is_replayed else operation.host_calls * curves.launch_s,
             kernel_s=kernel_time_s(operation, precision, curves),
             count=operation.launches,
             is_after_wait=curves.on_host,
         )
 
-    launches = {phase: [*map(launch_of, own)] for phase, own in found.items()}
+    launches = {phase: [*map(launch_of, launched)] for phase, launched in phases.items()}
     if curves.on_host:
         return replace(replay(launches), host_phases_s={})
     # one launch, without gaps: short kernels were timed in a graph, including the gap
     if in_graphs:
-        first = Launch(host_s=curves.launch_s, kernel_s=0.0)
-        return replay({phase: [first, *own] for phase, own in launches.items()}, depth=maxsize)
+        first = KernelLaunch(host_s=curves.launch_s, kernel_s=0.0)
+        graphs = {phase: [first, *kernels] for phase, kernels in launches.items()}
+        return replay(graphs, depth=maxsize)
     return replay(launches, curves.gap_s)
 
 
@@ -283,34 +290,33 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     Those of a rank are those of one process, but that its optimizer updates its share.
     """
     tape = tape_of(config.alone)
-    found: dict[Phase, list[Operation]] = {
-        phase: [tape.operations[number] for number in tape.launches[first:stop]]
-        for phase, _, (first, stop) in phases_of(tape, -1)
-        if phase is not Phase.STEP and first < stop
-    }
-    if config.is_shared and Phase.OPTIMIZER in found:
+    phases: dict[Phase, list[Operation]] = {}
+    for phase, _, (first, stop) in phases_of(tape, -1):
+        if phase is not Phase.STEP and first < stop:
+            launched = tape.launches[first:stop]
+            phases[phase] = [tape.operations[number] for number in launched]
+    if config.is_shared and Phase.OPTIMIZER in phases:
         share = updated_parameters(config) / count_parameters(config.model)
-        part = cache(lambda each: replace(each, moved_bytes=round(share * each.moved_bytes)))
-        found[Phase.OPTIMIZER] = [*map(part, found[Phase.OPTIMIZER])]
-    return found
+        phases[Phase.OPTIMIZER] = [
+            replace(operation, moved_bytes=round(share * operation.moved_bytes))
+            for operation in phases[Phase.OPTIMIZER]
+        ]
+    return phases
 
 
 def host_calls(config: RunConfig) -> int:
     """Number of calls by which the host launches an eager step: operations, and views of
     tensors.
     """
-    return sum(
-        each.launches * (each.views + each.calls)
-        for own in operations(config).values()
-        for each in own
-    )
+    launched = chain.from_iterable(operations(config).values())
+    return sum(operation.launches * operation.host_calls for operation in launched)
 
 
 def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:
     """Time of one kernel of an operation."""
-    if operation.kind is Kind.ADAMW:
+    if operation.kind is OperationKind.ADAMW:
         return interpolated(curves.adamw, operation.moved_bytes)
-    if operation.kind is Kind.PASS:
+    if operation.kind is OperationKind.PASS:
         return curves.pass_s(operation.moved_bytes, operation.how)
     matmul_s = curves.matmul_s(
         precision,
@@ -328,10 +334,10 @@ def measured_share(config: RunConfig, curves: Curves) -> float:
     they were measured.
     """
     looked_up_s = all_s = 0.0
-    for each, count in _products(config).items():
-        time_s = count * each.launches * kernel_time_s(each, config.precision, curves)
+    for matmul, count in _matmuls(config).items():
+        time_s = count * matmul.launches * kernel_time_s(matmul, config.precision, curves)
         all_s += time_s
-        if curves.has_product(config.precision, *each.sides, each.form, each.batch):
+        if curves.has_product(config.precision, *matmul.sides, matmul.form, matmul.batch):
             looked_up_s += time_s
     return looked_up_s / all_s
 
@@ -340,20 +346,21 @@ def without_own_products(config: RunConfig, curves: Curves) -> Curves:
     """The curves without the matmuls of this configuration, which then has to be foretold from
     those of others.
     """
-    rows = {
-        (each.batch * each.sides[0], each.sides[1], each.sides[2]) for each in _products(config)
-    }
-    return curves.without(config.precision, rows)
+    products = set()
+    for matmul in _matmuls(config):
+        rows, inner, columns = matmul.sides
+        products.add((matmul.batch * rows, inner, columns))
+    return curves.without(config.precision, products)
 
 
 @lru_cache(maxsize=256)
-def _products(config: RunConfig) -> Counter[Operation]:
-    every = chain.from_iterable(operations(config).values())
-    return Counter(each for each in every if each.kind in (Kind.MATMUL, Kind.ATTENTION))
+def _matmuls(config: RunConfig) -> Counter[Operation]:
+    launched = chain.from_iterable(operations(config).values())
+    return Counter(operation for operation in launched if operation.is_matmul)
 
 
 def replay(
-    phases: Mapping[Phase, Sequence[Launch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH
+    phases: Mapping[Phase, Sequence[KernelLaunch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH
 ) -> TimePrediction:
     """Simulate a host that launches the kernels of a step in order, and a device that runs them.
 
@@ -421,28 +428,27 @@ def costs_by_module(config: RunConfig) -> dict[str, ModuleCosts]:
     Left out: the optimizer.
     """
     alone = config.alone
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for path, count in own_parameters(alone).items():
-        found[_shown(path, config.module_depth)]["parameters"] += count
+        counts[_shown(path, config.module_depth)]["parameters"] += count
+    names = ["parameters"]
     if is_predictable(alone):
+        names = [field.name for field in fields(ModuleCosts)]
         tape = tape_of(alone)
         for phase, _, (first, stop) in phases_of(tape, -1):
-            if phase in (Phase.FORWARD, Phase.BACKWARD):
-                for number, place in zip(
-                    tape.launches[first:stop], tape.places[first:stop], strict=True
-                ):
-                    costs, operation = (
-                        found[_shown(place, config.module_depth)],
-                        tape.operations[number],
-                    )
-                    costs[f"{phase}_flops"] += flops_of(operation)
-                    costs[f"{phase}_moved_bytes"] += operation.launches * operation.moved_bytes
-    names = (
-        [field.name for field in fields(ModuleCosts)] if is_predictable(alone) else ["parameters"]
-    )
-    return {
-        path: ModuleCosts(**{name: costs[name] for name in names}) for path, costs in found.items()
-    }
+            if phase not in (Phase.FORWARD, Phase.BACKWARD):
+                continue
+            for number, place in zip(
+                tape.launches[first:stop], tape.places[first:stop], strict=True
+            ):
+                module = counts[_shown(place, config.module_depth)]
+                operation = tape.operations[number]
+                module[f"{phase}_flops"] += flops_of(operation)
+                module[f"{phase}_moved_bytes"] += operation.launches * operation.moved_bytes
+    costs = {}
+    for path, module in counts.items():
+        costs[path] = ModuleCosts(**{name: module[name] for name in names})
+    return costs
 
 
 def _shown(path: str | None, depth: int) -> str:
@@ -455,6 +461,6 @@ def _shown(path: str | None, depth: int) -> str:
 
 def flops_of(operation: Operation) -> int:
     """FLOPs of matmuls, fused attention in full; those of other operations do not count."""
-    if operation.kind not in (Kind.MATMUL, Kind.ATTENTION):
+    if not operation.is_matmul:
         return 0
-    return 2 * operation.batch * prod(operation.sides) * MATMULS_OF.get(operation.form, 1)
+    return 2 * operation.multiplications * MATMULS_OF.get(operation.form, 1)

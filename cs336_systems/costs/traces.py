@@ -15,9 +15,11 @@ import lzma
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
+from math import prod
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -28,8 +30,7 @@ from ..files import user_cache, write_atomically
 from ..settings import non_defaults
 from ..text import counted, print_aside
 from ..torch_needed import lacking_torch, require_torch
-from .shards import axes
-from .tape import Tape
+from .tape import Tape, path_of
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = Path(__file__).with_name("traces.zip")
@@ -53,6 +54,22 @@ WITHOUT_COST = [name for name, setting in SETTINGS.items() if setting.without_co
 """Settings that change no operation and no tensor. Configurations that differ only in these
 share one tape.
 """
+
+
+def axes(config: RunConfig) -> dict[str, int]:
+    """Sizes of the axes that occur in formulas; d_model is heads x d_head, and a batch is cut
+    from T+1 tokens.
+    """
+    model = config.model
+    return {
+        "batch": config.batch_size,
+        "heads": model.num_heads,
+        "T": model.context_length,
+        "T+1": model.context_length + 1,
+        "vocabulary": model.vocab_size,
+        "d_ff": model.d_ff,
+        "d_head": model.d_head,
+    }
 
 
 @lru_cache(maxsize=4096)
@@ -140,9 +157,13 @@ def why_untraced(config: RunConfig) -> str:
 
 def own_parameters(config: RunConfig) -> dict[str, int]:
     """Parameters of the modules of a user's own model by path, of a prepared configuration; {}
-    if it is not made.
+    if it is not made. A shared one counts where it comes first.
     """
-    return _tape(config).parameters
+    tape = _tape(config)
+    counts = Counter[str]()
+    for names, sides in tape.parameters:
+        counts[path_of(names[0].rpartition(".")[0])] += prod(map(tape.names.size, sides))
+    return dict(counts)
 
 
 def idle_parameters(config: RunConfig) -> int | None:
@@ -265,13 +286,13 @@ Asked = dict[str, tuple[RunConfig, dict[str, int]]]
 """What is to be traced, by the name of its tape: the configuration, and the axes that can be
 told apart in it.
 """
-Trace = Callable[[Asked], dict[str, bytes]]
+TraceSteps = Callable[[Asked], dict[str, bytes]]
 """Gives the tapes that are asked for, as they are kept."""
 _open: list["_Tracer"] = []
 
 
 @contextlib.contextmanager
-def one_tracer() -> Iterator[Trace]:
+def one_tracer() -> Iterator[TraceSteps]:
     """Let all that is traced in this block be traced by one process; by this one if it has torch
     anyway.
     """

@@ -15,7 +15,7 @@ import psutil
 
 from .. import __version__
 from ..config import Device, RunConfig
-from ..costs.memory import host_bytes
+from ..costs.fit import host_bytes
 from ..model.fast.packages import FLASH_4, QUACK, version_of
 from ..record import Environment, Identity
 from .nvml import Gpu, visible_gpus

@@ -5,7 +5,6 @@ a pipe.
 import itertools
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -16,12 +15,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..config import Parallel, Phase, RunConfig
-from ..costs.shards import largest_rank
+from ..costs.internals import address_of
+from ..costs.shards import owned_elements
 from ..costs.tape import Category, Form, Tape, TraceError
-from ..costs.trace import Call, Trace, path_of, tracing
+from ..costs.trace import Dispatch, StepTrace
 from ..costs.traces import Asked, encoded
+from ..costs.tracing import tracing
 from ..model.trainable import make_model
 from ..model.user_code import is_our_message, load_factory, told
 from .clock import StepTimes
@@ -43,21 +45,29 @@ known.
 
 def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     """The tape of the steps of one rank, the one that keeps most, until the steady state."""
-    with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config), _with_chunks(trace):
-        return _steps(config, make_model(config), trace)
+    with tracing(axes, OF_FAST) as trace, _with_chunks(trace):
+        model = make_model(config)
+        parameters = _parameters(model, trace)
+        with one_of_the_ranks(config, model) as rank:
+            tape = _steps(config, model, trace, rank)
+    tape.parameters = parameters
+    return tape
 
 
-def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
-    # the rank that keeps most; of a user's own model the first one
-    step = TrainingStep(config, model, rank=0 if config.model_factory else largest_rank(config))
+def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
+    step = TrainingStep(config, model, rank=rank)
     step.scaler = None  # it would read a value; its scalars are left out
+    order, hooks = _noted_order([] if config.is_shared else model.parameters())
     _average_at_once(step)
     trace.note(Category.PARAMETERS, step.model.parameters())
     parameter_bytes = _bytes_kept(step.model.parameters())
     for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
         # kept until the next step has its own, as in a measured run
         _, loss = step(_Clock(trace, step))
+        for hook in hooks:
+            hook.remove()
     tape = trace.tape()
+    tape.gradient_order = order
     del loss
     if (traced_bytes := tape.bytes_of(Category.PARAMETERS)) != parameter_bytes:
         raise TraceError(
@@ -67,12 +77,25 @@ def _steps(config: RunConfig, model: nn.Module, trace: Trace) -> Tape:
     return tape
 
 
+def _noted_order(parameters: Iterable[nn.Parameter]) -> tuple[list[int], list[RemovableHandle]]:
+    """A list that gets the place of each parameter when backward has made its gradient, and the
+    hooks that write it.
+    """
+    order: list[int] = []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+        for place, parameter in enumerate(parameters)
+        if parameter.requires_grad
+    ]
+    return order, hooks
+
+
 def _bytes_kept(parameters: Iterable[Tensor]) -> int:
     """Bytes of the parameters on this rank; tied ones, and parts of one tensor, share their
     memory.
     """
     parts = (getattr(each, "_local_tensor", each).untyped_storage() for each in parameters)
-    return sum({part._cdata: part.nbytes() for part in parts}.values())
+    return sum({address_of(part): part.nbytes() for part in parts}.values())
 
 
 def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
@@ -81,16 +104,17 @@ def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     If its step needs data, the tape has the reason and the parameters; if the model cannot be used,
     the reason alone.
     """
-    parameters: dict[str, int] = {}
+    parameters: list[tuple[list[str], list[str]]] = []
     try:
         # outside of the modes below, which slow imports down
         load_factory(config.model_factory or "")
-        with tracing(axes, OF_FAST) as trace, one_of_the_ranks(config):
+        with tracing(axes, OF_FAST) as trace:
             model = make_model(config)
-            parameters = _parameters_by_module(model)
+            parameters = _parameters(model, trace)
             trace.routing.tokens = config.batch_size * config.model.context_length
-            with _as_of_whole_sequences():
-                tape = _steps(config, model, trace)
+            # of ranks the first, as a way of the user's may share the optimizer's state otherwise
+            with one_of_the_ranks(config), _as_of_whole_sequences():
+                tape = _steps(config, model, trace, rank=0)
             tape.places = trace.places
     except TraceError as error:
         tape = Tape.of_failure(_reason(error))
@@ -100,15 +124,15 @@ def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
     return tape
 
 
-def _parameters_by_module(model: nn.Module) -> dict[str, int]:
-    """Parameters of each module itself by its path; a shared one counts where it comes first."""
-    counts, seen = Counter[str](), set[int]()
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                counts[path_of(name)] += parameter.numel()
-    return dict(counts)
+def _parameters(model: nn.Module, trace: StepTrace) -> list[tuple[list[str], list[str]]]:
+    """The names of each parameter, and the sizes of its axes, in the model's order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [
+        (names[parameter], [trace.names.product(side) for side in parameter.shape])
+        for parameter in names
+    ]
 
 
 @contextmanager
@@ -131,27 +155,27 @@ def _finds_nothing(*_: object, **__: object) -> None:
     """No sequences within rows. A Mock would keep its arguments, which are tensors of the step."""
 
 
-def _expand(trace: Trace, call: Call) -> None:
+def _expand(trace: StepTrace, call: Dispatch) -> None:
     x, weight = call.ins[:2]
     rows, inner = x.shape
     trace.matmul(Form.FORWARD, (rows, inner, len(weight)), x.element_size())
 
 
-def _contract_backward(trace: Trace, call: Call) -> None:
+def _contract_backward(trace: StepTrace, call: Dispatch) -> None:
     gradient, weight = call.ins[:2]
     rows, inner = gradient.shape
     trace.matmul(Form.INPUT, (rows, inner, weight.shape[1]), gradient.element_size())
     _add_sums(trace, call.outs[1].numel())
 
 
-def _attend(trace: Trace, call: Call) -> None:
+def _attend(trace: StepTrace, call: Dispatch) -> None:
     (batch, seq, width), heads = call.ins[0].shape, call.args[1]
     trace.attention(
         Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size()
     )
 
 
-def _attend_backward(trace: Trace, call: Call) -> None:
+def _attend_backward(trace: StepTrace, call: Dispatch) -> None:
     """Then a pass turns q and k back, or two add up the gradient of a bias."""
     gradient, packed, *_ = call.ins
     (batch, seq, width), rotations, heads = packed.shape, call.args[4], call.args[5]
@@ -165,26 +189,26 @@ def _attend_backward(trace: Trace, call: Call) -> None:
     _add_sums(trace, call.outs[1].numel())
 
 
-def _with_sums(trace: Trace, call: Call) -> None:
+def _with_sums(trace: StepTrace, call: Dispatch) -> None:
     """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
     trace.moves([*call.ins, *call.outs])
     most = MAX_SUMS * call.ins[0].shape[-1]
     _add_sums(trace, sum(each.numel() for each in call.outs if 1 < each.numel() <= most))
 
 
-def _add_sums(trace: Trace, count: int) -> None:
+def _add_sums(trace: StepTrace, count: int) -> None:
     if count:
         trace.moves([torch.empty(PARTIAL_ROWS, count, device="meta")])
 
 
-def _lookup_backward(trace: Trace, call: Call) -> None:
+def _lookup_backward(trace: StepTrace, call: Dispatch) -> None:
     """Zeros, to which each token's gradient is added."""
     gradient = max(call.ins, key=lambda each: each.nbytes)
     trace.moves(call.outs)
     trace.moves([gradient, gradient, gradient])
 
 
-def _losses(trace: Trace, call: Call) -> None:
+def _losses(trace: StepTrace, call: Dispatch) -> None:
     """Logits become their own gradients."""
     trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
 
@@ -210,7 +234,7 @@ their tensors once.
 class _Clock:
     """Notes the phases of a step, in the place of their times, and what tensors are for."""
 
-    def __init__(self, trace: Trace, step: TrainingStep) -> None:
+    def __init__(self, trace: StepTrace, step: TrainingStep) -> None:
         self._trace, self._step = trace, step
         self._next = iter(
             [*(phase for phase in step.config.phases if phase is not Phase.DATA), Phase.STEP]
@@ -237,10 +261,17 @@ class _Clock:
 
 
 @contextmanager
-def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
-    """Be one of several ranks, of which the others are not there."""
+def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Iterator[int]:
+    """Be one of several ranks, of which the others are not there: the one whose share of the
+    model's optimizer state is largest.
+    """
+    rank = 0
+    if config.shard_optimizer and model is not None:
+        counts = [parameter.numel() for parameter in model.parameters()]
+        owned = owned_elements(counts, config.ranks)
+        rank = owned.index(max(owned))
     if not config.is_shared:
-        yield
+        yield rank
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -263,14 +294,12 @@ def one_of_the_ranks(config: RunConfig) -> Iterator[None]:
         (exchange.CollectiveExchange, "scatter", lambda *each: _Started(scatter(*each), *each)),
         (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
     ]
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=largest_rank(config), world_size=config.ranks
-    )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.ranks)
     try:
         with ExitStack() as patches:
             for where, name, what in instead:
                 patches.enter_context(mock.patch.object(where, name, what))
-            yield
+            yield rank
     finally:
         dist.destroy_process_group()
 
@@ -303,7 +332,7 @@ def _average_at_once(step: TrainingStep) -> None:
 
 
 @contextmanager
-def _with_chunks(trace: Trace) -> Iterator[None]:
+def _with_chunks(trace: StepTrace) -> Iterator[None]:
     """Let the fast model run without its packages. Its AdamW finds tensors by their addresses,
     and here says them.
     """

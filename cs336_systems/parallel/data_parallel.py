@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..config import Mode, Parallel, RunConfig
+from ..costs.communication import split_into_buckets
 from . import collectives
 from .exchange import Pushes, of_all_ranks, other_ranks, row_from_here, shared_rows
 
@@ -279,15 +280,11 @@ def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> l
     Buckets are in the order in which they become complete.
     """
     buckets: list[list[int]] = []
-    filling: dict[Any, tuple[list[int], int]] = {}
-    for number in order:
-        tensor = leaves[number].tensor
-        bucket, size = filling.get(tensor.dtype, ([], 0))
-        if not bucket:
-            buckets.append(bucket)
-        bucket.append(number)
-        size += tensor.nbytes
-        filling[tensor.dtype] = (bucket, size) if size < bucket_bytes else ([], 0)
+    for dtype in {leaf.tensor.dtype for leaf in leaves}:
+        numbers = [number for number in order if leaves[number].tensor.dtype is dtype]
+        sizes = [leaves[number].tensor.nbytes for number in numbers]
+        for places in split_into_buckets(sizes, bucket_bytes):
+            buckets.append([numbers[place] for place in places])
     return sorted(buckets, key=lambda bucket: order.index(bucket[-1]))
 
 

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..costs.shards import AHEAD
+from ..config import Parallel
 from .collectives import divide_gradients, graded, take_from_rank_0
 from .exchange import CollectiveExchange, Exchange, PeerCopies
 from .sharded_units import ShardedUnit, UnitParameters, units_of
+
+AHEAD = Parallel.FSDP.exchange.units_ahead
+"""Units that are gathered ahead of the one that computes."""
 
 
 class FSDP(nn.Module):

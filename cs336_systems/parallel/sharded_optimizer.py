@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..costs.shards import next_owner
 from ..model.optimizer import EagerOptimizer
 
 
@@ -78,9 +79,7 @@ class ShardedOptimizer(EagerOptimizer):
         for name, value in self._make(sample, **self._settings).defaults.items():
             group.setdefault(name, value)
         for parameter in group["params"]:
-            owner = min(range(self._ranks), key=self._sizes.__getitem__)
-            self._owner[parameter] = owner
-            self._sizes[owner] += parameter.numel()
+            self._owner[parameter] = next_owner(self._sizes, parameter.numel())
         owned = [parameter for parameter in group["params"] if self._owner[parameter] == self._rank]
         if not owned:
             return

@@ -10,8 +10,8 @@ import pytest
 
 from cs336.commands.rebuild import FORECAST_FOLDER
 from cs336.config import Phase
-from cs336.costs.tape import Kind
-from cs336.costs.time import Limit, operations, step_time
+from cs336.costs.tape import OperationKind
+from cs336.costs.time import StepLimit, operations, step_time
 from cs336.record import Measurement, WarningCode
 from cs336.report.formats import texts_of
 from cs336.report.sections.forecast import Shapes, forecast_section, scored
@@ -46,7 +46,7 @@ def test_errors_are_those_of_the_records() -> None:
     rows, others = scored({PLACE: records}, lambda _: CEILINGS)
     assert others == 0
     assert [row["step_error"] for row in rows] == pytest.approx([0, -50])
-    assert [row["limit"] for row in rows] == [Limit.DEVICE, Limit.LAUNCHES]
+    assert [row["limit"] for row in rows] == [StepLimit.DEVICE, StepLimit.LAUNCHES]
     texts = texts_of(forecast_section(rows, others))
     assert len(texts["errors.csv"].splitlines()) == 3
 
@@ -70,14 +70,14 @@ def test_the_predicted_limit_is_found_as_that_of_the_record_was(is_by_phase) -> 
     if is_by_phase:
         record = replace(record, host_phases=(Measurement(Phase.FORWARD, (0.1,)),))
     ((row,), _) = scored({PLACE: [record]}, lambda _: SlowHost((make_rates(),)))
-    assert row["predicted_limit"] is (Limit.LAUNCHES if is_by_phase else Limit.DEVICE)
+    assert row["predicted_limit"] is (StepLimit.LAUNCHES if is_by_phase else StepLimit.DEVICE)
 
 
 def test_limits_that_are_named_right_are_counted() -> None:
     """Of four steps limited by launches two."""
     record = make_record(CONFIG, [1.0], codes=[WarningCode.LAUNCH_BOUND])
     ((row,), _) = scored({PLACE: [record]}, lambda _: CEILINGS)
-    named = (Limit.LAUNCHES, Limit.LAUNCHES, Limit.DEVICE, Limit.DEVICE)
+    named = (StepLimit.LAUNCHES, StepLimit.LAUNCHES, StepLimit.DEVICE, StepLimit.DEVICE)
     rows = [
         {**row, "key": str(number), "predicted_limit": limit} for number, limit in enumerate(named)
     ]
@@ -108,7 +108,7 @@ DEVICES = sorted({row["device_name"] for row in committed_errors()})
 
 
 def errors_on(
-    device: str, limit: Limit | None = None, shapes: Shapes | None = None
+    device: str, limit: StepLimit | None = None, shapes: Shapes | None = None
 ) -> list[dict[str, str]]:
     rows = [row for row in committed_errors() if row["device_name"] == device]
     rows = [row for row in rows if limit is None or row["limit"] == limit]
@@ -120,7 +120,7 @@ def test_a_step_is_also_predicted_as_if_its_matmuls_had_not_been_measured() -> N
     these it is shorter.
     """
     every = chain.from_iterable(operations(CONFIG).values())
-    own = {each.sides for each in every if each.kind is Kind.MATMUL and each.batch == 1}
+    own = {each.sides for each in every if each.kind is OperationKind.MATMUL and each.batch == 1}
     fast = [
         product_at(Shape(rows=rows, inner=inner, columns=columns), 1e-6, FP32)
         for rows, inner, columns in own
@@ -135,7 +135,7 @@ def test_a_step_is_also_predicted_as_if_its_matmuls_had_not_been_measured() -> N
 
 def test_the_committed_errors_are_of_many_steps() -> None:
     assert "NVIDIA H200" in DEVICES
-    assert min(len(errors_on("NVIDIA H200", limit)) for limit in Limit) > 50
+    assert min(len(errors_on("NVIDIA H200", limit)) for limit in StepLimit) > 50
     assert min(len(errors_on(device)) for device in DEVICES) >= 30, (
         "the default grid in two precisions"
     )
@@ -147,16 +147,16 @@ def test_the_committed_errors_are_within_the_bounds_that_were_set(device: str) -
     that is limited by the device although the forecast takes the host to be slower than that.
     """
     groups = (
-        (Limit.DEVICE, Shapes.MEASURED, 5, 10),
-        (Limit.DEVICE, Shapes.UNMEASURED, 6, 12),
-        (Limit.LAUNCHES, None, 15, 35),
+        (StepLimit.DEVICE, Shapes.MEASURED, 5, 10),
+        (StepLimit.DEVICE, Shapes.UNMEASURED, 6, 12),
+        (StepLimit.LAUNCHES, None, 15, 35),
     )
     for limit, shapes, median, most in groups:
         sizes = [abs(float(row["step_error"])) for row in errors_on(device, limit, shapes)]
         assert statistics.median(sizes) <= median
         assert sum(size <= most for size in sizes) >= 0.9 * len(sizes)
-    for row in errors_on(device, Limit.DEVICE):
-        of_host = row["predicted_limit"] == Limit.LAUNCHES
+    for row in errors_on(device, StepLimit.DEVICE):
+        of_host = row["predicted_limit"] == StepLimit.LAUNCHES
         assert abs(float(row["step_error"])) <= (50 if of_host else 25)
 
 
@@ -169,7 +169,7 @@ def test_of_nine_in_ten_steps_the_limit_is_named_on_a_card_that_the_forecast_was
 ) -> None:
     """Of its default grid, eager and --fast, and with fused attention too."""
     rows = [row for row in committed_errors() if row["directory"] in H100_SWEEPS - {left_out}]
-    for limit in Limit:
+    for limit in StepLimit:
         own = [row for row in rows if row["limit"] == limit]
         assert len(own) > 15
         assert sum(row["predicted_limit"] == limit for row in own) >= 0.9 * len(own)

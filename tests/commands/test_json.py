@@ -16,7 +16,8 @@ from cs336.analysis.memory.profile import write_memory_profile
 from cs336.analysis.statistics import summary
 from cs336.commands.account import AccountArguments
 from cs336.costs.accounting import component_flops
-from cs336.costs.memory import largest_batch, predict_memory
+from cs336.costs.fit import largest_batch
+from cs336.costs.memory import predict_memory
 from cs336.report.terminal import print_run
 from tests.report.making import make_config, make_record
 from tests.report.sections.kernels.profiles import make_profile

@@ -17,12 +17,12 @@ from cs336.measure.step import TrainingStep
 
 def sent_bytes(config: RunConfig) -> int:
     """Bytes that each rank sends in a step by its calls, if the ranks form a ring."""
-    found = calls(config)
-    assert found is not None
+    counts = calls(config)
+    assert counts is not None
     return round(
         sum(
             count * call.num_bytes * sent_share(call.collective, config.ranks)
-            for call, count in found.items()
+            for call, count in counts.items()
         )
     )
 

@@ -30,7 +30,7 @@ from cs336.costs.accounting import (
     ADAMW_BYTES,
     ADAMW_FLOPS,
     Component,
-    Work,
+    PartWork,
     attention_forward_flops,
     component_flops,
     count_parameters,
@@ -92,30 +92,31 @@ def test_every_part_is_as_torch_counts_its_module(arch, shape) -> None:
     flops = attention_forward_flops(config.model, 3)
     assert flops.scores == flops.values
     assert flops.scores + flops.values == forward["attn bmm"]
-    for pass_name, found in (("forward", forward), ("backward", backward)):
+    for pass_name, counted in (("forward", forward), ("backward", backward)):
         told = {part.component: getattr(part, pass_name) for part in component_flops(config)}
         attention = told[Component.SCORES] + told[Component.VALUES]
-        assert attention == found["attn bmm"], pass_name
+        assert attention == counted["attn bmm"], pass_name
         assert (
-            told[Component.QKV] == found["attn"] - found["attn bmm"] - found["attn.output_proj"]
+            told[Component.QKV]
+            == counted["attn"] - counted["attn bmm"] - counted["attn.output_proj"]
         ), pass_name
-        assert told[Component.OUTPUT] == found["attn.output_proj"], pass_name
-        assert told[Component.FFN] == found["ffn"], pass_name
-        assert told[Component.HEAD] == found["lm_head"], pass_name
-        assert told[Component.EMBEDDING] == found["token_embeddings"] == 0, pass_name
+        assert told[Component.OUTPUT] == counted["attn.output_proj"], pass_name
+        assert told[Component.FFN] == counted["ffn"], pass_name
+        assert told[Component.HEAD] == counted["lm_head"], pass_name
+        assert told[Component.EMBEDDING] == counted["token_embeddings"] == 0, pass_name
 
 
 def flops_by_module(counter: FlopCounterMode) -> Counter[str]:
     """FLOPs of all layers by the module's name in its layer; of attention's own products also
     alone.
     """
-    found: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     for name, by_operation in counter.get_flop_counts().items():
         short = re.sub(r"^TransformerLM\.(layers\.\d+\.)?", "", name)
-        found[short] += sum(by_operation.values())
+        counted[short] += sum(by_operation.values())
         if short == "attn":
-            found["attn bmm"] += by_operation[aten.bmm]
-    return found
+            counted["attn bmm"] += by_operation[aten.bmm]
+    return counted
 
 
 @every_shape
@@ -294,8 +295,8 @@ class MovedBytes(TorchDispatchMode):
             self.tensors.setdefault((part, layer), {})[tensor.data_ptr()] = tensor
 
     def of(self, wanted: Component) -> int:
-        found = (tensors.values() for (part, _), tensors in self.tensors.items() if part is wanted)
-        return sum(tensor.nbytes for tensors in found for tensor in tensors)
+        lists = (tensors.values() for (part, _), tensors in self.tensors.items() if part is wanted)
+        return sum(tensor.nbytes for tensors in lists for tensor in tensors)
 
 
 @every_arch
@@ -383,7 +384,7 @@ def test_below_the_ridge_memory_sets_the_time_and_above_it_arithmetic() -> None:
     device = find_device("H200")
     ridge = 989.5 / 4.8
     for intensity in (0, ridge / 7, ridge, ridge * 7):
-        work = Work(
+        work = PartWork(
             name="", flops=round(intensity * 10**12), moved_bytes=10**12, precision=Precision.BF16
         )
         by_memory, by_arithmetic = 1e12 / 4.8e12, intensity * 1e12 / 989.5e12

@@ -1,8 +1,11 @@
 """Oracles: the collectives that a real step calls, and times measured on two H200."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from cs336.config import (
     SIZES,
@@ -15,21 +18,17 @@ from cs336.config import (
     Precision,
     RunConfig,
 )
-from cs336.costs.communication import Collective, calls, gradient_order
+from cs336.costs.communication import Collective, CollectiveCall, calls
 from cs336.costs.curves import time_s
-from cs336.costs.shards import parameter_shapes
+from cs336.costs.shards import plain
+from cs336.costs.traces import tape_of
 from cs336.measure.step import TrainingStep
-from cs336.model.transformer import TransformerLM
+from cs336.measure.traced import one_of_the_ranks
+from cs336.model.trainable import make_model
+from cs336.parallel.collectives import KINDS, TrafficCounter
 
 MIB = 2**20
-OURS = [
-    Parallel.DDP_NAIVE,
-    Parallel.DDP_FLAT,
-    Parallel.DDP_OVERLAP,
-    Parallel.DDP,
-    Parallel.DDP_PUSH,
-    Parallel.FSDP,
-]
+WAYS = [way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN)]
 
 
 def shared(way: Parallel, arch: Arch = Arch.CS336, **settings) -> RunConfig:
@@ -42,8 +41,8 @@ def shared(way: Parallel, arch: Arch = Arch.CS336, **settings) -> RunConfig:
 def order_of_gradients(config: RunConfig) -> list[str]:
     """Names of the parameters in the order in which a real backward has made their gradients."""
     step, order = TrainingStep(config), []
-    for name, each in step.model.named_parameters():
-        each.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    for name, parameter in step.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     step.backward(step.forward(step.batches()))
     return order
 
@@ -51,28 +50,62 @@ def order_of_gradients(config: RunConfig) -> list[str]:
 @pytest.mark.parametrize("arch", Arch)
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_gradients_come_in_the_order_of_a_real_backward(arch, precision) -> None:
-    config = shared(Parallel.DDP, arch, precision=precision)
-    parameters = [name for name, _ in TransformerLM(config.model).named_parameters()]
-    names = dict(zip(parameter_shapes(config.model), parameters, strict=True))
-    assert [names[name] for name in gradient_order(config)] == order_of_gradients(
-        replace(config, parallel=Parallel.NONE, ranks=1)
+    config = plain(shared(Parallel.DDP, arch, precision=precision))
+    tape = tape_of(config)
+    names = [tape.parameters[place][0][0] for place in tape.gradient_order]
+    assert names == order_of_gradients(config)
+
+
+def counted(config: RunConfig) -> Counter[CollectiveCall]:
+    """The collectives that one rank calls in a real step, as if the others were there."""
+    model, buckets = make_model(config), []
+
+    def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket.buffer().nbytes)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    with one_of_the_ranks(config, model) as rank:
+        step = TrainingStep(config, model, rank=rank)
+        if config.parallel is Parallel.DDP:  # PyTorch's cannot use the stand-in for a process group
+            step.way.module.register_comm_hook(None, note)
+        for _ in range(4):  # PyTorch's DDP has its last buckets from the third step on
+            buckets.clear()
+            with TrafficCounter() as counter:
+                step.backward(step.forward(step.batches()))
+                step.way.finish_gradient_synchronization()
+                step.update()
+            step.model.zero_grad()
+    averaged = Counter(CollectiveCall(Collective.ALL_REDUCE, num_bytes) for num_bytes in buckets)
+    for name, payloads in counter._payloads.items():
+        averaged.update(
+            CollectiveCall(KINDS.get(name, Collective.PUSH), payload) for payload in payloads
+        )
+    return averaged
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("arch", Arch)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_collectives_are_those_of_a_real_step(way, arch, precision) -> None:
+    """A push goes to both of the other ranks, and is counted once for each."""
+    config = shared(
+        way,
+        arch,
+        precision=precision,
+        shard_optimizer=not way.shards_parameters,
+        bucket_mib=1,
+        device=Device.CPU,
     )
-
-
-def test_how_often_each_way_calls() -> None:
-    """By hand: 2 tables, 7 matrices and 2 gains in each of 3 blocks, and the last gain."""
-    parameters = 2 + 9 * 3 + 1
-    small = {
-        way: sum(calls(shared(way)).values()) for way in (*OURS, Parallel.FSDP_PUSH, Parallel.FSDP2)
-    }
-    assert small[Parallel.DDP_NAIVE] == parameters
-    assert small[Parallel.DDP_PUSH] == parameters + 2
-    assert small[Parallel.DDP_FLAT] == small[Parallel.DDP_OVERLAP] == small[Parallel.DDP] == 1
-    # 5 units gathered, all but the last and the lookup twice, 5 scattered, and the gains
-    assert small[Parallel.FSDP] == 5 + 3 + 5 + 1
-    assert small[Parallel.FSDP2] == 4 + 3 + 4
-    # of each matrix on its own: 2 tables and 21 in blocks, these gathered twice, and all scattered
-    assert small[Parallel.FSDP_PUSH] == 2 + 2 * 21 + 23 + 1 + 2
+    config = replace(config, model=replace(config.model, d_model=192, d_ff=512))
+    foretold = calls(config)
+    assert foretold is not None
+    pushes = [call for call in foretold if call.collective is Collective.PUSH]
+    assert counted(config) == foretold + Counter({call: foretold[call] for call in pushes})
+    if way in (Parallel.DDP, Parallel.DDP_OVERLAP):
+        reduced = [call for call in foretold if call.collective is Collective.ALL_REDUCE]
+        assert len(reduced) > 1, "several buckets"
 
 
 H200_S = {

@@ -36,16 +36,16 @@ def test_a_matmul_halfway_between_two_has_the_geometric_mean_of_their_rates() ->
         columns=64 * 4,
         time_s=2 * 256**3 / (4 * SMALL.flops_per_s),
     )
-    found = replace(CURVES, matmuls={Precision.FP32: (SMALL, far)}).matmul_s(
+    seconds = replace(CURVES, matmuls={Precision.FP32: (SMALL, far)}).matmul_s(
         Precision.FP32, 128, 128, 128
     )
-    assert found == pytest.approx(2 * 128**3 / (2 * SMALL.flops_per_s))
+    assert seconds == pytest.approx(2 * 128**3 / (2 * SMALL.flops_per_s))
 
 
 def test_a_rate_lies_between_those_measured_and_aligned_matmuls_know_nothing_of_others() -> None:
-    found = CURVES.matmul_s(Precision.FP32, 96, 32, 512)
-    assert found is not None
-    assert SMALL.flops_per_s < 2 * 96 * 32 * 512 / found < WIDE.flops_per_s
+    seconds = CURVES.matmul_s(Precision.FP32, 96, 32, 512)
+    assert seconds is not None
+    assert SMALL.flops_per_s < 2 * 96 * 32 * 512 / seconds < WIDE.flops_per_s
     assert CURVES.matmul_s(Precision.FP32, 31, 7, 5) == pytest.approx(
         2 * 31 * 7 * 5 / ODD.flops_per_s
     )

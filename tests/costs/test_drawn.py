@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from cs336.config import Phase
 from cs336.costs.tape import Category, Tape, phases_of
 from cs336.costs.time import flops_of
-from cs336.costs.trace import tracing
+from cs336.costs.tracing import tracing
 from tests.drawn_models import Drawn, Shape, drawn
 
 BATCH, LENGTH = 2, 32

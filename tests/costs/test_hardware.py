@@ -27,9 +27,9 @@ def test_known_devices_have_the_dense_peaks_of_their_data_sheets(name: str) -> N
         device.peak_flops_per_s.get(precision)
         for precision in (Precision.FP32, Precision.TF32, Precision.BF16)
     ]
-    found = [*peaks, device.fp8_peak_flops_per_s, device.memory_bandwidth_bytes_per_s]
+    rates = [*peaks, device.fp8_peak_flops_per_s, device.memory_bandwidth_bytes_per_s]
     units = (1e12, 1e12, 1e12, 1e12, 1e9)
-    assert found == [
+    assert rates == [
         value and pytest.approx(value * unit)
         for value, unit in zip(PROMISED[name], units, strict=True)
     ]
@@ -55,9 +55,10 @@ def test_the_memory_of_a_data_sheet_is_what_the_driver_finds() -> None:
     10^9 bytes.
     """
     records = [load_records(runs)[0][0] for runs in committed_runs()]
-    found = [record.environment for record in records if record.environment is not None]
+    environments = [record.environment for record in records if record.environment is not None]
     totals = {
-        (environment.identity.device_name, environment.device_memory_bytes) for environment in found
+        (environment.identity.device_name, environment.device_memory_bytes)
+        for environment in environments
     }
     assert "NVIDIA H200" in {name for name, _ in totals}
     for name, total_bytes in totals:

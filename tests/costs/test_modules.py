@@ -18,10 +18,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336.cli import main
 from cs336.config import SIZES, UNSIZED, Device, LossKind, Precision, RunConfig
 from cs336.costs import traces
-from cs336.costs.memory import fits, largest_batch, largest_context, predict_memory
+from cs336.costs.fit import fits, largest_batch, largest_context
+from cs336.costs.memory import predict_memory
 from cs336.costs.tape import Category
 from cs336.costs.time import costs_by_module
-from cs336.costs.trace import tracing
+from cs336.costs.tracing import tracing
 from cs336.measure import traced
 from cs336.model.trainable import checkpoint_each_block
 from cs336.model.transformer import TransformerLM
@@ -181,9 +182,9 @@ def test_peaks_of_transformers_are_those_measured_on_an_h100(
         "imported by asking"
     )
     for precision, gib in ((Precision.FP32, fp32_gib), (Precision.BF16, bf16_gib)):
-        found = predict_memory(run_of(name, 1024, precision=precision))
-        assert found is not None
-        assert found.peak.allocated_bytes / 2**30 == pytest.approx(gib, rel=0.01)
+        prediction = predict_memory(run_of(name, 1024, precision=precision))
+        assert prediction is not None
+        assert prediction.peak.allocated_bytes / 2**30 == pytest.approx(gib, rel=0.01)
 
 
 @pytest.mark.parametrize("loss", LossKind)
@@ -191,16 +192,18 @@ def test_flops_by_module_are_those_that_pytorch_counts(loss: LossKind) -> None:
     model, tokens = NanoGPT(), torch.zeros(4, LENGTH, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens)[1].backward()
-    counts = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
-    found = costs_by_module(run_of("NanoGPT", loss=loss))
-    step = {path: costs.forward_flops + costs.backward_flops for path, costs in found.items()}
+    counts = {
+        name: sum(by_operation.values()) for name, by_operation in counter.get_flop_counts().items()
+    }
+    by_module = costs_by_module(run_of("NanoGPT", loss=loss))
+    step = {path: costs.forward_flops + costs.backward_flops for path, costs in by_module.items()}
     assert sum(step.values()) == counts["Global"]
     assert step["h.*.qkv"] == sum(counts[f"NanoGPT.h.{layer}.qkv"] for layer in range(LAYERS))
     assert step["lm_head"] == counts["NanoGPT.lm_head"]
-    assert sum(costs.parameters for costs in found.values()) == sum(
-        each.numel() for each in model.parameters()
+    assert sum(costs.parameters for costs in by_module.values()) == sum(
+        parameter.numel() for parameter in model.parameters()
     )
-    assert found["h.*.proj"].parameters == LAYERS * (D * D + D)
+    assert by_module["h.*.proj"].parameters == LAYERS * (D * D + D)
 
 
 def small(kind: str, **settings: object) -> nn.Module:
@@ -255,16 +258,17 @@ def test_a_model_of_others_has_its_flops_and_parameters_at_any_length(name: str)
         {2, 127, *(draw.randint(2, 1100) for _ in range(5)), *draw.sample((64, 95, 128, 253), 3)}
     )
     model = globals()[name]()
-    parameter_bytes = sum(each.nbytes for each in model.parameters())
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     flops = []
     for length in lengths:
         config = run_of(name, length)
         with FlopCounterMode(display=False) as counter:
             logits_of(model(torch.zeros(1, length, dtype=torch.long))).sum().backward()
-        found = sum(
-            each.forward_flops + each.backward_flops for each in costs_by_module(config).values()
+        of_modules = sum(
+            module.forward_flops + module.backward_flops
+            for module in costs_by_module(config).values()
         )
-        assert found == config.batch_size * counter.get_total_flops()
+        assert of_modules == config.batch_size * counter.get_total_flops()
         assert traces.tape_of(config).bytes_of(Category.PARAMETERS) == parameter_bytes
         flops.append(counter.get_total_flops())
     assert flops == sorted({*flops})
@@ -290,7 +294,9 @@ def test_what_fits_of_a_model_is_traced_on_both_sides_of_the_answer(
             larger = replace(config, batch_size=size + more)
             longer = replace(config, model=replace(config.model, context_length=length + more))
             traces.prepare([larger, longer])
-            assert [fits(each, memory_bytes) for each in (larger, longer)] == [more == 0] * 2
+            assert [fits(more_of_it, memory_bytes) for more_of_it in (larger, longer)] == [
+                more == 0
+            ] * 2
 
 
 @pytest.mark.parametrize("name", ["NanoGPT", "OfOneLength", "OfPositions"])

@@ -23,7 +23,8 @@ from cs336.config import (
     Profiler,
     RunConfig,
 )
-from cs336.costs.communication import Call, Collective, calls, gradient_calls, part_bytes
+from cs336.costs.accounting import count_parameters
+from cs336.costs.communication import Collective, CollectiveCall, calls, stages
 from cs336.costs.curves import Curves, Matmul
 from cs336.costs.ranks_time import (
     Links,
@@ -34,7 +35,7 @@ from cs336.costs.ranks_time import (
     ranks_step_time,
 )
 from cs336.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
-from cs336.costs.shards import HEAD, LOOKUP, parameter_elements
+from cs336.costs.shards import LOOKUP, REST, units
 from cs336.costs.time import step_time
 from cs336.record import load_records
 from cs336.studies.ceilings_files import load_ceilings
@@ -47,6 +48,7 @@ RUN = RunConfig(
     size="custom", model=MODEL, batch_size=64, device=Device.CUDA, optimizer=OptimizerKind.FUSED
 )
 RATE = 1e12
+HEAD = "lm_head"
 
 
 def curves(bandwidth: float = 1e18) -> Curves:
@@ -71,26 +73,33 @@ def on(way: Parallel, ranks: int = 4, **changes: object) -> RunConfig:
 
 
 def predicted(config: RunConfig, rate: float) -> RanksTime:
-    found = ranks_step_time(config, curves(), links(rate))
-    assert found is not None
-    return found
+    forecast = ranks_step_time(config, curves(), links(rate))
+    assert forecast is not None
+    return forecast
 
 
 def sums(config: RunConfig, rate: float, ranks: int = 4) -> float:
     """What averaging all gradients takes in a ring, one collective after the other."""
-    return 2 * 4 * sum(parameter_elements(config).values()) * (ranks - 1) / ranks / rate
+    return 2 * 4 * count_parameters(config.model) * (ranks - 1) / ranks / rate
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e10])
 @pytest.mark.parametrize("way", [Parallel.DDP_NAIVE, Parallel.DDP_FLAT])
 def test_what_is_averaged_after_backward_is_exposed(way: Parallel, rate: float) -> None:
-    found = predicted(on(way), rate)
+    forecast = predicted(on(way), rate)
     alone = step_time(RUN, curves())
     assert alone is not None
-    assert found.compute_s == pytest.approx(alone.step_s)
-    assert found.exposed_s == pytest.approx(sums(RUN, rate))
-    assert found.time.phases_s[Phase.COMMUNICATION] == pytest.approx(found.exposed_s)
-    assert found.communication_s == pytest.approx(found.exposed_s)
+    assert forecast.compute_s == pytest.approx(alone.step_s)
+    assert forecast.exposed_s == pytest.approx(sums(RUN, rate))
+    assert forecast.time.phases_s[Phase.COMMUNICATION] == pytest.approx(forecast.exposed_s)
+    assert forecast.communication_s == pytest.approx(forecast.exposed_s)
+
+
+def multiplied_elements(model: ModelConfig) -> int:
+    """Elements of all matrices that multiply: without vectors and tables that are looked up."""
+    feed_forward = 2 if model.arch is Arch.GPT2 else 3
+    of_block = 4 * model.d_model**2 + feed_forward * model.d_model * model.d_ff
+    return model.num_layers * of_block + model.vocab_size * model.d_model
 
 
 class Part(NamedTuple):
@@ -143,29 +152,28 @@ def test_buckets_are_averaged_while_backward_goes_on(
 ) -> None:
     wide = replace(MODEL, arch=arch, d_model=1024, d_ff=4096)  # of several buckets
     config = on(way, model=wide)
-    found, alone = predicted(config, rate), compute_time(config, curves())
+    forecast, alone = predicted(config, rate), compute_time(config, curves())
     assert alone is not None
     backward_s = alone.phases_s[Phase.BACKWARD]
-    counts, groups = parameter_elements(config), [names for names, _ in gradient_calls(config)]
-    assert len(groups) > 3
-    tables = {"positions"} if arch is Arch.GPT2 else {"embedding"}
-    multiplied = {
-        name: 0 if name in tables or "ln" in name or name.endswith("bias") else count
-        for name, count in counts.items()
-    }
+    buckets = [stage for stage in stages(config) if stage.multiplied_elements or stage.sends]
+    assert len(buckets) > 3
+    multiplied = sum(bucket.multiplied_elements for bucket in buckets)
+    assert multiplied == multiplied_elements(wide)
+    averaged_bytes = [call.num_bytes for bucket in buckets for call in bucket.sends]
+    assert sum(averaged_bytes) == 4 * count_parameters(wide)
     parts = [
         Part(
-            work_s=backward_s * sum(multiplied[name] for name in group) / sum(multiplied.values()),
-            after=[2 * 4 * sum(counts[name] for name in group) * 3 / 4 / rate],
+            work_s=backward_s * bucket.multiplied_elements / multiplied,
+            after=[2 * num_bytes * 3 / 4 / rate],
         )
-        for group in groups
+        for bucket, num_bytes in zip(buckets, averaged_bytes, strict=True)
     ]
     (*_, end_s), last_s = ticked(parts)
-    assert found.slowed_s == pytest.approx(end_s - backward_s, abs=5e-3 * last_s)
-    assert found.exposed_s == pytest.approx(last_s - end_s, abs=5e-3 * last_s)
+    assert forecast.slowed_s == pytest.approx(end_s - backward_s, abs=5e-3 * last_s)
+    assert forecast.exposed_s == pytest.approx(last_s - end_s, abs=5e-3 * last_s)
     later = {
         phase: time_s - alone.phases_s.get(phase, 0)
-        for phase, time_s in found.time.phases_s.items()
+        for phase, time_s in forecast.time.phases_s.items()
     }
     in_backward = last_s if way is Parallel.DDP else end_s
     assert later[Phase.BACKWARD] == pytest.approx(in_backward - backward_s, abs=5e-3 * last_s)
@@ -174,16 +182,16 @@ def test_buckets_are_averaged_while_backward_goes_on(
 
 def test_copies_to_others_are_added_up_afterwards() -> None:
     slow = curves(bandwidth=1e9)
-    found = ranks_step_time(on(Parallel.DDP_PUSH), slow, links(inf))
-    assert found is not None
-    elements = sum(parameter_elements(RUN).values())
-    assert found.exposed_s == pytest.approx(3 * 12 * elements / 1e9)
+    forecast = ranks_step_time(on(Parallel.DDP_PUSH), slow, links(inf))
+    assert forecast is not None
+    elements = count_parameters(RUN.model)
+    assert forecast.exposed_s == pytest.approx(3 * 12 * elements / 1e9)
 
 
 def test_a_sharded_optimizer_sends_every_parameter() -> None:
-    found = predicted(on(Parallel.DDP_NAIVE, shard_optimizer=True), 1e9)
-    assert found.exposed_s == pytest.approx(sums(RUN, 1e9) * 3 / 2)
-    assert found.communication_s == pytest.approx(found.exposed_s)
+    forecast = predicted(on(Parallel.DDP_NAIVE, shard_optimizer=True), 1e9)
+    assert forecast.exposed_s == pytest.approx(sums(RUN, 1e9) * 3 / 2)
+    assert forecast.communication_s == pytest.approx(forecast.exposed_s)
 
 
 def sharded_parts(
@@ -193,18 +201,14 @@ def sharded_parts(
     gathered ahead.
     """
     sizes = {
-        name: sum(parts) * (config.ranks - 1) / rate for name, parts in part_bytes(config).items()
+        unit.name: unit.element_bytes * sum(unit.parts) * (config.ranks - 1) / rate
+        for unit in units(config)
     }
-    names = [LOOKUP, *map(str, range(config.model.num_layers)), HEAD]
-    counts = parameter_elements(config)
-    weights = {
-        name: sum(
-            count
-            for each, count in counts.items()
-            if each.startswith(f"{name}.") and "ln" not in each
-        )
-        for name in names
-    } | {HEAD: counts["lm_head"]}
+    blocks = [f"layers.{index}" for index in range(config.model.num_layers)]
+    names = [LOOKUP, *blocks, HEAD]
+    head = config.model.vocab_size * config.model.d_model
+    of_block = (multiplied_elements(config.model) - head) // len(blocks)
+    weights = {LOOKUP: 0} | dict.fromkeys(blocks, of_block) | {HEAD: head}
     order = [
         *((name, Phase.FORWARD) for name in names),
         *((name, Phase.BACKWARD) for name in names[::-1]),
@@ -215,16 +219,16 @@ def sharded_parts(
         for place, (name, phase) in enumerate(order)
         if name in sizes and not (phase is Phase.BACKWARD and name in kept)
     ]
-    rest = [sizes["rest"]] if "rest" in sizes else []
+    rest = [sizes[REST]] if REST in sizes else []
     parts, sent = [Part(work_s=0.0, before=rest, needs=len(rest))], list[int](range(-len(rest), 0))
     for place, (name, phase) in enumerate(order):
-        new = [each for each in gathered if each <= place + ahead and each not in sent]
+        new = [needed for needed in gathered if needed <= place + ahead and needed not in sent]
         sent += new
         scatters = [sizes[name]] if phase is Phase.BACKWARD and name in sizes else []
         parts.append(
             Part(
                 work_s=compute[phase] * weights[name] / sum(weights.values()),
-                before=[sizes[order[each][0]] for each in new],
+                before=[sizes[order[needed][0]] for needed in new],
                 after=scatters,
                 needs=sent.index(place) + 1 if place in gathered else 0,
             )
@@ -237,7 +241,7 @@ def sharded_parts(
 @pytest.mark.parametrize("way", [Parallel.FSDP, Parallel.FSDP2])
 def test_gathers_run_ahead_and_scatters_behind(way: Parallel, rate: float) -> None:
     config = on(way)
-    found, alone = predicted(config, rate), compute_time(config, curves())
+    forecast, alone = predicted(config, rate), compute_time(config, curves())
     assert alone is not None
     ahead, once = (2, True) if way is Parallel.FSDP else (1, False)
     _, end_s = ticked(sharded_parts(config, alone.phases_s, rate, ahead, once))
@@ -248,7 +252,7 @@ def test_gathers_run_ahead_and_scatters_behind(way: Parallel, rate: float) -> No
         if call.collective is Collective.ALL_REDUCE
     )
     of_both = alone.phases_s[Phase.FORWARD] + alone.phases_s[Phase.BACKWARD]
-    assert found.exposed_s + found.slowed_s == pytest.approx(
+    assert forecast.exposed_s + forecast.slowed_s == pytest.approx(
         end_s + later_s - of_both, abs=1e-2 * end_s
     )
 
@@ -258,21 +262,21 @@ def test_gathers_run_ahead_and_scatters_behind(way: Parallel, rate: float) -> No
 )
 def test_no_way_hides_more_than_there_is_or_waits_longer_than_it_sends(way: Parallel) -> None:
     for rate in (1e6, 1e9, 1e12):
-        found = predicted(on(way), rate)
-        assert found.exposed_s >= -1e-12
+        forecast = predicted(on(way), rate)
+        assert forecast.exposed_s >= -1e-12
         if way not in (Parallel.FSDP_PUSH, Parallel.DDP_PUSH):
-            assert found.exposed_s <= found.communication_s * (1 + 1e-4)
+            assert forecast.exposed_s <= forecast.communication_s * (1 + 1e-4)
 
 
 def test_collectives_among_as_many_ranks_are_needed() -> None:
     config = on(Parallel.DDP_NAIVE, 4)
     times = {4: {Collective.ALL_REDUCE: {1: 1e-9, 2**30: 2**30 / 1e9}}}
-    found = predicted_time(config, replace(curves(), collectives=times))
-    assert found is not None
+    forecast = predicted_time(config, replace(curves(), collectives=times))
+    assert forecast is not None
     alone = predicted_time(RUN, curves())
     assert alone is not None
-    sent_s = sum(4 * count for count in parameter_elements(RUN).values()) / 1e9
-    assert found.step_s - alone.step_s == pytest.approx(sent_s, rel=1e-3)
+    sent_s = 4 * count_parameters(RUN.model) / 1e9
+    assert forecast.step_s - alone.step_s == pytest.approx(sent_s, rel=1e-3)
     assert predicted_time(config, curves()) is None
     assert (
         predicted_time(on(Parallel.DDP_NAIVE, 2), replace(curves(), collectives=times)) is None
@@ -303,11 +307,11 @@ def test_the_forecast_crosses_where_the_inequality_says(
     assert {ranks <= most for ranks in tried} == {True, False}, "both sides are tried"
     for ranks in tried:
         config = replace(RUN, parallel=PARALLEL[scheme], ranks=ranks, batch_size=sequences // ranks)
-        found, compute = ranks_step_time(config, curves(), wide), compute_time(config, curves())
-        assert found is not None
+        forecast, compute = ranks_step_time(config, curves(), wide), compute_time(config, curves())
+        assert forecast is not None
         assert compute is not None
         beside = (Phase.BACKWARD,) if scheme is Scheme.DATA else (Phase.FORWARD, Phase.BACKWARD)
-        holds = sum(compute.phases_s[phase] for phase in beside) >= found.communication_s
+        holds = sum(compute.phases_s[phase] for phase in beside) >= forecast.communication_s
         if abs(ranks / most - 1) > 0.06 and abs(ranks - most) > gpus:
             assert holds is (ranks <= most), (ranks, most)
 
@@ -320,15 +324,15 @@ def test_measured_steps_of_several_ranks_take_what_the_ceilings_let_expect() -> 
     configurations 3 %.
     """
     ceilings = load_ceilings(DATA / "ceilings")
-    found: dict[tuple[RunConfig, str], list[float]] = {}
+    measured_s: dict[tuple[RunConfig, str], list[float]] = {}
     for record in (record for runs in committed_runs() for record in load_records(runs)[0]):
         config, step = record.config, record.measurement(Phase.STEP)
         is_plain = config.profiler is Profiler.NONE and config.device is Device.CUDA
         if config.ranks > 1 and is_plain and step is not None and record.environment is not None:
             name = record.environment.identity.device_name
-            found.setdefault((replace(config, repeat=0), name), []).append(step.median_s)
+            measured_s.setdefault((replace(config, repeat=0), name), []).append(step.median_s)
     errors = {}
-    for (config, name), times_s in found.items():
+    for (config, name), times_s in measured_s.items():
         measured = ceilings.curves(name)
         expected = None if measured is None else predicted_time(config, measured)
         if expected is not None:
@@ -367,7 +371,7 @@ def sent_in_a_gather(in_node: int, nodes: int) -> tuple[int, int]:
         ring([(node, place) for node in range(nodes)], "network")
     for node in range(nodes):
         ring([(node, place) for place in range(in_node)], "node")
-    assert all(found == set(ranks) for found in have.values())
+    assert all(chunks == set(ranks) for chunks in have.values())
     by_link = [{sent[rank, link] for rank in ranks} for link in ("node", "network")]
     (near,), (far,) = by_link
     return near, far
@@ -385,23 +389,25 @@ def test_the_slower_link_decides_how_long_a_ring_takes(
     near, far = sent_in_a_gather(in_node, nodes)
     passes = 2 if kind is Collective.ALL_REDUCE else 1
     expected = passes * chunk_bytes * max(near / 8.0, far / 2.0)
-    assert links.call_s(Call(kind, chunk_bytes * ranks), ranks) == pytest.approx(expected)
+    assert links.call_s(CollectiveCall(kind, chunk_bytes * ranks), ranks) == pytest.approx(expected)
 
 
 def test_a_push_goes_to_every_other_rank() -> None:
-    found = LINKS.call_s(Call(Collective.PUSH, 80), 12)
-    assert found == max(3 * 80 / 8.0, 8 * 80 / 2.0)
+    push_s = LINKS.call_s(CollectiveCall(Collective.PUSH, 80), 12)
+    assert push_s == max(3 * 80 / 8.0, 8 * 80 / 2.0)
 
 
 def test_measured_times_count_within_a_node_and_scale_with_what_is_sent() -> None:
     times = {Collective.ALL_REDUCE: {100: 7.0, 200: 9.0}}
     links = replace(LINKS, times=times, measured_ranks=2)
-    call = Call(Collective.ALL_REDUCE, 100)
+    call = CollectiveCall(Collective.ALL_REDUCE, 100)
     assert links.call_s(call, 2) == 7.0
     assert links.call_s(call, 4) == pytest.approx(7.0 * (3 / 4) / (1 / 2))
-    assert links.call_s(Call(Collective.ALL_GATHER, 200), 2) == 4.5, "half of an all-reduce"
+    assert links.call_s(CollectiveCall(Collective.ALL_GATHER, 200), 2) == 4.5, (
+        "half of an all-reduce"
+    )
     assert links.call_s(call, 1) == 0
-    assert links.call_s(Call(Collective.PUSH, 80), 2) == 80 / 8.0, "not measured"
+    assert links.call_s(CollectiveCall(Collective.PUSH, 80), 2) == 80 / 8.0, "not measured"
 
 
 def test_the_fastest_rate_is_that_of_what_a_rank_sends() -> None:

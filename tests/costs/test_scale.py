@@ -9,7 +9,7 @@ import pytest
 
 from cs336.config import SIZES, Attention, Device, OptimizerKind, Parallel, Precision, RunConfig
 from cs336.costs.accounting import step_flops
-from cs336.costs.communication import Call, Collective
+from cs336.costs.communication import Collective, CollectiveCall
 from cs336.costs.curves import (
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
@@ -44,9 +44,9 @@ def run(size: str = "small", **changes: object) -> RunConfig:
 
 
 def step(scheme: Scheme, ranks: int, config: RunConfig | None = None) -> ScaleStep:
-    found = scale_step(config or run(), scheme, ranks, CURVES, LINKS)
-    assert found is not None
-    return found
+    forecast = scale_step(config or run(), scheme, ranks, CURVES, LINKS)
+    assert forecast is not None
+    return forecast
 
 
 @pytest.mark.parametrize("checkpoint_blocks", [0, 1])
@@ -66,10 +66,10 @@ def test_the_memory_of_a_rank_is_that_of_the_way_s_own_code(
 
 
 def test_the_rate_is_that_of_the_whole_batch_on_all_ranks() -> None:
-    found = step(Scheme.SHARDED, 16)
+    forecast = step(Scheme.SHARDED, 16)
     flops = step_flops(run(batch_size=32))
     assert flops is not None
-    assert found.flops_per_s == pytest.approx(flops / 16 / found.times.time.step_s)
+    assert forecast.flops_per_s == pytest.approx(flops / 16 / forecast.times.time.step_s)
 
 
 def test_a_data_sheet_s_device_reaches_the_stated_shares() -> None:
@@ -99,8 +99,8 @@ def test_whole_models_take_a_rank_as_long_and_as_much_memory_on_any_number() -> 
     """So they are predicted once; those of a sharded model are not."""
     few, many = (replace(run(), parallel=Parallel.DDP, ranks=ranks) for ranks in (2, 48))
     assert predict_memory(few) == predict_memory(many)
-    found = [step(Scheme.SHARDED, ranks).memory_bytes or 0 for ranks in (8, 16, 64)]
-    assert found == sorted(found, reverse=True)
+    peaks = [step(Scheme.SHARDED, ranks).memory_bytes or 0 for ranks in (8, 16, 64)]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 H100 = Links(gpus_per_node=8, node_bytes_per_s=450e9, network_bytes_per_s=50e9)
@@ -120,7 +120,7 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
     links, tokens = paper.links, paper.tokens / data
 
     def weights_s(kind: Collective, element_bytes: int) -> float:
-        call = Call(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
+        call = CollectiveCall(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
         return replace(links, gpus_per_node=max(1, links.gpus_per_node // tensor)).call_s(
             call, data
         )
@@ -128,21 +128,21 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
     def activations_s() -> float:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) * 2
         size = paper.element_bytes * tokens * d_model
-        return sum(links.call_s(Call(kind, size), tensor) for kind in kinds)  # type: ignore[arg-type]
+        return sum(links.call_s(CollectiveCall(kind, size), tensor) for kind in kinds)  # type: ignore[arg-type]
 
     forward = 2 * tokens * elements / tensor / paper.flops_per_s
     gather, scatter = (
         weights_s(kind, paper.element_bytes)
         for kind in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     )
-    found = []
+    pairs = []
     if scheme is Scheme.DATA:
-        found += [(2 * forward, weights_s(Collective.ALL_REDUCE, paper.gradient_bytes))]
+        pairs += [(2 * forward, weights_s(Collective.ALL_REDUCE, paper.gradient_bytes))]
     if scheme in (Scheme.SHARDED, Scheme.BOTH):
-        found += [(forward, gather), (2 * forward, gather + scatter)]
+        pairs += [(forward, gather), (2 * forward, gather + scatter)]
     if scheme in (Scheme.TENSOR, Scheme.BOTH):
-        found += [(forward, activations_s())]
-    return found
+        pairs += [(forward, activations_s())]
+    return pairs
 
 
 def shapes(paper: Paper, scheme: Scheme, ranks: int) -> list[tuple[int, int]]:
@@ -190,8 +190,8 @@ PAPERS = [
 def test_the_largest_number_of_ranks_is_the_one_that_trying_all_finds(
     paper: Paper, scheme: Scheme
 ) -> None:
-    found = largest_ranks(paper, scheme)
+    limit = largest_ranks(paper, scheme)
     if paper.links.network_bytes_per_s is None:
-        found = min(found, paper.links.gpus_per_node)
-    most = 2 * found + 4 * paper.links.gpus_per_node
-    assert tried(paper, scheme, most) == found
+        limit = min(limit, paper.links.gpus_per_node)
+    most = 2 * limit + 4 * paper.links.gpus_per_node
+    assert tried(paper, scheme, most) == limit

@@ -40,8 +40,8 @@ from cs336.costs.accounting import (
 from cs336.costs.curves import Curves, Matmul
 from cs336.costs.tape import MATMULS_OF
 from cs336.costs.time import (
-    Launch,
-    Limit,
+    KernelLaunch,
+    StepLimit,
     TimePrediction,
     is_fast_step,
     limited_by_launches,
@@ -103,26 +103,26 @@ def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(
     """
     measured = Matmul(rows=round(factor * 32 * 100), inner=48, columns=96, time_s=1.0)
     larger = replace(RUN, batch_size=32 * 200)  # of sequences of 16
-    found = step_time(larger, replace(curves(), matmuls={Precision.FP32: (measured,)}))
-    assert (found is not None) is is_known
+    forecast = step_time(larger, replace(curves(), matmuls={Precision.FP32: (measured,)}))
+    assert (forecast is not None) is is_known
 
 
 @pytest.mark.parametrize(
     ("kernel_us", "last_us", "limit"),
     [
-        (5, 5, Limit.LAUNCHES),
-        (20, 5, Limit.DEVICE),
-        (5, 900, Limit.LAUNCHES),
-        (5, 1100, Limit.DEVICE),
+        (5, 5, StepLimit.LAUNCHES),
+        (20, 5, StepLimit.DEVICE),
+        (5, 900, StepLimit.LAUNCHES),
+        (5, 1100, StepLimit.DEVICE),
     ],
 )
 def test_launches_limit_a_step_that_ends_soon_after_the_last_one(
-    kernel_us: int, last_us: int, limit: Limit
+    kernel_us: int, last_us: int, limit: StepLimit
 ) -> None:
     """Of 10,000 launches of 10 us each; the last kernel may leave up to 1 ms."""
     launches = [
-        Launch(host_s=1e-5, kernel_s=kernel_us * 1e-6, count=10_000),
-        Launch(host_s=1e-5, kernel_s=last_us * 1e-6),
+        KernelLaunch(host_s=1e-5, kernel_s=kernel_us * 1e-6, count=10_000),
+        KernelLaunch(host_s=1e-5, kernel_s=last_us * 1e-6),
     ]
     assert replay({Phase.FORWARD: launches}).limit is limit
 
@@ -130,15 +130,15 @@ def test_launches_limit_a_step_that_ends_soon_after_the_last_one(
 PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
-def named(found: TimePrediction) -> dict[Phase, float]:
-    on_device, on_host = found.phases_s, found.host_phases_s
+def named(forecast: TimePrediction) -> dict[Phase, float]:
+    on_device, on_host = forecast.phases_s, forecast.host_phases_s
     return limited_by_launches(
         {key: [on_device[key]] for key in on_device}, {key: [on_host[key]] for key in on_host}
     )
 
 
 @pytest.mark.parametrize(
-    "slow", [own for number in range(4) for own in combinations(PHASES, number)]
+    "slow", [phases for number in range(4) for phases in combinations(PHASES, number)]
 )
 def test_the_phases_in_which_the_host_is_slow_are_those_that_launches_limit(
     slow: tuple[Phase, ...],
@@ -146,15 +146,15 @@ def test_the_phases_in_which_the_host_is_slow_are_those_that_launches_limit(
     """2,000 kernels of 20 us each: elsewhere the host runs ahead, until the queue of 1,024
     launches is full.
     """
-    found = replay(
+    forecast = replay(
         {
-            phase: [Launch(host_s=5e-5 if phase in slow else 5e-6, kernel_s=2e-5, count=2000)]
+            phase: [KernelLaunch(host_s=5e-5 if phase in slow else 5e-6, kernel_s=2e-5, count=2000)]
             for phase in PHASES
         }
     )
-    assert tuple(named(found)) == slow
-    assert found.limit is (
-        Limit.LAUNCHES if len(slow) > 1 or slow == (Phase.FORWARD,) else Limit.DEVICE
+    assert tuple(named(forecast)) == slow
+    assert forecast.limit is (
+        StepLimit.LAUNCHES if len(slow) > 1 or slow == (Phase.FORWARD,) else StepLimit.DEVICE
     )
 
 
@@ -163,12 +163,12 @@ def test_a_phase_counts_from_when_the_device_has_ended_the_one_before() -> None:
     forward after 60 ms.
     """
     forward, backward = (
-        Launch(host_s=0.01, kernel_s=0.05),
-        Launch(host_s=1e-4, kernel_s=1e-5, count=1000),
+        KernelLaunch(host_s=0.01, kernel_s=0.05),
+        KernelLaunch(host_s=1e-4, kernel_s=1e-5, count=1000),
     )
-    found = replay({Phase.FORWARD: [forward], Phase.BACKWARD: [backward]})
-    assert named(found) == pytest.approx({Phase.BACKWARD: 0.01 + 1000 * 1e-4 + 1e-5 - 0.06})
-    assert found.limit is Limit.DEVICE
+    forecast = replay({Phase.FORWARD: [forward], Phase.BACKWARD: [backward]})
+    assert named(forecast) == pytest.approx({Phase.BACKWARD: 0.01 + 1000 * 1e-4 + 1e-5 - 0.06})
+    assert forecast.limit is StepLimit.DEVICE
 
 
 def by_ticks(launches: list[tuple[int, int]], gap: int, depth: int) -> tuple[int, int]:
@@ -199,10 +199,10 @@ def test_the_queue_is_that_of_a_simulation_by_ticks(seed: int) -> None:
     draw = random.Random(seed)
     launches = [(draw.randint(1, 6), draw.randint(1, 9)) for _ in range(60)]
     gap, depth = draw.randint(0, 3), draw.randint(1, 8)
-    made = [Launch(host_s=host, kernel_s=kernel) for host, kernel in launches]
-    found = replay({Phase.FORWARD: made[:25], Phase.BACKWARD: made[25:]}, gap, depth)
-    assert (sum(found.host_phases_s.values()), found.step_s) == by_ticks(launches, gap, depth)
-    assert sum(found.phases_s.values()) == pytest.approx(found.step_s)
+    made = [KernelLaunch(host_s=host, kernel_s=kernel) for host, kernel in launches]
+    forecast = replay({Phase.FORWARD: made[:25], Phase.BACKWARD: made[25:]}, gap, depth)
+    assert (sum(forecast.host_phases_s.values()), forecast.step_s) == by_ticks(launches, gap, depth)
+    assert sum(forecast.phases_s.values()) == pytest.approx(forecast.step_s)
 
 
 # the operations
@@ -222,10 +222,10 @@ def test_matmuls_of_the_operations_have_the_flops_of_the_closed_form(
         (Phase.BACKWARD, sum(part.backward for part in parts.values()) + again),
     ):
         flops = 0
-        for each in operations(config)[phase]:
-            rows, inner, columns = each.sides
-            matmuls = MATMULS_OF.get(each.form, 1)
-            flops += each.launches * matmuls * 2 * each.batch * rows * inner * columns
+        for operation in operations(config)[phase]:
+            rows, inner, columns = operation.sides
+            matmuls = MATMULS_OF.get(operation.form, 1)
+            flops += operation.launches * matmuls * 2 * operation.batch * rows * inner * columns
         assert flops == wanted, phase
 
 
@@ -296,13 +296,13 @@ def test_a_block_launches_and_views_what_pytorch_dispatches(
     # in backward
     is_cast = precision is Precision.BF16 and attention is Attention.NAIVE
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        found = more[phase] - fewer[phase]
-        views = sum(found[name] for name in VIEWS)
-        kernels = found.total() - views + 2 * is_cast
+        added = more[phase] - fewer[phase]
+        views = sum(added[name] for name in VIEWS)
+        kernels = added.total() - views + 2 * is_cast
 
         ours = {
-            name: sum(getattr(each, name) for each in ours_more[phase])
-            - sum(getattr(each, name) for each in ours_fewer[phase])
+            name: sum(getattr(operation, name) for operation in ours_more[phase])
+            - sum(getattr(operation, name) for operation in ours_fewer[phase])
             for name in ("views", "calls")
         }
         assert ours == {"views": views, "calls": kernels}, phase
@@ -315,12 +315,12 @@ def test_an_update_moves_each_tensor_that_its_kernels_read_and_write(
     """PyTorch's fused update also adds 1 to the count of steps of each parameter, which is on
     the device.
     """
-    found = operations(replace(RUN, optimizer=kind))[Phase.OPTIMIZER]
+    updates = operations(replace(RUN, optimizer=kind))[Phase.OPTIMIZER]
     counts = (
         2 * 4 * len(list(TransformerLM(MODEL).parameters())) if kind is OptimizerKind.FUSED else 0
     )
     assert (
-        sum(each.launches * each.moved_bytes for each in found)
+        sum(operation.launches * operation.moved_bytes for operation in updates)
         == tensors * 4 * count_parameters(MODEL) + counts
     )
 
@@ -330,23 +330,25 @@ def test_an_update_moves_each_tensor_that_its_kernels_read_and_write(
 
 def test_without_memory_traffic_or_launches_a_step_is_its_flops_over_the_rate() -> None:
     slow = curves(rate=1e6)  # so slow that no pass matters
-    found = step_time(RUN, slow)
-    assert found is not None
+    forecast = step_time(RUN, slow)
+    assert forecast is not None
     flops = sum(part.step for part in component_flops(RUN))
-    assert found.step_s == pytest.approx(flops / 1e6, rel=0.02)
-    assert found.limit is Limit.DEVICE
+    assert forecast.step_s == pytest.approx(flops / 1e6, rel=0.02)
+    assert forecast.limit is StepLimit.DEVICE
 
 
 def test_a_step_of_a_slow_host_takes_a_launch_for_each_call() -> None:
     launch_s = 1.0
-    found = step_time(RUN, curves(launch_s=launch_s))
-    assert found is not None
+    forecast = step_time(RUN, curves(launch_s=launch_s))
+    assert forecast is not None
     calls = sum(
-        each.views + each.calls for of_phase in operations(RUN).values() for each in of_phase
+        operation.views + operation.calls
+        for of_phase in operations(RUN).values()
+        for operation in of_phase
     )
-    assert found.launch_s == pytest.approx(calls * launch_s)
-    assert found.step_s == pytest.approx(found.launch_s, rel=1e-3)
-    assert found.limit is Limit.LAUNCHES
+    assert forecast.launch_s == pytest.approx(calls * launch_s)
+    assert forecast.step_s == pytest.approx(forecast.launch_s, rel=1e-3)
+    assert forecast.limit is StepLimit.LAUNCHES
 
 
 def test_on_a_cpu_a_step_is_the_sum_of_its_launches_and_kernels() -> None:
@@ -358,15 +360,15 @@ def test_on_a_cpu_a_step_is_the_sum_of_its_launches_and_kernels() -> None:
     assert alone.launch_s == pytest.approx(queued.launch_s)
     assert alone.step_s == pytest.approx(alone.launch_s + sum(alone.kernels_s.values()))
     assert queued.step_s < 0.95 * alone.step_s
-    assert alone.limit is Limit.DEVICE
+    assert alone.limit is StepLimit.DEVICE
 
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_prediction_has_the_phases_that_a_run_times(mode: Mode) -> None:
     config = replace(RUN, mode=mode)
-    found = step_time(config, curves())
-    assert found is not None
-    assert tuple(found.phases_s) == config.phases
+    forecast = step_time(config, curves())
+    assert forecast is not None
+    assert tuple(forecast.phases_s) == config.phases
 
 
 @pytest.mark.parametrize(
@@ -393,12 +395,12 @@ def test_a_step_of_graphs_is_that_of_its_kernels_and_a_launch_for_each_phase() -
     eager = replace(RUN, optimizer=OptimizerKind.FUSED)
     for launch_s in (1e-6, 1.0):
         known = curves(rate=1e9, launch_s=launch_s, kernel_s=1e-3)
-        found, graph = (
+        forecast, graph = (
             step_time(config, known) for config in (eager, replace(eager, cuda_graph=True))
         )
-        assert found is not None
+        assert forecast is not None
         assert graph is not None
-        assert graph.kernels_s == found.kernels_s
+        assert graph.kernels_s == forecast.kernels_s
         slow_host_s = 3 * launch_s + graph.kernels_s[Phase.OPTIMIZER]
         slow_device_s = launch_s + sum(graph.kernels_s.values())
         assert graph.step_s == pytest.approx(max(slow_host_s, slow_device_s))
@@ -430,10 +432,12 @@ def test_each_phase_launches_what_a_profile_of_it_has(size: str) -> None:
     for kernel in profile["kernels"]:
         if kernel["phase"] is not None:
             counted[kernel["phase"]] += kernel["count"] / profile["num_steps"]
-    found = operations(record.config)
+    by_phase = operations(record.config)
     assert is_fast_step(record.config)
     more = {Phase.BACKWARD: (KERNELS_OF_BACKWARD - 1) * SIZES[size].num_layers}
-    assert {phase: len(each) + more.get(phase, 0) for phase, each in found.items()} == counted
+    assert {
+        phase: len(launched) + more.get(phase, 0) for phase, launched in by_phase.items()
+    } == counted
 
 
 @pytest.mark.parametrize("arch", Arch)
@@ -442,12 +446,12 @@ def test_matmuls_have_the_flops_of_the_closed_form(arch: Arch, mode: Mode) -> No
     config = fast(replace(MODEL, arch=arch), mode=mode)
     assert config.pad_vocabulary == 1, "else there are more FLOPs"
     flops = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0)
-    for phase, found in operations(config).items():
-        for each in found:
-            rows, inner, columns = each.sides
+    for phase, launched in operations(config).items():
+        for operation in launched:
+            rows, inner, columns = operation.sides
             flops[phase] = (
                 flops.get(phase, 0)
-                + MATMULS_OF.get(each.form, 1) * 2 * each.batch * rows * inner * columns
+                + MATMULS_OF.get(operation.form, 1) * 2 * operation.batch * rows * inner * columns
             )
     parts = component_flops(config)
     scores = next(part.forward for part in parts if part.component is Component.SCORES)
@@ -469,7 +473,7 @@ def test_the_optimizer_moves_26_or_28_bytes_a_parameter_and_a_second_gradient_of
     split = count_parameters(model) - parts[Component.EMBEDDING] - parts[Component.NORMS] - tied
     for config, saved in ((fast(model), 2 * split), (replace(fast(model), split_masters=False), 0)):
         # the count of steps
-        moved = sum(each.moved_bytes for each in operations(config)[Phase.OPTIMIZER]) - 8
+        moved = sum(operation.moved_bytes for operation in operations(config)[Phase.OPTIMIZER]) - 8
         assert moved == 28 * count_parameters(model) + 4 * tied - saved
 
 
@@ -485,14 +489,18 @@ def test_fused_activations_save_two_passes_a_block(arch: Arch) -> None:
     for phase, passes in zip((Phase.FORWARD, Phase.BACKWARD), of_phase, strict=True):
         before, after = operations(plain)[phase], operations(fused)[phase]
         assert len(before) - len(after) == MODEL.num_layers
-        saved = sum(each.moved_bytes for each in before) - sum(each.moved_bytes for each in after)
+        saved = sum(operation.moved_bytes for operation in before) - sum(
+            operation.moved_bytes for operation in after
+        )
         assert saved == pytest.approx(MODEL.num_layers * passes * hidden, rel=0.05)  # and the bias
 
 
 def test_a_padded_vocabulary_is_computed() -> None:
     config = fast(replace(MODEL, vocab_size=81))
     assert config.pad_vocabulary == 128
-    (head,) = [each for each in operations(config)[Phase.FORWARD] if each.sides[2] == 128]
+    (head,) = [
+        operation for operation in operations(config)[Phase.FORWARD] if operation.sides[2] == 128
+    ]
     assert head.sides == (32, 48, 128)
 
 

@@ -31,11 +31,11 @@ from cs336.config import (
     RunConfig,
 )
 from cs336.costs import memory, traces
-from cs336.costs.accounting import parameter_bytes
 from cs336.costs.memory import MemoryPrediction, predict_memory
-from cs336.costs.tape import MATMULS_OF, Category, Kind, Names, Tape, phases_of
+from cs336.costs.shards import kept_elements
+from cs336.costs.tape import MATMULS_OF, Category, Names, OperationKind, Tape, phases_of
 from cs336.costs.time import flops_of
-from cs336.costs.trace import tracing
+from cs336.costs.tracing import tracing
 from cs336.measure.traced import traced
 from tests.ship_traces import wanted
 
@@ -127,16 +127,18 @@ def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None
     """PyTorch's counter does not know the CPU's fused attention, whose matmuls are counted by
     hand.
     """
-    flops = dict.fromkeys(Kind, 0)
+    flops = dict.fromkeys(OperationKind, 0)
     tape = trace_of(Encoder(), torch.zeros(BATCH, SEQ, WIDTH))
-    for each in map(tape.operations.__getitem__, tape.launches):
-        rows, inner, columns = each.sides
-        flops[each.kind] += MATMULS_OF.get(each.form, 1) * 2 * each.batch * rows * inner * columns
+    for operation in map(tape.operations.__getitem__, tape.launches):
+        rows, inner, columns = operation.sides
+        flops[operation.kind] += (
+            MATMULS_OF.get(operation.form, 1) * 2 * operation.batch * rows * inner * columns
+        )
     model = Encoder()
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(BATCH, SEQ, WIDTH)).sum().backward()
-    assert flops[Kind.MATMUL] == counter.get_total_flops()
-    assert flops[Kind.ATTENTION] == 2 * 7 * 2 * BATCH * SEQ**2 * WIDTH, (
+    assert flops[OperationKind.MATMUL] == counter.get_total_flops()
+    assert flops[OperationKind.ATTENTION] == 2 * 7 * 2 * BATCH * SEQ**2 * WIDTH, (
         "2 layers; 2 matmuls forward, 5 backward"
     )
 
@@ -149,7 +151,7 @@ def test_a_product_of_axes_has_the_size_of_the_number(number: int) -> None:
 
 def test_sizes_are_rounded_up_and_widths_are_heads_times_their_width() -> None:
     names = Names({"heads": 3, "T": 130, "d_head": 5})
-    assert [names.size(each) for each in ("T^128", "d_model T", "100^32")] == [256, 15 * 130, 128]
+    assert [names.size(shape) for shape in ("T^128", "d_model T", "100^32")] == [256, 15 * 130, 128]
 
 
 TINY = ModelConfig(vocab_size=80, context_length=16, d_model=48, d_ff=96, num_layers=2, num_heads=4)
@@ -190,15 +192,15 @@ def test_a_tape_with_names_has_the_sizes_of_one_that_was_traced_with_them(seed: 
     config = drawn(random.Random(seed))
     named, plain = traces.tape_of(config), traced(traces.as_costed(config), {})
     plain.repeat()
-    assert [named.spec(each).size_bytes for each in range(len(named.tensors))] == [
-        plain.spec(each).size_bytes for each in range(len(plain.tensors))
+    assert [named.spec(handle).size_bytes for handle in range(len(named.tensors))] == [
+        plain.spec(handle).size_bytes for handle in range(len(plain.tensors))
     ]
     assert sorted(named.events) == sorted(plain.events), (
         "of what one statement frees, the order may differ"
     )
     for what in (flops_of, attrgetter("moved_bytes")):
-        assert [what(named.operations[each]) for each in named.launches] == [
-            what(plain.operations[each]) for each in plain.launches
+        assert [what(named.operations[number]) for number in named.launches] == [
+            what(plain.operations[number]) for number in plain.launches
         ]
 
 
@@ -216,7 +218,7 @@ def test_widths_of_ranks_are_not_taken_for_other_sizes(parallel: Parallel) -> No
             ranks=2,
         )
         bytes_of.append(traces.tape_of(config).bytes_of(Category.PARAMETERS))
-    assert bytes_of == [parameter_bytes(config)] * 2
+    assert bytes_of == [4 * sum(kept_elements(config))] * 2
 
 
 def test_a_kept_tape_is_the_same_tape() -> None:
@@ -270,8 +272,10 @@ def test_what_is_not_a_tape_of_this_version_is_traced_anew(
     predict_memory(other)
     (other_path,) = {*path.parent.iterdir()} - {path}
     draw = random.Random(0)
-    for each in [each for _ in range(4) for each in damaged(data, other_path.read_bytes(), draw)]:
-        path.write_bytes(each)
+    for content in [
+        content for _ in range(4) for content in damaged(data, other_path.read_bytes(), draw)
+    ]:
+        path.write_bytes(content)
         assert prediction_from("version") == right
         assert path.read_bytes() == data
     path.parent.rename(tmp_path / "earlier")
@@ -355,7 +359,9 @@ def test_shipped_tapes_are_those_of_this_code(attention: Attention) -> None:
     )
     shipped, fresh = traces.tape_of(config), traced(*traces.traced_as(config))
     fresh.repeat()
-    assert (shipped.events, shipped.kinds) == (fresh.events, [[*each] for each in fresh.kinds])
+    assert (shipped.events, shipped.kinds) == (fresh.events, [[*key] for key in fresh.kinds])
+    assert shipped.parameters == [[*parameter] for parameter in fresh.parameters]
+    assert shipped.gradient_order == fresh.gradient_order
     assert [phase for phase, _, _ in phases_of(shipped, -1)] == [*config.phases, Phase.STEP]
 
 
@@ -367,6 +373,6 @@ def test_the_softmax_s_backward_makes_a_tensor_that_decides_a_peak() -> None:
     config = RunConfig(
         size="custom", model=model, batch_size=5, device=Device.CUDA, precision=Precision.BF16
     )
-    found = predict_memory(config)
-    assert found is not None
-    assert found.peak.allocated_bytes / 2**30 == pytest.approx(40.816, rel=0.01)
+    prediction = predict_memory(config)
+    assert prediction is not None
+    assert prediction.peak.allocated_bytes / 2**30 == pytest.approx(40.816, rel=0.01)

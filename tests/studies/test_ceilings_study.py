@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336.config import SIZES, Attention, Device, Precision, RunConfig
 from cs336.costs.communication import Collective
-from cs336.costs.tape import Form, Kind, Operation, Pass
+from cs336.costs.tape import Form, Operation, OperationKind, Pass
 from cs336.costs.time import operations, step_time
 from cs336.record import Status
 from cs336.studies.ceilings_cell import (
@@ -367,7 +367,7 @@ def test_passes_do_what_a_step_does(how: Pass) -> None:
 
 def matmuls_of(config: RunConfig) -> list[Operation]:
     steps = itertools.chain(*operations(config).values())
-    return [operation for operation in steps if operation.kind is Kind.MATMUL]
+    return [operation for operation in steps if operation.kind is OperationKind.MATMUL]
 
 
 def test_a_grid_has_each_matmul_of_the_steps_once() -> None:

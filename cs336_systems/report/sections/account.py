@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 from ...config import Mode, Phase, RunConfig
-from ...costs import accounting, memory
-from ...costs.communication import Call, Collective, calls, sent_share
+from ...costs import accounting, fit, memory
+from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
 from ...costs.curves import Curves as DeviceCurves
 from ...costs.hardware import DeviceSpec
 from ...costs.ranks_time import predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
-from ...costs.time import Limit, TimePrediction, costs_by_module
+from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, own_parameters, why_untraced
 from ..columns import Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
@@ -163,7 +163,7 @@ def sum_of_known(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _work(config: RunConfig) -> list[accounting.Work]:
+def _work(config: RunConfig) -> list[accounting.PartWork]:
     """The matrix products of forward, and the update of a training step."""
     return [
         *accounting.forward_work(config),
@@ -315,7 +315,7 @@ def _collectives(config: RunConfig, curves: Curves) -> list[Row]:
     """A row for each kind and size of the collectives of a step; those of one kind stand
     together.
     """
-    found: Mapping[Call, int] = calls(config) or {}
+    found: Mapping[CollectiveCall, int] = calls(config) or {}
     return [
         {
             "collective": call.collective,
@@ -386,8 +386,8 @@ def _time_tables(account: Account) -> Iterator[Table]:
         },
     ]
     limit = {
-        Limit.DEVICE: "The GPU is the limit",
-        Limit.LAUNCHES: (
+        StepLimit.DEVICE: "The GPU is the limit",
+        StepLimit.LAUNCHES: (
             f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms"
         ),
     }[time.limit]
@@ -461,9 +461,9 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
 def _fit(config: RunConfig, memory_bytes: int) -> Row:
     """What fits; None where it is not predicted."""
     return {
-        "fits": memory.fits(config, memory_bytes),
-        "largest_batch_size": memory.largest_batch(config, memory_bytes),
-        "longest_context_length": memory.largest_context(config, memory_bytes),
+        "fits": fit.fits(config, memory_bytes),
+        "largest_batch_size": fit.largest_batch(config, memory_bytes),
+        "longest_context_length": fit.largest_context(config, memory_bytes),
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...config import Phase, Profiler, RunConfig
 from ...costs.curves import Curves
 from ...costs.ranks_time import predicted_time
-from ...costs.time import Limit, TimePrediction, measured_share, without_own_products
+from ...costs.time import StepLimit, TimePrediction, measured_share, without_own_products
 from ...record import RunRecord, Status, WarningCode
 from ...studies.ceilings_files import Ceilings
 from ...text import counted
@@ -66,11 +66,11 @@ class Shapes(StrEnum):
 
 
 ERROR_TITLES = {
-    (Limit.DEVICE, Shapes.UNMEASURED): (
+    (StepLimit.DEVICE, Shapes.UNMEASURED): (
         "limited by the device, matmuls of shapes that were not measured"
     ),
-    (Limit.DEVICE, Shapes.MEASURED): "limited by the device, measured matmuls",
-    (Limit.LAUNCHES, None): "limited by launches",
+    (StepLimit.DEVICE, Shapes.MEASURED): "limited by the device, measured matmuls",
+    (StepLimit.LAUNCHES, None): "limited by launches",
 }
 AS_IF = (
     "Each step is predicted as if none of its own matmuls had been measured: that is what a "
@@ -120,7 +120,7 @@ def _rows(
     is_measured = measured_share(config, curves) > 1 / 2
     row = _row(directory, config, records, prediction)
     yield row | {"shapes": Shapes.MEASURED if is_measured else Shapes.UNMEASURED}
-    if is_measured and row["limit"] is Limit.DEVICE:
+    if is_measured and row["limit"] is StepLimit.DEVICE:
         without = predicted_time(config, without_own_products(config, curves))
         if without is not None:
             yield _row(directory, config, records, without) | {"shapes": Shapes.UNMEASURED}
@@ -155,7 +155,7 @@ def _row(
             if measured_s:
                 row[f"{phase}_error"] = 100 * (predicted_s / measured_s - 1)
     has_host_times = any(record.host_phases for record in records)
-    row["limit"] = Limit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else Limit.DEVICE
+    row["limit"] = StepLimit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else StepLimit.DEVICE
     row["predicted_limit"] = prediction.limit if has_host_times else prediction.limit_of_whole
     row["predicted_busy_share"] = prediction.busy_share
     row["warnings"] = ";".join(sorted(codes))

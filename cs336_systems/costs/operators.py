@@ -1,0 +1,174 @@
+"""What each operator of PyTorch launches on CUDA.
+
+An operator without an entry is one kernel that reads its arguments and writes its results. Each
+entry that says otherwise has its place in PyTorch's source.
+"""
+
+from collections.abc import Mapping
+from fractions import Fraction
+
+from .on_cuda import HALF
+from .tape import Form, Pass
+from .trace import Dispatch, Launcher, StepTrace, tensors_in
+
+LOOKUPS = frozenset(["embedding", "index", "index_select", "gather"])
+MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
+
+
+def one_pass(trace: StepTrace, call: Dispatch) -> None:
+    """Any operation without an entry: one kernel that reads its arguments and writes its
+    results.
+    """
+    name, ins, outs = call.name, call.ins, call.outs or call.ins[:1]
+    if name in LOOKUPS:
+        ins = outs  # of what they read from, as many elements as they write
+    elif name.startswith("nll_loss"):
+        ins = ()  # they read or write one element of each row, and backward writes zeros
+    # by identity, as an argument that is given twice is read once
+    ins = [*{id(tensor): tensor for tensor in ins}.values()]
+    how = Pass.COPY
+    widest = max((tensor.element_size() for tensor in ins), default=8)
+    if "softmax" in name and "log" not in name:
+        how = Pass.SOFTMAX
+    elif name == "masked_fill_":
+        how = Pass.MASKED
+    elif name in ("clone", "copy_", "_to_copy") and ins and ins[-1].stride() != outs[0].stride():
+        how = Pass.STRIDED
+    elif outs and outs[0].element_size() > widest:
+        how = Pass.WIDEN
+    trace.moves([*ins, *outs], how)
+
+
+def _matmul(trace: StepTrace, call: Dispatch) -> None:
+    a, b = call.ins[-2:]
+    form = Form.INPUT
+    if b.stride(-2) == 1 and b.shape[-2] > 1:
+        form = Form.FORWARD
+    elif a.stride(-2) == 1 and a.shape[-2] > 1:
+        form = Form.WEIGHT
+    sides = a.shape[-2], a.shape[-1], b.shape[-1]
+    trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+    if trace.is_first_forward and sides[0] in trace.routing.counts:
+        trace.routing.note_experts(sides[0], b.numel())
+
+
+def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
+    """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as
+    they can be.
+    """
+    a, b = call.ins[:2]
+    sides = [a.shape[-2], a.shape[-1], b.shape[-1]]
+    form = Form.INPUT
+    if b.stride(-2) == 1:
+        form = Form.FORWARD
+    elif a.stride(-2) == 1:
+        form = Form.WEIGHT
+    groups = next(len(tensor) for tensor in (b, a, call.outs[0]) if tensor.dim() == 3)
+    if a.dim() == b.dim() == 3:
+        trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), groups)
+        return
+    trace.routing.is_assumed = True
+    divided = 1  # in the gradients of weights, the rows of all tokens are the inner side
+    if a.dim() != b.dim():
+        divided = 0 if a.dim() == 2 else 2
+    if trace.is_first_forward:
+        trace.routing.note_experts(Fraction(sides[divided], groups), b.numel())
+    least, more = divmod(sides[divided], groups)
+    for size, count in ((least, groups - more), (least + 1, more)):
+        sides[divided] = size
+        if size and count:
+            trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), count)
+
+
+def _attention_kernel(trace: StepTrace, call: Dispatch) -> None:
+    q, k = call.ins[:2]
+    trace.attention(
+        Form.ATTENTION,
+        q.shape[0] * q.shape[1],
+        (q.shape[2], q.shape[3], k.shape[2]),
+        q.element_size(),
+    )
+
+
+def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
+    """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
+    multiplies output and gradient (cuda/attention_backward.cu). cuDNN's workspace is not
+    documented; that of flash is assumed.
+    """
+    q, k = call.ins[1:3]
+    batch, heads, queries, d_head = q.shape
+    rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}^128"
+    trace.workspace("row sums of output x gradient", rows, 4)
+    padded = f"{rows} {trace.names.product(d_head)}^32"
+    trace.workspace(
+        "workspace of fused attention",
+        padded if q.dtype in HALF else trace.names.product(q.numel()),
+        4,
+    )
+    trace.attention(
+        Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size()
+    )
+
+
+def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
+    """CUDA multiplies gradient and output first (softmax_backward_cuda_out in
+    aten/src/ATen/native/cuda/SoftMax.cu).
+    """
+    gradient, output = call.ins[:2]
+    trace.workspace("gradient x softmax", *trace.moved(gradient))
+    trace.moves([gradient, output, gradient])
+    trace.moves([gradient, output, call.outs[0]], is_dispatched=False)
+
+
+def _norm_backward(trace: StepTrace, call: Dispatch) -> None:
+    """One kernel for the gradient of the input, one for those of the parameters
+    (cuda/layer_norm_kernel.cu).
+    """
+    trace.moves([*call.ins[:2], call.outs[0]])
+    trace.moves(call.ins[:2], is_dispatched=False)
+
+
+def _foreach(trace: StepTrace, call: Dispatch) -> None:
+    """A pass over lists of tensors, of which one may be given twice."""
+    lists = {}
+    for argument in call.args:
+        if isinstance(argument, (list, tuple)) and any(True for _ in tensors_in(argument)):
+            lists[id(argument[0])] = argument
+    if lists:
+        first = next(iter(lists.values()))
+        shapes = tuple(trace.names.product(tensor.numel()) for tensor in first)
+        trace.launch("foreach", len(lists) + 1, first[0].element_size(), shapes)
+
+
+LAUNCHERS: Mapping[str, Launcher] = {
+    **dict.fromkeys(MATMULS, _matmul),
+    "_grouped_mm": _grouped_matmul,
+    "_scaled_grouped_mm": _grouped_matmul,
+    "_scaled_dot_product_flash_attention": _attention_kernel,
+    "_scaled_dot_product_flash_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_cudnn_attention": _attention_kernel,
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward_kernel,
+    "_scaled_dot_product_efficient_attention": _attention_kernel,
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward_kernel,
+    "_softmax_backward_data": _softmax_backward,
+    "rms_norm_backward": _norm_backward,
+    "native_layer_norm_backward": _norm_backward,
+    "_fused_adamw_": lambda trace, call: trace.launch(
+        "adamw", 28, tuple(trace.names.product(tensor.numel()) for tensor in call.args[0])
+    ),
+    **{
+        f"_foreach_{name}": _foreach
+        for name in (
+            "mul_",
+            "add_",
+            "lerp_",
+            "addcmul_",
+            "sqrt",
+            "div_",
+            "addcdiv_",
+            "sub_",
+            "neg",
+            "reciprocal_",
+        )
+    },
+}

@@ -1,0 +1,261 @@
+# ruff: noqa: ANN401 (modes and hooks get whatever PyTorch passes)
+"""Runs a step with meta tensors, as if it ran on a GPU, and records it.
+
+Nothing here knows the model. The step's real code runs with meta tensors, which have shapes and
+types and no data; code that asks sees them on a CUDA device. Where PyTorch's CUDA kernels or its
+autocast do otherwise than its meta kernels, `on_cuda.py` and `operators.py` say so.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .internals import (
+    FakeTensor,
+    TensorBase,
+    address_of,
+    determinism_checks,
+    tensor_module,
+    without_modes,
+)
+from .on_cuda import as_on_cuda, clear_copies, without_autocast
+from .operators import LAUNCHERS, one_pass
+from .tape import Category, TraceError
+from .trace import GPU, CudaStream, Launcher, StepTrace, tensors_in
+
+_PLACES = {
+    vars(TensorBase)[name].__get__: shown
+    for name, shown in (("device", GPU), ("is_cuda", True), ("is_meta", False))
+}
+"""What code that asks for a tensor's place gets to know."""
+
+
+class _OnGpu(TorchFunctionMode):
+    """Shows meta tensors as CUDA's, and makes CUDA's on meta."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _PLACES:
+            return _PLACES[function] if args[0].device.type == "meta" else function(*args)
+        kwargs = dict(kwargs or {})
+        if function is torch.device:
+            return function(*args, **kwargs)
+        args = tuple(map(_moved, args))
+        if "device" in kwargs:
+            kwargs["device"] = _moved(kwargs["device"])
+        if getattr(function, "__name__", "") == "cuda":
+            return args[0].to("meta")
+        return function(*args, **kwargs)
+
+
+def _moved(device: Any) -> Any:
+    is_gpu = isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+    return torch.device("meta") if is_gpu else device
+
+
+_CUDA: dict[str, Any] = {
+    "Stream": CudaStream,
+    "Event": CudaStream,
+    "current_device": lambda: 0,
+    "device_count": lambda: 2**20,
+    "can_device_access_peer": lambda *_: True,
+    "is_bf16_supported": lambda *_, **__: True,
+    "get_device_properties": lambda *_: SimpleNamespace(
+        multi_processor_count=132, major=9, minor=0
+    ),
+    "get_device_capability": lambda *_: (9, 0),
+}
+"""torch.cuda of a Hopper GPU, as far as steps ask for it."""
+
+
+@cache
+def _is_in_place(function: Any) -> bool:
+    """Whether running the operation would change nothing but data."""
+    name = function.name().partition(".")[0]
+    return (
+        name.startswith("aten::")
+        and name.endswith("_")
+        and torch.Tag.inplace_view not in function.tags
+    )
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """CUDA takes fp32 too, and aligns rows to 16 bytes (create_grouped_gemm_output_tensor in
+    GroupedMMUtils.h).
+    """
+    groups = [len(offsets if offsets is not None else a)] if a.dim() == b.dim() else []
+    rows, columns, multiple = a.shape[-2], b.shape[-1], 16 // a.element_size()
+    width = -(-columns // multiple) * multiple
+    shape, strides = (*groups, rows, columns), (*[rows * width for _ in groups], width, 1)
+    return torch.empty_strided(shape, strides, dtype=a.dtype, device="meta")
+
+
+_META = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+"""Operators whose meta kernels refuse what CUDA's take."""
+
+
+class _Recorder(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else PyTorch would import its compiler, for 2 s
+
+    def __init__(self, trace: StepTrace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+        self._forms: dict[Any, list[Any]] = {}
+        """Of the new tensors that an operation makes, by what it is given."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with without_modes(), without_autocast():  # tensors are meta here
+            return self._run(function, types, args, kwargs)
+
+    def _run(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # with which DTensor finds how results are sharded
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return function(*args, **(kwargs or {}))
+        if any(kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # such as DTensor, whose operations on its parts come here next
+        if function.namespace == "c10d":
+            return self._trace.collective(function, args)
+        if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # there is no data to copy to the host
+        name = function.name().split("::")[1].split(".")[0]
+        if (answer := self._trace.routing.answer(name, args)) is not None:
+            self._trace.record(function, args, kwargs or {}, answer)
+            return answer
+        try:
+            if _is_in_place(function) and next(tensors_in(args), None) is not None:
+                out = args[0] if function._schema.returns else None
+            else:
+                out = self._result(function, args, kwargs or {})
+        except RuntimeError as error:
+            if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
+                raise  # it fails with values too
+            raise TraceError(
+                f"{self._trace.place}{function.name()} needs the values of a tensor, so the step "
+                "cannot be traced; its parameters and optimizer state can be counted nevertheless"
+            ) from error
+        self._trace.record(function, args, kwargs or {}, out)
+        self._trace.routing.note(name, [*tensors_in(args)], args, [*tensors_in(out)])
+        return out
+
+    def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation makes: most come again in each layer, and PyTorch takes far longer
+        to find its form.
+        """
+        key = function, _form_of((args, *kwargs.items()))
+        if forms := self._forms.get(key):
+            made = [
+                torch.empty_strided(size, strides, dtype=dtype, device="meta")
+                for size, strides, dtype, _ in forms
+            ]
+            return made[0] if len(made) == 1 else tuple(made)
+        out = _META.get(function, function)(*args, **kwargs)
+        outs = out if isinstance(out, tuple) else (out,)
+        if all(isinstance(x, Tensor) and x.is_meta and not x.is_conj() for x in outs):
+            given = {address_of(x.untyped_storage()) for x in tensors_in((args, *kwargs.values()))}
+            new = {
+                address_of(x.untyped_storage())
+                for x in outs
+                if x.nbytes == x.untyped_storage().nbytes()
+            }
+            # results that share memory, with an argument or with each other, are not made again
+            is_new = len(new - given) == len(outs)
+            self._forms[key] = [*map(_form_of, outs)] if is_new else []
+        return out
+
+
+def _form_of(value: Any) -> Any:
+    """All of an argument that decides what an operation on meta tensors makes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return (*map(_form_of, value),) if isinstance(value, (list, tuple)) else (type(value), value)
+
+
+@contextmanager
+def tracing(
+    axes: Mapping[str, int], launchers: Mapping[str, Launcher] = MappingProxyType({})
+) -> Iterator[StepTrace]:
+    """While open, all that runs is recorded, as if it ran on a GPU; `launchers`
+    note what operators of others launch, by name.
+    """
+    trace = StepTrace(axes, {**LAUNCHERS, **launchers}, one_pass)
+    clear = torch.clear_autocast_cache
+
+    def clear_all() -> None:
+        clear()
+        clear_copies()
+
+    def never(*_: object) -> bool:
+        return False
+
+    def is_capturing() -> bool:
+        """What transformers asks before it looks at values: yes, unless it asks whether to mask
+        without any padding.
+
+        Outside of modules no: optimizers of torch 2.11 would refuse to run.
+        """
+        asks = sys._getframe(3).f_locals  # is_cuda_stream_capturing and is_tracing are between
+        return bool(trace.place) and asks.get("padding_mask", trace) is not None
+
+    resize_storage = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+        resize_storage(storage, num_bytes)
+        trace.resize(storage, num_bytes)
+
+    def run_triton(kernel: Any, *tensors: Any, **named: Any) -> None:
+        with without_modes():
+            trace.triton(kernel.__name__, [*tensors_in((*tensors, *named.values()))], named)
+
+    initialisers = [
+        name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")
+    ]
+    harmless: dict[str, Any] = dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)
+    hooks = [
+        modules.register_module_forward_pre_hook(trace.enter),
+        modules.register_module_forward_hook(trace.leave, always_call=True),
+    ]
+    with (
+        mock.patch.multiple(nn.init, **harmless),
+        mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_all),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
+        mock.patch.multiple(
+            torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream
+        ),
+        mock.patch("torch.cuda.is_current_stream_capturing", is_capturing),
+        mock.patch(
+            "torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model
+        ),
+        mock.patch("torch.UntypedStorage.resize_", resize),
+        # places differ between what runs in this mode and what runs below it
+        mock.patch.dict(determinism_checks, default=lambda _: None),
+        ExitStack() as patches,
+    ):
+        with suppress(ImportError):
+            patches.enter_context(mock.patch("triton.runtime.jit.JITFunction.run", run_triton))
+        for module in (F, tensor_module, torch.autograd, torch.functional):
+            for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
+                patches.enter_context(mock.patch.object(module, name, never))
+        patches.enter_context(_Recorder(trace))
+        patches.enter_context(_OnGpu())
+        patches.enter_context(as_on_cuda(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy])))
+        try:
+            yield trace
+        finally:
+            for hook in hooks:
+                hook.remove()
