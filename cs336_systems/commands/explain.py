@@ -75,8 +75,8 @@ class KernelsArguments(FileArguments):
         from ..analysis.kernels.explain import explain
         from ..analysis.kernels.phases import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
+        from ..report.sections.kernels.entry import Explained, plain_run
         from ..report.sections.kernels.files import answer_of, tables_of_one, write_kernels
-        from ..report.sections.kernels.tables import Explained, plain_run
 
         try:
             profile = read_profile(self.file) or explain(

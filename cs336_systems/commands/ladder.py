@@ -32,7 +32,7 @@ from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_record
 from .sweep import measure_all
 
 if TYPE_CHECKING:
-    from ..report.page.chapters import Climbed
+    from ..report.page.directory import Climbed
 
 GPU_SIZE, CPU_SIZE = "gpt2", "tiny"
 GPU_BATCH, CPU_BATCH = 16, 4
@@ -201,9 +201,9 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the
     ceilings `beside`.
     """
-    from ..report.page.chapters import Climbed
+    from ..report.page.directory import Climbed
     from ..report.results import Results
-    from ..report.sections.kernels.tables import load_profiled
+    from ..report.sections.kernels.entry import load_profiled
     from ..report.sections.ladder import ladder_rows
 
     ladder = read_ladder(directory / LADDER_FILE)
@@ -222,7 +222,8 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
 
 def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from ..report.page.chapters import Directory, write_page_of
+    from ..report.page.chapters import write_page_of
+    from ..report.page.directory import Directory
     from ..report.sections.ladder import ladder_section, write_ladder_report
 
     status("reading records and profiles")

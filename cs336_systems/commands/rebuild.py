@@ -26,7 +26,10 @@ from ..report.columns import Row, columns_of
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
 from ..report.identity import settings_of
-from ..report.page.chapters import PAGE_FILE, Directory, Page, list_of, write_page, write_page_of
+from ..report.page.blocks import Page
+from ..report.page.chapters import PAGE_FILE, list_of, write_page_of
+from ..report.page.directory import Directory
+from ..report.page.html import write_page
 from ..report.progress import StatusLine
 from ..report.results import STUDIES, Results, Study, StudyResults
 from ..report.section import Section, Table, make_table

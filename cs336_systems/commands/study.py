@@ -311,7 +311,8 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
     """Measure, showing progress; write the results into the directory, if one is given; print
     and return them.
     """
-    from ..report.page.chapters import Directory, write_page_of
+    from ..report.page.chapters import write_page_of
+    from ..report.page.directory import Directory
     from ..report.results import StudyResults
     from ..report.terminal import print_table
 

@@ -513,7 +513,8 @@ def measure_all(
 def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
     """Write tables, plots and page of the sweep in the directory, and print the tables."""
     status("reading records and profiles")
-    from ..report.page.chapters import Directory, write_page_of
+    from ..report.page.chapters import write_page_of
+    from ..report.page.directory import Directory
     from ..report.results import Results
     from ..report.terminal import print_sweep
 

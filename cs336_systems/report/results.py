@@ -18,11 +18,12 @@ from .formats import pngs_of, texts_of, write_files
 from .frame import to_frame
 from .section import Section, Table, findings_section, rows_with
 from .sections.ceilings import ceilings_sections
+from .sections.kernels.communication import by_configuration
+from .sections.kernels.entry import Explained, load_profiled
 from .sections.kernels.files import sections_of as kernel_sections
 from .sections.kernels.files import tables_of as kernel_tables
 from .sections.kernels.findings import findings as kernel_findings
-from .sections.kernels.tables import Explained, by_configuration, load_profiled
-from .sections.memory.findings import MemoryEntry, load_memory
+from .sections.memory.entry import MemoryEntry, load_memory
 from .sections.memory.findings import findings as memory_findings
 from .sections.memory.tables import memory_tables
 from .sections.memory.tables import sections_of as memory_sections

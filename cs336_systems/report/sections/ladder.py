@@ -20,7 +20,7 @@ from ..frame import RESULTS, codes_of, rows_of, to_frame
 from ..identity import size_text
 from ..section import Section, known, make_table
 from ..words import CHANCE, DOUBT, STATUS_WORDS, ratio, significant
-from .kernels.tables import Explained
+from .kernels.entry import Explained
 from .steps import warning_notes
 from .study import derived
 

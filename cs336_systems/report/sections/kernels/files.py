@@ -20,22 +20,11 @@ from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...identity import file_names
 from ...section import Section, Table, findings_table, labels, make_table, with_note
 from ...words import percent, ratio, rounded
+from .entry import Explained
 from .findings import MIN_SHARE, answer, findings
 from .plots import communication_chart, configuration_chart, draw_timeline
-from .tables import (
-    OF_ONE,
-    PRINTED,
-    SUBJECTS,
-    WHOLE_STEP,
-    Explained,
-    Timed,
-    about,
-    added,
-    grouped,
-    path_text,
-    terms,
-    wall_s,
-)
+from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
+from .tables import OF_ONE, PRINTED, SUBJECTS
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:

@@ -19,8 +19,8 @@ from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
 from ....record import WarningCode
 from ...words import label, percent_of, significant
-from .tables import (
-    Explained,
+from .entry import Explained
+from .sums import (
     added,
     collectives_s,
     copies_alone_s,

@@ -17,7 +17,7 @@ from ... import draw
 from ...charts import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR, Bar, Chart, Panel, Style, distinct
 from ...draw import LONGEST_SOURCE
 from ...words import significant
-from .tables import collectives_s, grouped, wall_s
+from .sums import busy_s, collectives_s, grouped, wall_s
 
 Times = NDArray[np.float64]
 CELLS = 260
@@ -229,12 +229,8 @@ def parts_ms(profile: StepProfile) -> dict[str, float]:
     sums = grouped(profile.classes, lambda row: row.kind)
     found = {str(kind): sums[kind].total_s for kind in CLASS_COLOURS if kind in sums}
     found[COPIES] = sum(sum(phase.copy_s) for phase in profile.phases)
-    found[IDLE] = wall_s(profile) - _busy_s(profile) if profile.work is Work.KERNELS else 0.0
+    found[IDLE] = wall_s(profile) - busy_s(profile) if profile.work is Work.KERNELS else 0.0
     return {name: time_s / profile.num_steps * 1e3 for name, time_s in found.items() if time_s > 0}
-
-
-def _busy_s(profile: StepProfile) -> float:
-    return sum(sum(phase.busy_s) for phase in profile.phases)
 
 
 def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
@@ -271,7 +267,7 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
     for name, (_, profile) in zip(distinct(label for label, _ in shared), shared, strict=True):
         times_s = (
             wall_s(profile),
-            _busy_s(profile),
+            busy_s(profile),
             collectives_s(profile),
             collectives_s(profile, exposed=True),
         )

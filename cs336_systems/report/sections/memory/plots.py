@@ -18,7 +18,8 @@ from ...charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style, distinct
 from ...draw import LONGEST_SOURCE
 from ...section import labels, settings
 from ...words import GIB
-from .findings import START, MemoryEntry, by_category, moment_ms, size, unit_for
+from .entry import START, MemoryEntry, by_category
+from .words import moment_ms, size, unit_for
 
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""

@@ -39,27 +39,22 @@ from ...section import (
     with_note,
 )
 from ...words import GIB, MIB, count, label, percent, ratio
-from .findings import (
+from .entry import START, MemoryEntry, difference_bytes, fields_of, typical
+from .findings import answer, findings
+from .plots import draw_memory, peak_charts
+from .words import (
     GIB_CELL,
     MIB_CELL,
-    START,
-    MemoryEntry,
     MemoryUnit,
     about,
-    answer,
     check_words,
-    difference_bytes,
-    fields_of,
-    findings,
     in_unit,
     innermost,
     moment_ms,
     shape_text,
     size,
-    typical,
     unit_for,
 )
-from .plots import draw_memory, peak_charts
 
 SMALL = 0.01
 """Part of the largest total below which a category is dropped first on a narrow terminal."""
