@@ -16,6 +16,7 @@ from .analysis.kernels import NsysError
 from .commands.outcome import FAILED, INTERRUPTED, OK, USAGE, UsageError, guard_outputs, print_last
 from .files import FileError, error_in_words
 from .interrupt import LINE
+from .plugins import PluginError
 from .sweep.store import LockedError, SweepError
 from .text import print_aside
 
@@ -73,7 +74,7 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
                 return main(argv)
             finally:
                 sys.stdout.flush()  # the end of Python would tell of a full disk by a traceback
-        except (UsageError, FileError) as error:
+        except (UsageError, FileError, PluginError) as error:
             print_aside(f"error: {error}")
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:

@@ -27,7 +27,18 @@ FOLDERS = (
     "commands",
 )
 """From the bottom up: each imports from itself, from those before it, and from BASE."""
-BASE = ("", "interrupt", "temporary", "text", "files", "ranges", "settings", "config", "record")
+BASE = (
+    "",
+    "interrupt",
+    "temporary",
+    "text",
+    "plugins",
+    "files",
+    "ranges",
+    "settings",
+    "config",
+    "record",
+)
 """Modules of the package root that every folder may import, from the bottom up."""
 TOP = ("watched", "cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
