@@ -16,7 +16,7 @@ from ..studies.operators import AttentionStudy, FusionStudy
 from ..studies.records import PrecisionStudy
 from .formats import pngs_of, texts_of, write_files
 from .frame import to_frame
-from .section import Section, Table, findings_section, rows_with
+from .section import Section, Table, findings_section, findings_table, rows_with
 from .sections.ceilings import ceilings_sections
 from .sections.kernels.communication import by_configuration
 from .sections.kernels.entry import Explained, load_profiled
@@ -28,6 +28,7 @@ from .sections.memory.findings import findings as memory_findings
 from .sections.memory.tables import memory_tables
 from .sections.memory.tables import sections_of as memory_sections
 from .sections.operators import attention_section, fusion_section
+from .sections.plugged import added_findings, added_sections
 from .sections.steps import results_section
 from .sections.study import precision_sections
 
@@ -109,8 +110,13 @@ class Results:
         pictures.
         """
         found = {}
-        if self.published:
-            found[STEPS] = [self.steps]
+        steps = [self.steps] if self.published else []
+        steps += added_sections(Results, self)
+        if sentences := list(added_findings(self)):
+            table = findings_table(sentences)
+            steps.append(Section(name="plugin_findings", tables=(table,), rows=table.values))
+        if steps:
+            found[STEPS] = steps
         if self.kernels:
             told = findings_section("kernel_findings", self.kernels, kernel_findings)
             found[KERNELS] = [told, *kernel_sections(self.kernels)]
@@ -128,7 +134,8 @@ class Results:
         ]
         told = [table for section in sections for table in section.tables]
         first = [rows_with(table, "number", {1}) for table in told]
-        steps = self.steps.tables if self.published else ()
+        of_steps = self.sections.get(STEPS, ())
+        steps = [table for section in of_steps for table in section.tables]
         return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
     def write(self, output: Path, status: Callable[..., object]) -> None:

@@ -20,6 +20,7 @@ from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...identity import file_names
 from ...section import Section, Table, findings_table, labels, make_table, with_note
 from ...words import percent, ratio, rounded
+from ..plugged import added_sections
 from .entry import Explained
 from .findings import MIN_SHARE, answer, findings
 from .plots import communication_chart, configuration_chart, draw_timeline
@@ -29,9 +30,10 @@ from .tables import OF_ONE, PRINTED, SUBJECTS
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
     """The tables of several traces for a terminal; none for no entries."""
-    return (
-        _noted_once(table for make in PRINTED for table in make(entries).tables) if entries else []
-    )
+    if not entries:
+        return []
+    sections = [*(make(entries) for make in PRINTED), *added_sections(Explained, entries)]
+    return _noted_once(table for section in sections for table in section.tables)
 
 
 def answer_of(entry: Explained) -> list[str]:
@@ -48,11 +50,21 @@ def tables_of_one(entry: Explained, top: int) -> list[Table]:
     another one or the answer does not say are left out.
     """
     profile = entry.profile
-    of_phases, *others = [*(make([entry]) for make in OF_ONE), *details(profile, top)]
-    tables = [
-        table for section in others if _says_more(section.name, profile) for table in section.tables
+    of_phases, *others = _sections_of_one(entry, top)
+    tables = [with_note(table, about(profile)) for table in of_phases.tables]
+    for section in others:
+        if _says_more(section.name, profile):
+            tables += section.tables
+    return _noted_once(tables)
+
+
+def _sections_of_one(entry: Explained, top: int) -> list[Section]:
+    """All sections of one trace, that of the phases first."""
+    return [
+        *(make([entry]) for make in OF_ONE),
+        *details(entry.profile, top),
+        *added_sections(Explained, [entry]),
     ]
-    return _noted_once([*(with_note(table, about(profile)) for table in of_phases.tables), *tables])
 
 
 def _says_more(name: str, profile: StepProfile) -> bool:
@@ -95,7 +107,11 @@ def sections_of(entries: Sequence[Explained]) -> list[Section]:
     charts = [make(pairs) for make in (configuration_chart, communication_chart)]
     pictures: list[Picture] = [chart for chart in charts if chart is not None]
     pictures += itertools.chain.from_iterable(timelines)
-    return [*(make(entries) for make in SUBJECTS), Section(name="plots", pictures=pictures)]
+    return [
+        *(make(entries) for make in SUBJECTS),
+        *added_sections(Explained, entries),
+        Section(name="plots", pictures=pictures),
+    ]
 
 
 def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
@@ -119,8 +135,8 @@ def write_kernels(entry: Explained, directory: Path, top: int) -> list[Path]:
         "profile.json": encode_profile(entry.profile),
         "findings.md": to_markdown(with_note(_findings(entry), note)),
     }
-    for section in (*(make([entry]) for make in OF_ONE), *details(entry.profile, top)):
-        files |= texts_of(section, note)
+    for section in _sections_of_one(entry, top):
+        files |= {**texts_of(section, note), **pngs_of(section)}
     files |= pngs_of(Section(name="timeline", pictures=_timeline("timeline", entry.profile)))
     return write_files(files, directory)
 

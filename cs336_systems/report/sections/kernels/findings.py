@@ -19,6 +19,7 @@ from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
 from ....record import WarningCode
 from ...words import label, percent_of, significant
+from ..plugged import added_findings
 from .entry import Explained
 from .sums import (
     added,
@@ -126,7 +127,8 @@ def findings(entry: Explained) -> tuple[str, ...]:
         *own.moving(),
     ]
     by_cost = sorted(long, key=lambda finding: -finding[0])
-    return (*own.limit(), *own.gaps(), *own.bounds(), *(text for _, text in by_cost))
+    sentences = [*own.limit(), *own.gaps(), *own.bounds(), *(text for _, text in by_cost)]
+    return (*sentences, *added_findings(entry))
 
 
 ANSWER = 3

@@ -10,7 +10,8 @@ from itertools import pairwise
 from ....analysis.memory.profile import MIN_LATER, Category, MemoryProfile, Moment
 from ....text import counted
 from ...words import GIB, MIB, label, percent_of
-from .entry import START, by_category, difference_bytes
+from ..plugged import added_findings
+from .entry import START, MemoryEntry, by_category, difference_bytes
 from .words import check_words, innermost, size, when
 
 MIN_FRAGMENTATION = 0.15
@@ -49,7 +50,8 @@ def findings(profile: MemoryProfile) -> tuple[str, ...]:
     not be read.
     """
     wrong = [text for find in (_first_step, _growth, _problems, _parts) for text in find(profile)]
-    return (*_out_of_memory(profile), _peak(profile.peak), *wrong, *profile.notes)
+    own = (*_out_of_memory(profile), _peak(profile.peak), *wrong, *profile.notes)
+    return (*own, *added_findings(MemoryEntry(profile=profile)))
 
 
 def answer(profile: MemoryProfile) -> tuple[str, ...]:

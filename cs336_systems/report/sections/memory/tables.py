@@ -22,7 +22,7 @@ from ....analysis.memory.profile import (
 from ....record import Status
 from ....text import counted
 from ...columns import Column, Row, column, columns_of
-from ...draw import Drawing
+from ...draw import Drawing, Picture
 from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...frame import order
 from ...identity import file_names
@@ -39,6 +39,7 @@ from ...section import (
     with_note,
 )
 from ...words import GIB, MIB, count, label, percent, ratio
+from ..plugged import added_sections
 from .entry import START, MemoryEntry, difference_bytes, fields_of, typical
 from .findings import answer, findings
 from .plots import draw_memory, peak_charts
@@ -361,18 +362,24 @@ def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[
     """
     entries = _in_order(entries)
     found = [peaks(entries), boundaries(entries), largest(entries, top)]
+    added = added_sections(MemoryEntry, entries)
     profile = entries[0].profile
     if entries[0].config is None:
         timeline = Section(
             name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))]
         )
-        return [*found, blocks(profile), timeline]
-    return [*found, Section(name="plots", pictures=[*peak_charts(entries), *_timelines(entries)])]
+        return [*found, blocks(profile), timeline, *added]
+    pictures: list[Picture] = [*peak_charts(entries), *_timelines(entries)]
+    return [*found, *added, Section(name="plots", pictures=pictures)]
 
 
 def memory_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
     """Tables for a terminal on the peaks of runs."""
-    return list(peaks(_in_order(entries)).tables) if entries else []
+    if not entries:
+        return []
+    entries = _in_order(entries)
+    sections = [peaks(entries), *added_sections(MemoryEntry, entries)]
+    return [table for section in sections for table in section.tables]
 
 
 def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
@@ -381,12 +388,10 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     """
     said, alone = set(answer(profile)), [MemoryEntry(profile=profile)]
     found = findings_table([text for text in findings(profile) if text not in said])
-    sections = boundaries(alone), largest(alone, top), blocks(profile)
-    return [
-        table
-        for table in (found, *(own for section in sections for own in section.tables))
-        if table.rows
-    ]
+    sections = [boundaries(alone), largest(alone, top), blocks(profile)]
+    sections += added_sections(MemoryEntry, alone)
+    tables = [found, *(table for section in sections for table in section.tables)]
+    return [table for table in tables if table.rows]
 
 
 def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:
