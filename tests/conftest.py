@@ -147,7 +147,7 @@ def no_waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     can put one.
     """
     programs = tmp_path_factory.mktemp("bin")
-    more = ("cs336.model.fast.model", "cs336.studies.operator_cell", "tests.parallel.checks")
+    more = ("cs336.model.fast.model", "cs336.studies.attention_cell", "tests.parallel.checks")
     modules = [
         *isolation._PRELOAD,
         *isolation.EXPLAINING,

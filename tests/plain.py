@@ -13,9 +13,9 @@ from cs336.model.fast import blocks
 @functools.cache
 def plain_model() -> ModuleType:
     """The reference's module loaded once more."""
-    found = _loaded(transformer)
-    sys.modules[found.__name__] = found  # where the compiler looks for a function's globals
-    return found
+    copy = _loaded(transformer)
+    sys.modules[copy.__name__] = copy  # where the compiler looks for a function's globals
+    return copy
 
 
 @functools.cache
@@ -24,19 +24,19 @@ def plain_blocks() -> ModuleType:
     `plain_model`.
     """
     with patch.dict(sys.modules, {transformer.__name__: plain_model()}):
-        found = _loaded(blocks)
-    sys.modules[found.__name__] = found  # where the compiler looks for a function's globals
-    return found
+        copy = _loaded(blocks)
+    sys.modules[copy.__name__] = copy  # where the compiler looks for a function's globals
+    return copy
 
 
 def _loaded(module: ModuleType) -> ModuleType:
+    """A second copy of a module, in the same package, so that its relative imports work."""
     assert module.__file__ is not None
-    spec = importlib.util.spec_from_file_location(
-        f"plain_{module.__name__.rpartition('.')[2]}", module.__file__
-    )
+    parent, _, name = module.__name__.rpartition(".")
+    spec = importlib.util.spec_from_file_location(f"{parent}.plain_{name}", module.__file__)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found
-    spec.loader.exec_module(found)
-    return found
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = copy
+    spec.loader.exec_module(copy)
+    return copy

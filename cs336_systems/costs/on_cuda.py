@@ -329,8 +329,10 @@ def _register() -> list[torch.library.Library]:
     """Kernels for what CUDA autocasts, by PyTorch's own list, and for what runs otherwise there."""
     others, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, KEY.name)
-    autocast = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    for full_name in {*autocast, "aten::rms_norm"}:
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    # other libraries register operators of their own there, such as torchvision's deform_conv2d
+    autocast = {name for name in registered if name.startswith("aten::")}
+    for full_name in autocast | {"aten::rms_norm"}:
         word, _, overload = full_name.removeprefix("aten::").partition(".")
         operator = getattr(getattr(torch.ops.aten, word), overload or "default")
         aten.impl(operator, _kernel_of(operator, word, full_name in autocast), KEY.name)

@@ -1,32 +1,19 @@
-"""One cell of the ceilings: a matmul, a pass over memory, a launch, a kernel of a step, or
-collectives of processes.
-"""
+"""One cell of the ceilings: a matmul, a pass over memory, a launch, or a kernel of a step."""
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import permutations
-from time import perf_counter_ns
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from ..config import FP8_MULTIPLE, Device, ModelConfig, Phase, Precision, RunConfig
-from ..costs.communication import Collective
-from ..costs.shards import FP32_BYTES
 from ..costs.tape import MATMULS_OF, Form, Pass
 from ..costs.time import host_calls
-from ..measure.failure import classify, describe
-from ..measure.nvml import visible_gpus
 from ..measure.precision import apply_math_mode
 from ..measure.run import measure as measure_run
-from ..parallel.collectives import Rank, all_gather, devices_of, group_of, reduce_scatter
-from ..parallel.exchange import of_all_ranks, shared_rows
 from ..record import Failure, Status
-from ..sweep.ranks import first_failed, run_ranks
+from .ceilings_collectives import measure_collectives
 from .ceilings_records import (
     D_HEAD,
     HEADS,
@@ -51,221 +38,8 @@ from .ceilings_records import (
     StreamCell,
 )
 from .cell import DTYPES, make_generator, normal
+from .loops import Run, device_timer, host_timer, launch_timer, measure, replayed, timed_loops
 from .records import Row
-
-GRAPH_BELOW_S = 1e-3
-"""A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer
-than the run itself.
-
-The host needs 6 to 10 us for one kernel, and up to 0.3 ms for a backward pass of autograd.
-"""
-GRAPH_S = 0.01
-MAX_GRAPH_RUNS = 100
-"""Most runs in one graph; a graph has as many as take GRAPH_S."""
-PROBES = 3
-MAX_GROWTH = 100
-"""Largest factor from one number of repetitions to the next, because a first measured time may
-be far too short.
-"""
-MARGIN = 1.1
-"""The next loop is planned to take this many times the wanted time, so that it does not narrowly
-miss it again.
-"""
-
-Run = Callable[[], object]
-Timer = Callable[[Run, int], float]
-"""Time in seconds of a number of calls, until everything that they launched is done."""
-
-
-def host_timer(run: Run, count: int, synchronize: Callable[[], None] = lambda: None) -> float:
-    """Time `count` calls by the host's clock."""
-    synchronize()
-    start = perf_counter_ns()
-    for _ in range(count):
-        run()
-    synchronize()
-    return (perf_counter_ns() - start) / 1e9
-
-
-launch_timer = partial(host_timer, synchronize=torch.cuda.synchronize)
-"""Time `count` calls by the host's clock, from an idle device to an idle device.
-
-Where the host is slower than the device, this is the time of the launches."""
-
-
-def device_timer(run: Run, count: int) -> float:
-    """Time `count` calls by CUDA events around all of them."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = float) -> Loops:
-    """Time `run` on the grid's device. Raises whatever `run` raises.
-
-    Where several processes run it together, `agree` makes one time of theirs, so that all decide
-    alike.
-    """
-
-    def timer(run: Run, count: int) -> float:
-        return agree((host_timer if grid.device is Device.CPU else device_timer)(run, count))
-
-    if grid.device is Device.CPU:
-        return timed_loops(run, timer, grid)
-    timer(run, 1)  # libraries load, memory is allocated
-    time_s = min(timer(run, 1) for _ in range(PROBES))
-    if time_s >= GRAPH_BELOW_S:
-        return timed_loops(run, timer, grid)
-    runs = min(MAX_GRAPH_RUNS, math.ceil(GRAPH_S / time_s))
-    return timed_loops(replayed(run, runs), timer, grid, runs_per_call=runs)
-
-
-def replayed(run: Run, count: int) -> Run:
-    """A function that launches `count` runs at once, as a CUDA graph. `run` must have been called
-    before.
-
-    The function keeps `run` alive, and so all memory that `run` uses, because a graph stores only
-    addresses.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            run()
-    return partial(_replay, graph, run)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, _captured: Run) -> None:
-    graph.replay()
-
-
-def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int = 1) -> Loops:
-    """Find the number of calls that takes `grid.loop_s`, which also warms up, then time
-    `grid.loops` such loops.
-
-    `runs_per_call` is the number of repetitions in one call of `run`, such as those of a CUDA
-    graph.
-    """
-    timer(run, 1)
-    count, elapsed_s = 1, timer(run, 1)
-    while True:
-        if elapsed_s >= grid.loop_s:
-            # a second loop must take as long too, because an interruption can make one short loop
-            # look long
-            first_s = timer(run, count)
-            if first_s >= grid.loop_s:
-                break
-            elapsed_s = first_s
-        count = next_count(count, elapsed_s, grid.loop_s)
-        elapsed_s = timer(run, count)
-    others_s = (timer(run, count) for _ in range(grid.loops - 1))
-    return Loops(count=count * runs_per_call, times_s=(first_s, *others_s))
-
-
-def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:
-    """A larger number of repetitions, which should take `wanted_s`, given that `count` took the
-    shorter `elapsed_s`.
-    """
-    most = MAX_GROWTH * count
-    guess = (
-        most
-        if elapsed_s * MAX_GROWTH < wanted_s
-        else math.ceil(MARGIN * count * wanted_s / elapsed_s)
-    )
-    return max(count + 1, min(most, guess))
-
-
-PATIENCE_S = 120.0
-"""How long a process waits for the others before it fails."""
-LOOP_SHARE = 0.5
-"""Share of the grid's least time of a loop that suffices here: there are many cells, and all
-processes repeat.
-"""
-NO_ACCESS = "the GPUs cannot write to each other's memory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What one of the processes sends: the loops of each row, as it has timed them."""
-
-    status: Status = Status.OK
-    failure: Failure | None = None
-    loops: tuple[Loops, ...] = ()
-
-
-def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> list[CollectiveCell]:
-    """Time collectives of one kind, by the slowest process; if a process fails, all rows get the
-    failure.
-    """
-    assert not torch.cuda.is_initialized(), "forked processes could not use CUDA"
-    gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
-    ranks = rows[0].world_size
-    devices = devices_of(gpus[:ranks], all_of_them=True)
-    first, *_ = ends = run_ranks(partial(_serve, grid, rows), _Answer, ranks, devices, PATIENCE_S)
-    if (failed := first_failed(ends)) is not None:
-        return [row.failed(failed.status, failed.failure) for row in rows]
-    assert first.answer is not None
-    return [row.with_loops(loops) for row, loops in zip(rows, first.answer.loops, strict=True)]
-
-
-def _serve(grid: CeilingsGrid, rows: Sequence[CollectiveCell], rank: Rank) -> _Answer:
-    """What one process does."""
-    kind = rows[0].collective
-    # the processes share the cores, and OpenMP's threads do not survive a fork
-    torch.set_num_threads(1)
-    try:
-        with group_of(rank, grid.device):
-            pairs = permutations(range(rank.ranks), 2) if kind is Collective.PUSH else ()
-            # alike in all processes
-            if not all(torch.cuda.can_device_access_peer(*pair) for pair in pairs):
-                return _Answer(status=Status.UNAVAILABLE, failure=Failure(message=NO_ACCESS))
-            brief, agree = (
-                replace(grid, loop_s=LOOP_SHARE * grid.loop_s),
-                partial(_agreed, grid.device),
-            )
-            made = partial(make_collective, grid.device, kind)
-            return _Answer(loops=tuple(measure(made(row.num_bytes), brief, agree) for row in rows))
-    except Exception as error:
-        status = classify(error)
-        return _Answer(status=status, failure=describe(error, status, "collectives", grid.device))
-
-
-def make_collective(device: Device, collective: Collective, num_bytes: int) -> Callable[[], object]:
-    """The collective of a tensor of so many bytes among the processes of the group, of which
-    each has its part.
-    """
-    whole = torch.rand(num_bytes // FP32_BYTES, device=device.value)
-    greatest = dist.ReduceOp.MAX  # repeated sums would overflow
-    if collective is Collective.ALL_REDUCE:
-        return lambda: dist.all_reduce(whole, op=greatest)
-    if collective is Collective.BROADCAST:
-        return lambda: dist.broadcast(whole, src=0)
-    if collective is Collective.PUSH:
-        here = dist.get_rank()
-        rows = [
-            rank_rows for [rank_rows] in of_all_ranks([shared_rows(whole, dist.get_world_size())])
-        ]
-        # the function keeps this rank's rows alive, because the other ranks write to them
-        return lambda: [
-            rank_rows[here, : len(whole)].copy_(whole, non_blocking=True)
-            for rank, rank_rows in enumerate(rows)
-            if rank != here
-        ]
-    part = torch.rand(len(whole) // dist.get_world_size(), device=device.value)
-    if collective is Collective.ALL_GATHER:
-        return lambda: all_gather(whole, part)
-    return lambda: reduce_scatter(part, whole, op=greatest)
-
-
-def _agreed(device: Device, time_s: float) -> float:
-    """The longest of the processes' times; none goes on before all have measured theirs."""
-    longest = torch.tensor(time_s, device=device.value)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return float(longest)
-
 
 PRODUCT_DTYPES = DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
 FP8_CAPABILITY = (8, 9)
@@ -327,16 +101,14 @@ def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
 def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -> str | None:
     """Why the device has no such matmul; None if it has."""
     if device is Device.CPU:
-        is_missing = precision in ONLY_ON_GPUS
-        return (
-            f"{precision} products are measured on NVIDIA GPUs, got device cpu"
-            if is_missing
-            else None
-        )
+        if precision in ONLY_ON_GPUS:
+            return f"{precision} products are measured on NVIDIA GPUs, got device cpu"
+        return None
     if precision is not ProductPrecision.FP8:
         return None
-    if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
-        return f"fp8 needs compute capability 8.9, the device has {'.'.join(map(str, capability))}"
+    major, minor = capability = torch.cuda.get_device_capability()
+    if capability < FP8_CAPABILITY:
+        return f"fp8 needs compute capability 8.9, the device has {major}.{minor}"
     if shape.inner % FP8_MULTIPLE or shape.columns % FP8_MULTIPLE:
         return (
             f"fp8 needs inner and last sides that are multiples of {FP8_MULTIPLE}, got "
@@ -349,15 +121,13 @@ def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) 
     """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a
     linear layer.
     """
-    dtype, sides = (
-        PRODUCT_DTYPES[precision],
-        [(shape.rows, shape.inner), (shape.columns, shape.inner)],
-    )
-    drawn = normal(
-        make_generator(grid), sides, torch.bfloat16 if precision is ProductPrecision.FP8 else dtype
-    )
-    left, right = (each.to(dtype) for each in drawn)
-    if precision is ProductPrecision.FP8:
+    is_fp8 = precision is ProductPrecision.FP8
+    dtype = PRODUCT_DTYPES[precision]
+    sides = [(shape.rows, shape.inner), (shape.columns, shape.inner)]
+    # random numbers cannot be drawn in fp8
+    drawn = normal(make_generator(grid), sides, torch.bfloat16 if is_fp8 else dtype)
+    left, right = (matrix.to(dtype) for matrix in drawn)
+    if is_fp8:
         one = torch.ones((), device=grid.device.value)
         return lambda: torch._scaled_mm(
             left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
@@ -375,14 +145,14 @@ def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
     target = torch.empty_like(source)
     if stream is Stream.COPY:
         return lambda: target.copy_(source)
-    moments = [torch.zeros_like(source) for _ in range(2)]
+    mean, square = torch.zeros_like(source), torch.zeros_like(source)
     step = torch.ones((), device=grid.device.value)
     target.copy_(source)
     return lambda: torch._fused_adamw_(
         [target],
         [source],
-        [moments[0]],
-        [moments[1]],
+        [mean],
+        [square],
         [],
         [step],
         lr=1e-3,
@@ -463,8 +233,8 @@ def _random(
     """Random matrices of this shape, row-major, or column-major if `is_transposed`."""
     sides = (columns, rows) if is_transposed else (rows, columns)
     shape = sides if row.batch == 1 else (row.batch, *sides)
-    (made,) = normal(make_generator(grid), [shape], DTYPES[row.precision])
-    return made.transpose(-2, -1) if is_transposed else made
+    (matrices,) = normal(make_generator(grid), [shape], DTYPES[row.precision])
+    return matrices.transpose(-2, -1) if is_transposed else matrices
 
 
 def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: bool) -> Run:
@@ -473,7 +243,7 @@ def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: 
     q, k, v, upstream = normal(make_generator(grid), [shape] * 4, DTYPES[row.precision])
     if not with_backward:
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    inputs = tuple(each.requires_grad_() for each in (q, k, v))
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
     return lambda: torch.autograd.grad(
         F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, upstream
     )

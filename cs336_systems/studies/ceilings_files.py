@@ -8,6 +8,7 @@ import functools
 import gzip
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -32,6 +33,8 @@ are.
 """
 
 T = TypeVar("T")
+CollectiveTimes = dict[int, dict[Collective, dict[int, float]]]
+"""Seconds of each collective by the number of ranks and by the bytes of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Ceilings:
     """
 
     studies: tuple[CeilingsStudy, ...] = ()
-    """Those that the user has measured, which come before those that come with the program."""
+    """Those that the user has measured, which take precedence over the shipped ones."""
     has_shipped: bool = False
     """Whether ceilings that come with the program stand in where the user has measured none."""
     _curves: dict[str, Curves | None] = field(
@@ -61,25 +64,27 @@ class Ceilings:
         """The devices with ceilings, without the manufacturer's name; those that the user has
         measured come first.
         """
-        folders = SHIPPED.iterdir() if self.has_shipped else ()
-        shipped = sorted(
-            path.name.replace("-", " ") for path in folders if any(path.glob(f"*{SUFFIX}"))
-        )
-        return list(dict.fromkeys([*self.measured_names, *shipped]))
+        names = self.measured_names
+        if self.has_shipped:
+            folders = {path.parent.name for path in SHIPPED.glob(f"*/*{SUFFIX}")}
+            names += [folder.replace("-", " ") for folder in sorted(folders)]
+        return list(dict.fromkeys(names))
 
     def is_shipped(self, device_name: str) -> bool:
         """Whether predictions for this device rest on ceilings that come with the program."""
         curves = self.curves(device_name)
         return curves is not None and curves.is_shipped
 
-    def _own(self, device_name: str) -> tuple[CeilingsStudy, ...]:
+    def _measured(self, device_name: str) -> tuple[CeilingsStudy, ...]:
         name = bare_name(device_name)
         return tuple(study for study in self.studies if bare_name(study.device_name) == name)
 
     def _first(self, device_name: str, take: Callable[[tuple[CeilingsStudy, ...]], T]) -> T:
-        """What the user's studies of the device have, or else those that come with the program."""
-        found = take(self._own(device_name))
-        return found if found or not self.has_shipped else take(shipped(device_name))
+        """What `take` finds in the user's studies of the device, or else in the shipped ones."""
+        measured = take(self._measured(device_name))
+        if measured or not self.has_shipped:
+            return measured
+        return take(shipped(device_name))
 
     def flops_per_s(
         self, device_name: str, precision: Precision | ProductPrecision
@@ -88,12 +93,8 @@ class Ceilings:
         wanted = ProductPrecision(precision)
 
         def best(studies: tuple[CeilingsStudy, ...]) -> float | None:
-            rates = (
-                cell.flops_per_s
-                for each in studies
-                for cell in each.products
-                if cell.precision is wanted
-            )
+            matmuls = chain.from_iterable(study.products for study in studies)
+            rates = [matmul.flops_per_s for matmul in matmuls if matmul.precision is wanted]
             return max((rate for rate in rates if rate is not None), default=None)
 
         return self._first(device_name, best)
@@ -109,64 +110,25 @@ class Ceilings:
         """
         name = bare_name(device_name)
         if name not in self._curves:
-            curves = self._joined_curves(self._own(name))
-            if (
-                curves is None
-                and self.has_shipped
-                and (other := self._joined_curves(shipped(name))) is not None
-            ):
-                curves = replace(other, is_shipped=True)
+            curves = _joined_curves(self._measured(name))
+            if curves is None and self.has_shipped:
+                curves = _joined_curves(shipped(name))
+                curves = curves and replace(curves, is_shipped=True)
             self._curves[name] = curves and replace(curves, collectives=self.collectives(name))
         return self._curves[name]
 
-    @staticmethod
-    def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
-        found = [curves for study in studies if (curves := study.curves()) is not None]
-        if not found:
-            return None
-        first, *others = found
-        matmuls = {
-            precision: (
-                *own,
-                *(
-                    each
-                    for other in others
-                    for each in other.matmuls[precision]
-                    if each.form is not None
-                ),
-            )
-            for precision, own in first.matmuls.items()
-        }
-        passes = next((each.passes for each in found if each.passes), {})
-        gap_s = next((each.queued_gap_s for each in found if each.queued_gap_s is not None), None)
-        hosts = [each for each in studies if each.launch_s(Launch.STEP) is not None] or studies
-        timed = [
-            timing for study in studies for timing in study.timings if timing.loops is not None
-        ]
-        doubted = sum(in_doubt(warning.code for warning in timing.warnings) for timing in timed)
-        return replace(
-            first,
-            matmuls=matmuls,
-            passes=passes,
-            queued_gap_s=gap_s,
-            is_in_doubt=doubted > DOUBTED_SHARE * len(timed),
-            launch_s=median(time_s for each in hosts if (time_s := each.host_call_s) is not None),
-        )
-
-    def collectives(self, device_name: str) -> dict[int, dict[Collective, dict[int, float]]]:
+    def collectives(self, device_name: str) -> CollectiveTimes:
         """Times of collectives among devices of this name, by ranks and bytes: of the study with
         most sizes of each.
         """
 
-        def longest(
-            studies: tuple[CeilingsStudy, ...],
-        ) -> dict[int, dict[Collective, dict[int, float]]]:
-            found: dict[int, dict[Collective, dict[int, float]]] = {}
+        def longest(studies: tuple[CeilingsStudy, ...]) -> CollectiveTimes:
+            by_ranks: CollectiveTimes = {}
             for study in studies:
-                for (ranks, kind), times in study.collective_times().items():
-                    of_ranks = found.setdefault(ranks, {})
-                    of_ranks[kind] = max(of_ranks.get(kind, {}), times, key=len)
-            return found
+                for (ranks, collective), times in study.collective_times().items():
+                    of_ranks = by_ranks.setdefault(ranks, {})
+                    of_ranks[collective] = max(of_ranks.get(collective, {}), times, key=len)
+            return by_ranks
 
         return self._first(device_name, longest)
 
@@ -176,6 +138,41 @@ class Ceilings:
 
 
 NO_CEILINGS = Ceilings()
+
+
+def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
+    """The curves of the first study that has any, with what the others add; see `curves`."""
+    curves_of_studies = [curves for study in studies if (curves := study.curves()) is not None]
+    if not curves_of_studies:
+        return None
+    first, *others = curves_of_studies
+    matmuls = {precision: list(measured) for precision, measured in first.matmuls.items()}
+    for precision, joined in matmuls.items():
+        for other in others:
+            # matmuls with a form are kernels of a step; squares are those of the first study alone
+            joined += [matmul for matmul in other.matmuls[precision] if matmul.form is not None]
+    gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
+    hosts = [study for study in studies if study.launch_s(Launch.STEP) is not None] or studies
+    calls_s = [study.host_call_s for study in hosts]
+    return replace(
+        first,
+        matmuls={precision: tuple(joined) for precision, joined in matmuls.items()},
+        passes=next((curves.passes for curves in curves_of_studies if curves.passes), {}),
+        queued_gap_s=next((gap_s for gap_s in gaps_s if gap_s is not None), None),
+        is_in_doubt=_is_doubted(studies),
+        launch_s=median(call_s for call_s in calls_s if call_s is not None),
+    )
+
+
+def _is_doubted(studies: tuple[CeilingsStudy, ...]) -> bool:
+    """Whether warnings doubt more than DOUBTED_SHARE of the times."""
+    timings = chain.from_iterable(study.timings for study in studies)
+    doubts = [
+        in_doubt(warning.code for warning in timing.warnings)
+        for timing in timings
+        if timing.loops is not None
+    ]
+    return sum(doubts) > DOUBTED_SHARE * len(doubts)
 
 
 def load_ceilings(directory: Path) -> Ceilings:
@@ -193,8 +190,9 @@ def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
     """The studies of this device that come with the program, in the order of the folders that
     they were measured in.
     """
-    found = (SHIPPED / bare_name(device_name).replace(" ", "-")).glob(f"*{SUFFIX}")
-    files = sorted(found, key=lambda path: path.name.removesuffix(SUFFIX))
+    folder = SHIPPED / bare_name(device_name).replace(" ", "-")
+    # without the suffix, so that NAME comes before NAME-2, as a directory NAME does
+    files = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.name.removesuffix(SUFFIX))
     return tuple(
         read_study(path, CeilingsStudy, gzip.decompress(path.read_bytes())) for path in files
     )
@@ -202,8 +200,8 @@ def shipped(device_name: str) -> tuple[CeilingsStudy, ...]:
 
 def ceilings_files(directory: Path) -> list[Path]:
     """The file of the study in `directory`, or the files of those in its folders."""
-    own = directory / FILE_NAME
-    return [own] if own.exists() else sorted(directory.glob(f"*/{FILE_NAME}"))
+    file = directory / FILE_NAME
+    return [file] if file.exists() else sorted(directory.glob(f"*/{FILE_NAME}"))
 
 
 def ceilings_beside(results: Path) -> Path:
@@ -213,5 +211,5 @@ def ceilings_beside(results: Path) -> Path:
     of results.
     """
     output = results.resolve().parent.parent
-    own, beside = output / "ceilings", output.parent / "ceilings"
-    return beside if beside.is_dir() and not own.is_dir() else own
+    inside, beside = output / "ceilings", output.parent / "ceilings"
+    return beside if beside.is_dir() and not inside.is_dir() else inside

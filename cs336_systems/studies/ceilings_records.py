@@ -8,7 +8,7 @@ reported as shares.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import product
+from itertools import chain, product
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar, Self
 
@@ -307,32 +307,31 @@ def kernel_cells(
     batch_size: int,
 ) -> Iterator[KernelCell]:
     """The matmuls and the attention kernels of training steps of these sizes, each once."""
-    configs = [
-        (precision, config)
-        for precision in precisions
-        for preset in presets
-        for context_length in contexts
-        for config in _configs(preset, context_length, precision, batch_size)
-    ]
-    prepare_forecasts([config for _, config in configs])
-    found = dict.fromkeys(
-        (precision, each.form, each.batch, *each.sides)
-        for precision, config in configs
-        if has_tape(config)  # --fast cannot be traced where Triton is not installed
-        for of_phase in operations(config).values()
-        for each in of_phase
-        if each.kind in (Kind.MATMUL, Kind.ATTENTION)
-    )
-    for precision, form, batch, rows, inner, columns in found:
-        yield KernelCell(
-            precision=precision,
-            form=form,
-            batch=batch,
-            rows=rows,
-            inner=inner,
-            columns=columns,
-            timing=UNTIMED,
-        )
+    configs: list[RunConfig] = []
+    for precision, preset, context_length in product(precisions, presets, contexts):
+        configs += _configs(preset, context_length, precision, batch_size)
+    prepare_forecasts(configs)
+    cells: dict[KernelCell, None] = {}  # a set that keeps the order
+    for config in configs:
+        if has_tape(config):  # --fast cannot be traced where Triton is not installed
+            cells |= dict.fromkeys(_kernels_of(config))
+    yield from cells
+
+
+def _kernels_of(config: RunConfig) -> Iterator[KernelCell]:
+    """The matmuls and the attention kernels of one step."""
+    for operation in chain.from_iterable(operations(config).values()):
+        if operation.kind in (Kind.MATMUL, Kind.ATTENTION):
+            rows, inner, columns = operation.sides
+            yield KernelCell(
+                precision=config.precision,
+                form=operation.form,
+                batch=operation.batch,
+                rows=rows,
+                inner=inner,
+                columns=columns,
+                timing=UNTIMED,
+            )
 
 
 def _configs(
@@ -386,15 +385,17 @@ def joined(rows: Iterable[Row]) -> Iterator[Row]:
     for row in rows:
         assert isinstance(row, TimedRow)
         rounds.setdefault(replace(row, timing=UNTIMED), []).append(row)  # type: ignore[type-var]
-    for cell, found in rounds.items():
-        loops = [row.timing.loops for row in found if row.timing.loops is not None]
-        if len(loops) < len(found) or len(found) == 1:
-            yield next((row for row in found if row.timing.loops is None), found[0])
-        else:
-            times_s = (
-                max(MIN_TIME_S, time_s / each.count) for each in loops for time_s in each.times_s
-            )
-            yield cell.with_loops(Loops(count=1, times_s=tuple(times_s)))
+    for cell, repeats in rounds.items():
+        failed = [row for row in repeats if row.timing.loops is None]
+        if failed or len(repeats) == 1:
+            yield [*failed, *repeats][0]
+            continue
+        times_s: list[float] = []
+        for row in repeats:
+            assert row.timing.loops is not None
+            loops = row.timing.loops
+            times_s += [max(MIN_TIME_S, time_s / loops.count) for time_s in loops.times_s]
+        yield cell.with_loops(Loops(count=1, times_s=tuple(times_s)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,12 +469,13 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         cell, and the medians stay the same. Collectives have groups of their own: a worker that has
         used CUDA could not fork their processes.
         """
-        cells, rounds = [*self.cells()], self.loops if self.device is Device.CPU else 1
-        alone = [cell for cell in cells if not isinstance(cell.rows[0], CollectiveCell)]
-        return [
-            alone * rounds,
-            *([cell] for cell in cells if isinstance(cell.rows[0], CollectiveCell)),
-        ]
+        of_one_process: list[Cell[Row]] = []
+        collectives: list[Cell[Row]] = []
+        for cell in self.cells():
+            is_shared = isinstance(cell.rows[0], CollectiveCell)
+            (collectives if is_shared else of_one_process).append(cell)
+        rounds = self.loops if self.device is Device.CPU else 1
+        return [of_one_process * rounds, *([cell] for cell in collectives)]
 
     def cells(self) -> Iterator[Cell[Row]]:
         """Matmuls, passes over memory, launches, and collectives if there are several processes."""
@@ -492,23 +494,24 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
         yield from self._step_cells()
         powers = (2**power for power in range(1, self.world_size.bit_length()))
         for ranks in sorted({*powers, self.world_size} - {1}):
-            multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
-            sizes = sorted(
-                {
-                    size // multiple * multiple
-                    for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)
-                }
-            )
-            for kind in TIMED:
-                # pushes use a GPU's copy engines
-                if kind is not Collective.PUSH or self.device is Device.CUDA:
-                    collectives = (
-                        CollectiveCell(
-                            collective=kind, num_bytes=size, world_size=ranks, timing=UNTIMED
-                        )
-                        for size in filter(None, sizes)
-                    )
-                    yield Cell(label=f"{kind} of {ranks} processes", rows=tuple(collectives))
+            yield from self._collective_cells(ranks)
+
+    def _collective_cells(self, ranks: int) -> Iterator[Cell[Row]]:
+        """The sizes of each collective among so many ranks, as one cell."""
+        multiple = FP32_BYTES * ranks  # all ranks have equal parts of the tensor
+        sizes = {
+            size // multiple * multiple for size in (*SMALL_COLLECTIVES_BYTES, *self.stream_bytes)
+        }
+        for collective in TIMED:
+            if collective is Collective.PUSH and self.device is not Device.CUDA:
+                continue  # pushes use a GPU's copy engines
+            rows = [
+                CollectiveCell(
+                    collective=collective, num_bytes=size, world_size=ranks, timing=UNTIMED
+                )
+                for size in sorted(sizes - {0})
+            ]
+            yield Cell(label=f"{collective} of {ranks} processes", rows=tuple(rows))
 
     def _step_cells(self) -> Iterator[Cell[Row]]:
         """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
@@ -521,8 +524,8 @@ class CeilingsGrid(Grid[Row, "CeilingsStudy"]):
             self.step_presets, self.step_contexts, precisions, self.step_batch_size
         ):
             yield Cell(label=kernel.label, rows=(kernel,))
-        for each in pass_cells(self.device, sorted(set(self.stream_bytes))):
-            yield Cell(label=f"{each.how} pass of {each.moved_bytes / 2**20:g} MiB", rows=(each,))
+        for cell in pass_cells(self.device, sorted(set(self.stream_bytes))):
+            yield Cell(label=f"{cell.how} pass of {cell.moved_bytes / 2**20:g} MiB", rows=(cell,))
 
     def study(self, rows: tuple[Row, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""
@@ -578,13 +581,12 @@ class CeilingsStudy:
 
     def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:
         """Times by bytes, of each number of processes and kind of collective."""
-        found: dict[tuple[int, Collective], dict[int, float]] = {}
+        times_s: dict[tuple[int, Collective], dict[int, float]] = {}
         for cell in self.reductions:
             if cell.timing.time_s is not None:
-                found.setdefault((cell.world_size, cell.collective), {})[cell.num_bytes] = (
-                    cell.timing.time_s
-                )
-        return found
+                by_bytes = times_s.setdefault((cell.world_size, cell.collective), {})
+                by_bytes[cell.num_bytes] = cell.timing.time_s
+        return times_s
 
     def curves(self) -> Curves | None:
         """The times from which steps are predicted; None if some of them were not measured."""
@@ -632,10 +634,12 @@ class CeilingsStudy:
                 )
 
     def _stream_times(self, stream: Stream) -> dict[int, float]:
-        timed = (
-            (cell.moved_bytes, cell.timing.time_s) for cell in self.streams if cell.stream is stream
-        )
-        return {moved_bytes: time_s for moved_bytes, time_s in timed if time_s is not None}
+        """Seconds of the passes of this kind by the bytes that they move."""
+        times_s = {}
+        for cell in self.streams:
+            if cell.stream is stream and cell.timing.time_s is not None:
+                times_s[cell.moved_bytes] = cell.timing.time_s
+        return times_s
 
     @property
     def host_call_s(self) -> float | None:

@@ -68,7 +68,7 @@ class AttentionCell:
 class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     """What to run: every implementation at every precision, head dimension and context length."""
 
-    MEASURE: ClassVar[str] = "cs336.studies.operator_cell:measure_attention"
+    MEASURE: ClassVar[str] = "cs336.studies.attention_cell:measure_attention"
 
     device: Device
     batch_size: Annotated[int, Setting("Sequences in a batch.", least=1)] = 8
@@ -385,7 +385,7 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
     those of attention (batch_size, num_heads, context_length, d_head).
     """
 
-    MEASURE: ClassVar[str] = "cs336.studies.operator_cell:measure_fusion"
+    MEASURE: ClassVar[str] = "cs336.studies.fusion_cell:measure_fusion"
 
     device: Device
     ops: Annotated[

@@ -5,6 +5,8 @@ its tapes.
 import json
 import lzma
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
@@ -37,6 +39,7 @@ from cs336.costs.trace import tracing
 from cs336.measure.traced import traced
 from tests.ship_traces import wanted
 
+ROOT = Path(__file__).parents[2]
 BATCH, SEQ, WIDTH, HEADS, HIDDEN = 3, 10, 24, 3, 28
 AXES = {"batch": 11, "T": 13}
 
@@ -69,6 +72,18 @@ def trace_of(model: nn.Module, x: Tensor) -> Tape:
         loss.backward()
         trace.begin(Phase.STEP)
         return trace.tape()
+
+
+def test_operators_of_other_libraries_with_a_rule_for_autocast_are_left_alone() -> None:
+    """torchvision registers such an operator when it is imported."""
+    program = (
+        "import torch\n"
+        "library = torch.library.Library('theirs', 'DEF')\n"
+        "library.define('twice(Tensor x) -> Tensor')\n"
+        "library.impl('twice', lambda x: 2 * x, 'AutocastCUDA')\n"
+        "import cs336.costs.trace\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_modules_alone_are_told_that_a_graph_is_captured() -> None:

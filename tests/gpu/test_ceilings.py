@@ -13,7 +13,7 @@ from cs336.costs.hardware import find_device
 from cs336.measure.run import measure as measure_run
 from cs336.record import Status, WarningCode
 from cs336.report.sections.ceilings import promised_flops
-from cs336.studies.ceilings_cell import NARROW, measure, measure_rows, replayed, why_unavailable
+from cs336.studies.ceilings_cell import NARROW, measure_rows, why_unavailable
 from cs336.studies.ceilings_records import (
     CeilingsGrid,
     ProductCell,
@@ -23,6 +23,7 @@ from cs336.studies.ceilings_records import (
     StreamCell,
 )
 from cs336.studies.cell import attempt
+from cs336.studies.loops import measure, replayed
 from cs336.studies.runner import run_study
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(300)]

@@ -10,8 +10,8 @@ from torch import Tensor
 from cs336.config import Device, Phase, Precision
 from cs336.costs.hardware import find_device
 from cs336.record import Status
+from cs336.studies.attention_cell import measure_attention, measure_cell
 from cs336.studies.cell import attempt
-from cs336.studies.operator_cell import measure_attention, measure_cell
 from cs336.studies.operators import (
     AttentionCell,
     AttentionGrid,

@@ -21,9 +21,9 @@ from cs336.config import Device, Phase, Precision
 from cs336.measure.inputs import source_digest
 from cs336.record import Status
 from cs336.report.sections.operators import attention_section
-from cs336.studies import operator_cell
+from cs336.studies import attention_cell
+from cs336.studies.attention_cell import exact_attention, make_attention, measure_cell
 from cs336.studies.cell import make_generator
-from cs336.studies.operator_cell import exact_attention, make_attention, make_inputs, measure_cell
 from cs336.studies.operators import (
     AttentionCell,
     AttentionGrid,
@@ -36,6 +36,7 @@ from cs336.studies.operators import (
     naive_saved_bytes,
     wrong_quantities,
 )
+from cs336.studies.passes import make_inputs
 from cs336.studies.records import read_study
 from cs336.studies.runner import run_study
 from tests import own_kernels
@@ -80,7 +81,7 @@ def line_with(text: str) -> str:
 def test_blocks_of_queries_make_the_whole_in_float64(
     causal: bool, queries_in_block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator_cell, "BLOCK_BYTES", queries_in_block * 7 * 8)
+    monkeypatch.setattr(attention_cell, "BLOCK_BYTES", queries_in_block * 7 * 8)
     inputs = make_inputs([(2, 7, 3)] * 3, Precision.BF16, make_generator(SMALL))
     q, k, v = (x.detach().double().requires_grad_() for x in inputs.forward)
     output = F.scaled_dot_product_attention(q, k, v, is_causal=causal)

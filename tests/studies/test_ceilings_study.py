@@ -31,14 +31,12 @@ from cs336.studies.ceilings_cell import (
     make_pass,
     make_product,
     make_stream,
-    measure_collectives,
     measure_kernel,
     measure_rows,
-    replayed,
     time_calls,
-    timed_loops,
     why_unavailable,
 )
+from cs336.studies.ceilings_collectives import measure_collectives
 from cs336.studies.ceilings_records import (
     PASS_BYTES,
     PASS_UNIT,
@@ -56,6 +54,7 @@ from cs336.studies.ceilings_records import (
     pass_cells,
 )
 from cs336.studies.cell import attempt
+from cs336.studies.loops import replayed, timed_loops
 from cs336.studies.runner import run_study
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square, stream_at
 from tests.rounding import of_chain, of_sum

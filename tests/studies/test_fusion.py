@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336.config import Device, Phase, Precision
 from cs336.record import Status
 from cs336.studies.cell import attempt
-from cs336.studies.operator_cell import OPS, Watcher, measure_fusion
+from cs336.studies.fusion_cell import OPS, Watcher, measure_fusion
 from cs336.studies.operators import FusionGrid, FusionRow, Op, Version, input_shapes, version_rows
 from cs336.studies.records import Cell
 from cs336.studies.runner import run_study
