@@ -49,9 +49,16 @@ def findings(profile: MemoryProfile) -> tuple[str, ...]:
     """Sentences: running out of memory comes first, then the peak, then problems, and what could
     not be read.
     """
-    wrong = [text for find in (_first_step, _growth, _problems, _parts) for text in find(profile)]
-    own = (*_out_of_memory(profile), _peak(profile.peak), *wrong, *profile.notes)
-    return (*own, *added_findings(MemoryEntry(profile=profile)))
+    return (
+        *_out_of_memory(profile),
+        _peak(profile.peak),
+        *_first_step(profile),
+        *_growth(profile),
+        *_problems(profile),
+        *_parts(profile),
+        *profile.notes,
+        *added_findings(MemoryEntry(profile=profile)),
+    )
 
 
 def answer(profile: MemoryProfile) -> tuple[str, ...]:
@@ -65,16 +72,19 @@ def _most(profile: MemoryProfile) -> Iterator[str]:
     """The code that made most of what was there at the peak, or the tensors where their names
     are known.
     """
-    of = Counter[str]()
-    for row in profile.at_peak:
-        made_at = f"made at {innermost(row.places)}" if row.places else ""
-        of[f"{row.name} ({row.category})" if row.name else made_at] += row.bytes_at_peak
-    named = [(name, num_bytes) for name, num_bytes in of.most_common(NUM_PLACES) if name]
-    if named:
-        yield (
-            "Its largest parts: "
-            f"{', '.join(f'{size(num_bytes)} {label(name)}' for name, num_bytes in named)}."
-        )
+    made_by = Counter[str]()
+    for group in profile.at_peak:
+        name = f"made at {innermost(group.places)}" if group.places else ""
+        if group.name:
+            name = f"{group.name} ({group.category})"
+        made_by[name] += group.bytes_at_peak
+    parts = [
+        f"{size(num_bytes)} {label(name)}"
+        for name, num_bytes in made_by.most_common(NUM_PLACES)
+        if name
+    ]
+    if parts:
+        yield f"Its largest parts: {', '.join(parts)}."
 
 
 def _reserved(profile: MemoryProfile) -> str:
@@ -92,12 +102,14 @@ def _reserved(profile: MemoryProfile) -> str:
 
 
 def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
+    """The first request that failed, and what of PyTorch's own memory could have served it."""
     failure, count = profile.work.first_failure, profile.work.out_of_memory
     if failure is None:
         return
+    times = "once," if count == 1 else f"{count:,} times, first"
+    place = f", at {innermost(failure.places)}" if failure.places else ""
     text = (
-        f"Out of memory {'once,' if count == 1 else f'{count:,} times, first'} "
-        f"{when(failure)}{f', at {innermost(failure.places)}' if failure.places else ''}, after "
+        f"Out of memory {times} {when(failure)}{place}, after "
         f"{failure.event:,} of {counted(profile.work.events, 'event')}: "
         f"{size(failure.requested_bytes)} were asked for and {size(failure.free_bytes)} were free "
         "on the device."
@@ -111,13 +123,12 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[str]:
 
 def _peak(peak: Moment) -> str:
     """The peak, when it was, and what it consists of, the largest part first."""
-    whole, ordered = (
-        peak.allocated_bytes,
-        sorted(by_category(peak).items(), key=lambda part: -part[1]),
-    )
-    said = [(label(name), part) for name, part in ordered if part and part >= MIN_PART * whole]
-    parts = ", ".join(f"{name} {size(part)} ({100 * part / whole:.1f} %)" for name, part in said)
-    return f"The peak is {size(whole)}, {when(peak)}; it consists of {parts or 'nothing'}."
+    whole, parts = peak.allocated_bytes, []
+    for name, part in sorted(by_category(peak).items(), key=lambda item: -item[1]):
+        if part and part >= MIN_PART * whole:
+            parts.append(f"{label(name)} {size(part)} ({100 * part / whole:.1f} %)")
+    of_what = ", ".join(parts) or "nothing"
+    return f"The peak is {size(whole)}, {when(peak)}; it consists of {of_what}."
 
 
 def _first_step(profile: MemoryProfile) -> Iterator[str]:
@@ -222,27 +233,28 @@ def _parts(profile: MemoryProfile) -> Iterator[str]:
     """What is known of each part of the peak whose use nobody has noted, with the code that made
     it.
     """
-    found = by_category(profile.peak)
+    sizes = by_category(profile.peak)
     if profile.has_notes:
-        if _is_much(profile, found[Category.HELD], MIN_UNKNOWN):
+        if _is_much(profile, sizes[Category.HELD], MIN_UNKNOWN):
             yield (
-                f"{_of_peak(profile, found[Category.HELD])}, {BEFORE_AND_AFTER}, and nothing says "
+                f"{_of_peak(profile, sizes[Category.HELD])}, {BEFORE_AND_AFTER}, and nothing says "
                 "what they are: most likely workspaces of libraries."
             )
         return
     for category, (known, name) in WITHOUT_NOTES.items():
-        if _is_much(profile, found[category], MIN_UNKNOWN):
-            places = Counter[str]()
-            for row in profile.at_peak:
-                if row.category is category and row.places:
-                    places[innermost(row.places)] += row.bytes_at_peak
-            most = ", ".join(
+        if not _is_much(profile, sizes[category], MIN_UNKNOWN):
+            continue
+        made_at = Counter[str]()
+        for group in profile.at_peak:
+            if group.category is category and group.places:
+                made_at[innermost(group.places)] += group.bytes_at_peak
+        text = f"{_of_peak(profile, sizes[category])}, {known}"
+        if made_at:
+            places = [
                 f"{size(num_bytes)} at {place}"
-                for place, num_bytes in places.most_common(NUM_PLACES)
-            )
-            made = f" ({most})" if most else ""
-            if category is Category.HELD and found[Category.OPTIMIZER_STATE]:
-                name = "most likely parameters"
-            yield (
-                f"{_of_peak(profile, found[category])}, {known}{made}{f': {name}' if name else ''}."
-            )
+                for place, num_bytes in made_at.most_common(NUM_PLACES)
+            ]
+            text += f" ({', '.join(places)})"
+        if category is Category.HELD and sizes[Category.OPTIMIZER_STATE]:
+            name = "most likely parameters"
+        yield f"{text}: {name}." if name else f"{text}."

@@ -48,9 +48,9 @@ def in_unit(key: str, unit: MemoryUnit, name: str = "", drop_order: int | None =
     """The column of bytes of this key in this unit, in one table under another name or with
     another order.
     """
-    found = column(key, unit=unit.name, write=unit.cell)
-    order = found.drop_order if drop_order is None else drop_order
-    return replace(found, name=name or found.name, drop_order=order)
+    usual = column(key, unit=unit.name, write=unit.cell)
+    order = usual.drop_order if drop_order is None else drop_order
+    return replace(usual, name=name or usual.name, drop_order=order)
 
 
 def size(num_bytes: int) -> str:
@@ -65,13 +65,10 @@ def size(num_bytes: int) -> str:
 
 def about(profile: MemoryProfile) -> str:
     """Which file, device and steps the tables are of, as a sentence."""
-    steps = (
-        f"{counted(profile.num_steps, 'step')}, counted from 0"
-        if profile.num_steps > 1
-        else "1 step, number 0"
-    )
-    known = steps if profile.num_steps else "no steps known to the file"
-    return f"{label(profile.source)}, GPU {profile.device}, {known}."
+    steps = f"{profile.num_steps:,} steps, counted from 0"
+    if profile.num_steps < 2:
+        steps = "1 step, number 0" if profile.num_steps else "no steps known to the file"
+    return f"{label(profile.source)}, GPU {profile.device}, {steps}."
 
 
 def when(moment: Moment | FailedRequest) -> str:
@@ -90,7 +87,9 @@ def check_words(moments: Iterable[Moment]) -> str:
     """Whether categories, which add up to what is allocated, agree with the allocator's own
     count, as a sentence.
     """
-    differences = [found for found in map(difference_bytes, moments) if found is not None]
+    differences = [
+        difference for difference in map(difference_bytes, moments) if difference is not None
+    ]
     if wrong := [difference for difference in differences if difference]:
         return (
             f"Check failed: at {len(wrong):,} of {len(differences):,} boundaries the blocks of "
@@ -114,7 +113,6 @@ def innermost(places: Sequence[Place]) -> str:
     """
     if not places:
         return ""
-    folders = re.split(r"[/\\]", places[0].file)
-    return (
-        f"{label('/'.join(folders[-KEPT_FOLDERS:]))}:{places[0].line} {label(places[0].function)}"
-    ).strip()
+    place = places[0]
+    path = "/".join(re.split(r"[/\\]", place.file)[-KEPT_FOLDERS:])
+    return f"{label(path)}:{place.line} {label(place.function)}".strip()
