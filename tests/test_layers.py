@@ -28,6 +28,7 @@ FOLDERS = (
 )
 """From the bottom up: each imports from itself, from those before it, and from BASE."""
 BASE = (
+    "torch_needed",
     "",
     "interrupt",
     "temporary",
