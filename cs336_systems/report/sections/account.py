@@ -194,10 +194,7 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         rows.append(("with attention counted as causal", causal, "TFLOP"))
     rows.append(("tokens of a step", _tokens(config), ""))
     if is_own and prediction is None:
-        parameters_gib = FP32_BYTES * parameters / GIB
-        rows.append(("parameters", parameters_gib, "GiB"))
-        if config.mode is Mode.TRAIN:
-            rows.append(("moments of AdamW", 2 * parameters_gib, "GiB"))
+        rows += _state_rows(config, parameters)
     if not is_own:
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
@@ -219,6 +216,14 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     if batch not in label:
         label += f", {batch}"
     return quantity_table(f"One step of {label}", rows, notes)
+
+
+def _state_rows(config: RunConfig, parameters: int) -> Iterator[tuple[str, float, str]]:
+    """What is known of the memory of a step that cannot be traced: its state in fp32."""
+    parameters_gib = FP32_BYTES * parameters / GIB
+    yield "parameters", parameters_gib, "GiB"
+    if config.mode is Mode.TRAIN:
+        yield "moments of AdamW", 2 * parameters_gib, "GiB"
 
 
 def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:

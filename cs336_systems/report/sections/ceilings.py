@@ -176,6 +176,7 @@ def product_rows(study: CeilingsStudy) -> list[Row]:
 
 
 def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
+    """The row of one matmul, with its rate and its share of the data sheet's peak."""
     shape, rate, timed = cell.shape, cell.flops_per_s, _row(study, cell, cell.shape.label)
     promised = promised_flops(find_device(study.device_name), cell.precision)
     moved_bytes = shape.moved_bytes(cell.precision)
@@ -208,6 +209,7 @@ def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> floa
 
 
 def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
+    """The row of one pass over memory, with its bandwidth."""
     promised, rate = promised_bandwidth(study.device_name), cell.timing.rate(cell.moved_bytes)
     timed = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
     row = {
@@ -222,6 +224,7 @@ def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
 
 
 def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
+    """The row of one kind of launch."""
     launched = launch_words(study, cell.launch)
     row = _row(study, cell, str(cell.launch), "us", 1e6)
     row |= {"launch": cell.launch, "launched": launched}
@@ -241,6 +244,7 @@ def launch_words(study: CeilingsStudy, launch: Launch) -> str:
 
 
 def _collective(study: CeilingsStudy, cell: CollectiveCell) -> Row:
+    """The row of one collective, with its bandwidth as nccl-tests counts it."""
     timed = _row(study, cell, f"{cell.collective} of {cell.num_bytes} bytes")
     # what each process of a ring sends, as in nccl-tests, except for the broadcast
     sent_bytes = cell.num_bytes * sent_share(cell.collective, cell.world_size)

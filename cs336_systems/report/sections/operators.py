@@ -201,7 +201,9 @@ def attention_section(study: AttentionStudy) -> Section:
             tables.append(_memory_table(study, cells))
         if any(row["errors"] for row in cells):
             tables += [_error_table(study, cells, name) for name in QUANTITIES]
-    keys = (*CSV_COLUMNS, *(ERROR_COLUMNS if study.grid.own else ()))
+    keys = CSV_COLUMNS
+    if study.grid.own:
+        keys += ERROR_COLUMNS
     return Section(name="results", tables=tuple(tables), rows=rows, keys=keys)
 
 
@@ -344,6 +346,7 @@ def _error(row: Row, quantities: Sequence[Quantity]) -> str:
 
 
 def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
+    """What is allocated before backward, and where naive runs out of memory."""
     held = column("before_backward_mib", unit="", text=_held)
     note = "In MiB; in brackets what forward left for backward, its output included."
     title, closed_form = "Memory in use before backward", column("closed_form_mib", drop_order=1)
@@ -444,6 +447,7 @@ def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
 
 
 def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
+    """What is measured, which times are in doubt, and what may be chance."""
     yield (
         "must move: inputs read once and results written once; moved: operands and results of "
         f"every operation that was launched. Median ± standard deviation of {study.grid.passes} "

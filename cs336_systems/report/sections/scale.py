@@ -87,6 +87,7 @@ def scale_rows(scale: Scale) -> Iterator[Row]:
 
 
 def _steps_table(scale: Scale, rows: list[Row]) -> Table:
+    """The forecast of each way and number of ranks."""
     keys = [key for key in CSV_COLUMNS if key != "fits"]
     keys.insert(keys.index("peak_gib"), "exposed_part")
     shown = [
@@ -115,6 +116,7 @@ def _misfits(scale: Scale, rows: list[Row]) -> Iterator[str]:
 
 
 def _step_notes(scale: Scale) -> Iterator[str]:
+    """How a step's time is made up, and where rates and peaks come from."""
     yield (
         "A step takes the sum of computing, slowed and exposed: communication is exposed where "
         "kernels wait for it, and slows the kernels beside it."
@@ -130,6 +132,7 @@ def _step_notes(scale: Scale) -> Iterator[str]:
 
 
 def _largest_table(scale: Scale) -> Table:
+    """The most ranks of each way before communication limits the step."""
     paper, links = scale.paper, scale.paper.links
     rows: list[Row] = [
         {

@@ -214,6 +214,7 @@ def _per_step(part: Timed, steps: int) -> Row:
 def _kernels_table(
     profile: StepProfile, phase: LaunchPhase | None, rows: Sequence[Row], top: int
 ) -> Table:
+    """The first kernels of these rows; a note says how many more there are."""
     item, time = terms(profile)
     shown = columns_of(
         "share",
@@ -314,6 +315,7 @@ def idle_section(profile: StepProfile) -> Section:
 
 
 def _idle_values(profile: StepProfile, part: Timed) -> Row:
+    """Time, share and count of idle times, per step."""
     return {
         "idle_ms_per_step": part.total_s / profile.num_steps * 1e3,
         "share_of_wall": ratio(part.total_s, wall_s(profile)),

@@ -19,7 +19,7 @@ from ...draw import LONGEST_SOURCE
 from ...section import labels, settings
 from ...words import GIB
 from .entry import START, MemoryEntry, by_category
-from .words import moment_ms, size, unit_for
+from .words import MemoryUnit, moment_ms, size, unit_for
 
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
@@ -57,20 +57,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         ", ".join([settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]),
     )
     panel, unit = figure.subplots(), unit_for(highest_bytes)
-    x = np.arange(len(timeline.time_s))
-    present = [category for category, values in rows.items() if any(values)]
-    if present:
-        panel.stackplot(
-            x,
-            [np.array(rows[category]) / unit.num_bytes for category in present],
-            labels=present,
-            step="post",
-            linewidth=0,
-            colors=[CATEGORY_COLOURS[category] for category in present],
-        )
-    panel.plot(
-        x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED
-    )
+    _draw_areas(panel, profile, unit)
     panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
     panel.set_ylim(0, HEADROOM * highest_bytes / unit.num_bytes or 1.0)
     panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
@@ -101,6 +88,25 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     )
     draw.legend_below(figure, handles, 3)
     return figure
+
+
+def _draw_areas(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
+    """Draw what each category holds, stacked, and as a line what is reserved."""
+    timeline = profile.timeline
+    x = np.arange(len(timeline.time_s))
+    rows = dict(zip(timeline.categories, timeline.num_bytes, strict=True))
+    present = [category for category, values in rows.items() if any(values)]
+    if present:
+        panel.stackplot(
+            x,
+            [np.array(rows[category]) / unit.num_bytes for category in present],
+            labels=present,
+            step="post",
+            linewidth=0,
+            colors=[CATEGORY_COLOURS[category] for category in present],
+        )
+    reserved = np.array(timeline.reserved_bytes) / unit.num_bytes
+    panel.plot(x, reserved, drawstyle="steps-post", **RESERVED)
 
 
 def _x(profile: MemoryProfile, time_s: float) -> int:
