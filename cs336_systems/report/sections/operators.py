@@ -201,7 +201,7 @@ def attention_section(study: AttentionStudy) -> Section:
             tables.append(_memory_table(study, cells))
         if any(row["errors"] for row in cells):
             tables += [_error_table(study, cells, name) for name in QUANTITIES]
-    keys = CSV_COLUMNS
+    keys: tuple[str, ...] = CSV_COLUMNS
     if study.grid.own:
         keys += ERROR_COLUMNS
     return Section(name="results", tables=tuple(tables), rows=rows, keys=keys)
