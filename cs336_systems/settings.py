@@ -113,9 +113,10 @@ def declared(config: object) -> tuple[tuple[Field[Any], Setting], ...]:
     return _DECLARED[kind]
 
 
-def flag_of(name: str, setting: Setting) -> str:
-    """The flag as it is typed: `--batch-size`."""
-    return f"--{(setting.flag or name).replace('_', '-')}"
+def flag_of(name: str, setting: Setting | None = None) -> str:
+    """The flag of a setting, or of the field of this name, as it is typed: `--batch-size`."""
+    word = name if setting is None else setting.flag or name
+    return f"--{word.replace('_', '-')}"
 
 
 def heading_of(name: str, setting: Setting) -> str:

@@ -1,4 +1,5 @@
-"""Writes sections to files: tables as Markdown, LaTeX and Typst, rows of values as CSV.
+"""Writes sections to files: tables as Markdown and, where asked, LaTeX and Typst, rows of values
+as CSV.
 
 There is one function for each format. Cells may hold any text, such as a kernel's name or an error
 message: each function escapes what its format would read as markup.
@@ -7,7 +8,7 @@ message: each function escapes what its format would read as markup.
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from ..files import write_atomically
@@ -167,6 +168,8 @@ WRITERS: Mapping[str, Callable[[Table], str]] = {
     "typ": to_typst,
 }
 """The function that writes a table, by the ending of the file."""
+ON_REQUEST = frozenset({"tex", "typ"})
+"""Endings of files that are written only if they are asked for, or replace an earlier one."""
 
 
 def csv_of(section: Section) -> str:
@@ -195,18 +198,26 @@ def pngs_of(section: Section) -> dict[str, bytes]:
     return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
 
 
-def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:
+def write_files(
+    files: Mapping[str, str | bytes], directory: Path, formats: Collection[str] = ()
+) -> list[Path]:
     """Write each file below the directory, and make folders as needed; return the paths.
 
-    An empty file is not written; an earlier file of the same name is removed.
+    An empty file is not written; an earlier file of the same name is removed. Of the endings
+    ON_REQUEST those in `formats` are written; an earlier file is replaced all the same, so that it
+    does not differ from the others.
     """
+    written = []
     for name, content in files.items():
         path = directory / name
+        ending = path.suffix.removeprefix(".")
+        if ending in ON_REQUEST and ending not in formats and not path.exists():
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        if content:
-            write_atomically(
-                path, content if isinstance(content, bytes) else content.encode(errors="replace")
-            )
-        else:
+        if not content:
             path.unlink(missing_ok=True)
-    return [directory / name for name, content in files.items() if content]
+            continue
+        data = content if isinstance(content, bytes) else content.encode(errors="replace")
+        write_atomically(path, data)
+        written.append(path)
+    return written

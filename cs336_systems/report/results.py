@@ -2,7 +2,7 @@
 pages show them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,14 +138,16 @@ class Results:
         steps = [table for section in of_steps for table in section.tables]
         return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
-    def write(self, output: Path, status: Callable[..., object]) -> None:
-        """Write the tables and pictures that records and profiles support together; `status`
-        shows what is done.
+    def write(
+        self, output: Path, status: Callable[..., object], formats: Collection[str] = ()
+    ) -> None:
+        """Write the tables and pictures that records and profiles support together, tables also in
+        `formats`; `status` shows what is done.
         """
         sections = [section for own in self.sections.values() for section in own]
         for done, section in enumerate(sections):
             status(f"writing tables and pictures of {section.name}", done, len(sections))
-            write_files({**texts_of(section), **pngs_of(section)}, output)
+            write_files({**texts_of(section), **pngs_of(section)}, output, formats)
 
 
 Study: TypeAlias = CeilingsStudy | AttentionStudy | FusionStudy | PrecisionStudy
@@ -184,9 +186,9 @@ class StudyResults:
             else precision_sections(self.study)
         )
 
-    def write(self, directory: Path) -> None:
-        """Write the tables into the directory. The record stays as it is: a study may be writing
-        it.
+    def write(self, directory: Path, formats: Collection[str] = ()) -> None:
+        """Write the tables into the directory, also in `formats`. The record stays as it is: a
+        study may be writing it.
         """
         for section in self.sections:
-            write_files(texts_of(section), directory)
+            write_files(texts_of(section), directory, formats)

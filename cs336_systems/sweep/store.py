@@ -20,7 +20,7 @@ import msgspec
 
 from ..config import Profiler, RunConfig
 from ..files import encode_json, remedy, write_atomically
-from ..record import Identity, Input, RecordError, RunRecord
+from ..record import Identity, Input, RecordError, RunRecord, published_runs
 from ..text import LONGEST_PART, shorten, shortened
 
 _PROBE_BYTES = 2**16
@@ -134,15 +134,20 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
     if newer := [problem for problem in problems if problem.is_newer]:
         raise SweepError(f"{newer[0]}, or choose another --name")
     for problem in problems:
+        if not problem.path.is_file():  # a line of published records
+            raise SweepError(f"{problem}; mend or remove that line, or choose another --name")
         quarantine(problem.path)
 
 
 def set_aside(runs: Path) -> None:
     """Move all records to a new directory beside `runs`, named after the time, and leave `runs`
-    empty.
+    empty. A file of published records is renamed likewise.
     """
+    kept = runs.with_name(f"{runs.name}-before-{time_stamp()}")
+    if (joined := published_runs(runs)).is_file():
+        joined.rename(published_runs(kept))
     if any(runs.iterdir()):
-        runs.rename(runs.with_name(f"{runs.name}-before-{time_stamp()}"))
+        runs.rename(kept)
         runs.mkdir()
 
 

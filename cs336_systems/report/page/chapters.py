@@ -99,7 +99,9 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
         ]
         yield Chapter(id=f"part-{number}", title=title, blocks=blocks)
     if results is not None and results.records:
-        yield Chapter(id="runs", title="Runs", blocks=list(run_blocks(results.records)))
+        yield Chapter(
+            id="runs", title="Runs", blocks=list(run_blocks(results.records, directory.path))
+        )
     facts = [*source_facts(directory), *(("note", note) for note in repeated)]
     yield Chapter(id="measured", title="How it was measured", blocks=[Facts(rows=facts)])
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ...config import Phase, Profiler
-from ...record import Environment, RunRecord
+from ...record import RUNS, Environment, RunRecord, published_runs
 from ...studies.records import PrecisionStudy
 from ...sweep.store import VIEWERS, command_in, raw_profile_path
 from ...text import shortened
@@ -47,13 +47,17 @@ RUN = (
 """Columns of the table of runs."""
 
 
-def run_blocks(records: Sequence[RunRecord]) -> Iterator[Block]:
+def run_blocks(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]:
     """A row for each run, failed ones too, then how they failed."""
+    joined = published_runs(directory / RUNS)
     ordered = sorted(
         records,
         key=lambda record: (*order(record.config), record.config.profiler, record.config.repeat),
     )
     rows = [_run(record) for record in ordered]
+    for row, record in zip(rows, ordered, strict=True):
+        if joined.is_file() and not (directory / row["record"]).is_file():
+            row["record"] = f"{record.key} in {joined.name}"
     table = make_table("Runs", known(RUN, rows), rows, failed=lambda row: row["status"] != "ok")
     yield TableBlock(id="runs-table", table=table)
     for record in ordered:
@@ -77,7 +81,7 @@ def _run(record: RunRecord) -> Row:
         "status": str(record.status),
         "step_std_ms": None,
         "warnings": ", ".join(warning.code for warning in record.warnings) or None,
-        "record": f"runs/{record.key}.json",
+        "record": f"{RUNS}/{record.key}.json",
     }
     if step is not None:
         row["step_mean_ms"] = step.mean_s * 1e3
@@ -86,7 +90,7 @@ def _run(record: RunRecord) -> Row:
             row["step_std_ms"] = step.stdev_s * 1e3
     if config.profiler is not Profiler.NONE:
         row["run"] += f", under {config.profiler}"
-        row["profile"] = str(raw_profile_path(config, Path("runs")))
+        row["profile"] = str(raw_profile_path(config, Path(RUNS)))
         row["viewer"] = VIEWERS[config.profiler]
     return row
 

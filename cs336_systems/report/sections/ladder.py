@@ -2,10 +2,10 @@
 counts, and a picture.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...analysis.compare import Blocks, Verdict, compare_in_turn, measured_steps
+from ...analysis.compare import StepBlocks, Verdict, compare_in_turn, measured_steps
 from ...analysis.kernels.step_profile import StepProfile, Work
 from ...analysis.statistics import FEWEST
 from ...analysis.warnings import in_doubt
@@ -140,7 +140,7 @@ def ladder_rows(
     for row in rows_of(to_frame(records, ceilings)):
         measured.setdefault(row["config"], row)
     rows: list[Row] = []
-    blocks: dict[str, Blocks] = {}
+    blocks: dict[str, StepBlocks] = {}
     for rung in ladder:
         own = _records_of(rung.config, records)
         done = [record for record in own if record.status is Status.OK]
@@ -225,7 +225,7 @@ def _compiled(done: Sequence[RunRecord]) -> Row:
     return {"compile_s": max((each.seconds for each in found), default=None), **counts}
 
 
-def _over(key: str, slower: Rows, row: Row, blocks: Mapping[str, Blocks]) -> Row:
+def _over(key: str, slower: Rows, row: Row, blocks: Mapping[str, StepBlocks]) -> Row:
     """The speed-up over the other rung, if there is one, with its interval and what puts it in
     doubt.
     """
@@ -234,7 +234,7 @@ def _over(key: str, slower: Rows, row: Row, blocks: Mapping[str, Blocks]) -> Row
     return {**derived(key, times, *slower, row), f"{key}_ci95_low": low, f"{key}_ci95_high": high}
 
 
-def speed_up(slow: Blocks, fast: Blocks) -> tuple[float, float | None, float | None] | None:
+def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, float | None, float | None] | None:
     """The speed-up and its interval, from the processes of both sides; None if a side has none.
 
     Both are those of `cs336 compare`, inverted; there is no interval without FEWEST processes,
@@ -356,10 +356,10 @@ def _gate_notes(rows: Rows) -> Iterator[str]:
     yield from (f"No verdict where {reason}." for reason in sorted(missing))
 
 
-def write_ladder_report(rows: Rows, directory: Path) -> list[Path]:
-    """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
+def write_ladder_report(rows: Rows, directory: Path, formats: Collection[str] = ()) -> list[Path]:
+    """Write ladder.csv, .md and the other `formats`, and plots/ladder.png; return their paths."""
     section = ladder_section(rows)
-    return write_files({**texts_of(section), **pngs_of(section)}, directory)
+    return write_files({**texts_of(section), **pngs_of(section)}, directory, formats)
 
 
 def settings(rows: Rows) -> str:

@@ -8,7 +8,7 @@ import pytest
 from cs336.analysis.kernels.step_profile import encode_profile
 from cs336.analysis.memory.profile import encode_memory_profile
 from cs336.cli import main
-from cs336.commands.sweep import show_results
+from cs336.commands.measuring import show_results
 from cs336.config import Profiler
 from cs336.record import write_record
 from cs336.report.page.chapters import page_of
