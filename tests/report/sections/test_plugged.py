@@ -97,7 +97,7 @@ def test_a_plugin_adds_to_the_results_of_a_sweep(
     (tmp_path / "runs").mkdir()
     write_record(record, tmp_path / "runs")
     with StatusLine() as status:
-        show_results([record], tmp_path, status)
+        show_results([record], tmp_path, status, ())
     printed = capsys.readouterr().out
     page = (tmp_path / "index.html").read_text()
     for text, name in ((SECTION, "plugin_tails.csv"), (CHECK, "plugin_findings.csv")):
