@@ -16,7 +16,8 @@ from cs336 import cli
 from cs336.commands.parse import parse
 from cs336.commands.rebuild import FORECAST_FOLDER, load, score_forecast, write
 from cs336.record import load_records
-from cs336.report.page.chapters import Directory, headline_of, times_of
+from cs336.report.page.directory import Directory
+from cs336.report.page.glance import headline_of, times_of
 from cs336.report.progress import StatusLine
 from cs336.report.terminal import print_run
 from cs336.report.words import status_text

@@ -199,9 +199,10 @@ def print_measured(record: RunRecord, runs: Path) -> None:
         outcome.load_ceilings_or_warn(ceilings_beside(runs.parent)),
     )
     if record.config.profiler is not Profiler.NONE and has_explanation(record.config, runs):
+        from ..report.sections.kernels.entry import load_profiled
         from ..report.sections.kernels.files import tables_of_one as kernel_tables
-        from ..report.sections.kernels.tables import load_profiled
-        from ..report.sections.memory.findings import answer, load_memory
+        from ..report.sections.memory.entry import load_memory
+        from ..report.sections.memory.findings import answer
         from ..report.sections.memory.tables import tables_of_one as memory_tables
 
         for profiled in load_profiled([record], runs.parent):

@@ -26,7 +26,7 @@ from .parse import HELP, HELP_ALL, flag_names, parse
 
 if TYPE_CHECKING:
     from ..report.compared import Compared
-    from ..report.page.chapters import Directory
+    from ..report.page.directory import Directory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,8 +84,8 @@ class KernelsArguments(FileArguments):
         from ..analysis.kernels.explain import explain
         from ..analysis.kernels.phase_ranges import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
+        from ..report.sections.kernels.entry import Explained, plain_run
         from ..report.sections.kernels.files import answer_of, tables_of_one, write_kernels
-        from ..report.sections.kernels.tables import Explained, plain_run
 
         config = None if record is None else record.config
         rules = None if self.rules is None else read_rules(self.rules)

@@ -34,7 +34,7 @@ from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
 
 if TYPE_CHECKING:
-    from ..report.page.chapters import Climbed
+    from ..report.page.directory import Climbed
 
 USUAL_STEP = {
     Device.CUDA: {"size": "gpt2", "batch_size": 16},
@@ -198,9 +198,9 @@ def load_climbed(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the
     ceilings `beside`.
     """
-    from ..report.page.chapters import Climbed
+    from ..report.page.directory import Climbed
     from ..report.results import Results
-    from ..report.sections.kernels.tables import load_profiled
+    from ..report.sections.kernels.entry import load_profiled
     from ..report.sections.ladder import ladder_results
 
     ladder = read_ladder(directory / LADDER_FILE)
@@ -216,7 +216,8 @@ def _report(
     _records: Sequence[RunRecord], directory: Path, status: StatusLine, formats: Collection[str]
 ) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
-    from ..report.page.chapters import Directory, write_page_of
+    from ..report.page.chapters import write_page_of
+    from ..report.page.directory import Directory
     from ..report.sections.ladder import ladder_section, write_ladder_report
 
     status("reading records and profiles")

@@ -82,7 +82,8 @@ def show_results(
 ) -> None:
     """Write tables, plots and page of the sweep in the directory, and print the tables."""
     status("reading records and profiles")
-    from ..report.page.chapters import Directory, write_page_of
+    from ..report.page.chapters import write_page_of
+    from ..report.page.directory import Directory
     from ..report.results import Results
     from ..report.terminal import print_sweep
 

@@ -11,7 +11,10 @@ from ..files import in_one_line
 from ..record import RUNS, load_records, published_runs
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
-from ..report.page.chapters import PAGE_FILE, Directory, Page, list_of, write_page, write_page_of
+from ..report.page.blocks import Page
+from ..report.page.chapters import PAGE_FILE, list_of, write_page_of
+from ..report.page.directory import Directory
+from ..report.page.html import write_page
 from ..report.progress import StatusLine
 from ..report.results import STUDIES, Results, Study, StudyResults
 from ..report.sections.forecast import forecast_section, scored

@@ -304,7 +304,8 @@ def show_study(
     """Measure, showing progress; write the results into the directory, if one is given, tables
     also in `formats`; print and return them.
     """
-    from ..report.page.chapters import Directory, write_page_of
+    from ..report.page.chapters import write_page_of
+    from ..report.page.directory import Directory
     from ..report.results import StudyResults
     from ..report.terminal import print_table
 

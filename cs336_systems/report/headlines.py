@@ -18,13 +18,14 @@ from .compared import Compared
 from .identity import names_of
 from .quantities import StepResult
 from .section import Section, labels
+from .sections.kernels.entry import Explained
 from .sections.kernels.findings import Limit, limit_of
 from .sections.kernels.findings import findings as kernel_findings
-from .sections.kernels.tables import Explained
 from .sections.ladder import RungResult
 from .sections.ladder import findings as ladder_findings
-from .sections.memory.findings import MemoryEntry, size
+from .sections.memory.entry import MemoryEntry
 from .sections.memory.findings import findings as memory_findings
+from .sections.memory.words import size
 from .sections.steps import PHASES
 from .words import DOUBT, GIB, between, milliseconds, percent_of, status_text
 

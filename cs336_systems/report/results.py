@@ -16,17 +16,19 @@ from ..studies.records import PrecisionStudy
 from .configurations import step_results
 from .formats import pngs_of, texts_of, write_files
 from .quantities import StepResult
-from .section import Section, Table, findings_section, rows_with
+from .section import Section, Table, findings_section, findings_table, rows_with
 from .sections.ceilings import ceilings_sections
+from .sections.kernels.communication import by_configuration
+from .sections.kernels.entry import Explained, load_profiled
 from .sections.kernels.files import sections_of as kernel_sections
 from .sections.kernels.files import tables_of as kernel_tables
 from .sections.kernels.findings import findings as kernel_findings
-from .sections.kernels.tables import Explained, by_configuration, load_profiled
-from .sections.memory.findings import MemoryEntry, load_memory
+from .sections.memory.entry import MemoryEntry, load_memory
 from .sections.memory.findings import findings as memory_findings
 from .sections.memory.tables import memory_tables
 from .sections.memory.tables import sections_of as memory_sections
 from .sections.operators import attention_section, fusion_section
+from .sections.plugged import added_findings, added_sections
 from .sections.steps import results_section
 from .sections.study import precision_sections
 
@@ -101,8 +103,13 @@ class Results:
         pictures.
         """
         sections: dict[str, Sequence[Section]] = {}
-        if self.published:
-            sections[STEPS] = [self.steps]
+        steps = [self.steps] if self.published else []
+        steps += added_sections(Results, self)
+        if sentences := list(added_findings(self)):
+            table = findings_table(sentences)
+            steps.append(Section(name="plugin_findings", tables=(table,), rows=table.values))
+        if steps:
+            sections[STEPS] = steps
         if self.kernels:
             findings = findings_section("kernel_findings", self.kernels, kernel_findings)
             sections[KERNELS] = [findings, *kernel_sections(self.kernels)]
@@ -115,7 +122,7 @@ class Results:
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
-        tables = list(self.steps.tables) if self.published else []
+        tables = [table for section in self.sections.get(STEPS, ()) for table in section.tables]
         for subject in (KERNELS, MEMORY):
             for findings in self.sections.get(subject, ())[:1]:
                 tables += [rows_with(table, "number", {1}) for table in findings.tables]

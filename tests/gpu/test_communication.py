@@ -27,8 +27,8 @@ from cs336.config import (
 from cs336.measure.nvml import visible_gpus
 from cs336.model.fast.choose import fastest
 from cs336.record import Status
+from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import findings
-from cs336.report.sections.kernels.tables import Explained
 from cs336.sweep.keep import Listener
 from cs336.sweep.run import run_sweep
 from cs336.sweep.store import explanation_path

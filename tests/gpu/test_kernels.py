@@ -18,8 +18,8 @@ from cs336.config import SIZES, Attention, Device, Mode, Phase, Profiler, RunCon
 from cs336.measure.run import measure
 from cs336.model.transformer import TransformerLM
 from cs336.record import Status
+from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import findings
-from cs336.report.sections.kernels.tables import Explained
 from cs336.sweep.run import run_sweep
 from cs336.sweep.store import explanation_path
 from tests.analysis.kernels.tracing import num_matmuls

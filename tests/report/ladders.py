@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cs336.config import SIZES, Device, RunConfig
 from cs336.record import Compilation
-from cs336.report.sections.kernels.tables import Explained
+from cs336.report.sections.kernels.entry import Explained
 from cs336.sweep.ladder import GATE_STEPS, chosen, reason_run, rungs
 from tests.report.making import H200, make_record
 from tests.report.sections.kernels.profiles import make_profile

@@ -17,8 +17,8 @@ from cs336.report.configurations import step_results
 from cs336.report.identity import file_names, identities, names_of, shared_settings
 from cs336.report.section import labels
 from cs336.report.sections.kernels import files as kernel_files
-from cs336.report.sections.kernels.tables import Explained
-from cs336.report.sections.memory.findings import MemoryEntry
+from cs336.report.sections.kernels.entry import Explained
+from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.report.sections.memory.tables import sections_of as memory_sections
 from cs336.report.sections.steps import results_table
 from tests.neighbours import make_bases, settings_of

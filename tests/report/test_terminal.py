@@ -22,10 +22,10 @@ from cs336.report.configurations import step_results
 from cs336.report.section import FINDING, Table
 from cs336.report.sections.account import Account, account_section, days_table
 from cs336.report.sections.ceilings import ceilings_sections
+from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.files import tables_of, tables_of_one
-from cs336.report.sections.kernels.tables import Explained
 from cs336.report.sections.ladder import ladder_results, ladder_section
-from cs336.report.sections.memory.findings import MemoryEntry
+from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.report.sections.memory.tables import memory_tables
 from cs336.report.sections.memory.tables import tables_of_one as snapshot_tables
 from cs336.report.sections.operators import attention_section, fusion_section

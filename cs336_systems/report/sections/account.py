@@ -16,7 +16,7 @@ from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, own_parameters, why_untraced
-from ..columns import Row, column, columns_of
+from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
 from ..words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
 
@@ -31,8 +31,7 @@ CSV_COLUMNS = (
     "forward_moved_bytes",
     "backward_moved_bytes",
 )
-KINDS = tuple(Collective)
-Curves = Mapping[Collective, Mapping[int, float]]
+CollectiveTimes = Mapping[Collective, Mapping[int, float]]
 """Measured times of collectives, by bytes."""
 NOT_TRACED = "Not predicted beyond that: the step cannot be traced."
 BALANCED = (
@@ -53,7 +52,7 @@ class Account:
     """Data sheet of the device, if it has one."""
     memory_bytes: int | None = None
     """Memory that the step must fit into."""
-    collective_times: Curves = field(default_factory=dict)
+    collective_times: CollectiveTimes = field(default_factory=dict)
     """Measured times of collectives among such devices."""
     curves: DeviceCurves | None = None
     """From which the time of the step is predicted."""
@@ -71,52 +70,53 @@ def account_section(account: Account, top: int) -> Section:
 
     `top` is the most rows of the table of the peak.
     """
-    config, is_own = account.config, account.config.model_factory is not None
+    config = account.config
     prediction, parts = memory.predict_memory(config), _parts(config)
-    whole = parts[ALL]
-    tables = [
-        *([_fit_table(config, account.memory_bytes)] if account.memory_bytes is not None else ()),
-        _cost_table(config, whole, prediction),
-        _flops_table(parts, is_own=is_own),
-        *(
-            [_collectives_table(config, account.collective_times)]
-            if not is_own and calls(config)
-            else ()
-        ),
-        *(() if is_own else [_least_table(config, account.device)]),
-        *_time_tables(account),
-    ]
+    tables = []
+    if account.memory_bytes is not None:
+        tables.append(_fit_table(config, account.memory_bytes))
+    tables.append(_cost_table(config, parts[ALL], prediction))
+    if config.model_factory is None:
+        tables.append(_flops_table(parts))
+        if calls(config):
+            tables.append(_collectives_table(config, account.collective_times))
+        tables.append(_least_table(config, account.device))
+    else:
+        tables.append(_modules_table(parts))
+    tables += _time_tables(account)
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
-    return Section(
-        name="account", tables=tuple(tables), rows=list(parts.values()), keys=CSV_COLUMNS
-    )
+    rows = list(parts.values())
+    return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
 
 
 def account_json(account: Account) -> dict[str, object]:
     """What `account_section` says, as numbers in SI units; None for what is not asked or not
     known.
     """
-    config, memory_bytes, is_own = (
-        account.config,
-        account.memory_bytes,
-        account.config.model_factory is not None,
-    )
-    return {
+    config, memory_bytes, time = account.config, account.memory_bytes, account.time
+    values = {
         "config": config,
         "tokens": _tokens(config),
         "active_parameters": _active_parameters(config),
         "parts": [{key: row[key] for key in CSV_COLUMNS} for row in _parts(config).values()],
-        "work": None if is_own else _work(config),
+        "work": None,
         "memory": memory.predict_memory(config),
-        "collectives": _collectives(config, account.collective_times) if calls(config) else None,
-        "time": account.time,
-        "time_is_measured": account.curves.is_measured if account.curves and account.time else None,
+        "collectives": None,
+        "time": time,
+        "time_is_measured": None,
         "device": account.device,
-        "fit": None
-        if memory_bytes is None
-        else {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)},
+        "fit": None,
     }
+    if config.model_factory is None:
+        values["work"] = _work(config)
+    if calls(config):
+        values["collectives"] = _collectives(config, account.collective_times)
+    if account.curves is not None and time is not None:
+        values["time_is_measured"] = account.curves.is_measured
+    if memory_bytes is not None:
+        values["fit"] = {"memory_bytes": memory_bytes, **_fit(config, memory_bytes)}
+    return values
 
 
 def _parts(config: RunConfig) -> dict[str, Row]:
@@ -125,19 +125,15 @@ def _parts(config: RunConfig) -> dict[str, Row]:
 
     The parts of a user's own model are its modules.
     """
+    rows: dict[str, Row] = {}
     if config.model_factory is not None:
-        return _with_sum(
-            {
-                path: dict.fromkeys(CSV_COLUMNS)
-                | {"component": path}
-                | asdict(costs)
-                | {"step_flops": sum_of_known([costs.forward_flops, costs.backward_flops])}
-                for path, costs in costs_by_module(config).items()
-            }
-        )
-    rows: dict[str, Row] = {
-        name: dict.fromkeys(CSV_COLUMNS) | {"component": name} for name in accounting.Component
-    }
+        for path, costs in costs_by_module(config).items():
+            step_flops = sum_of_known([costs.forward_flops, costs.backward_flops])
+            rows[path] = dict.fromkeys(CSV_COLUMNS) | {"component": path} | asdict(costs)
+            rows[path]["step_flops"] = step_flops
+        return _with_sum(rows)
+    for name in accounting.Component:
+        rows[name] = dict.fromkeys(CSV_COLUMNS) | {"component": name}
     for component, count in accounting.parameters_by_component(config.model).items():
         rows[component]["parameters"] = count
     for flops in accounting.component_flops(config):
@@ -150,6 +146,7 @@ def _parts(config: RunConfig) -> dict[str, Row]:
 
 
 def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
+    """The rows and their sum, with the share of each in the FLOPs of the step."""
     sums = {name: sum_of_known(row.get(name) for row in rows.values()) for name in CSV_COLUMNS[1:]}
     rows[ALL] = {"component": ALL, **sums}
     for row in rows.values():
@@ -165,10 +162,10 @@ def sum_of_known(values: Iterable[float | None]) -> float | None:
 
 def _work(config: RunConfig) -> list[accounting.PartWork]:
     """The matrix products of forward, and the update of a training step."""
-    return [
-        *accounting.forward_work(config),
-        *([accounting.optimizer_work(config)] if config.mode is Mode.TRAIN else []),
-    ]
+    work = list(accounting.forward_work(config))
+    if config.mode is Mode.TRAIN:
+        work.append(accounting.optimizer_work(config))
+    return work
 
 
 def _tokens(config: RunConfig) -> int:
@@ -177,61 +174,56 @@ def _tokens(config: RunConfig) -> int:
 
 def _active_parameters(config: RunConfig) -> int | None:
     """Parameters that are multiplied by a token, or looked up; None of a model without experts."""
-    idle = None if config.model_factory is None else idle_parameters(config.alone)
-    return None if idle is None else sum(own_parameters(config.alone).values()) - idle
+    if config.model_factory is None or (idle := idle_parameters(config.alone)) is None:
+        return None
+    return sum(own_parameters(config.alone).values()) - idle
 
 
 def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPrediction | None) -> Table:
-    batch = f"batch {config.batch_size}"
-    is_own = config.model_factory is not None
-    active = _active_parameters(config)
-    moments = 2 * FP32_BYTES * whole["parameters"] if config.mode is Mode.TRAIN else 0
-    state = [
-        ("parameters", FP32_BYTES * whole["parameters"] / GIB, "GiB"),
-        *([("moments of AdamW", moments / GIB, "GiB")] if moments else ()),
-    ]
-    rows = [
-        ("parameters", whole["parameters"], ""),
-        *([] if active is None else [("active for each token", active, "")]),
-        *(
-            [(f"{'' if is_own else 'model '}FLOPs of a step", whole["step_flops"] / TERA, "TFLOP")]
-            if whole["step_flops"]
-            else ()
-        ),
-        *(
-            ()
-            if is_own
-            else [("with attention counted as causal", whole["step_causal_flops"] / TERA, "TFLOP")]
-        ),
-        ("tokens of a step", _tokens(config), ""),
-        *(state if is_own and not prediction else ()),
-        *(
-            ()
-            if is_own
-            else [
-                (
-                    "one tensor of the residual stream",
-                    memory.residual_stream_bytes(config) / MIB,
-                    "MiB",
-                )
-            ]
-        ),
-        *((name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)),
-    ]
-    notes = (
+    """Parameters, FLOPs, tokens and memory of one step; `whole` is the sum of all parts."""
+    is_own, active = config.model_factory is not None, _active_parameters(config)
+    parameters = whole["parameters"]
+    rows = [("parameters", parameters, "")]
+    if active is not None:
+        rows.append(("active for each token", active, ""))
+    if whole["step_flops"]:
+        name = "FLOPs of a step" if is_own else "model FLOPs of a step"
+        rows.append((name, whole["step_flops"] / TERA, "TFLOP"))
+    if not is_own:
+        causal = whole["step_causal_flops"] / TERA
+        rows.append(("with attention counted as causal", causal, "TFLOP"))
+    rows.append(("tokens of a step", _tokens(config), ""))
+    if is_own and prediction is None:
+        rows += _state_rows(config, parameters)
+    if not is_own:
+        stream_mib = memory.residual_stream_bytes(config) / MIB
+        rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
+    rows += [(name, num_bytes / GIB, "GiB") for name, num_bytes in _predicted(prediction)]
+    notes = [
         "FLOPs are those of matrix products, attention in full unless said. Memory: as PyTorch's "
-        "allocator counts it, predicted, eager, on Hopper.",
-        *(() if prediction else (NOT_TRACED if is_own else NOT_PREDICTED,)),
-        *(() if active is None else (BALANCED,)),
-    )
-    own = (
-        f"{config.model_factory}, {config.mode}, {config.precision}, context "
-        f"{config.model.context_length}"
-    )
-    label = own if is_own else config.label
-    return quantity_table(
-        f"One step of {label}{'' if batch in label else f', {batch}'}", rows, notes
-    )
+        "allocator counts it, predicted, eager, on Hopper."
+    ]
+    if prediction is None:
+        notes.append(NOT_TRACED if is_own else NOT_PREDICTED)
+    if active is not None:
+        notes.append(BALANCED)
+    label, batch = config.label, f"batch {config.batch_size}"
+    if is_own:
+        label = (
+            f"{config.model_factory}, {config.mode}, {config.precision}, context "
+            f"{config.model.context_length}"
+        )
+    if batch not in label:
+        label += f", {batch}"
+    return quantity_table(f"One step of {label}", rows, notes)
+
+
+def _state_rows(config: RunConfig, parameters: int) -> Iterator[tuple[str, float, str]]:
+    """What is known of the memory of a step that cannot be traced: its state in fp32."""
+    parameters_gib = FP32_BYTES * parameters / GIB
+    yield "parameters", parameters_gib, "GiB"
+    if config.mode is Mode.TRAIN:
+        yield "moments of AdamW", 2 * parameters_gib, "GiB"
 
 
 def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:
@@ -242,36 +234,41 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
     yield "peak memory of the first step", prediction.first_step_peak.allocated_bytes
     yield "reserved", prediction.reserved_bytes
     yield "allocated when a step begins", prediction.start_bytes
-    yield from (
-        (f"allocated after {phase}", num_bytes)
-        for phase, num_bytes in prediction.after_bytes.items()
-    )
+    for phase, num_bytes in prediction.after_bytes.items():
+        yield f"allocated after {phase}", num_bytes
 
 
-def _flops_table(parts: Mapping[str, Row], *, is_own: bool) -> Table:
-    backward = parts[ALL]["backward_flops"]
-    if not parts[ALL]["forward_flops"]:  # the step of a user's own model was not traced
-        return make_table(
-            "Parameters by module", [column("component"), column("parameters")], parts.values()
-        )
-    moved = ("forward_moved_bytes", *(["backward_moved_bytes"] if backward else ()))
-    shown = columns_of(
-        "component",
-        "parameters",
-        column("forward_flops", drop_order=1 if backward else 0),
-        *(["backward_flops", "step_flops"] if backward else ()),
-        "share",
-        *(moved if is_own else ["step_causal_flops"]),
+def _flops_table(parts: Mapping[str, Row]) -> Table:
+    """FLOPs by part of one of this program's models."""
+    columns = columns_of(*_flops_keys(parts), "step_causal_flops")
+    note = (
+        "A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after "
+        "it count."
     )
-    causal = "causal: only the pairs of a query and a key that is not after it count."
-    own = (
-        "what is computed again counts again. Moved: what each kernel reads and writes. "
-        "--module-depth shows more."
+    return make_table("FLOPs by part of the model", columns, parts.values(), [note])
+
+
+def _modules_table(parts: Mapping[str, Row]) -> Table:
+    """FLOPs and moved bytes by module of a user's own model, as far as its step was traced."""
+    if not parts[ALL]["forward_flops"]:
+        columns = columns_of("component", "parameters")
+        return make_table("Parameters by module", columns, parts.values())
+    columns = columns_of(*_flops_keys(parts), "forward_moved_bytes")
+    if parts[ALL]["backward_flops"]:
+        columns.append(column("backward_moved_bytes"))
+    note = (
+        "A multiply-add is 2 FLOPs; what is computed again counts again. Moved: what each kernel "
+        "reads and writes. --module-depth shows more."
     )
-    notes = [f"A multiply-add is 2 FLOPs; {own if is_own else causal}"]
-    return make_table(
-        f"FLOPs by {'module' if is_own else 'part of the model'}", shown, parts.values(), notes
-    )
+    return make_table("FLOPs by module", columns, parts.values(), [note])
+
+
+def _flops_keys(parts: Mapping[str, Row]) -> list[str | Column]:
+    """The columns that both tables of FLOPs begin with."""
+    if not parts[ALL]["backward_flops"]:
+        return ["component", "parameters", column("forward_flops", drop_order=0), "share"]
+    forward = column("forward_flops", drop_order=1)
+    return ["component", "parameters", forward, "backward_flops", "step_flops", "share"]
 
 
 def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
@@ -284,63 +281,62 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
         column("moved_mib", name="moves at least", drop_order=2),
         column("flops_per_byte", drop_order=0, write=rounded),
     ]
-    rows: list[Row] = [
-        {
+    notes = [
+        "Every factor and result of a product moves once. Fused attention moves no scores, and "
+        "computes only those of causal pairs. Norms, softmax, casts and the loss come on top."
+    ]
+    has_time = device is not None and config.precision in device.peak_flops_per_s
+    rows: list[Row] = []
+    for work in _work(config):
+        row: Row = {
             "what": work.name,
             "flops": work.flops,
             "moved_mib": work.moved_bytes / MIB,
             "flops_per_byte": work.intensity,
         }
-        for work in _work(config)
-    ]
-    notes = [
-        "Every factor and result of a product moves once. Fused attention moves no scores, and "
-        "computes only those of causal pairs. Norms, softmax, casts and the loss come on top."
-    ]
-    if device is not None and config.precision in device.peak_flops_per_s:
-        columns += [column("bound_by"), column("least_s")]
-        for row, work in zip(rows, _work(config), strict=True):
+        if device is not None and has_time:
             least_s = accounting.least_time_s(work, device)
             moves_s = work.moved_bytes / device.memory_bandwidth_bytes_per_s
-            row |= {
-                "bound_by": least_s and ("memory" if least_s == moves_s else "arithmetic"),
-                "least_s": least_s,
-            }
+            bound_by = "memory" if least_s == moves_s else "arithmetic"
+            row |= {"bound_by": least_s and bound_by, "least_s": least_s}
+        rows.append(row)
+    if device is not None and has_time:
+        columns += columns_of("bound_by", "least_s")
         notes.append(f"The least time is that of {device.names[0]} by its data sheet.")
     update = " and of the optimizer" if config.mode is Mode.TRAIN else ""
     return make_table(f"Arithmetic intensity of forward{update}", columns, rows, notes)
 
 
-def _collectives(config: RunConfig, curves: Curves) -> list[Row]:
+def _collectives(config: RunConfig, times: CollectiveTimes) -> list[Row]:
     """A row for each kind and size of the collectives of a step; those of one kind stand
     together.
     """
-    found: Mapping[CollectiveCall, int] = calls(config) or {}
-    return [
-        {
+    kinds = list(Collective)
+    counts: Mapping[CollectiveCall, int] = calls(config) or {}
+    rows = []
+    for call in sorted(counts, key=lambda call: (kinds.index(call.collective), call.num_bytes)):
+        count = counts[call]
+        row = {
             "collective": call.collective,
             "count": count,
             "num_bytes": call.num_bytes,
             "sent_bytes": count * call.num_bytes * sent_share(call.collective, config.ranks),
-            "time_s": time_s({call: count}, curves),
+            "time_s": time_s({call: count}, times),
         }
-        for call, count in sorted(
-            found.items(), key=lambda each: (KINDS.index(each[0].collective), each[0].num_bytes)
-        )
-    ]
+        rows.append(row)
+    return rows
 
 
-def _collectives_table(config: RunConfig, curves: Curves) -> Table:
-    rows = _collectives(config, curves)
-    has_times = all(row["time_s"] is not None for row in rows)
-    sums = {
-        key: sum(row[key] for row in rows)
-        for key in ("count", "sent_bytes", *(["time_s"] if has_times else []))
-    }
-    whole = {"collective": ALL, "num_bytes": None, "time_s": None} | sums
+def _collectives_table(config: RunConfig, times: CollectiveTimes) -> Table:
+    """The collectives of a step and their sum, with their times where all are known."""
+    rows = _collectives(config, times)
     columns = columns_of("collective", "calls", "call_mib", "calls_sent_mib")
     notes = ["Tensors: those of one call together. Sent: by each rank, if all form a ring."]
-    if has_times:
+    sums: Row = {"collective": ALL, "num_bytes": None, "time_s": None}
+    for key in ("count", "sent_bytes"):
+        sums[key] = sum(row[key] for row in rows)
+    if all(row["time_s"] is not None for row in rows):
+        sums["time_s"] = sum(row["time_s"] for row in rows)
         columns.append(column("calls_ms"))
         notes.append(
             "Time: one call after the other, interpolated between measured sizes; nothing "
@@ -358,7 +354,7 @@ def _collectives_table(config: RunConfig, curves: Curves) -> Table:
             "calls_sent_mib": row["sent_bytes"] / MIB,
             "calls_ms": ratio(row["time_s"], 1e-3),
         }
-        for row in (*rows, whole)
+        for row in (*rows, sums)
     ]
     return make_table("Collectives of a step", columns, shown, notes)
 
@@ -370,44 +366,37 @@ def _time_tables(account: Account) -> Iterator[Table]:
     curves, time = account.curves, account.time
     if curves is None or time is None:
         return
-    rows = [
-        *(
-            {
-                "phase": phase,
-                "predicted_ms": 1e3 * time_s,
-                "kernels_ms": 1e3 * time.kernels_s[phase],
-            }
-            for phase, time_s in time.phases_s.items()
-        ),
-        {
-            "phase": Phase.STEP,
-            "predicted_ms": 1e3 * time.step_s,
-            "kernels_ms": 1e3 * sum(time.kernels_s.values()),
-        },
+    times_s = [
+        (str(phase), phase_s, time.kernels_s[phase]) for phase, phase_s in time.phases_s.items()
     ]
-    limit = {
-        StepLimit.DEVICE: "The GPU is the limit",
-        StepLimit.LAUNCHES: (
-            f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms"
-        ),
-    }[time.limit]
-    of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
-    notes = (
-        f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step.",
-        (
+    times_s.append((Phase.STEP, time.step_s, sum(time.kernels_s.values())))
+    rows = [
+        {
+            "phase": phase,
+            "predicted_ms": 1e3 * predicted_s,
+            "kernels_ms": 1e3 * kernels_s,
+            "prediction_is_doubted": curves.is_in_doubt,
+        }
+        for phase, predicted_s, kernels_s in times_s
+    ]
+    limit = "The GPU is the limit"
+    if time.limit is StepLimit.LAUNCHES:
+        limit = f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms"
+    notes = [f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step."]
+    if curves.is_measured or account.device is None:
+        of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
+        notes.append(
             f"From the configuration and {of_device} alone; cs336 report DIR says how far it is "
             "from measured steps."
         )
-        if curves.is_measured or account.device is None
-        else by_data_sheet(account.device.names[0]),
-        *([SHIPPED] if curves.is_shipped else []),
-        *([DOUBTED_FORECAST] if curves.is_in_doubt else []),
-    )
-    doubt = {"prediction_is_doubted": curves.is_in_doubt}
-    keys = ("phase", "predicted_ms", "kernels_ms")
-    yield make_table(
-        "Predicted time of a step", columns_of(*keys), [row | doubt for row in rows], notes
-    )
+    else:
+        notes.append(by_data_sheet(account.device.names[0]))
+    if curves.is_shipped:
+        notes.append(SHIPPED)
+    if curves.is_in_doubt:
+        notes.append(DOUBTED_FORECAST)
+    columns = columns_of("phase", "predicted_ms", "kernels_ms")
+    yield make_table("Predicted time of a step", columns, rows, notes)
 
 
 def by_data_sheet(device_name: str) -> str:
@@ -420,13 +409,12 @@ def by_data_sheet(device_name: str) -> str:
 
 
 def _categories_table(prediction: memory.MemoryPrediction) -> Table:
-    peak = prediction.peak
-    sizes = {category: peak.bytes_of(category) for category in Category}
-    rows = [
-        {"category": category, "size_bytes": size, "share": size / peak.allocated_bytes}
-        for category, size in sizes.items()
-        if size
-    ]
+    """Bytes of each category that the peak holds something of."""
+    rows, peak = [], prediction.peak
+    for category in Category:
+        if size_bytes := peak.bytes_of(category):
+            share = size_bytes / peak.allocated_bytes
+            rows.append({"category": category, "size_bytes": size_bytes, "share": share})
     return make_table("The peak by category", columns_of("category", "size_bytes", "share"), rows)
 
 
@@ -434,28 +422,24 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
     """The largest parts of the peak; how many more there are is said below."""
     peak = prediction.peak
     shown = sorted(peak.parts, key=lambda part: -part.size_bytes)[:top]
-    rest = peak.allocated_bytes - sum(part.size_bytes for part in shown)
     rows = [
         asdict(part) | {"what": part.label, "share": part.size_bytes / peak.allocated_bytes}
         for part in shown
     ]
-    columns = (
+    columns = columns_of(
         column("category", drop_order=0),
-        column("what"),
+        "what",
         column("count", drop_order=3),
-        column("size_bytes"),
-        column("share"),
-        column("formula"),
+        "size_bytes",
+        "share",
+        "formula",
     )
-    more = (
-        (f"{len(peak.parts) - len(shown)} more hold {significant(rest / MIB)} MiB.",)
-        if rest
-        else ()
-    )
+    notes = ["The sum of all is the peak, to the byte."]
+    if rest := peak.allocated_bytes - sum(part.size_bytes for part in shown):
+        more = len(peak.parts) - len(shown)
+        notes.insert(0, f"{more} more hold {significant(rest / MIB)} MiB.")
     title = f"The peak, {significant(peak.allocated_bytes / GIB)} GiB in {peak.phase}"
-    return make_table(
-        title, columns, rows, notes=(*more, "The sum of all is the peak, to the byte.")
-    )
+    return make_table(title, columns, rows, notes)
 
 
 def _fit(config: RunConfig, memory_bytes: int) -> Row:
@@ -468,20 +452,25 @@ def _fit(config: RunConfig, memory_bytes: int) -> Row:
 
 
 def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
-    found = _fit(config, memory_bytes)
+    """Whether the configuration fits, the largest batch and the longest context."""
+    fit = _fit(config, memory_bytes)
+    longest = fit["longest_context_length"]
     rows = [
-        ("this configuration", {True: "fits", False: "does not fit", None: None}[found["fits"]]),
-        (f"largest batch at context {config.model.context_length:,}", found["largest_batch_size"]),
-        (f"longest context at batch {config.batch_size:,}", found["longest_context_length"]),
+        ("this configuration", {True: "fits", False: "does not fit", None: None}[fit["fits"]]),
+        (f"largest batch at context {config.model.context_length:,}", fit["largest_batch_size"]),
+        (f"longest context at batch {config.batch_size:,}", longest),
     ]
     notes = ["On an otherwise empty GPU; the CUDA context and fragmentation are counted."]
-    if (longest := found["longest_context_length"]) is not None:
+    if longest is not None:
         longer = replace(config, model=replace(config.model, context_length=longest + 1))
         if reason := why_untraced(longer):
             notes.append(f"A context of {longest + 1:,} cannot be traced: {reason}")
-    return quantity_table(
-        f"What fits {significant(memory_bytes / GIB)} GiB", rows, notes, ("question", "answer")
-    )
+    title = f"What fits {significant(memory_bytes / GIB)} GiB"
+    return quantity_table(title, rows, notes, ("question", "answer"))
+
+
+UNITS = (("days", accounting.SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+"""Units of the time of a training, the largest first."""
 
 
 def days_table(
@@ -496,25 +485,13 @@ def days_table(
     """How many days training takes, or hours, minutes, seconds; `peak_source` says where the
     peak comes from.
     """
-    flops, flops_per_s = (
-        accounting.rule_of_thumb_flops(parameters, tokens),
-        count * peak_flops_per_s * mfu,
-    )
-    days = accounting.training_days(
-        parameters=parameters,
-        tokens=tokens,
-        peak_flops_per_s=peak_flops_per_s,
-        count=count,
-        mfu=mfu,
-    )
+    flops = accounting.rule_of_thumb_flops(parameters, tokens)
+    flops_per_s = count * peak_flops_per_s * mfu
+    training_s = flops / flops_per_s
     # the largest unit of which the time is one or more, seconds for less than all
-    units = (("days", accounting.SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
-    unit, unit_s = next(
-        (unit for unit in units if days * accounting.SECONDS_PER_DAY >= unit[1]), ("s", 1)
-    )
-    time = days * accounting.SECONDS_PER_DAY / unit_s
-    backward = accounting.TRAINING_FLOPS - accounting.FORWARD_FLOPS
-    rows = (
+    unit, unit_s = next((unit for unit in UNITS if training_s >= unit[1]), ("s", 1))
+    time = training_s / unit_s
+    rows = [
         ("parameters N", parameters, "", "given"),
         ("tokens T", tokens, "", "given"),
         ("FLOPs of the training", flops, "FLOP", f"{accounting.TRAINING_FLOPS} N T"),
@@ -522,9 +499,11 @@ def days_table(
         ("devices", count, "", "given"),
         ("MFU", mfu, "", "given"),
         ("FLOPs per second", flops_per_s, "FLOP/s", "devices x peak x MFU"),
-        ("time", flops / flops_per_s, "s", "FLOPs / FLOPs per second"),
-        *([("time", time, unit, f"seconds / {unit_s:,}")] if unit_s > 1 else ()),
-    )
+        ("time", training_s, "s", "FLOPs / FLOPs per second"),
+    ]
+    if unit_s > 1:
+        rows.append(("time", time, unit, f"seconds / {unit_s:,}"))
+    backward = accounting.TRAINING_FLOPS - accounting.FORWARD_FLOPS
     note = (
         f"Each parameter takes {accounting.TRAINING_FLOPS} FLOPs per token: "
         f"{accounting.FORWARD_FLOPS} in forward, a multiply-add, and {backward} in backward, one "

@@ -85,34 +85,28 @@ CSV_COLUMNS = {
     ),
 }
 """Columns of the CSV file of each section."""
-LAUNCHES, CLOCK = (
-    (column("launched"), column("median_us")),
-    "By the host's clock, over many in a row.",
-)
+LAUNCHES = (column("launched"), column("median_us"))
+CLOCK = "By the host's clock, over many in a row."
 
 
 def ceilings_sections(study: CeilingsStudy) -> list[Section]:
     """All subjects in reading order; the section of a subject without values is empty."""
-    products, streams = product_rows(study), [_stream(study, cell) for cell in study.streams]
+    products = product_rows(study)
+    streams = [_stream(study, cell) for cell in study.streams]
     launches = [_launch(study, cell) for cell in study.launches]
     collectives = [_collective(study, cell) for cell in study.reductions]
-    ceilings = [
-        *_best(products),
-        *_best(streams, "moved_mib"),
-        *_best(launches),
-        *_best(collectives),
-    ]
-    found = {
-        "results": ([_summary_table(study, ceilings)], ceilings),
-        "products": (_product_tables(study, products), products),
-        "bandwidth": ([_stream_table(study, streams)], streams),
-        "launches": ([_table(study, "Launches", LAUNCHES, launches, CLOCK)], launches),
-        "collectives": (_collective_tables(study, collectives), collectives),
-    }
+    ceilings = _best(products) + _best(streams, "moved_mib") + _best(launches) + _best(collectives)
     return [
-        Section(name=name, tables=tuple(tables), rows=rows, keys=CSV_COLUMNS[name])
-        for name, (tables, rows) in found.items()
+        _section("results", ceilings, _summary_table(study, ceilings)),
+        _section("products", products, *_product_tables(study, products)),
+        _section("bandwidth", streams, _stream_table(study, streams)),
+        _section("launches", launches, _table(study, "Launches", LAUNCHES, launches, CLOCK)),
+        _section("collectives", collectives, *_collective_tables(study, collectives)),
     ]
+
+
+def _section(name: str, rows: Sequence[Row], *tables: Table) -> Section:
+    return Section(name=name, tables=tables, rows=rows, keys=CSV_COLUMNS[name])
 
 
 def _row(
@@ -120,17 +114,22 @@ def _row(
 ) -> Row:
     """What all cells have: how the cell ended, its time in that unit, and what puts it in doubt."""
     timing = cell.timing
-    loops = timing.loops
-    return {
+    row: Row = {
         "label": label,
         "device_name": study.device_name,
         **end_of(timing.status, timing.failure),
-        f"median_{unit}": None if loops is None else loops.median_s * per_s,
-        f"std_{unit}": None if loops is None or loops.stdev_s is None else loops.stdev_s * per_s,
-        "loop_spread": None if loops is None else loops.spread,
-        "cv": None if loops is None else loops.cv,
+        f"median_{unit}": None,
+        f"std_{unit}": None,
+        "loop_spread": None,
+        "cv": None,
         **doubts_of(timing.warnings),
     }
+    if loops := timing.loops:
+        row[f"median_{unit}"] = loops.median_s * per_s
+        row["loop_spread"], row["cv"] = loops.spread, loops.cv
+        if loops.stdev_s is not None:
+            row[f"std_{unit}"] = loops.stdev_s * per_s
+    return row
 
 
 def _as_ceiling(row: Row, ceiling: str, key: str, unit: str, reached_at: str = "") -> Row:
@@ -138,20 +137,15 @@ def _as_ceiling(row: Row, ceiling: str, key: str, unit: str, reached_at: str = "
     `key` is its rate's.
     """
     measured, cv = row[key], row["cv"]
-    unknown = dict.fromkeys(
-        ("data_sheet", "data_sheet_share", "data_sheet_share_std", "data_sheet_share_is_doubted")
-    )
-    return (
-        unknown
-        | row
-        | {
-            "ceiling": ceiling,
-            "measured": measured,
-            "unit": unit,
-            "reached_at": reached_at,
-            "measured_std": None if measured is None or cv is None else measured * cv,
-        }
-    )
+    unknown: Row = {"data_sheet": None, **derived("data_sheet_share", None)}
+    summary = {
+        "ceiling": ceiling,
+        "measured": measured,
+        "unit": unit,
+        "reached_at": reached_at,
+        "measured_std": None if measured is None or cv is None else measured * cv,
+    }
+    return unknown | row | summary
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
@@ -161,10 +155,11 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
 
 def _best(rows: Sequence[Row], key: str = "measured") -> list[Row]:
     """Of the rows with a time, the one with the largest value under `key` for each ceiling."""
-    found: dict[str, Row] = {}
+    best: dict[str, Row] = {}
     for row in _timed(rows):
-        found[row["ceiling"]] = max(found.get(row["ceiling"], row), row, key=itemgetter(key))
-    return list(found.values())
+        ceiling = row["ceiling"]
+        best[ceiling] = max(best.get(ceiling, row), row, key=itemgetter(key))
+    return list(best.values())
 
 
 def product_rows(study: CeilingsStudy) -> list[Row]:
@@ -181,7 +176,8 @@ def product_rows(study: CeilingsStudy) -> list[Row]:
 
 
 def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
-    shape, rate, own = cell.shape, cell.flops_per_s, _row(study, cell, cell.shape.label)
+    """The row of one matmul, with its rate and its share of the data sheet's peak."""
+    shape, rate, timed = cell.shape, cell.flops_per_s, _row(study, cell, cell.shape.label)
     promised = promised_flops(find_device(study.device_name), cell.precision)
     moved_bytes = shape.moved_bytes(cell.precision)
     row = {
@@ -192,13 +188,13 @@ def _product(study: CeilingsStudy, cell: ProductCell) -> Row:
         "rows": shape.rows,
         "inner": shape.inner,
         "columns": shape.columns,
-        **own,
+        **timed,
         "flops": shape.flops,
         "moved_mib": moved_bytes / MIB,
         "flops_per_byte": shape.flops / moved_bytes,
-        **derived("tflops_per_s", ratio(rate, TERA), own),
+        **derived("tflops_per_s", ratio(rate, TERA), timed),
         "data_sheet": ratio(promised, TERA),
-        **derived("data_sheet_share", ratio(rate, promised), own),
+        **derived("data_sheet_share", ratio(rate, promised), timed),
     }
     return _as_ceiling(row, f"{cell.precision} product", "tflops_per_s", "TFLOP/s", shape.label)
 
@@ -213,24 +209,26 @@ def promised_flops(spec: DeviceSpec | None, precision: ProductPrecision) -> floa
 
 
 def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
+    """The row of one pass over memory, with its bandwidth."""
     promised, rate = promised_bandwidth(study.device_name), cell.timing.rate(cell.moved_bytes)
-    own = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
+    timed = _row(study, cell, f"{cell.stream} of {cell.moved_bytes} bytes")
     row = {
         "stream": cell.stream,
         "moved_mib": cell.moved_bytes / MIB,
-        **own,
-        **derived("gb_per_s", ratio(rate, GIGA), own),
+        **timed,
+        **derived("gb_per_s", ratio(rate, GIGA), timed),
         "data_sheet": ratio(promised, GIGA),
-        **derived("data_sheet_share", ratio(rate, promised), own),
+        **derived("data_sheet_share", ratio(rate, promised), timed),
     }
     return _as_ceiling(row, f"{cell.stream} (memory)", "gb_per_s", "GB/s", _mib(row["moved_mib"]))
 
 
 def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
-    launched, own = launch_words(study, cell.launch), _row(study, cell, str(cell.launch), "us", 1e6)
-    return _as_ceiling(
-        {"launch": cell.launch, "launched": launched, **own}, launched, "median_us", "µs"
-    )
+    """The row of one kind of launch."""
+    launched = launch_words(study, cell.launch)
+    row = _row(study, cell, str(cell.launch), "us", 1e6)
+    row |= {"launch": cell.launch, "launched": launched}
+    return _as_ceiling(row, launched, "median_us", "µs")
 
 
 def launch_words(study: CeilingsStudy, launch: LaunchKind) -> str:
@@ -246,16 +244,17 @@ def launch_words(study: CeilingsStudy, launch: LaunchKind) -> str:
 
 
 def _collective(study: CeilingsStudy, cell: CollectiveCell) -> Row:
-    own = _row(study, cell, f"{cell.collective} of {cell.num_bytes} bytes")
+    """The row of one collective, with its bandwidth as nccl-tests counts it."""
+    timed = _row(study, cell, f"{cell.collective} of {cell.num_bytes} bytes")
     # what each process of a ring sends, as in nccl-tests, except for the broadcast
     sent_bytes = cell.num_bytes * sent_share(cell.collective, cell.world_size)
     row = {
         "collective": cell.collective,
         "tensor_mib": cell.num_bytes / MIB,
         "world_size": cell.world_size,
-        **own,
-        **derived("algorithm_gb_per_s", ratio(cell.timing.rate(cell.num_bytes), GIGA), own),
-        **derived("bus_gb_per_s", ratio(cell.timing.rate(sent_bytes), GIGA), own),
+        **timed,
+        **derived("algorithm_gb_per_s", ratio(cell.timing.rate(cell.num_bytes), GIGA), timed),
+        **derived("bus_gb_per_s", ratio(cell.timing.rate(sent_bytes), GIGA), timed),
     }
     ceiling = f"{cell.collective} among {cell.world_size} (bus)"
     return _as_ceiling(row, ceiling, "bus_gb_per_s", "GB/s", _mib(row["tensor_mib"]))
@@ -275,10 +274,10 @@ def _table(
     for row in rows:
         if row["error"] is not None:
             reasons.setdefault(row["error"].rstrip("."), []).append(row["label"])
-    failures = [
-        f"{labels[0]}{f' and {len(labels) - 1} more' if labels[1:] else ''}: {reason}."
-        for reason, labels in reasons.items()
-    ]
+    failures = []
+    for reason, labels in reasons.items():
+        more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+        failures.append(f"{labels[0]}{more}: {reason}.")
     doubts = doubt_notes([row["warnings"] for row in _timed(rows)], "rows", LOOPS)
     title = f"{title}, {study.device_name}"
     return make_table(title, known(columns, rows), rows, [*notes, *doubts, *failures], has_failed)
@@ -300,28 +299,23 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
         f"deviation of {study.grid.loops} loops of {study.grid.loop_s:g} s or more. The matrices "
         "are the same each time, so that small ones stay in caches."
     )
-    by_precision = {
-        name: [row for row in rows if row["precision"] is name] for name in study.grid.precisions
-    }
-    return [
-        _table(study, f"Matrix products, {name}", columns, own, note)
-        for name, own in by_precision.items()
-    ]
+    tables = []
+    for name in study.grid.precisions:
+        products = [row for row in rows if row["precision"] is name]
+        tables.append(_table(study, f"Matrix products, {name}", columns, products, note))
+    return tables
 
 
 def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
     """Copies, sums and AdamW."""
     columns = columns_of("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")
-    note = (
+    notes = [
         "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: "
         "PyTorch's fused AdamW on one flat tensor, 28 bytes for each parameter."
-    )
-    cache = (
-        [f"The last cache holds {significant(study.cache_bytes / MIB)} MiB."]
-        if study.cache_bytes
-        else []
-    )
-    return _table(study, "Passes over memory", columns, rows, note, *cache)
+    ]
+    if study.cache_bytes:
+        notes.append(f"The last cache holds {_mib(study.cache_bytes / MIB)}.")
+    return _table(study, "Passes over memory", columns, rows, *notes)
 
 
 def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
@@ -336,14 +330,12 @@ def _collective_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]
         "bus: what each process of a ring has to send, (n - 1) / n of it, and twice that for an "
         "all-reduce."
     )
-    by_ranks = {
-        ranks: [row for row in rows if row["world_size"] == ranks]
-        for ranks in dict.fromkeys(row["world_size"] for row in rows)
-    }
-    return [
-        _table(study, f"Collectives among {ranks} processes", columns, own, note)
-        for ranks, own in by_ranks.items()
-    ]
+    tables = []
+    for ranks in dict.fromkeys(row["world_size"] for row in rows):
+        collectives = [row for row in rows if row["world_size"] == ranks]
+        title = f"Collectives among {ranks} processes"
+        tables.append(_table(study, title, columns, collectives, note))
+    return tables
 
 
 def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:

@@ -25,7 +25,7 @@ from ..formats import pngs_of, texts_of, write_files
 from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
 from ..words import CHANCE, DOUBT, interval_text, ratio, rounded, significant
-from .kernels.tables import Explained
+from .kernels.entry import Explained
 from .steps import warning_notes
 
 VERDICTS = {True: "passed", False: "FAILED", None: "no verdict"}

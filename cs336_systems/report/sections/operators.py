@@ -9,9 +9,22 @@ from itertools import product
 from ...analysis.warnings import PASSES
 from ...config import Device, Phase
 from ...record import Status
-from ...studies import operators
+from ...studies.operators import (
+    PHASES,
+    AttentionStudy,
+    CellResult,
+    FusionRow,
+    FusionStudy,
+    Implementation,
+    Quantity,
+    Version,
+    attention_flops,
+    naive_saved_bytes,
+    rows_bytes,
+    weights_bytes,
+)
 from ...text import counted
-from ..columns import Column, Row, column, three_digits
+from ..columns import Column, Row, column, columns_of, three_digits
 from ..section import Section, Table, known, make_table
 from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
 from .study import (
@@ -59,9 +72,7 @@ CSV_COLUMNS = (
 )
 """Of the grid of attention; ERROR_COLUMNS follow in studies with an own implementation."""
 ERROR_COLUMNS = tuple(
-    f"{quantity}_{name}"
-    for quantity in operators.Quantity
-    for name in ("max_error", "relative_error")
+    f"{quantity}_{name}" for quantity in Quantity for name in ("max_error", "relative_error")
 )
 FUSION_CSV_COLUMNS = (
     "op",
@@ -104,13 +115,18 @@ TITLES = {
     "backward": "Backward pass of attention",
     "together": "Forward and backward pass of attention together",
 }
+QUANTITIES = {"output": (Quantity.OUTPUT,), "gradients": (Quantity.DQ, Quantity.DK, Quantity.DV)}
+BASELINES = {
+    Implementation.NAIVE: "Times as fast as naive",
+    Implementation.OWN: "Time of the others over that of own",
+}
+"""What the other implementations are compared with, and how it is said."""
 
 
-def _attention_row(study: operators.AttentionStudy, result: operators.CellResult) -> Row:
+def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
     """The values of a cell, of a failed one too; None for what is not known."""
     grid, cell = study.grid, result.cell
-    memory = result.memory if result.status is Status.OK else None
-    closed_form = operators.naive_saved_bytes(grid, cell) / MIB
+    closed_form_mib = naive_saved_bytes(grid, cell) / MIB
     row: Row = {
         "implementation": cell.implementation,
         "precision": cell.precision,
@@ -118,74 +134,76 @@ def _attention_row(study: operators.AttentionStudy, result: operators.CellResult
         "context_length": cell.context_length,
         "batch_size": grid.batch_size,
         "causal": grid.causal,
-        "device_name": study.environment.identity.device_name if study.environment else None,
+        "device_name": _device_name(study),
         "passes": grid.passes,
         **end_of(result.status, result.failure),
         **_end_of_own(study, result),
-        "requested_mib": ratio(result.failure.requested_bytes if result.failure else None, MIB),
-        "before_forward_mib": memory and memory.before_forward_bytes / MIB,
-        "before_backward_mib": memory and memory.before_backward_bytes / MIB,
-        "saved_mib": memory and memory.saved_bytes / MIB,
-        "peak_mib": memory and memory.peak_bytes / MIB,
-        "naive_saved_closed_form_mib": closed_form
-        if cell.implementation is operators.Implementation.NAIVE
-        else None,
-        "closed_form_mib": closed_form,
-        "matrix_mib": operators.weights_bytes(grid, cell) / MIB,
-        "queries_mib": operators.rows_bytes(grid, cell) / MIB,
-        "compile_s": result.first_pass_s
-        if cell.implementation is operators.Implementation.COMPILED
-        else None,
+        "requested_mib": None,
+        "naive_saved_closed_form_mib": None,
+        "closed_form_mib": closed_form_mib,
+        "matrix_mib": weights_bytes(grid, cell) / MIB,
+        "queries_mib": rows_bytes(grid, cell) / MIB,
+        "compile_s": None,
     }
+    if result.failure is not None:
+        row["requested_mib"] = ratio(result.failure.requested_bytes, MIB)
+    if cell.implementation is Implementation.NAIVE:
+        row["naive_saved_closed_form_mib"] = closed_form_mib
+    if cell.implementation is Implementation.COMPILED:
+        row["compile_s"] = result.first_pass_s
+    memory = result.memory if result.status is Status.OK else None
+    for name in ("before_forward", "before_backward", "saved", "peak"):
+        row[f"{name}_mib"] = memory and getattr(memory, f"{name}_bytes") / MIB
     for timed, phase in TIMED.items():
         row |= times_ms(result.measurement(phase), f"{timed}_")
-        rate = ratio(
-            operators.attention_flops(grid, cell, phase) / TERA * 1e3, row[f"{timed}_mean_ms"]
-        )
+        tera_ms = attention_flops(grid, cell, phase) / TERA * 1e3
+        rate = ratio(tera_ms, row[f"{timed}_mean_ms"])
         row |= derived(f"{timed}_tflops_per_s", rate, row, prefix=f"{timed}_")
-    errors = {error.quantity: error for error in result.errors}
-    for quantity in operators.Quantity:
-        error = errors.get(quantity)
+    row["errors"] = {error.quantity: error for error in result.errors}
+    for quantity in Quantity:
+        error = row["errors"].get(quantity)
         row[f"{quantity}_max_error"] = error and error.max_error
         row[f"{quantity}_relative_error"] = error and error.relative
-    return row | {"errors": errors}
+    return row
 
 
-def _end_of_own(study: operators.AttentionStudy, result: operators.CellResult) -> Row:
+def _device_name(study: AttentionStudy) -> str | None:
+    return None if study.environment is None else study.environment.identity.device_name
+
+
+def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
     """How a cell of the user's own ended, or why it has no backward: the error with the place in
     the file.
     """
-    if result.cell.implementation is not operators.Implementation.OWN or result.failure is None:
+    if result.cell.implementation is not Implementation.OWN or result.failure is None:
         return {}
     place = place_in(study.grid.own or "", result.failure)
-    error = result.failure.message
-    if place and place not in error:  # that of a syntax error has it
-        error += f" ({place})"
-    ended = {Status.INVALID: "WRONG", Status.OK: "no backward"}
-    return {"error": error} | ({"ended": ended[result.status]} if result.status in ended else {})
+    end: Row = {"error": result.failure.message}
+    if place and place not in end["error"]:  # that of a syntax error has it
+        end["error"] += f" ({place})"
+    if result.status is Status.INVALID:
+        end["ended"] = "WRONG"
+    if result.status is Status.OK:
+        end["ended"] = "no backward"
+    return end
 
 
-def attention_section(study: operators.AttentionStudy) -> Section:
+def attention_section(study: AttentionStudy) -> Section:
     """For each precision tables of forward, of backward, of both, of memory and of errors, if
     these two are known.
     """
-    rows, tables = [_attention_row(study, result) for result in study.results], []
+    rows = [_attention_row(study, result) for result in study.results]
+    tables = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
-        own = sorted((row for row in rows if row["precision"] is precision), key=_shape)
-        tables += [_time_table(study, own, timed) for timed in TIMED]
-        if any(row["saved_mib"] is not None for row in own):
-            tables.append(_memory_table(study, own))
-        if any(row["errors"] for row in own):
-            tables.append(_error_table(study, own, "output", (operators.Quantity.OUTPUT,)))
-            tables.append(
-                _error_table(
-                    study,
-                    own,
-                    "gradients",
-                    (operators.Quantity.DQ, operators.Quantity.DK, operators.Quantity.DV),
-                )
-            )
-    keys = (*CSV_COLUMNS, *(ERROR_COLUMNS if study.grid.own else ()))
+        cells = sorted((row for row in rows if row["precision"] is precision), key=_shape)
+        tables += [_time_table(study, cells, timed) for timed in TIMED]
+        if any(row["saved_mib"] is not None for row in cells):
+            tables.append(_memory_table(study, cells))
+        if any(row["errors"] for row in cells):
+            tables += [_error_table(study, cells, name) for name in QUANTITIES]
+    keys: tuple[str, ...] = CSV_COLUMNS
+    if study.grid.own:
+        keys += ERROR_COLUMNS
     return Section(name="results", tables=tuple(tables), rows=rows, keys=keys)
 
 
@@ -198,7 +216,7 @@ def _at(row: Row) -> str:
 
 
 def _table(
-    study: operators.AttentionStudy,
+    study: AttentionStudy,
     rows: Rows,
     title: str,
     cell: Column,
@@ -209,65 +227,60 @@ def _table(
     """One row for each head dimension and context length, one column for each implementation
     that has kernels.
     """
-    device = "" if study.environment is None else f", {study.environment.identity.device_name}"
-    shared = (
-        f"batch {study.grid.batch_size}, no heads{', causal' if study.grid.causal else ''}{device}"
-    )
-    title = f"{title}, {rows[0]['precision']}, {shared}"
-    columns = [across(name, cell) for name in study.available(rows[0]["precision"])]
-    by_shape = sorted(
-        pivoted(rows, (*SHAPE, "closed_form_mib"), "implementation"), key=lambda row: row["d_head"]
-    )
-    columns = [*map(column, SHAPE), *columns, *others]
-    return make_table(title, columns, by_shape, [*notes, *findings], findings=findings)
+    precision, device_name = rows[0]["precision"], _device_name(study)
+    parts = [title, precision, f"batch {study.grid.batch_size}", "no heads"]
+    if study.grid.causal:
+        parts.append("causal")
+    if device_name is not None:
+        parts.append(device_name)
+    by_shape = pivoted(rows, (*SHAPE, "closed_form_mib"), "implementation")
+    by_shape.sort(key=lambda row: row["d_head"])
+    implementations = [across(name, cell) for name in study.available(precision)]
+    columns = columns_of(*SHAPE, *implementations, *others)
+    return make_table(", ".join(parts), columns, by_shape, [*notes, *findings], findings=findings)
 
 
-def cells_of(rows: Rows, implementation: operators.Implementation, *known: str) -> list[Row]:
+def cells_of(rows: Rows, implementation: Implementation, *known: str) -> list[Row]:
     """The rows of one implementation that have values by these keys, the smallest shape first."""
-    own = [row for row in rows if row["implementation"] is implementation]
-    return [row for row in own if all(row[key] is not None for key in known)]
+    cells = [row for row in rows if row["implementation"] is implementation]
+    return [row for row in cells if all(row[key] is not None for key in known)]
 
 
-def _time_table(study: operators.AttentionStudy, rows: Rows, timed: str) -> Table:
+def _time_table(study: AttentionStudy, rows: Rows, timed: str) -> Table:
+    """Times of one pass, and how they compare with those of naive and own."""
     time = column(
         f"{timed}_mean_ms", unit="", drop_order=0, doubt=f"{timed}_is_doubted", instead="ended"
     )
     notes = [
-        (
-            f"In ms, mean ± standard deviation of {study.grid.passes} passes after "
-            f"{study.grid.warmup_passes} of warm-up."
-        ),
-        *(_grid_notes(study, rows) if timed == "forward" else ()),
-        *doubt_notes(
-            [row[f"{timed}_warnings"] for row in rows if row[f"{timed}_mean_ms"] is not None],
-            "cells",
-            PASSES,
-        ),
+        f"In ms, mean ± standard deviation of {study.grid.passes} passes after "
+        f"{study.grid.warmup_passes} of warm-up."
     ]
+    if timed == "forward":
+        notes += _grid_notes(study, rows)
+    codes = [row[f"{timed}_warnings"] for row in rows if row[f"{timed}_mean_ms"] is not None]
+    notes += doubt_notes(codes, "cells", PASSES)
     return _table(study, rows, TITLES[timed], time, notes, list(_gains(study, rows, timed)))
 
 
-def _grid_notes(study: operators.AttentionStudy, rows: Rows) -> Iterator[str]:
+def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
     """What own is, which cells were not measured, and each failure that no column shows, once."""
-    names = study.available(rows[0]["precision"])
+    grid, available = study.grid, study.available(rows[0]["precision"])
     yield CHANCE
-    if study.grid.own is not None:
-        digest = study.grid.source.state if study.grid.source else None
-        yield f"own is {study.grid.own}{f', of source {digest}' if digest else ''}."
+    if grid.own is not None:
+        digest = grid.source.state if grid.source else None
+        yield f"own is {grid.own}{f', of source {digest}' if digest else ''}."
     failed: dict[str, list[Row]] = {}
-    for row in cells_of(rows, operators.Implementation.OWN, "error"):
+    for row in cells_of(rows, Implementation.OWN, "error"):
         failed.setdefault(row["error"], []).append(row)
     for error, cells in failed.items():
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         yield f"own, {cells[0]['ended']} at {_at(cells[0])}{more}: {error}"
-    for name in dict.fromkeys(study.grid.implementations):
-        if (
-            name not in names
-            and name is not operators.Implementation.OWN
-            and (lost := cells_of(rows, name, "error"))
-        ):
-            yield f"No {name} in {lost[0]['precision']}: {lost[0]['error']}"
-    wanted = sum(map(len, study.grid.groups()))
+    for name in dict.fromkeys(grid.implementations):
+        if name in available or name is Implementation.OWN:
+            continue
+        for row in cells_of(rows, name, "error")[:1]:
+            yield f"No {name} in {row['precision']}: {row['error']}"
+    wanted = sum(map(len, grid.groups()))
     if len(study.results) < wanted:
         yield (
             f"Only {len(study.results)} of the grid's {wanted} cells were measured: the study "
@@ -275,47 +288,40 @@ def _grid_notes(study: operators.AttentionStudy, rows: Rows) -> Iterator[str]:
         )
 
 
-def _gains(study: operators.AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
+def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
     """How fast the implementations are beside naive, and beside own."""
-    times = {
-        name: cells_of(rows, name, f"{timed}_mean_ms")
-        for name in study.available(rows[0]["precision"])
-    }
-    naive, own = (
-        times.get(operators.Implementation.NAIVE, []),
-        times.get(operators.Implementation.OWN, []),
-    )
-    quotients = (
-        _quotient(timed, naive, cells, name) for name, cells in times.items() if cells is not naive
-    )
-    if gains := list(filter(None, quotients)):
-        yield f"Times as fast as naive, at the largest shape that both can do: {', '.join(gains)}."
-    quotients = (
-        _quotient(timed, cells, own, name) for name, cells in times.items() if cells is not own
-    )
-    if gains := list(filter(None, quotients)):
-        yield (
-            "Time of the others over that of own, at the largest shape that both can do: "
-            f"{', '.join(gains)}."
-        )
+    for baseline, words in BASELINES.items():
+        of_baseline = cells_of(rows, baseline, f"{timed}_mean_ms")
+        gains = []
+        for name in study.available(rows[0]["precision"]):
+            if name is baseline:
+                continue
+            cells = cells_of(rows, name, f"{timed}_mean_ms")
+            # own is what is to be judged, so its time is the one below the line
+            pair = (cells, of_baseline) if baseline is Implementation.OWN else (of_baseline, cells)
+            if quotient := _quotient(timed, *pair):
+                gains.append(f"{name} {quotient}")
+        if gains:
+            yield f"{words}, at the largest shape that both can do: {', '.join(gains)}."
 
 
-def _quotient(timed: str, firsts: Rows, seconds: Rows, name: str) -> str | None:
-    """The first's time over the second's at the largest shape that has both, in words; None if
+def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
+    """The first's time over the second's at the largest shape that has both, in words; empty if
     there is none.
     """
     mean, by_shape = f"{timed}_mean_ms", {_shape(row): row for row in firsts}
-    second = next((row for row in reversed(seconds) if row[mean] and _shape(row) in by_shape), None)
-    if second is None:
-        return None
-    first = by_shape[_shape(second)]
-    quotient = derived("speed_up", first[mean] / second[mean], first, second, prefix=f"{timed}_")
-    return f"{name} {column('speed_up').cell(quotient)} ({_at(second)})"
+    for second in reversed(seconds):
+        first = by_shape.get(_shape(second))
+        if first is not None and second[mean]:
+            speed_up = first[mean] / second[mean]
+            cell = derived("speed_up", speed_up, first, second, prefix=f"{timed}_")
+            return f"{column('speed_up').cell(cell)} ({_at(second)})"
+    return ""
 
 
-def _error_table(
-    study: operators.AttentionStudy, rows: Rows, name: str, quantities: Sequence[operators.Quantity]
-) -> Table:
+def _error_table(study: AttentionStudy, rows: Rows, name: str) -> Table:
+    """The errors of output or gradients against float64."""
+    quantities = QUANTITIES[name]
     error = column(f"{name.removesuffix('s')}_error", text=partial(_error, quantities=quantities))
     several = ", the largest of the three" if len(quantities) > 1 else ""
     note = (
@@ -326,7 +332,7 @@ def _error_table(
     return _table(study, rows, f"Error of attention's {name} against float64", error, [note])
 
 
-def _error(row: Row, quantities: Sequence[operators.Quantity]) -> str:
+def _error(row: Row, quantities: Sequence[Quantity]) -> str:
     """The largest distance of any of these quantities, and in brackets the largest relative one."""
     errors = [row["errors"].get(quantity) for quantity in quantities]
     if not all(errors):
@@ -334,14 +340,13 @@ def _error(row: Row, quantities: Sequence[operators.Quantity]) -> str:
     mark = "WRONG " if row["status"] is Status.INVALID else ""
     if any(error.max_error is None for error in errors):
         return f"{mark}not finite"
-    largest, relative = (
-        max(error.max_error for error in errors),
-        max(error.relative or 0 for error in errors),
-    )
+    largest = max(error.max_error for error in errors)
+    relative = max(error.relative or 0 for error in errors)
     return f"{mark}{scientific(largest)} ({scientific(relative)})"
 
 
-def _memory_table(study: operators.AttentionStudy, rows: Rows) -> Table:
+def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
+    """What is allocated before backward, and where naive runs out of memory."""
     held = column("before_backward_mib", unit="", text=_held)
     note = "In MiB; in brackets what forward left for backward, its output included."
     title, closed_form = "Memory in use before backward", column("closed_form_mib", drop_order=1)
@@ -359,15 +364,16 @@ def limit_notes(rows: Rows) -> Iterator[str]:
     """Where written-out attention runs out of memory, and what of its largest shape takes how
     much.
     """
-    naive = cells_of(rows, operators.Implementation.NAIVE)
-    for row in [row for row in naive if row["status"] is Status.OOM][:1]:
+    naive = cells_of(rows, Implementation.NAIVE)
+    failed = [row for row in naive if row["status"] is Status.OOM]
+    for row in failed[:1]:
         asked = row["requested_mib"]
         request = "" if asked is None else f" when it asked for {_gib(asked)} GiB"
         yield (
             f"naive runs out of memory at {_at(row)}{request}: one matrix of batch x T x T "
             f"elements takes {_gib(row['matrix_mib'])} GiB."
         )
-    for row in [row for row in naive if row["saved_mib"] is not None][-1:]:
+    for row in cells_of(rows, Implementation.NAIVE, "saved_mib")[-1:]:
         matrix, queries = significant(row["matrix_mib"]), significant(row["queries_mib"])
         yield (
             f"At {_at(row)} naive's forward left {significant(row['saved_mib'])} MiB; in closed "
@@ -380,49 +386,45 @@ def _gib(size_mib: float) -> str:
     return significant(size_mib * MIB / GIB)
 
 
-def fusion_section(study: operators.FusionStudy) -> Section:
+def fusion_section(study: FusionStudy) -> Section:
     """A table for each precision and direction; the values have a row for each version and
     direction.
     """
     eager = {
         (row.op, row.precision, row.phase): row
         for row in study.rows
-        if row.version is operators.Version.EAGER
+        if row.version is Version.EAGER
     }
     rows = [_fusion_row(study, row, eager[row.op, row.precision, row.phase]) for row in study.rows]
-    tables, grid = [], study.grid
-    shared = (
-        f"batch {grid.batch_size}, context {grid.context_length}, width {grid.width}, attention "
-        f"{grid.num_heads} heads of {grid.d_head}, {study.environment.identity.device_name}"
-    )
-    for precision, phase in product(
-        dict.fromkeys(row["precision"] for row in rows), operators.PHASES
-    ):
-        own = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
-        if not own:
-            continue
-        findings = list(_savings(own))
-        title = f"Fusion op by op, {phase}, {precision}, {shared}"
-        failures = [
-            f"{row['op']} {row['version']}: {row['error']}"
-            for row in own
-            if row["error"] is not None
-        ]
-        notes = [*_fusion_notes(study, own), *findings, *failures]
-        tables.append(
-            make_table(title, known(FUSION_COLUMNS, own), own, notes, has_failed, findings)
-        )
+    tables = []
+    for precision, phase in product(dict.fromkeys(row["precision"] for row in rows), PHASES):
+        part = [row for row in rows if (row["precision"], row["phase"]) == (precision, phase)]
+        if part:
+            tables.append(_fusion_table(study, part, f"{phase}, {precision}"))
     return Section(name="results", tables=tuple(tables), rows=rows, keys=FUSION_CSV_COLUMNS)
 
 
-def _fusion_row(
-    study: operators.FusionStudy, row: operators.FusionRow, eager: operators.FusionRow
-) -> Row:
+def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
+    """The versions of each operation in one direction and precision."""
+    grid, findings = study.grid, list(_savings(rows))
+    title = (
+        f"Fusion op by op, {which}, batch {grid.batch_size}, context {grid.context_length}, width "
+        f"{grid.width}, attention {grid.num_heads} heads of {grid.d_head}, "
+        f"{study.environment.identity.device_name}"
+    )
+    failures = [
+        f"{row['op']} {row['version']}: {row['error']}" for row in rows if row["error"] is not None
+    ]
+    notes = [*_fusion_notes(study, rows), *findings, *failures]
+    return make_table(title, known(FUSION_COLUMNS, rows), rows, notes, has_failed, findings)
+
+
+def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
     """The values of one version and direction; None for what is not known."""
     device_name = study.environment.identity.device_name
     rate = ratio(row.must_move_bytes, row.measurement.median_s if row.measurement else None)
-    own, slow = times_ms(row.measurement), times_ms(eager.measurement)
-    pair = () if row is eager else (slow, own)
+    times, eager_times = times_ms(row.measurement), times_ms(eager.measurement)
+    pair = () if row is eager else (eager_times, times)
     return {
         "op": row.op,
         "precision": row.precision,
@@ -434,25 +436,25 @@ def _fusion_row(
         "kernel_names": "; ".join(row.kernels),
         "must_move_mib": row.must_move_bytes / MIB,
         "moved_mib": ratio(row.moved_bytes, MIB),
-        **own,
-        **derived("gb_per_s", ratio(rate, GIGA), own),
-        **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name)), own),
-        **derived("speed_up", ratio(slow["median_ms"], own["median_ms"]), *pair),
-        "tflops_per_s": ratio(row.matmul_flops / GIGA or None, own["median_ms"]),
+        **times,
+        **derived("gb_per_s", ratio(rate, GIGA), times),
+        **derived("bandwidth_share", ratio(rate, promised_bandwidth(device_name)), times),
+        **derived("speed_up", ratio(eager_times["median_ms"], times["median_ms"]), *pair),
+        "tflops_per_s": ratio(row.matmul_flops / GIGA or None, times["median_ms"]),
         "max_error": row.max_error,
         "error_words": "not finite" if row.status is Status.OK else "",
     }
 
 
-def _fusion_notes(study: operators.FusionStudy, rows: Rows) -> Iterator[str]:
+def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
+    """What is measured, which times are in doubt, and what may be chance."""
     yield (
         "must move: inputs read once and results written once; moved: operands and results of "
         f"every operation that was launched. Median ± standard deviation of {study.grid.passes} "
         "passes; error against the same mathematics in float64."
     )
-    yield from doubt_notes(
-        [row["warnings"] for row in rows if row["median_ms"] is not None], "rows", PASSES
-    )
+    codes = [row["warnings"] for row in rows if row["median_ms"] is not None]
+    yield from doubt_notes(codes, "rows", PASSES)
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
     yield CHANCE
@@ -462,18 +464,14 @@ def _savings(rows: Rows) -> Iterator[str]:
     """What fusing each operation saves."""
     for op in dict.fromkeys(row["op"] for row in rows):
         versions = {row["version"]: row for row in rows if row["op"] is op}
-        eager = versions[operators.Version.EAGER]
+        eager = versions.pop(Version.EAGER)
         if eager["status"] is not Status.OK or eager["moved_mib"] is None:
             continue
+        kernels = counted(eager["kernels"], "kernel")
         excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
-        texts = [
-            (
-                f"written out {counted(eager['kernels'], 'kernel')} that move {excess} times what "
-                "must move"
-            )
-        ]
+        texts = [f"written out {kernels} that move {excess} times what must move"]
         for version, row in versions.items():
-            if version is not operators.Version.EAGER and (gain := column("speed_up").cell(row)):
+            if gain := column("speed_up").cell(row):
                 kernels = f"{counted(row['kernels'], 'kernel')}, " if row["kernels"] else ""
                 texts.append(f"{version} {kernels}{gain} times as fast")
         yield f"{op}: {'; '.join(texts)}."

@@ -53,25 +53,25 @@ class Scale:
     """Where the rate within a node comes from."""
 
 
-def scale_section(found: Scale) -> Section:
+def scale_section(scale: Scale) -> Section:
     """The forecast, and the most ranks of each way; the CSV has a row for each way and number of
     ranks.
     """
-    rows = list(scale_rows(found))
+    rows = list(scale_rows(scale))
     return Section(
         name="scale",
-        tables=(_steps_table(found, rows), _largest_table(found)),
+        tables=(_steps_table(scale, rows), _largest_table(scale)),
         rows=rows,
         keys=CSV_COLUMNS,
     )
 
 
-def scale_rows(found: Scale) -> Iterator[Row]:
+def scale_rows(scale: Scale) -> Iterator[Row]:
     """A row for each way and number of ranks; None for what is not known."""
-    for scheme, ranks, step in found.steps:
+    for scheme, ranks, step in scale.steps:
         row: Row = dict.fromkeys(CSV_COLUMNS) | {"way": scheme, "ranks": ranks}
         if step is not None:
-            times, needed_bytes, has_bytes = step.times, step.memory_bytes, found.memory_bytes
+            times, needed_bytes, has_bytes = step.times, step.memory_bytes, scale.memory_bytes
             row |= {
                 "step_ms": 1e3 * times.time.step_s,
                 "compute_ms": 1e3 * times.compute_s,
@@ -79,69 +79,61 @@ def scale_rows(found: Scale) -> Iterator[Row]:
                 "slowed_ms": 1e3 * times.slowed_s,
                 "exposed_ms": 1e3 * times.exposed_s,
                 "peak_gib": ratio(needed_bytes, GIB),
-                "fits": None
-                if needed_bytes is None or has_bytes is None
-                else needed_bytes <= has_bytes,
-                "mfu": ratio(step.flops_per_s, found.peak_flops_per_s),
+                "mfu": ratio(step.flops_per_s, scale.peak_flops_per_s),
             }
+            if needed_bytes is not None and has_bytes is not None:
+                row["fits"] = needed_bytes <= has_bytes
         yield row
 
 
-def _steps_table(found: Scale, rows: list[Row]) -> Table:
-    keys = (
-        "way",
-        "ranks",
-        "step_ms",
-        "compute_ms",
-        "communication_ms",
-        "slowed_ms",
-        "exposed_ms",
-        "exposed_part",
-        "peak_gib",
-        "mfu",
-    )
+def _steps_table(scale: Scale, rows: list[Row]) -> Table:
+    """The forecast of each way and number of ranks."""
+    keys = [key for key in CSV_COLUMNS if key != "fits"]
+    keys.insert(keys.index("peak_gib"), "exposed_part")
     shown = [
         row
         | {
             "exposed_part": ratio(row["exposed_ms"], row["step_ms"]),
-            "prediction_is_doubted": found.curves.is_in_doubt,
+            "prediction_is_doubted": scale.curves.is_in_doubt,
         }
         for row in rows
     ]
-    title = f"One step of {found.config.label} on many {found.device_name}"
-    notes = [*_step_notes(found), *_misfits(found, rows)]
+    title = f"One step of {scale.config.label} on many {scale.device_name}"
+    notes = [*_step_notes(scale), *_misfits(scale, rows)]
     return make_table(title, columns_of(*keys), shown, notes)
 
 
-def _misfits(found: Scale, rows: list[Row]) -> Iterator[str]:
+def _misfits(scale: Scale, rows: list[Row]) -> Iterator[str]:
     """Which rows need more memory than a GPU has by its data sheet."""
     too_large = [row for row in rows if row["fits"] is False]
     for way in dict.fromkeys(row["way"] for row in too_large):
         counts = ", ".join(f"{row['ranks']:,}" for row in too_large if row["way"] == way)
-        memory_gib = (found.memory_bytes or 0) / GIB
+        memory_gib = (scale.memory_bytes or 0) / GIB
         yield (
-            f"{way} on {counts} does not fit: {found.device_name} has {memory_gib:.0f} GiB by "
+            f"{way} on {counts} does not fit: {scale.device_name} has {memory_gib:.0f} GiB by "
             "its data sheet."
         )
 
 
-def _step_notes(found: Scale) -> Iterator[str]:
+def _step_notes(scale: Scale) -> Iterator[str]:
+    """How a step's time is made up, and where rates and peaks come from."""
     yield (
         "A step takes the sum of computing, slowed and exposed: communication is exposed where "
         "kernels wait for it, and slows the kernels beside it."
     )
-    if not found.curves.is_measured:
-        yield by_data_sheet(found.device_name)
-    elif found.curves.is_shipped:
+    if not scale.curves.is_measured:
+        yield by_data_sheet(scale.device_name)
+    elif scale.curves.is_shipped:
         yield SHIPPED
-    if found.curves.is_in_doubt:
+    if scale.curves.is_in_doubt:
         yield DOUBTED_FORECAST
-    if found.peak_flops_per_s is None:
+    if scale.peak_flops_per_s is None:
         yield "No MFU: the peak of this device is not known."
 
 
-def _largest_table(found: Scale) -> Table:
-    paper, links = found.paper, found.paper.links
+def _largest_table(scale: Scale) -> Table:
+    """The most ranks of each way before communication limits the step."""
+    paper, links = scale.paper, scale.paper.links
     rows: list[Row] = [
         {
             "way": f"{scheme}: {WORDS[scheme]}",
@@ -154,23 +146,20 @@ def _largest_table(found: Scale) -> Table:
         f"Largest number of ranks before communication limits, for {paper.tokens:,} tokens in "
         "a step"
     )
-    measured, promised = (
-        "its best matmul measured",
-        f"{MATMUL_EFFICIENCY:g} of its peak by the data sheet",
-    )
-    within = (
+    sent = (
         f"Each GPU sends {links.node_bytes_per_s / GIGA:,.0f} GB/s to others of its node "
-        f"({found.link_source})"
+        f"({scale.link_source})"
     )
-    beyond = links.network_bytes_per_s
+    if links.network_bytes_per_s is not None:
+        sent += f", and {links.network_bytes_per_s / GIGA:,.0f} GB/s to other nodes"
+    reached = f"{MATMUL_EFFICIENCY:g} of its peak by the data sheet"
+    if scale.curves.is_measured:
+        reached = "its best matmul measured"
     notes = (
         "On more ranks communication takes longer than the matmuls of the blocks, with which it "
         "may overlap.",
-        f"{within}, and {beyond / GIGA:,.0f} GB/s to other nodes."
-        if beyond is not None
-        else f"{within}.",
-        f"A GPU reaches {paper.flops_per_s / TERA:,.0f} TFLOP/s: "
-        f"{measured if found.curves.is_measured else promised}.",
+        f"{sent}.",
+        f"A GPU reaches {paper.flops_per_s / TERA:,.0f} TFLOP/s: {reached}.",
         "These limits follow from the inequalities of Austin et al. 2025, How to Scale Your "
         "Model, chapters 5 and 12; cs336_systems/costs/scale.py derives them.",
     )

@@ -21,8 +21,8 @@ from cs336.analysis.kernels.phase_ranges import RangeNameError, check_names
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import IdleCause, StepProfile
 from cs336.ranges import PhaseNames
+from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import findings
-from cs336.report.sections.kernels.tables import Explained
 from tests.analysis.kernels.kineto_files import Event, complete, write_trace
 from tests.analysis.kernels.tracing import Recording, Span, ns, training, write_export
 

@@ -5,7 +5,9 @@ import time
 import pytest
 
 from cs336.record import load_records
-from cs336.report.page.chapters import Directory, page_of, to_html
+from cs336.report.page.chapters import page_of
+from cs336.report.page.directory import Directory
+from cs336.report.page.html import to_html
 from cs336.report.results import Results
 from cs336.studies.ceilings_files import ceilings_beside, load_ceilings
 from tests.report.page.grid import GRID

@@ -3,7 +3,7 @@
 from cs336.report.charts import Bar, Chart, Panel, Style
 from cs336.report.columns import Column
 from cs336.report.draw import svg_of
-from cs336.report.page.chapters import (
+from cs336.report.page.blocks import (
     Bars,
     Chapter,
     Closed,

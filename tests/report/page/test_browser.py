@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 
 from cs336.commands.rebuild import load
-from cs336.report.page.chapters import TABLES, page_of, to_html
+from cs336.report.page.chapters import page_of
+from cs336.report.page.html import TABLES, to_html
 from cs336.text import inert_line
 from tests.committed import DATA
 from tests.report.page.pages import HOSTILE_TEXTS, page_with, table_page

@@ -13,11 +13,14 @@ from cs336.commands.rebuild import load
 from cs336.config import Profiler
 from cs336.record import Status
 from cs336.report.compared import Sides, compare_sides
-from cs336.report.page.chapters import Climbed, Directory, glance_at, list_of, page_of, to_html
+from cs336.report.page.chapters import list_of, page_of
+from cs336.report.page.directory import Climbed, Directory
+from cs336.report.page.glance import glance_at
+from cs336.report.page.html import to_html
 from cs336.report.progress import StatusLine
 from cs336.report.results import Results, StudyResults
 from cs336.report.sections.ladder import ladder_results
-from cs336.report.sections.memory.findings import MemoryEntry
+from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.report.words import status_text
 from cs336.studies.operators import Implementation, Version
 from cs336.studies.records import PrecisionStudy, read_study

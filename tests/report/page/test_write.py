@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cs336.report.page import chapters
-from cs336.report.page.chapters import TableBlock, to_html, write_page
+from cs336.report.page import html
+from cs336.report.page.blocks import TableBlock
+from cs336.report.page.html import to_html, write_page
 from tests.report.page.pages import (
     HOSTILE_TEXTS,
     make_page,
@@ -85,10 +86,10 @@ def test_only_the_script_of_the_page_may_run_and_the_same_page_is_the_same_bytes
 
 
 def test_without_the_extra_the_page_has_plain_tables_and_its_pictures(monkeypatch) -> None:
-    monkeypatch.setattr(chapters.importlib.util, "find_spec", lambda name: None)
-    chapters._library.cache_clear()
+    monkeypatch.setattr(html.importlib.util, "find_spec", lambda name: None)
+    html._library.cache_clear()
     text = to_html(table_page())
-    chapters._library.cache_clear()
+    html._library.cache_clear()
     assert set(Parsed(text).scripts) == {""}
     assert Cells(text).cells["steps.1.0"][0] == "medium"
     assert "Bars of small</text>" in text

@@ -5,7 +5,6 @@ Tables of kernels, modules and idle times are readable for one trace only. Times
 step, unless they are those of a single launch.
 """
 
-import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -20,36 +19,27 @@ from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...identity import file_names
 from ...section import Section, Table, findings_table, labels, make_table, with_note
 from ...words import percent, ratio, rounded
+from ..plugged import added_sections
+from .entry import Explained
 from .findings import MIN_SHARE, answer, findings
 from .plots import communication_chart, configuration_chart, draw_timeline
-from .tables import (
-    OF_ONE,
-    PRINTED,
-    SUBJECTS,
-    WHOLE_STEP,
-    Explained,
-    Timed,
-    about,
-    added,
-    grouped,
-    path_text,
-    terms,
-    wall_s,
-)
+from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
+from .tables import OF_ONE, PRINTED, SUBJECTS
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
     """The tables of several traces for a terminal; none for no entries."""
-    return (
-        _noted_once(table for make in PRINTED for table in make(entries).tables) if entries else []
-    )
+    if not entries:
+        return []
+    sections = [*(make(entries) for make in PRINTED), *added_sections(Explained, entries)]
+    return _noted_once(table for section in sections for table in section.tables)
 
 
 def answer_of(entry: Explained) -> list[str]:
     """The lines before the tables: the answer in three sentences, then further findings."""
-    first = answer(entry)
+    first = list(answer(entry))
     further = [f"- {text}" for text in findings(entry) if text not in first]
-    return [*first, *(["", *further] if further else [])]
+    return [*first, "", *further] if further else first
 
 
 def tables_of_one(entry: Explained, top: int) -> list[Table]:
@@ -59,11 +49,21 @@ def tables_of_one(entry: Explained, top: int) -> list[Table]:
     another one or the answer does not say are left out.
     """
     profile = entry.profile
-    of_phases, *others = [*(make([entry]) for make in OF_ONE), *details(profile, top)]
-    tables = [
-        table for section in others if _says_more(section.name, profile) for table in section.tables
+    of_phases, *others = _sections_of_one(entry, top)
+    tables = [with_note(table, about(profile)) for table in of_phases.tables]
+    for section in others:
+        if _says_more(section.name, profile):
+            tables += section.tables
+    return _noted_once(tables)
+
+
+def _sections_of_one(entry: Explained, top: int) -> list[Section]:
+    """All sections of one trace, that of the phases first."""
+    return [
+        *(make([entry]) for make in OF_ONE),
+        *details(entry.profile, top),
+        *added_sections(Explained, [entry]),
     ]
-    return _noted_once([*(with_note(table, about(profile)) for table in of_phases.tables), *tables])
 
 
 def _says_more(name: str, profile: StepProfile) -> bool:
@@ -84,11 +84,12 @@ def _says_more(name: str, profile: StepProfile) -> bool:
 
 def _noted_once(tables: Iterable[Table]) -> list[Table]:
     """The tables, each without the notes of those above it."""
-    found, said = [], set[str]()
+    shortened, said = [], set[str]()
     for table in tables:
-        found.append(replace(table, notes=tuple(note for note in table.notes if note not in said)))
+        notes = tuple(note for note in table.notes if note not in said)
+        shortened.append(replace(table, notes=notes))
         said |= set(table.notes)
-    return found
+    return shortened
 
 
 def _findings(entry: Explained) -> Table:
@@ -97,24 +98,28 @@ def _findings(entry: Explained) -> Table:
 
 def sections_of(entries: Sequence[Explained]) -> list[Section]:
     """The sections of several traces, with their pictures."""
-    pairs = [(name, entry.profile) for name, entry in zip(labels(entries), entries, strict=True)]
-    stems = file_names(name for name, _ in pairs)
-    timelines = [
-        _timeline(f"{stem}_timeline", own, name)
-        for stem, (name, own) in zip(stems, pairs, strict=True)
+    profiles = [entry.profile for entry in entries]
+    labelled = list(zip(labels(entries), profiles, strict=True))
+    pictures: list[Picture] = []
+    for chart in (configuration_chart(labelled), communication_chart(labelled)):
+        if chart is not None:
+            pictures.append(chart)
+    stems = file_names(name for name, _ in labelled)
+    for stem, (name, profile) in zip(stems, labelled, strict=True):
+        pictures += _timeline(f"{stem}_timeline", profile, name)
+    return [
+        *(make(entries) for make in SUBJECTS),
+        *added_sections(Explained, entries),
+        Section(name="plots", pictures=pictures),
     ]
-    charts = [make(pairs) for make in (configuration_chart, communication_chart)]
-    pictures: list[Picture] = [chart for chart in charts if chart is not None]
-    pictures += itertools.chain.from_iterable(timelines)
-    return [*(make(entries) for make in SUBJECTS), Section(name="plots", pictures=pictures)]
 
 
 def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
     """The picture of one step, unless it has no pieces, as that of an empty trace."""
-    has_timeline = (
-        profile.pictured is not None and profile.pictured.wall_s and profile.pictured.pieces
-    )
-    return [Drawing(file, partial(draw_timeline, profile, name))] if has_timeline else []
+    step = profile.pictured
+    if step is None or not step.wall_s or not step.pieces:
+        return []
+    return [Drawing(file, partial(draw_timeline, profile, name))]
 
 
 def write_kernels(
@@ -132,15 +137,16 @@ def write_kernels(
         "profile.json": encode_profile(entry.profile),
         "findings.md": to_markdown(with_note(_findings(entry), note)),
     }
-    for section in (*(make([entry]) for make in OF_ONE), *details(entry.profile, top)):
-        files |= texts_of(section, note)
+    for section in _sections_of_one(entry, top):
+        files |= {**texts_of(section, note), **pngs_of(section)}
     files |= pngs_of(Section(name="timeline", pictures=_timeline("timeline", entry.profile)))
     return write_files(files, directory, formats)
 
 
 MAX_MODULES = 20
 """Rows of the table of modules: files of other programs may hold hundreds of different ranges."""
-_EACH = ("mean", "median", "min", "max", "std")
+_OF_LAUNCHES = ("mean", "median", "min", "max", "std")
+"""Statistics of the single launches of a kernel."""
 _KERNEL_CSV = (
     "phase",
     "class",
@@ -149,12 +155,12 @@ _KERNEL_CSV = (
     "total_ms_per_step",
     "count_per_step",
     "count",
-    *(f"{name}_ms" for name in _EACH),
+    *(f"{name}_ms" for name in _OF_LAUNCHES),
     "name",
 )
 _NUMBERED = re.compile(
-    r"(?P<kind>(?:\w{0,40}(?:block|layer)s?|h)[._ ]?|(?:gather |scatter "
-    r"|FSDP::).{0,200}?)\d{1,6}(?P<rest>\)?)",
+    r"\A(?P<kind>(?:\w{0,40}(?:block|layer)s?|h)[._ ]?|(?:gather |scatter "
+    r"|FSDP::).{0,200}?)\d{1,6}(?P<rest>\)?)\Z",
     re.I,
 )
 """Names of a numbered block: `block.3` here, `layers.3`, `TransformerBlock_3` or `h.3` in files of
@@ -171,29 +177,36 @@ def details(profile: StepProfile, top: int) -> list[Section]:
 def kernels_section(profile: StepProfile, top: int) -> Section:
     """The `top` kernels of the whole step and of each phase; the CSV has all."""
     tables: list[Table] = []
-    every: list[Row] = []
-    for phase in (None, *(phase.phase for phase in profile.phases)):
-        kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
-        total_s = added(kernels).total_s
-        rows: list[Row] = []
-        for kernel in kernels:
-            each_s = (kernel.mean_s, kernel.median_s, kernel.min_s, kernel.max_s, kernel.stdev_s)
-            row: Row = {
-                "phase": phase or WHOLE_STEP,
-                "class": kernel.kind,
-                "short_name": kernel.short_name,
-                "share": ratio(kernel.total_s, total_s),
-                **_per_step(kernel, profile.num_steps),
-                "count": kernel.count,
-                "name": kernel.name,
-            }
-            for name, time_s in zip(_EACH, each_s, strict=True):
-                row |= {f"{name}_s": time_s, f"{name}_ms": None if time_s is None else time_s * 1e3}
-            rows.append(row)
-        every += rows
-        if total_s:
-            tables.append(_kernels_table(profile, phase, rows, top))
-    return Section(name="kernels", tables=tuple(tables), rows=every, keys=_KERNEL_CSV)
+    rows: list[Row] = []
+    for phase in (None, *(times.phase for times in profile.phases)):
+        of_phase = _kernel_rows(profile, phase)
+        rows += of_phase
+        if any(row["share"] for row in of_phase):
+            tables.append(_kernels_table(profile, phase, of_phase, top))
+    return Section(name="kernels", tables=tuple(tables), rows=rows, keys=_KERNEL_CSV)
+
+
+def _kernel_rows(profile: StepProfile, phase: LaunchPhase | None) -> list[Row]:
+    """A row for each kernel of the phase, or of the whole step."""
+    kernels = [kernel for kernel in profile.kernels if kernel.phase is phase]
+    total_s = added(kernels).total_s
+    rows = []
+    for kernel in kernels:
+        row: Row = {
+            "phase": phase or WHOLE_STEP,
+            "class": kernel.kind,
+            "short_name": kernel.short_name,
+            "share": ratio(kernel.total_s, total_s),
+            **_per_step(kernel, profile.num_steps),
+            "count": kernel.count,
+            "name": kernel.name,
+        }
+        times_s = (kernel.mean_s, kernel.median_s, kernel.min_s, kernel.max_s, kernel.stdev_s)
+        for name, time_s in zip(_OF_LAUNCHES, times_s, strict=True):
+            row[f"{name}_s"] = time_s
+            row[f"{name}_ms"] = None if time_s is None else time_s * 1e3
+        rows.append(row)
+    return rows
 
 
 def _per_step(part: Timed, steps: int) -> Row:
@@ -203,20 +216,20 @@ def _per_step(part: Timed, steps: int) -> Row:
 def _kernels_table(
     profile: StepProfile, phase: LaunchPhase | None, rows: Sequence[Row], top: int
 ) -> Table:
+    """The first kernels of these rows; a note says how many more there are."""
     item, time = terms(profile)
     shown = columns_of(
         "share",
         column("total_ms_per_step", name="total"),
         column("count_per_step", name="count", drop_order=2),
-        *(f"{name}_s" for name in _EACH),
+        *(f"{name}_s" for name in _OF_LAUNCHES),
         column("class", drop_order=3),
         column("short_name", name=item),
     )
     notes = [f"Total and count are per step; the others of single {item}s in all steps."]
     if len(rows) > top:
-        part = percent(
-            *(sum(row["total_ms_per_step"] for row in chosen) for chosen in (rows[:top], rows))
-        )
+        shown_ms = sum(row["total_ms_per_step"] for row in rows[:top])
+        part = percent(shown_ms, sum(row["total_ms_per_step"] for row in rows))
         notes.append(f"Shown are {top} of {len(rows)} different {item}s, {part} % of the time.")
     where = "a whole step" if phase is None else phase
     return make_table(f"{item.capitalize()}s of {where}, by {time}", shown, rows[:top], notes)
@@ -224,10 +237,7 @@ def _kernels_table(
 
 def collapsed(path: tuple[str, ...]) -> tuple[str, ...]:
     """The path with a star for the number of each block."""
-    return tuple(
-        f"{found['kind']}*{found['rest']}" if (found := _NUMBERED.fullmatch(name)) else name
-        for name in path
-    )
+    return tuple(_NUMBERED.sub(r"\g<kind>*\g<rest>", name) for name in path)
 
 
 def modules_section(profile: StepProfile) -> Section:
@@ -236,77 +246,59 @@ def modules_section(profile: StepProfile) -> Section:
 
     The CSV has each module.
     """
-    sums = grouped(profile.modules, lambda row: (collapsed(row.path), row.phase))
-    paths = grouped(profile.modules, lambda row: collapsed(row.path))
-    (item, time), steps, whole = terms(profile), profile.num_steps, added(profile.modules)
-    rows = [
-        {
+    whole_s = added(profile.modules).total_s
+    rows = []
+    for (path, phase), part in grouped(profile.modules, lambda row: (row.path, row.phase)).items():
+        row = {"module": path_text(path, cut=False), "phase": phase}
+        row |= _per_step(part, profile.num_steps)
+        rows.append(row | {"share": ratio(part.total_s, whole_s)})
+    tables = (_modules_table(profile, whole_s),) if rows else ()
+    return Section(name="modules", tables=tables, rows=rows)
+
+
+def _modules_table(profile: StepProfile, whole_s: float) -> Table:
+    """The modules with a column for each phase; blocks that differ by their numbers are one row."""
+    (item, time), steps = terms(profile), profile.num_steps
+    by_phase = grouped(profile.modules, lambda row: (collapsed(row.path), row.phase))
+    by_path = grouped(profile.modules, lambda row: collapsed(row.path))
+    rows = []
+    for path, part in by_path.items():
+        row: Row = {
             "module": path_text(path),
-            "share": ratio(part.total_s, whole.total_s),
+            "share": ratio(part.total_s, whole_s),
             "kernels_per_step": part.count / steps,
         }
-        | {
-            phase: sums[path, phase].total_s / steps * 1e3 if (path, phase) in sums else None
-            for phase in LaunchPhase
-        }
-        for path, part in paths.items()
-    ]
-    launched = [phase.phase for phase in profile.phases if any(phase.launches)]
-    of_phases = (
-        Column(phase, "ms", key=phase, write=rounded, about=f"Time in {phase}.")
-        for phase in launched
-    )
-    number = column("kernels_per_step", name=f"{item}s")
-    shown = columns_of("module", *of_phases, column("share", drop_order=0), number)
+        for phase in LaunchPhase:
+            of_phase = by_phase.get((path, phase))
+            row[phase] = None if of_phase is None else of_phase.total_s / steps * 1e3
+        rows.append(row)
+    columns = [column("module")]
+    for times in profile.phases:
+        if any(times.launches):
+            phase = times.phase
+            columns.append(Column(phase, "ms", f"Time in {phase}.", key=phase, write=rounded))
+    columns += [column("share", drop_order=0), column("kernels_per_step", name=f"{item}s")]
     notes = [
         f"{time} per step, of a module without the modules in it; a star stands for all blocks."
     ]
     if len(rows) > MAX_MODULES:
-        part_of_all = percent(added([*paths.values()][:MAX_MODULES]).total_s, whole.total_s)
-        notes.append(
-            f"Shown are {MAX_MODULES} of {len(rows)} modules, {part_of_all} % of the time."
-        )
-    every = grouped(profile.modules, lambda row: (row.path, row.phase))
-    return Section(
-        name="modules",
-        tables=(make_table("Modules", shown, rows[:MAX_MODULES], notes),) if rows else (),
-        rows=[
-            {
-                "module": path_text(path, cut=False),
-                "phase": phase,
-                **_per_step(part, steps),
-                "share": ratio(part.total_s, whole.total_s),
-            }
-            for (path, phase), part in every.items()
-        ],
-    )
+        shown_s = added(list(by_path.values())[:MAX_MODULES]).total_s
+        share = percent(shown_s, whole_s)
+        notes.append(f"Shown are {MAX_MODULES} of {len(rows)} modules, {share} % of the time.")
+    return make_table("Modules", columns, rows[:MAX_MODULES], notes)
 
 
 def idle_section(profile: StepProfile) -> Section:
     """Idle time by phase and cause; nothing for a CPU, which is its own host."""
     if profile.work is Work.OPERATORS or not profile.idle:
         return Section(name="idle")
-    steps, whole_s = profile.num_steps, wall_s(profile)
-    parts = [
-        (str(row.phase), str(row.cause), added([row]), row.median_s, row.longest_s)
-        for row in profile.idle
-    ]
-    rows: list[Row] = [
-        {
-            "phase": phase,
-            "cause": cause,
-            "idle_ms_per_step": part.total_s / steps * 1e3,
-            "share_of_wall": ratio(part.total_s, whole_s),
-            "count_per_step": part.count / steps,
-            "median_s": median_s,
-            "longest_s": longest_s,
-        }
-        for phase, cause, part, median_s, longest_s in [
-            *parts,
-            (WHOLE_STEP, "all", added(profile.idle), None, None),
-        ]
-    ]
-    shown = columns_of(
+    rows = []
+    for times in profile.idle:
+        row = {"phase": times.phase, "cause": times.cause} | _idle_values(profile, times)
+        rows.append(row | {"median_s": times.median_s, "longest_s": times.longest_s})
+    whole = {"phase": WHOLE_STEP, "cause": "all", "median_s": None, "longest_s": None}
+    whole |= _idle_values(profile, added(profile.idle))
+    columns = columns_of(
         "phase",
         "cause",
         "idle_ms_per_step",
@@ -315,12 +307,19 @@ def idle_section(profile: StepProfile) -> Section:
         "median_s",
         Column("longest", "µs", "The longest.", key="longest_s", drop_order=3, scale=1e6),
     )
-    notes = [
-        (
-            "Per profiled step, and % of its wall time. A time belongs to the phase of the kernel "
-            "that ended it."
-        )
-    ]
-    table = make_table("Idle times of the GPU", shown, rows, notes)
+    note = (
+        "Per profiled step, and % of its wall time. A time belongs to the phase of the kernel "
+        "that ended it."
+    )
+    table = make_table("Idle times of the GPU", columns, [*rows, whole], [note])
     keys = ("phase", "cause", "idle_ms_per_step", "share_of_wall", "count_per_step")
-    return Section(name="idle", tables=(table,), rows=rows[:-1], keys=keys)
+    return Section(name="idle", tables=(table,), rows=rows, keys=keys)
+
+
+def _idle_values(profile: StepProfile, part: Timed) -> Row:
+    """Time, share and count of idle times, per step."""
+    return {
+        "idle_ms_per_step": part.total_s / profile.num_steps * 1e3,
+        "share_of_wall": ratio(part.total_s, wall_s(profile)),
+        "count_per_step": part.count / profile.num_steps,
+    }

@@ -19,8 +19,9 @@ from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
 from ....record import WarningCode
 from ...words import label, percent_of, significant
-from .tables import (
-    Explained,
+from ..plugged import added_findings
+from .entry import Explained
+from .sums import (
     added,
     collectives_s,
     copies_alone_s,
@@ -29,6 +30,7 @@ from .tables import (
     num_launches,
     path_text,
     terms,
+    total,
 )
 
 MIN_LATE_SHARE = 0.2
@@ -100,10 +102,17 @@ _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1
 """Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32
 and bf16.
 """
-
-
+_COPIES = {
+    "host to device, pageable": "pin it (pin_memory=True) and copy with non_blocking=True",
+    "device to host, pageable": "copy less often, or into pinned memory",
+    "host to device": "copy on a stream of its own while the step before computes",
+    "device to host": "copy less often",
+}
+"""What helps against copies whose kind begins with these words; the first that fits is told."""
 Finding: TypeAlias = tuple[float, str]
 """The time over all steps that a problem costs, and a sentence."""
+ANSWER = 3
+"""Number of sentences that answer where the time goes, before all tables."""
 
 
 def findings(entry: Explained) -> tuple[str, ...]:
@@ -112,25 +121,23 @@ def findings(entry: Explained) -> tuple[str, ...]:
 
     Where the configuration of the run is known, the advice leaves out what the run does already.
     """
-    own = _Findings(entry)
-    long = [
-        *own.late_phases(),
-        *own.waits(),
-        *own.pauses(),
-        *own.unknown(),
-        *own.unattributed(),
-        *own.communication(),
-        *own.copies(),
-        *own.full_precision(),
-        *own.optimizer(),
-        *own.moving(),
+    finder = _Findings(entry)
+    problems = [
+        *finder.late_phases(),
+        *finder.waits(),
+        *finder.pauses(),
+        *finder.unknown(),
+        *finder.unattributed(),
+        *finder.communication(),
+        *finder.copies(),
+        *finder.full_precision(),
+        *finder.optimizer(),
+        *finder.moving(),
     ]
-    by_cost = sorted(long, key=lambda finding: -finding[0])
-    return (*own.limit(), *own.gaps(), *own.bounds(), *(text for _, text in by_cost))
-
-
-ANSWER = 3
-"""Number of sentences that answer where the time goes, before all tables."""
+    problems.sort(key=lambda problem: -problem[0])
+    sentences = [*finder.limit(), *finder.gaps(), *finder.bounds()]
+    sentences += [text for _, text in problems]
+    return (*sentences, *added_findings(entry))
 
 
 def answer(entry: Explained) -> tuple[str, ...]:
@@ -179,29 +186,37 @@ def late_s(entry: Explained, phase: LaunchPhase | None = None) -> float:
     By the clock without a profiler it is what the other causes, which a profiler makes no shorter,
     leave of the time that the device does not work.
     """
-    span, rows = (
-        entry.span(phase),
-        [row for row in entry.profile.idle if phase in (None, row.phase)],
+    span = entry.span(phase)
+    late = idle(entry.profile, IdleCause.LATE_LAUNCH, phase).total_s
+    if not span.by_clock:
+        return late
+    others = added(
+        times
+        for times in entry.profile.idle
+        if times.cause is not IdleCause.LATE_LAUNCH and phase in (None, times.phase)
     )
-    late = added(row for row in rows if row.cause is IdleCause.LATE_LAUNCH).total_s
-    others = added(row for row in rows if row.cause is not IdleCause.LATE_LAUNCH).total_s
-    return min(late, max(span.idle_s - others, 0.0)) if span.by_clock else late
+    return min(late, max(span.idle_s - others.total_s, 0.0))
 
 
 def _was_launch_bound(entry: Explained) -> bool:
     """Whether the record of the run without a profiler says that its launches were the limit."""
-    return entry.plain is not None and WarningCode.LAUNCH_BOUND in {
-        warning.code for warning in entry.plain.warnings
-    }
+    warnings = () if entry.plain is None else entry.plain.warnings
+    return any(warning.code is WarningCode.LAUNCH_BOUND for warning in warnings)
 
 
 def _doubts(entry: Explained, limit: Limit) -> list[str]:
     """Why it is not sure that this limits the step."""
-    differs = _was_launch_bound(entry) and limit is not Limit.LAUNCHES
-    of_clock = (
-        "by its own clock the run without a profiler was limited by its launches (launch-bound)"
-    )
-    return [*entry.profile.doubts, *([of_clock] if differs else [])]
+    doubts = list(entry.profile.doubts)
+    if _was_launch_bound(entry) and limit is not Limit.LAUNCHES:
+        doubts.append(
+            "by its own clock the run without a profiler was limited by its launches (launch-bound)"
+        )
+    return doubts
+
+
+def _matters(part: float, least_share: float, whole: float) -> bool:
+    """Whether there is a part at all, and it is at least this share of the whole."""
+    return part > 0 and part >= least_share * whole
 
 
 class _Findings:
@@ -216,9 +231,9 @@ class _Findings:
         self.on_device = profile.work is Work.KERNELS
         self.span, self.kernel_s = entry.span(), kernel_s(profile)
         self.step_s = self.span.whole_s
-        self.kernels = [row for row in profile.kernels if row.phase is None]
+        self.kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
-        if self.copies_s and self.copies_s >= MIN_SHARE * self.step_s:
+        if _matters(self.copies_s, MIN_SHARE, self.step_s):
             self.time = "kernels' time"  # not all of the GPU's
 
     def ms(self, total_s: float) -> str:
@@ -236,8 +251,10 @@ class _Findings:
     def count(self, count: int, noun: str) -> str:
         """How many there are in a step: `4 kernels`, `1 launch`, `0.500 launches`."""
         per_step = count / self.profile.num_steps
-        plural = "" if per_step == 1 else "es" if noun.endswith("ch") else "s"
-        return f"{significant(per_step, 3) if per_step % 1 else f'{per_step:,.0f}'} {noun}{plural}"
+        number = significant(per_step, 3) if per_step % 1 else f"{per_step:,.0f}"
+        if per_step == 1:
+            return f"{number} {noun}"
+        return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
     def advice(self, *candidates: Remedy) -> str:
         """The flags of the ways that are open to the run, in brackets after a space; empty if
@@ -251,59 +268,42 @@ class _Findings:
         that takes longest.
         """
         if not self.on_device:
-            for row in self.kernels[:1]:
+            for kernel in self.kernels[:1]:
                 yield (
-                    f"The operator {label(row.short_name)} ({row.kind}) takes "
-                    f"{self.of_work(row.total_s)}, {self.ms(row.total_s)} in "
-                    f"{self.count(row.count, 'call')}."
+                    f"The operator {label(kernel.short_name)} ({kernel.kind}) takes "
+                    f"{self.of_work(kernel.total_s)}, {self.ms(kernel.total_s)} in "
+                    f"{self.count(kernel.count, 'call')}."
                 )
-        if (limit := _limit(self.entry)) is not None:
-            verdict = self.verdict(limit)
-            if doubts := _doubts(self.entry, limit):
-                verdict = (
-                    f"In doubt is what limits the step: {'; '.join(doubts)}. By the file's "
-                    f"times: {verdict}"
-                )
-            yield verdict
+        limit = _limit(self.entry)
+        if limit is None:
+            return
+        doubts, verdict = _doubts(self.entry, limit), self.verdict(limit)
+        if doubts:
+            verdict = (
+                f"In doubt is what limits the step: {'; '.join(doubts)}. By the file's "
+                f"times: {verdict}"
+            )
+        yield verdict
 
     def verdict(self, limit: Limit) -> str:
-        """What limits the step on a GPU, with the profiler's own times beside those of the
-        clock.
-        """
-        late = idle(self.profile, IdleCause.LATE_LAUNCH).total_s
-        told = f"{percent_of(self.span.busy_share)} of the step's {self.ms(self.step_s)}"
-        at_most = ""
-        if self.span.by_clock:
-            profiled_s, at_most = self.span.profiled_s, "at most "
-            told += (
-                f" ({percent_of(self.span.busy_s, profiled_s)} of {self.ms(profiled_s)} under "
-                "the profiler)"
-            )
-        if late >= MIN_SHARE * self.step_s:
-            late_share = self.of_step(self.span.gain_s(late))
-            told += f", and idle {at_most}{late_share} because the next kernel was not launched yet"
-        told += "."
+        """What limits the step on a GPU."""
+        if limit is Limit.COPIES:
+            return f"Copies limit the step: {self.copying(self.ms(self.step_s))}"
+        busy = self.busy()
         if limit is Limit.LAUNCHES:
-            slower = (
-                ""
-                if self.span.by_clock
-                else " A profiler makes each launch slower: without one it is less."
-            )
+            slower = " A profiler makes each launch slower: without one it is less."
+            if self.span.by_clock:
+                slower = ""
             return (
-                f"The CPU is the limit: the GPU is busy {told}{self.launch_cost()}{slower} A "
+                f"The CPU is the limit: the GPU is busy {busy}{self.launch_cost()}{slower} A "
                 f"faster GPU does not help; use {against_launches(self.config)}."
             )
-        if limit is Limit.COPIES:
-            return (
-                f"Copies limit the step: for {self.ms(self.copies_s)} of {self.ms(self.step_s)} "
-                f"the GPU copies and runs no kernel{self.copy_advice()}."
-            )
         if limit is Limit.IDLE:
-            return f"The GPU is busy only {told}"
+            return f"The GPU is busy only {busy}"
         if limit is Limit.COMMUNICATION:
             return (
                 "Communication is a limit: the GPU computes less than it seems to. It is busy "
-                f"{told}"
+                f"{busy}"
             )
         host_s = sum(self.profile.step_s)
         if not self.span.by_clock and host_s < MIN_BUSY_SHARE * self.step_s:
@@ -312,24 +312,40 @@ class _Findings:
                 f"{self.of_step(self.span.busy_s)} of the {self.ms(self.step_s)} from step to "
                 f"step, while the host's step lasts {self.ms(host_s)}."
             )
-        return f"The GPU is the limit: it is busy {told}"
+        return f"The GPU is the limit: it is busy {busy}"
 
-    def copy_advice(self) -> str:
-        """What most of the copies are, and what helps against them."""
-        for row in self.profile.copies[:1]:
-            helps = {
-                "host to device, pageable": (
-                    "pin it (pin_memory=True) and copy with non_blocking=True"
-                ),
-                "device to host, pageable": "copy less often, or into pinned memory",
-                "host to device": "copy on a stream of its own while the step before computes",
-                "device to host": "copy less often",
-            }
-            found = next(
-                (text for kind, text in helps.items() if row.kind and row.kind.startswith(kind)), ""
+    def busy(self) -> str:
+        """How much of the step the GPU is busy, with the profiler's own times beside those of the
+        clock, and how much it is idle because of late launches.
+        """
+        span, at_most = self.span, ""
+        text = f"{percent_of(span.busy_share)} of the step's {self.ms(self.step_s)}"
+        if span.by_clock:
+            at_most = "at most "
+            text += (
+                f" ({percent_of(span.busy_s, span.profiled_s)} of {self.ms(span.profiled_s)} "
+                "under the profiler)"
             )
-            return f", {self.ms(row.total_s)} {row.kind}" + (f": {found}" if found else "")
-        return ""
+        late = idle(self.profile, IdleCause.LATE_LAUNCH).total_s
+        if late >= MIN_SHARE * self.step_s:
+            late_share = self.of_step(span.gain_s(late))
+            text += f", and idle {at_most}{late_share} because the next kernel was not launched yet"
+        return f"{text}."
+
+    def copying(self, whole: str) -> str:
+        """How long the GPU only copies, what most of the copies are, and what helps against
+        them.
+        """
+        text = f"for {self.ms(self.copies_s)} of {whole} the GPU copies and runs no kernel"
+        for copies in self.profile.copies[:1]:
+            text += f", {self.ms(copies.total_s)} {copies.kind}"
+            kind = copies.kind or ""
+            remedy = next(
+                (remedy for start, remedy in _COPIES.items() if kind.startswith(start)), ""
+            )
+            if remedy:
+                text += f": {remedy}"
+        return f"{text}."
 
     def copies(self) -> Iterator[Finding]:
         """Copies that do not limit the step, and cost time in which no kernel runs."""
@@ -337,61 +353,56 @@ class _Findings:
             self.profile.copies
             and MIN_SHARE * self.step_s <= self.copies_s < MIN_LATE_SHARE * self.step_s
         ):
-            text = (
-                f"For {self.ms(self.copies_s)} of the step the GPU copies and runs no "
-                f"kernel{self.copy_advice()}."
-            )
-            yield self.copies_s, text
+            text = self.copying("the step")
+            yield self.copies_s, f"{text[0].upper()}{text[1:]}"
 
     def longest(self) -> Iterator[str]:
         """The kernel and the phases that take longest, where little else is to be said."""
-        for row in self.kernels[:1] if self.on_device else ():
+        for kernel in self.kernels[:1] if self.on_device else ():
             yield (
-                f"The {self.item} that takes longest is {label(row.short_name)} ({row.kind}), "
-                f"{self.of_work(row.total_s)} in {self.count(row.count, 'launch')}."
+                f"The {self.item} that takes longest is {label(kernel.short_name)} "
+                f"({kernel.kind}), {self.of_work(kernel.total_s)} in "
+                f"{self.count(kernel.count, 'launch')}."
             )
-        shares = {
-            phase.phase: sum(phase.kernel_s) for phase in self.profile.phases if sum(phase.kernel_s)
-        }
+        times_s = {times.phase: sum(times.kernel_s) for times in self.profile.phases}
+        shares = [
+            f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}"
+            for phase, time_s in times_s.items()
+            if time_s
+        ]
         if len(shares) > 1:
-            parts = [
-                f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}"
-                for phase, time_s in shares.items()
-            ]
-            yield f"Of the {self.time}, {', '.join(parts)}."
+            yield f"Of the {self.time}, {', '.join(shares)}."
 
     def standing_out(self) -> list[Gap]:
         """Idle times that are much longer than others of their phase and cause, and a part of a
         step.
         """
-        medians = {(row.phase, row.cause): row.median_s for row in self.profile.idle}
         least_s = MIN_GAP_SHARE * self.span.profiled_s / self.profile.num_steps
-        return [
-            gap
-            for gap in self.profile.gaps
-            if gap.duration_s
-            >= max(least_s, TIMES_MEDIAN * (medians.get((gap.phase, gap.cause)) or math.inf))
-        ]
+        medians_s = {(times.phase, times.cause): times.median_s for times in self.profile.idle}
+        gaps = []
+        for gap in self.profile.gaps:
+            # where no median is known, nothing stands out of it
+            median_s = medians_s.get((gap.phase, gap.cause)) or math.inf
+            if gap.duration_s >= max(least_s, TIMES_MEDIAN * median_s):
+                gaps.append(gap)
+        return gaps
 
     def gaps(self) -> Iterator[str]:
         """The idle times that stand out: where they are, and what the host did."""
+        alike = {(times.phase, times.cause): times for times in self.profile.idle}
         for gap in self.standing_out()[:MAX_GAPS]:
-            row = next(
-                row for row in self.profile.idle if (row.phase, row.cause) == (gap.phase, gap.cause)
-            )
-            doing = (
-                f"the host was in {label(gap.host_call)}"
-                if gap.host_call
-                else "the host made no call"
-            )
+            times = alike[gap.phase, gap.cause]
+            doing = "the host made no call"
             if gap.cause is IdleCause.BETWEEN_KERNELS:
                 doing = (
                     "the next kernel had been launched, so the host is not at fault (another "
                     "program on the GPU, a migrated page, or lost events may be)"
                 )
+            elif gap.host_call:
+                doing = f"the host was in {label(gap.host_call)}"
             yield (
-                f"One idle time of {_ms(gap.duration_s)} stands out among {row.count:,} of "
-                f"{_us(row.median_s or 0)} (median): in step {gap.step}, {WHERE[gap.phase]}, "
+                f"One idle time of {_ms(gap.duration_s)} stands out among {times.count:,} of "
+                f"{_us(times.median_s or 0)} (median): in step {gap.step}, {WHERE[gap.phase]}, "
                 f"between {label(gap.before) or 'the start'} and {label(gap.after) or 'the end'}; "
                 f"{doing}."
             )
@@ -403,7 +414,7 @@ class _Findings:
         calls = added(call for call in self.profile.host_calls if call.is_launch)
         if not calls.count:
             return ""
-        host_s = sum(sum(phase.host_s) for phase in self.profile.phases)
+        host_s = total(times.host_s for times in self.profile.phases)
         kernel_s = self.kernel_s / max(num_launches(*self.profile.phases), 1)
         who = "Under the profiler the CPU" if self.span.by_clock else "The CPU"
         return (
@@ -414,44 +425,44 @@ class _Findings:
 
     def bounds(self) -> Iterator[str]:
         """How much shorter the step could be at most without the idle time of each cause."""
-        apart = self.standing_out()
-        lost_s = {
-            cause: idle(self.profile, cause).total_s
-            - sum(gap.duration_s for gap in apart if gap.cause is cause)
-            for cause in _BOUNDS
-        }
-        told, gains_s = [], {cause: self.span.gain_s(time_s) for cause, time_s in lost_s.items()}
+        # a time that stands out has a sentence of its own
+        lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
+        for gap in self.standing_out():
+            lost_s[gap.cause] -= gap.duration_s
+        gains_s = {cause: self.span.gain_s(time_s) for cause, time_s in lost_s.items()}
+        bounds = []
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
             if gains_s[cause] >= MIN_SHARE * self.step_s > 0:
                 without_what, remedy = _BOUNDS[cause]
                 flags = self.advice(remedy) if remedy else ""
-                told.append(f"{self.ms(gains_s[cause])} less without {without_what}{flags}")
-        if told:
-            is_more = self.span.by_clock and sum(gains_s.values()) > self.span.idle_s
-            in_all = (
-                f", and in all at most {self.ms(self.span.idle_s)} less"
-                if len(told) > 1 and is_more
-                else ""
-            )
-            yield f"The step would take at most {', '.join(told)}{in_all}."
+                bounds.append(f"{self.ms(gains_s[cause])} less without {without_what}{flags}")
+        if not bounds:
+            return
+        text = f"The step would take at most {', '.join(bounds)}"
+        if len(bounds) > 1 and self.span.by_clock and sum(gains_s.values()) > self.span.idle_s:
+            text += f", and in all at most {self.ms(self.span.idle_s)} less"
+        yield f"{text}."
 
     def late_phases(self) -> Iterator[Finding]:
         """Phases that the host limits, in a step that it does not limit."""
-        for phase in self.profile.phases if _limit(self.entry) is not Limit.LAUNCHES else ():
-            lost_s, whole_s = late_s(self.entry, phase.phase), self.entry.span(phase.phase).whole_s
+        if _limit(self.entry) is Limit.LAUNCHES:
+            return
+        for times in self.profile.phases:
+            phase = times.phase
+            lost_s, whole_s = late_s(self.entry, phase), self.entry.span(phase).whole_s
             # every step starts idle, because nothing is launched yet; so it must also matter for
             # the whole step
             if lost_s >= MIN_LATE_SHARE * whole_s > 0 and lost_s >= MIN_SHARE * self.step_s:
                 text = (
-                    f"In {WHERE[phase.phase]} the CPU is the limit: of {self.ms(whole_s)} the GPU "
+                    f"In {WHERE[phase]} the CPU is the limit: of {self.ms(whole_s)} the GPU "
                     f"is idle {percent_of(lost_s, whole_s)}, because the next of its "
-                    f"{self.count(num_launches(phase), 'kernel')} was not launched yet."
+                    f"{self.count(num_launches(times), 'kernel')} was not launched yet."
                 )
                 yield lost_s, text
 
     def waits(self) -> Iterator[Finding]:
         """Synchronisations within a phase that has kernels. None is needed, so each is reported."""
-        launched = {phase.phase for phase in self.profile.phases if any(phase.launches)}
+        launched = {times.phase for times in self.profile.phases if any(times.launches)}
         for phase in (phase for phase in _WAITING if phase in launched):
             calls = [
                 call for call in self.profile.host_calls if call.is_wait and call.phase is phase
@@ -464,9 +475,8 @@ class _Findings:
             lost_s = self.span.gain_s(idle(self.profile, IdleCause.HOST_WAITED, phase).total_s)
             names = ", ".join(dict.fromkeys(label(call.name) for call in waits))
             copies = " after a copy to the host" if len(waits) < len(calls) else ""
-            is_for_all = all(call.name.endswith("DeviceSynchronize") for call in waits)
             cause = "an .item(), a .cpu() or a print of a tensor"
-            if is_for_all:
+            if all(call.name.endswith("DeviceSynchronize") for call in waits):
                 cause = "a torch.cuda.synchronize()"
             text = (
                 f"The host waits for the device in {WHERE[phase]}, {self.count(count, 'time')} a "
@@ -477,17 +487,14 @@ class _Findings:
 
     def pauses(self) -> Iterator[Finding]:
         """Times in which the host did nothing with CUDA, by phase, with the longest of them."""
+        cause = IdleCause.HOST_PAUSE
         for phase in WHERE:
-            paused_s = self.span.gain_s(idle(self.profile, IdleCause.HOST_PAUSE, phase).total_s)
-            if not paused_s or paused_s < MIN_SHARE * self.step_s:
+            paused_s = self.span.gain_s(idle(self.profile, cause, phase).total_s)
+            if not _matters(paused_s, MIN_SHARE, self.step_s):
                 continue
-            gaps = [
-                gap
-                for gap in self.profile.gaps
-                if gap.cause is IdleCause.HOST_PAUSE and gap.phase is phase
-            ]
+            gaps = (gap for gap in self.profile.gaps if (gap.cause, gap.phase) == (cause, phase))
             longest = ""
-            for gap in gaps[:1]:
+            if gap := next(gaps, None):
                 place = f" in {path_text(gap.module)}" if gap.module else ""
                 longest = (
                     f"; the longest time, {_ms(gap.duration_s)}, before {label(gap.after)}{place}"
@@ -501,24 +508,24 @@ class _Findings:
 
     def unknown(self) -> Iterator[Finding]:
         """Kernels of unknown class, if they matter, with the longest by name."""
-        rows = [row for row in self.kernels if row.kind is KernelClass.OTHER]
-        total_s = added(rows).total_s
-        if total_s and total_s >= MIN_SHARE * self.kernel_s:
-            longest, *others = rows
-            more = (
-                f"; {len(others)} more such have {self.ms(added(others).total_s)}" if others else ""
-            )
+        kernels = [kernel for kernel in self.kernels if kernel.kind is KernelClass.OTHER]
+        unknown_s = added(kernels).total_s
+        if _matters(unknown_s, MIN_SHARE, self.kernel_s):
+            longest, *others = kernels
+            more = ""
+            if others:
+                more = f"; {len(others)} more such have {self.ms(added(others).total_s)}"
             text = (
                 f"The {self.item} {label(longest.short_name)}, of a kind that no rule knows, takes "
                 f"{self.of_work(longest.total_s)}: {self.ms(longest.total_s)} in "
                 f"{self.count(longest.count, 'launch' if self.on_device else 'call')}{more}."
             )
-            yield total_s, text
+            yield unknown_s, text
 
     def unattributed(self) -> Iterator[Finding]:
         """Kernels in a step and in no phase."""
         lost_s = kernel_s(self.profile, [LaunchPhase.UNATTRIBUTED])
-        if lost_s and lost_s >= MIN_SHARE * self.kernel_s:
+        if _matters(lost_s, MIN_SHARE, self.kernel_s):
             text = (
                 f"{self.of_work(lost_s)}, {self.ms(lost_s)}, was launched in no phase: put it "
                 "inside a range, or say which ranges are the phases (--forward, --backward, "
@@ -530,10 +537,12 @@ class _Findings:
         """Time in which collectives run, what of it is exposed, and the rank for which the
         others wait.
         """
-        ran_s, lost_s = (collectives_s(self.profile, exposed=exposed) for exposed in (False, True))
-        if ran_s and ran_s >= MIN_SHARE * self.step_s:
-            is_large = lost_s >= MIN_SHARE * self.step_s
-            more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}" if is_large else "."
+        ran_s = collectives_s(self.profile)
+        lost_s = collectives_s(self.profile, exposed=True)
+        if _matters(ran_s, MIN_SHARE, self.step_s):
+            more = "."
+            if lost_s >= MIN_SHARE * self.step_s:
+                more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}"
             text = (
                 f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, "
                 f"{self.of_step(lost_s)} of the step, the GPU computes nothing{more}"
@@ -544,16 +553,18 @@ class _Findings:
         """The rank for which the others wait in nearly all steps, if that takes a large part of
         the exposed time.
         """
-        waited = {own.rank: own.waited_s for own in self.profile.ranks if own.waited_s is not None}
-        if len(waited) < 2:
+        waited_s = {
+            times.rank: times.waited_s for times in self.profile.ranks if times.waited_s is not None
+        }
+        if len(waited_s) < 2:
             return ""
-        longest_s, last = (
-            max(map(sum, waited.values())),
-            min(waited, key=lambda rank: sum(waited[rank])),
-        )
-        steps = list(zip(*waited.values(), strict=True))
+        sums_s = {rank: sum(times_s) for rank, times_s in waited_s.items()}
+        # the others wait for the rank that waits least itself
+        longest_s, last = max(sums_s.values()), min(sums_s, key=sums_s.__getitem__)
+        steps = list(zip(*waited_s.values(), strict=True))
         count = sum(
-            min(times) == own for times, own in zip(steps, waited[last], strict=True) if any(times)
+            any(times_s) and min(times_s) == time_s
+            for times_s, time_s in zip(steps, waited_s[last], strict=True)
         )
         if longest_s < max(MIN_LARGE_SHARE * lost_s, 1e-9) or count < MIN_STEADY_SHARE * len(steps):
             return ""
@@ -566,47 +577,49 @@ class _Findings:
         """Products in true fp32 on a device with tensor cores that take them in TF32 or in half
         precision.
         """
-        matmuls = (row for row in self.kernels if row.kind is KernelClass.MATMUL)
-        rows = [
-            row for row in matmuls if _FULL_PRECISION.search(row.name) and "tf32" not in row.name
+        kernels = [
+            kernel
+            for kernel in self.kernels
+            if kernel.kind is KernelClass.MATMUL
+            and _FULL_PRECISION.search(kernel.name)
+            and "tf32" not in kernel.name
         ]
-        full_s, faster = added(rows).total_s, self.faster(rows)
-        if faster and full_s >= MIN_LARGE_SHARE * (
-            self.kernel_s + (self.copies_s if self.profile.copies else 0)
-        ):
+        full_s, faster = added(kernels).total_s, self.faster(kernels)
+        whole_s = self.kernel_s
+        if self.profile.copies:
+            whole_s += self.copies_s
+        if faster and full_s >= MIN_LARGE_SHARE * whole_s:
+            flags = self.advice(*(OF_PRECISION[precision] for precision in faster))
             text = (
                 f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, "
-                "and leave the tensor cores "
-                f"idle{self.advice(*(OF_PRECISION[precision] for precision in faster))}."
+                f"and leave the tensor cores idle{flags}."
             )
             yield full_s, text
 
-    def faster(self, rows: list[KernelTimes]) -> tuple[Precision, ...]:
+    def faster(self, kernels: list[KernelTimes]) -> tuple[Precision, ...]:
         """Precisions with tensor cores on the device, for a run with these fp32 products; empty
         if none is known.
         """
-        if (
-            not self.on_device
-            or not rows
-            or (self.config and self.config.precision is not Precision.FP32)
-        ):
+        if not self.on_device or not kernels:
             return ()
-        if device := next(filter(None, map(find_device, self.profile.device_names)), None):
+        if self.config and self.config.precision is not Precision.FP32:
+            return ()
+        for device in filter(None, map(find_device, self.profile.device_names)):
             return faster_precisions(device)
-        return (
-            (Precision.TF32, Precision.BF16)
-            if any(_HAS_TF32.search(row.name) for row in rows)
-            else ()
-        )
+        if any(_HAS_TF32.search(kernel.name) for kernel in kernels):
+            return Precision.TF32, Precision.BF16
+        return ()
 
     def optimizer(self) -> Iterator[Finding]:
         """A large optimizer."""
-        phases = [phase for phase in self.profile.phases if phase.phase is LaunchPhase.OPTIMIZER]
-        whole_s = self.entry.span(LaunchPhase.OPTIMIZER).whole_s if phases else 0.0
-        if whole_s and whole_s >= MIN_OPTIMIZER_SHARE * self.step_s:
-            own = [row for row in self.profile.classes if row.phase is LaunchPhase.OPTIMIZER]
-            fused_s = added(row for row in own if row.kind is KernelClass.OPTIMIZER).total_s
-            flags = self.advice(Remedy.OPTIMIZER) if fused_s < added(own).total_s / 2 else ""
+        phase = LaunchPhase.OPTIMIZER
+        phases = [times for times in self.profile.phases if times.phase is phase]
+        whole_s = self.entry.span(phase).whole_s if phases else 0.0
+        if _matters(whole_s, MIN_OPTIMIZER_SHARE, self.step_s):
+            classes = [times for times in self.profile.classes if times.phase is phase]
+            fused = added(times for times in classes if times.kind is KernelClass.OPTIMIZER)
+            is_fused = fused.total_s >= added(classes).total_s / 2
+            flags = "" if is_fused else self.advice(Remedy.OPTIMIZER)
             text = (
                 f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the step, in "
                 f"{self.count(num_launches(*phases), self.item)}{flags}."
@@ -615,16 +628,11 @@ class _Findings:
 
     def moving(self) -> Iterator[Finding]:
         """Element-wise work and the like, which a compiler fuses."""
-        rows = [
-            row
-            for row in self.profile.classes
-            if row.phase in (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)
-        ]
-        moving_s, whole_s = (
-            added(row for row in rows if row.kind in _MOVING).total_s,
-            added(rows).total_s,
-        )
-        if moving_s and moving_s >= MIN_LARGE_SHARE * whole_s:
+        computing = (LaunchPhase.FORWARD, LaunchPhase.BACKWARD)
+        classes = [times for times in self.profile.classes if times.phase in computing]
+        moving_s = added(times for times in classes if times.kind in _MOVING).total_s
+        whole_s = added(classes).total_s
+        if _matters(moving_s, MIN_LARGE_SHARE, whole_s):
             text = (
                 f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.time}, "
                 f"{self.ms(moving_s)}, goes to element-wise work, norms, sums and copies, which "

@@ -1,6 +1,7 @@
 """Pictures of profiled steps: one step over time, classes of kernels, and communication."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from ... import draw
 from ...charts import CLASS_COLOURS, FAILURE_COLOUR, REST_COLOUR, Bar, Chart, Panel, Style, distinct
 from ...draw import LONGEST_SOURCE
 from ...words import significant
-from .tables import collectives_s, grouped, wall_s
+from .sums import busy_s, collectives_s, grouped, total, wall_s
 
 Times = NDArray[np.float64]
 CELLS = 260
@@ -37,6 +38,7 @@ EDGE = 0.01
 """Share of the step's time; a phase that ends this close to either end of the step needs no
 line.
 """
+LEGEND_COLUMNS = 4
 PHASE_SHADES = ("#D4D4D4", "#EAEAEA")
 
 
@@ -54,32 +56,29 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     pieces = step.pieces
     streams = _busiest(pieces)
     kinds = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
-    heights = [0.8 if is_gpu else 0.35, *[1.5 if len(streams) == 1 else 0.85] * len(streams)]
+    lane_height = 1.5 if len(streams) == 1 else 0.85
+    heights = [0.8 if is_gpu else 0.35, *[lane_height] * len(streams)]
+    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
+    words = [name, source, *_devices([profile]), *_step_words(profile, step)]
+    legend_rows = math.ceil(len(kinds) / LEGEND_COLUMNS)
     figure = draw.new_figure(
         6.5,
-        1.75 + sum(heights) + 0.19 * -(-len(kinds) // 4),
+        1.75 + sum(heights) + 0.19 * legend_rows,
         _title(profile, step),
-        ", ".join(
-            [
-                *([name] if name else []),
-                _source(profile),
-                *_devices([profile]),
-                *_step_words(profile, pieces),
-            ]
-        ),
+        ", ".join(filter(None, words)),
     )
     phases, *lanes = figure.subplots(len(heights), 1, height_ratios=heights).tolist()
     _draw_phases(phases, step, is_gpu)
-    for lane, (stream, own) in zip(lanes, streams.items(), strict=True):
-        _draw_stream(lane, own, step)
-        lane.set_ylabel(
-            "busy (%)" if len(streams) == 1 else f"stream {stream}\nbusy (%)", fontsize=9
-        )
+    for lane, (stream, of_stream) in zip(lanes, streams.items(), strict=True):
+        _draw_stream(lane, of_stream, step)
+        which = f"stream {stream}\n" if len(streams) > 1 else ""
+        lane.set_ylabel(f"{which}busy (%)", fontsize=9)
     for panel in (phases, *lanes):
         panel.set_xlim(0, step.wall_s * 1e3)
         panel.tick_params(labelbottom=panel is lanes[-1])
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
-    draw.legend_below(figure, [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds], 4)
+    handles = [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds]
+    draw.legend_below(figure, handles, LEGEND_COLUMNS)
     return figure
 
 
@@ -88,32 +87,29 @@ def _busiest(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
     streams: dict[int, list[Piece]] = {}
     for piece in pieces:
         streams.setdefault(piece.stream, []).append(piece)
-    kept = sorted(streams, key=lambda stream: -sum(piece.busy_s for piece in streams[stream]))[
-        :MAX_STREAMS
-    ]
-    return {stream: streams[stream] for stream in sorted(kept)} or {0: []}
+    by_time = sorted(streams, key=lambda stream: -sum(piece.busy_s for piece in streams[stream]))
+    return {stream: streams[stream] for stream in sorted(by_time[:MAX_STREAMS])} or {0: []}
 
 
 def _title(profile: StepProfile, step: PicturedStep) -> str:
-    device = "GPU" if profile.work is Work.KERNELS else "CPU"
+    """What is pictured, how long it lasts and how busy a GPU was in it."""
+    is_gpu = profile.work is Work.KERNELS
     what = "The whole trace" if profile.is_whole_trace else "One profiled step"
-    busy_s = sum(phase.busy_s[step.step] for phase in profile.phases)
-    busy = f", {100 * busy_s / step.wall_s:.0f} % busy" if device == "GPU" and step.wall_s else ""
-    return f"{what} on the {device}: {significant(step.wall_s * 1e3, 3)} ms{busy}"
+    title = f"{what} on the {'GPU' if is_gpu else 'CPU'}: {significant(step.wall_s * 1e3, 3)} ms"
+    if is_gpu and step.wall_s:
+        busy_s = sum(times.busy_s[step.step] for times in profile.phases)
+        title += f", {100 * busy_s / step.wall_s:.0f} % busy"
+    return title
 
 
-def _step_words(profile: StepProfile, pieces: Sequence[Piece]) -> list[str]:
-    kind = "warm-up step" if profile.is_warmup else "step"
-    number = profile.pictured.step + 1 if profile.pictured else 0
-    words = (
-        [] if profile.is_whole_trace else [f"{kind} {number} of {profile.num_steps} (median time)"]
-    )
-    left_out = len({piece.stream for piece in pieces}) - MAX_STREAMS
-    return [*words, f"{left_out} less busy streams left out"] if left_out > 0 else words
-
-
-def _source(profile: StepProfile) -> str:
-    return shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
+def _step_words(profile: StepProfile, step: PicturedStep) -> Iterator[str]:
+    """Which of the steps is pictured, and how many of its streams are not."""
+    if not profile.is_whole_trace:
+        kind = "warm-up step" if profile.is_warmup else "step"
+        yield f"{kind} {step.step + 1} of {profile.num_steps} (median time)"
+    left_out = len({piece.stream for piece in step.pieces}) - MAX_STREAMS
+    if left_out > 0:
+        yield f"{left_out} less busy streams left out"
 
 
 def _devices(profiles: Sequence[StepProfile]) -> list[str]:
@@ -152,11 +148,10 @@ def _draw_window(
     start, end = span_ms
     panel.barh(y, end - start, 0.64, start, color=shade, edgecolor="white", linewidth=0.8)
     room = (end - start) / 1e3 / (CHARACTER * step.wall_s)
-    name = next(
-        (name for name in (window.phase, SHORT_NAMES.get(window.phase, "")) if len(name) < room), ""
-    )
-    if name:
-        panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
+    for name in (window.phase, SHORT_NAMES.get(window.phase, "")):
+        if len(name) < room:
+            panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
+            break
 
 
 def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> None:
@@ -165,14 +160,16 @@ def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> No
     bottom: Any = np.zeros(CELLS)
     for kind, share in utilisation(pieces, edges).items():
         top = bottom + 100 * share
-        own = StepPatch(
+        area = StepPatch(
             top, edges * 1e3, baseline=bottom, color=CLASS_COLOURS[kind], linewidth=0, label=kind
         )
-        panel.add_artist(own)  # which measures no outline, as the limits are set
+        # add_artist does not measure the outline, as add_patch does: the limits are set anyway
+        panel.add_artist(area)
         bottom = top
-    ends = [window.device_end_s for window in step.windows]
-    for end_s in (end_s for end_s in ends if EDGE * step.wall_s < end_s < (1 - EDGE) * step.wall_s):
-        panel.axvline(end_s * 1e3, color="#666666", linewidth=0.7, linestyle=(0, (4, 3)))
+    for window in step.windows:
+        end_s = window.device_end_s
+        if EDGE * step.wall_s < end_s < (1 - EDGE) * step.wall_s:
+            panel.axvline(end_s * 1e3, color="#666666", linewidth=0.7, linestyle=(0, (4, 3)))
     draw.style(panel)
     # streams of one number on several devices share a lane
     panel.set_ylim(0, max(100.0, float(bottom.max())))
@@ -185,11 +182,12 @@ def utilisation(pieces: Sequence[Piece], edges: Times) -> dict[KernelClass, Time
 
     Within a piece, the time in which its kernels ran counts as spread evenly.
     """
-    return {
-        kind: _covered([piece for piece in pieces if piece.kind is kind], edges) / np.diff(edges)
-        for kind in CLASS_COLOURS
-        if any(piece.kind is kind for piece in pieces)
-    }
+    shares = {}
+    for kind in CLASS_COLOURS:
+        of_kind = [piece for piece in pieces if piece.kind is kind]
+        if of_kind:
+            shares[kind] = _covered(of_kind, edges) / np.diff(edges)
+    return shares
 
 
 def _covered(pieces: Sequence[Piece], edges: Times) -> Times:
@@ -227,51 +225,57 @@ def parts_ms(profile: StepProfile) -> dict[str, float]:
     Together they are the step's wall time, or more if kernels overlapped. A CPU is never idle.
     """
     sums = grouped(profile.classes, lambda row: row.kind)
-    found = {str(kind): sums[kind].total_s for kind in CLASS_COLOURS if kind in sums}
-    found[COPIES] = sum(sum(phase.copy_s) for phase in profile.phases)
-    found[IDLE] = wall_s(profile) - _busy_s(profile) if profile.work is Work.KERNELS else 0.0
-    return {name: time_s / profile.num_steps * 1e3 for name, time_s in found.items() if time_s > 0}
+    parts_s = {str(kind): sums[kind].total_s for kind in CLASS_COLOURS if kind in sums}
+    parts_s[COPIES] = total(times.copy_s for times in profile.phases)
+    if profile.work is Work.KERNELS:
+        parts_s[IDLE] = wall_s(profile) - busy_s(profile)
+    steps = profile.num_steps
+    return {name: time_s / steps * 1e3 for name, time_s in parts_s.items() if time_s > 0}
 
 
-def _busy_s(profile: StepProfile) -> float:
-    return sum(sum(phase.busy_s) for phase in profile.phases)
+Labelled = Sequence[tuple[str, StepProfile]]
+"""Profiles, each with the label of its configuration."""
 
 
-def configuration_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
+def configuration_chart(profiles: Labelled) -> Chart | None:
     """A bar for each labelled profile: the part of its step that each class of kernel took, and
     that was idle.
 
     The whole is the step's wall time, and longer where kernels ran side by side. None for fewer
     than two profiles.
     """
+    if len(profiles) < 2:
+        return None
     bars = []
-    for name, (_, profile) in zip(distinct(label for label, _ in profiles), profiles, strict=True):
+    for name, profile in _numbered(profiles):
         parts, step_ms = parts_ms(profile), wall_s(profile) / profile.num_steps * 1e3
         whole_ms = sum(parts.values()) or 1.0
-        parts = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
-        bars.append(Bar(name=name, parts=parts, words=f"{significant(step_ms, 3)} ms"))
-    return _chart(
-        "configurations",
-        "Where the time of a profiled step goes, by configuration",
-        bars,
-        profiles,
-        STYLES,
-        "share of the step under the profiler (%); its time is on the right",
+        shares = {part: 100 * time_ms / whole_ms for part, time_ms in parts.items()}
+        bars.append(Bar(name=name, parts=shares, words=f"{significant(step_ms, 3)} ms"))
+    label = "share of the step under the profiler (%); its time is on the right"
+    return Chart(
+        name="configurations",
+        title="Where the time of a profiled step goes, by configuration",
+        settings=_settings(profiles),
+        styles=STYLES,
+        panels=[Panel(label=label, bars=bars)],
     )
 
 
-def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | None:
+def communication_chart(profiles: Labelled) -> Chart | None:
     """A bar for each labelled profile of a run on several ranks: when its device computed,
     communicated, or did both.
 
     None if fewer than two of them have collectives.
     """
     shared = [(name, profile) for name, profile in profiles if profile.communication]
+    if len(shared) < 2:
+        return None
     bars = []
-    for name, (_, profile) in zip(distinct(label for label, _ in shared), shared, strict=True):
+    for name, profile in _numbered(shared):
         times_s = (
             wall_s(profile),
-            _busy_s(profile),
+            busy_s(profile),
             collectives_s(profile),
             collectives_s(profile, exposed=True),
         )
@@ -288,31 +292,20 @@ def communication_chart(profiles: Sequence[tuple[str, StepProfile]]) -> Chart | 
             f"{significant(wall_ms, 3)} ms, {significant(exposed_ms, 2)} of it communicating alone"
         )
         bars.append(Bar(name=name, parts=parts, words=words))
-    return _chart(
-        "communication",
-        "How much of a profiled step's communication is hidden",
-        bars,
-        shared,
-        COMMUNICATION,
-        "time of a step on the device, under the profiler (ms)",
-    )
-
-
-def _chart(
-    name: str,
-    title: str,
-    bars: Sequence[Bar],
-    profiles: Sequence[tuple[str, StepProfile]],
-    styles: Mapping[str, Style],
-    label: str,
-) -> Chart | None:
-    """Lying bars over one axis; None for fewer than two, which would be compared with nothing."""
-    if len(bars) < 2:
-        return None
     return Chart(
-        name=name,
-        title=title,
-        settings=", ".join(_devices([profile for _, profile in profiles])),
-        styles=styles,
-        panels=[Panel(label=label, bars=bars)],
+        name="communication",
+        title="How much of a profiled step's communication is hidden",
+        settings=_settings(shared),
+        styles=COMMUNICATION,
+        panels=[Panel(label="time of a step on the device, under the profiler (ms)", bars=bars)],
     )
+
+
+def _numbered(profiles: Labelled) -> Labelled:
+    """The profiles, each label with its number where it is there several times."""
+    labels = distinct(label for label, _ in profiles)
+    return list(zip(labels, (profile for _, profile in profiles), strict=True))
+
+
+def _settings(profiles: Labelled) -> str:
+    return ", ".join(_devices([profile for _, profile in profiles]))

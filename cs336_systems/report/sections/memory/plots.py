@@ -19,7 +19,8 @@ from ...charts import CATEGORY_COLOURS, Bar, Chart, Panel, Style, distinct
 from ...draw import LONGEST_SOURCE
 from ...section import labels, settings
 from ...words import GIB
-from .findings import MemoryEntry, by_category, moment_ms, size, unit_for
+from .entry import MemoryEntry, by_category
+from .words import MemoryUnit, moment_ms, size, unit_for
 
 CHARACTER = 0.0135
 """Width of a character of a name, as a part of the panel's width."""
@@ -57,22 +58,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
         ", ".join([settings or source, f"GPU {profile.device}", "legend: sizes at the peak"]),
     )
     panel, unit = figure.subplots(), unit_for(highest_bytes)
-    x, there = (
-        np.arange(len(timeline.time_s)),
-        [category for category, values in rows.items() if any(values)],
-    )
-    if there:
-        panel.stackplot(
-            x,
-            [np.array(rows[category]) / unit.num_bytes for category in there],
-            labels=there,
-            step="post",
-            linewidth=0,
-            colors=[CATEGORY_COLOURS[category] for category in there],
-        )
-    panel.plot(
-        x, np.array(timeline.reserved_bytes) / unit.num_bytes, drawstyle="steps-post", **RESERVED
-    )
+    _draw_areas(panel, profile, unit)
     panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
     panel.set_ylim(0, HEADROOM * highest_bytes / unit.num_bytes or 1.0)
     panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
@@ -105,6 +91,25 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     return figure
 
 
+def _draw_areas(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
+    """Draw what each category holds, stacked, and as a line what is reserved."""
+    timeline = profile.timeline
+    x = np.arange(len(timeline.time_s))
+    rows = dict(zip(timeline.categories, timeline.num_bytes, strict=True))
+    present = [category for category, values in rows.items() if any(values)]
+    if present:
+        panel.stackplot(
+            x,
+            [np.array(rows[category]) / unit.num_bytes for category in present],
+            labels=present,
+            step="post",
+            linewidth=0,
+            colors=[CATEGORY_COLOURS[category] for category in present],
+        )
+    reserved = np.array(timeline.reserved_bytes) / unit.num_bytes
+    panel.plot(x, reserved, drawstyle="steps-post", **RESERVED)
+
+
 def _x(profile: MemoryProfile, time_s: float) -> int:
     """Place of a time on the x axis: the number of the first point that is not before it, or
     else of the last.
@@ -133,10 +138,8 @@ def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
     ]
     times = {_x(profile, time_s): time_s for time_s in known_s}
     if not times:
-        times = {
-            i: profile.timeline.time_s[i]
-            for i in np.linspace(0, len(profile.timeline.time_s) - 1, 6, dtype=int)
-        }
+        points_s = profile.timeline.time_s
+        times = {x: points_s[x] for x in np.linspace(0, len(points_s) - 1, 6, dtype=int)}
     ticks: list[int] = []
     for x in sorted(times):
         if not ticks or x - ticks[-1] > TICKS_APART * last:
@@ -158,9 +161,10 @@ def _name_phases(panel: Axes, profile: MemoryProfile) -> None:
     numbers of steps.
     """
     named = [(phase.phase, [phase], 1.012) for phase in profile.phases]
-    steps = {step: list(own) for step, own in groupby(profile.phases, lambda phase: phase.step)}
-    if len(steps) > 1:
-        named += [(f"step {step}", own, 1.08) for step, own in steps.items()]
+    steps = groupby(profile.phases, lambda phase: phase.step)
+    of_steps = [(f"step {step}", list(phases), 1.08) for step, phases in steps]
+    if len(of_steps) > 1:
+        named += of_steps
     for name, phases, y in named:
         begin, end = _x(profile, phases[0].begin_s), _x(profile, phases[-1].end_s)
         if len(name) < (end - begin) / panel.get_xlim()[1] / CHARACTER:
@@ -189,23 +193,19 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
     """
     if len(entries) < 2:
         return []
-    sizes = groupby(
-        zip(distinct(labels(entries)), entries, strict=True),
-        lambda run: run[1].config and run[1].config.size,
-    )
+    named = zip(distinct(labels(entries)), entries, strict=True)
+    panels = [
+        Panel(
+            label="memory at the peak (GiB)", bars=[peak_bar(*run) for run in runs], mark="reserved"
+        )
+        for _, runs in groupby(named, lambda run: run[1].config and run[1].config.size)
+    ]
     return [
         Chart(
             name="peaks",
             title="What the peak of memory consists of, by configuration",
             settings=settings(entries),
-            panels=[
-                Panel(
-                    label="memory at the peak (GiB)",
-                    bars=[peak_bar(*run) for run in runs],
-                    mark="reserved",
-                )
-                for _, runs in sizes
-            ],
+            panels=panels,
             styles=CATEGORIES,
         )
     ]
@@ -213,14 +213,12 @@ def peak_charts(entries: Sequence[MemoryEntry]) -> list[Chart]:
 
 def peak_bar(label: str, entry: MemoryEntry) -> Bar:
     """What the peak consists of, with its sum and phase as words."""
-    peak, found = entry.profile.peak, by_category(entry.profile.peak)
-    where = f"\nin {shorten(peak.phase, LONGEST_PHASE)}" if peak.phase else ""
-    return Bar(
-        name=label,
-        parts={
-            str(category): found[category] / GIB for category in CATEGORY_COLOURS if found[category]
-        },
-        words=f"{size(peak.allocated_bytes)}{'' if entry.is_out_of_memory else where}",
-        failure="out of memory" if entry.is_out_of_memory else "",
-        mark=peak.reserved_bytes / GIB,
-    )
+    peak, sizes = entry.profile.peak, by_category(entry.profile.peak)
+    parts = {str(name): sizes[name] / GIB for name in CATEGORY_COLOURS if sizes[name]}
+    words, failure = size(peak.allocated_bytes), ""
+    if entry.is_out_of_memory:
+        failure = "out of memory"
+    elif peak.phase:
+        words += f"\nin {shorten(peak.phase, LONGEST_PHASE)}"
+    mark = peak.reserved_bytes / GIB
+    return Bar(name=label, parts=parts, words=words, failure=failure, mark=mark)

@@ -24,7 +24,7 @@ from ....record import Status
 from ....text import counted
 from ...columns import Column, Row, column, columns_of
 from ...configurations import order
-from ...draw import Drawing
+from ...draw import Drawing, Picture
 from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...identity import file_names
 from ...section import (
@@ -40,26 +40,23 @@ from ...section import (
     with_note,
 )
 from ...words import GIB, MIB, count, label, percent, ratio
-from .findings import (
+from ..plugged import added_sections
+from .entry import MemoryEntry, difference_bytes, fields_of, typical
+from .findings import answer, findings
+from .plots import draw_memory, peak_charts
+from .words import (
     GIB_CELL,
     MIB_CELL,
-    MemoryEntry,
     MemoryUnit,
     about,
-    answer,
     check_words,
-    difference_bytes,
-    fields_of,
-    findings,
     in_unit,
     innermost,
     moment_ms,
     shape_text,
     size,
-    typical,
     unit_for,
 )
-from .plots import draw_memory, peak_charts
 
 SMALL = 0.01
 """Part of the largest total below which a category is dropped first on a narrow terminal."""
@@ -110,16 +107,15 @@ _MOMENT_KEYS = (
 
 def _category_values(moment: Moment) -> Row:
     """Bytes, requested bytes, blocks and share of each category at the moment."""
-    found = {row.category: row for row in moment.categories}
+    categories = {part.category: part for part in moment.categories}
     values: Row = {}
     for name in Category:
-        row = found.get(name) or CategoryBytes(
-            category=name, num_bytes=0, requested_bytes=0, count=0
-        )
-        values[category_key(name, "bytes")] = row.num_bytes
-        values[category_key(name, "requested_bytes")] = row.requested_bytes
-        values[category_key(name, "blocks")] = row.count
-        values[category_key(name, "share")] = ratio(row.num_bytes, moment.allocated_bytes)
+        nothing = CategoryBytes(category=name, num_bytes=0, requested_bytes=0, count=0)
+        part = categories.get(name, nothing)
+        values[category_key(name, "bytes")] = part.num_bytes
+        values[category_key(name, "requested_bytes")] = part.requested_bytes
+        values[category_key(name, "blocks")] = part.count
+        values[category_key(name, "share")] = ratio(part.num_bytes, moment.allocated_bytes)
     return values
 
 
@@ -128,17 +124,12 @@ def _category_columns(rows: Sequence[Row], unit: MemoryUnit, whole: str) -> list
     dropped first.
     """
     small = SMALL * max((row[whole] for row in rows), default=0)
-    return [
-        Column(
-            name,
-            unit.name,
-            key=key,
-            write=unit.cell,
-            drop_order=1 if any(row[key] > small for row in rows) else 5,
-        )
-        for name in Category
-        if (key := category_key(name, "bytes"))
-    ]
+    columns = []
+    for name in Category:
+        key = category_key(name, "bytes")
+        order = 1 if any(row[key] > small for row in rows) else 5
+        columns.append(Column(name, unit.name, key=key, write=unit.cell, drop_order=order))
+    return columns
 
 
 def _unit(entries: Sequence[MemoryEntry]) -> MemoryUnit:
@@ -151,30 +142,28 @@ def peaks(entries: Sequence[MemoryEntry]) -> Section:
     rows, unit = rows_of(entries, _peak), _unit(entries)
     of_step = ("predicted_peak_allocated_bytes", "peak_reserved_bytes", "private_bytes")
     of_model = ("residual_stream_bytes", "block_saved_bytes", "block_gradient_bytes")
-    shown = columns_of(
-        in_unit("peak_allocated_bytes", unit),
+    allocated, status = in_unit("peak_allocated_bytes", unit), column("status")
+    sizes = [
+        allocated,
         column("peak_phase", drop_order=3),
         *(in_unit(key, unit) for key in of_step),
         *(in_unit(key, MIB_CELL) for key in of_model),
-        "status",
-    )
+        status,
+    ]
+    parts = _category_columns(rows, unit, "peak_allocated_bytes")
+    parts += [allocated, column("peak_phase", drop_order=2), status]
     of_runs = list(_notes_on_runs(entries))
     notes = ["Peak: allocated at most; reserved: held by PyTorch at most.", *of_runs]
     keys = tuple(next(_peak(entries[0])))
-    every = over_configurations("peaks", "Peaks of memory", rows, shown, keys, notes)
-    of = [
-        *_category_columns(rows, unit, "peak_allocated_bytes"),
-        in_unit("peak_allocated_bytes", unit),
-        column("peak_phase", drop_order=2),
-        column("status"),
-    ]
-    parts = over_configurations("", "What the peaks consist of", rows, of, (), of_runs)
-    return replace(every, tables=(*every.tables, *parts.tables))
+    section = over_configurations("peaks", "Peaks of memory", rows, sizes, keys, notes)
+    consist = over_configurations("", "What the peaks consist of", rows, parts, (), of_runs)
+    return replace(section, tables=(*section.tables, *consist.tables))
 
 
 def _peak(entry: MemoryEntry) -> Iterator[Row]:
     """One row with all values of the peak."""
-    profile, peak, blocks = entry.profile, entry.profile.peak, entry.profile.blocks
+    profile, peak = entry.profile, entry.profile.peak
+    block = typical(profile.blocks) if profile.blocks else None
     yield {
         "status": str(Status.OOM if entry.is_out_of_memory else Status.OK),
         "peak_allocated_gib": peak.allocated_bytes / GIB,
@@ -191,8 +180,8 @@ def _peak(entry: MemoryEntry) -> Iterator[Row]:
         "idle_private_bytes": profile.idle_private_bytes,
         "outside_bytes": profile.outside_bytes,
         "residual_stream_bytes": entry.residual_stream_bytes,
-        "block_saved_bytes": typical(blocks).saved_bytes if blocks else None,
-        "block_gradient_bytes": typical(blocks).gradient_bytes if blocks else None,
+        "block_saved_bytes": block and block.saved_bytes,
+        "block_gradient_bytes": block and block.gradient_bytes,
         "gpu_index": profile.device,
         "recorded_steps": profile.num_steps,
         **_category_values(peak),
@@ -231,6 +220,7 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
 
 
 def _moments(profile: MemoryProfile) -> Iterator[Row]:
+    """A row for each boundary of phases."""
     peaks = {(phase.step, phase.phase): phase.peak_bytes for phase in profile.phases}
     last = max((moment.step for moment in profile.boundaries), default=0)
     for moment in profile.boundaries:
@@ -272,44 +262,46 @@ def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
     of much memory too.
     """
     whole_bytes = profile.peak.allocated_bytes
-    every = [_like(row) for row in dict.fromkeys((*profile.at_peak, *profile.largest))]
+    every = [_like(group) for group in dict.fromkeys((*profile.at_peak, *profile.largest))]
+    at_peak = every[: len(profile.at_peak)]
     rows = [
-        row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)}
-        for row in every[: len(profile.at_peak)]
+        row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)} for row in at_peak[:top]
     ]
-    every_column = columns_of(
+    columns = columns_of(
         in_unit("bytes_at_peak", unit_for(whole_bytes)),
         "share_of_peak",
         "count_at_peak",
         in_unit("requested_bytes", MIB_CELL, name="each", drop_order=4),
         *_origin_columns(),
     )
-    shown = percent(sum(row["bytes_at_peak"] for row in rows[:top]), whole_bytes)
+    shown = percent(sum(row["bytes_at_peak"] for row in rows), whole_bytes)
     notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
-    table = make_table(
-        "Largest allocations at the peak", known(every_column, rows[:top]), rows[:top], notes
-    )
+    table = make_table("Largest allocations at the peak", known(columns, rows), rows, notes)
     return Section(name="largest", tables=(table,) if rows else (), rows=every, keys=_LIKE_KEYS)
 
 
-def _like(row: LikeAllocations) -> Row:
+def _like(group: LikeAllocations) -> Row:
+    """The values of a group of like allocations."""
+    stack = [f"{place.file}:{place.line} {place.function}" for place in group.places]
     return {
-        **_tensor(row),
-        "mib": row.num_bytes / MIB,
-        "place": innermost(row.places),
-        "places": " < ".join(f"{place.file}:{place.line} {place.function}" for place in row.places),
+        **_tensor(group),
+        "mib": group.num_bytes / MIB,
+        "place": innermost(group.places),
+        "places": " < ".join(stack),
     }
 
 
-def _tensor(row: LikeAllocations | SavedTensor) -> Row:
-    return fields_of(row) | {
-        "bytes": row.num_bytes,
-        "shape": " x ".join(map(str, row.shape)),
-        "shape_and_type": shape_text(row.shape, row.dtype),
+def _tensor(tensor: LikeAllocations | SavedTensor) -> Row:
+    """The values that like allocations and saved tensors both have."""
+    return fields_of(tensor) | {
+        "bytes": tensor.num_bytes,
+        "shape": " x ".join(map(str, tensor.shape)),
+        "shape_and_type": shape_text(tensor.shape, tensor.dtype),
     }
 
 
 def _origin_columns() -> list[Column]:
+    """What an allocation was for, and the code that made it."""
     return columns_of(
         "category", column("phase", write=label, drop_order=9), "name", "shape_and_type", "place"
     )
@@ -337,8 +329,12 @@ def blocks(profile: MemoryProfile) -> Section:
         _tensor(saved) | {"share": ratio(saved.num_bytes, block.saved_bytes)}
         for saved in block.saved
     ]
-    within, what = column("name", name="within the block"), column("shape_and_type", drop_order=3)
-    shown = columns_of(in_unit("bytes", MIB_CELL), "share", within, what)
+    shown = columns_of(
+        in_unit("bytes", MIB_CELL),
+        "share",
+        column("name", name="within the block"),
+        column("shape_and_type", drop_order=3),
+    )
     alike = sum(other.saved_bytes == block.saved_bytes for other in profile.blocks)
     notes = [
         f"Of {size(block.saved_bytes)} in {counted(len(block.saved), 'tensor')}, as much as in "
@@ -350,11 +346,8 @@ def blocks(profile: MemoryProfile) -> Section:
             f"Of these, {size(again)} are not kept from forward on: backward computes them again."
         )
     title = f"Largest tensors that {label(block.name)} saves for backward"
-    return Section(
-        name="blocks",
-        tables=(make_table(title, shown, tensors[:NUM_CONTRIBUTORS], notes),),
-        rows=rows,
-    )
+    table = make_table(title, shown, tensors[:NUM_CONTRIBUTORS], notes)
+    return Section(name="blocks", tables=(table,), rows=rows)
 
 
 def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[Section]:
@@ -365,19 +358,24 @@ def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[
     several a bar each in `peaks`.
     """
     entries = _in_order(entries)
-    found = [peaks(entries), boundaries(entries), largest(entries, top)]
+    sections = [peaks(entries), boundaries(entries), largest(entries, top)]
+    added = added_sections(MemoryEntry, entries)
     profile = entries[0].profile
     if entries[0].config is None:
-        timeline = Section(
-            name="timeline", pictures=[Drawing("timeline", partial(draw_memory, profile))]
-        )
-        return [*found, blocks(profile), timeline]
-    return [*found, Section(name="plots", pictures=[*peak_charts(entries), *_timelines(entries)])]
+        timeline = Drawing("timeline", partial(draw_memory, profile))
+        sections += [blocks(profile), Section(name="timeline", pictures=[timeline])]
+        return sections + added
+    pictures: list[Picture] = [*peak_charts(entries), *_timelines(entries)]
+    return [*sections, *added, Section(name="plots", pictures=pictures)]
 
 
 def memory_tables(entries: Sequence[MemoryEntry]) -> list[Table]:
     """Tables for a terminal on the peaks of runs."""
-    return list(peaks(_in_order(entries)).tables) if entries else []
+    if not entries:
+        return []
+    entries = _in_order(entries)
+    sections = [peaks(entries), *added_sections(MemoryEntry, entries)]
+    return [table for section in sections for table in section.tables]
 
 
 def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
@@ -385,13 +383,11 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     then the details.
     """
     said, alone = set(answer(profile)), [MemoryEntry(profile=profile)]
-    found = findings_table([text for text in findings(profile) if text not in said])
-    sections = boundaries(alone), largest(alone, top), blocks(profile)
-    return [
-        table
-        for table in (found, *(own for section in sections for own in section.tables))
-        if table.rows
-    ]
+    further = findings_table([text for text in findings(profile) if text not in said])
+    sections = [boundaries(alone), largest(alone, top), blocks(profile)]
+    sections += added_sections(MemoryEntry, alone)
+    tables = [further, *(table for section in sections for table in section.tables)]
+    return [table for table in tables if table.rows]
 
 
 def write_memory(
@@ -422,9 +418,11 @@ def _findings(profile: MemoryProfile) -> Table:
 
 
 def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
+    """The picture of each run."""
     titles = labels(entries, always=("size", "context_length", "mode", "precision"))
     stems = file_names(entry.config.key for entry in entries if entry.config)
-    return [
-        Drawing(f"{stem}_timeline", partial(draw_memory, entry.profile, settings([entry]), title))
-        for entry, title, stem in zip(entries, titles, stems, strict=True)
-    ]
+    drawings = []
+    for entry, title, stem in zip(entries, titles, stems, strict=True):
+        draw = partial(draw_memory, entry.profile, settings([entry]), title)
+        drawings.append(Drawing(f"{stem}_timeline", draw))
+    return drawings

@@ -39,7 +39,7 @@ from cs336.analysis.kernels.step_profile import (
 )
 from cs336.config import Profiler
 from cs336.costs.communication import Collective
-from cs336.report.sections.kernels.tables import Explained
+from cs336.report.sections.kernels.entry import Explained
 from tests.report.making import H200, make_config, make_record
 from tests.report.reading import csv_rows
 

@@ -9,6 +9,7 @@ from cs336.report.progress import StatusLine
 from cs336.report.results import Results
 from cs336.report.sections.kernels import files as kernel_files
 from cs336.report.sections.kernels import findings as kernel_findings
+from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.files import (
     MAX_MODULES,
     answer_of,
@@ -21,7 +22,6 @@ from cs336.report.sections.kernels.files import (
     tables_of_one,
     write_kernels,
 )
-from cs336.report.sections.kernels.tables import Explained
 from tests.report.reading import column, csv_rows
 from tests.report.sections.kernels.profiles import (
     FORWARD,

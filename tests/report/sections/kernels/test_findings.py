@@ -22,8 +22,8 @@ from cs336.config import (
 )
 from cs336.record import WarningCode
 from cs336.report.sections.kernels import findings as of_kernels
+from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import Limit, limit_of
-from cs336.report.sections.kernels.tables import Explained
 from tests.report.making import H200, make_config, make_record
 from tests.report.sections.kernels.profiles import (
     BACKWARD,

@@ -12,16 +12,9 @@ from cs336.config import Parallel, Phase, Precision, Profiler
 from cs336.record import Measurement
 from cs336.report.formats import csv_of
 from cs336.report.results import Results
-from cs336.report.sections.kernels.tables import (
-    Explained,
-    attention,
-    classes,
-    communication,
-    load_profiled,
-    phases,
-    ranks,
-    top_kernels,
-)
+from cs336.report.sections.kernels.communication import communication, ranks
+from cs336.report.sections.kernels.entry import Explained, load_profiled
+from cs336.report.sections.kernels.tables import attention, classes, phases, top_kernels
 from cs336.sweep.store import explanation_path
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import column, csv_rows

@@ -6,8 +6,9 @@ import pytest
 
 from cs336.analysis.memory.profile import OPTIONAL, Category, read_memory_profile
 from cs336.config import Mode, Precision, Profiler
-from cs336.report.sections.memory.findings import MemoryEntry, innermost, size
+from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.report.sections.memory.tables import blocks, boundaries, largest, peaks, write_memory
+from cs336.report.sections.memory.words import innermost, size
 from tests.report.making import make_config
 from tests.report.reading import column, csv_rows
 from tests.report.sections.memory.profiles import (

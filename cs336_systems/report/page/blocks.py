@@ -1,0 +1,215 @@
+"""What a page consists of: a first screen, chapters of blocks, and the entries of the list of all
+pages. The template page.html writes each of them.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..charts import Bar, Chart, Style, visible
+from ..columns import Column
+from ..section import Table
+from ..words import in_percent, significant
+
+MOST_COLUMNS, LEAST_WORTH = 8, 5
+"""A table with more columns than that is shown without those whose `drop_order` is higher, until
+somebody asks.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prose:
+    """Sentences."""
+
+    paragraphs: Sequence[str]
+    kind: str = "prose"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableBlock:
+    """A table below an identifier."""
+
+    id: str
+    table: Table
+    kind: str = "table"
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes that are not findings, which the page shows first."""
+        return [note for note in self.table.notes if note not in self.table.findings]
+
+    @property
+    def columns(self) -> list[tuple[int, Column, bool]]:
+        """Index and heading of each column, and whether it is folded; those that are stand last."""
+        headings = self.table.headings
+        is_wide = len(headings) > MOST_COLUMNS
+        columns = [
+            (index, heading, is_wide and heading.drop_order > LEAST_WORTH)
+            for index, heading in enumerate(headings)
+        ]
+        return sorted(columns, key=lambda column: column[2])
+
+    @property
+    def rows(self) -> Iterator[tuple[bool, list[tuple[str, str | None, bool]]]]:
+        """Whether each row failed, and its cells: text, the value to sort a number by, and
+        whether it is folded.
+        """
+        table, columns = self.table, self.columns
+        for number, row in enumerate(table.rows):
+            values = table.values[number] if number < len(table.values) else {}
+            cells = [
+                (row[index], _sort_value(heading, values), is_folded)
+                for index, heading, is_folded in columns
+            ]
+            yield number in table.failed, cells
+
+
+def _sort_value(heading: Column, values: Mapping[str, Any]) -> str | None:
+    """The value below the heading, unrounded; empty if it is not known, and None for a text."""
+    if not heading.numeric:
+        return None
+    value = values.get(heading.key)
+    is_known = isinstance(value, int | float) and not math.isnan(value)
+    return f"{value:.8g}" if is_known else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureBlock:
+    """A picture below an identifier, as an SVG; matplotlib escapes its words."""
+
+    id: str
+    svg: str
+    kind: str = "picture"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Horizontal bars below each other, on one scale that begins at 0, with one legend."""
+
+    title: str
+    bars: Sequence[Bar]
+    styles: Mapping[str, Style]
+    unit: str
+    kind: str = "bars"
+
+    @property
+    def legend(self) -> list[tuple[str, Style, str]]:
+        """Name and style of each part that can be seen in some bar; of a bar alone in its order,
+        with the values.
+        """
+        styles = visible(self.bars, self.styles)
+        if len(self.bars) > 1:
+            return [(name, style, "") for name, style in styles.items()]
+        return [
+            (name, styles[name], self.words(bar, name))
+            for bar in self.bars
+            for name in bar.parts
+            if name in styles
+        ]
+
+    def words(self, bar: Bar, name: str) -> str:
+        """How large the part is, and which share of the bar."""
+        share = f"{in_percent(bar.parts[name] / bar.length)} %"
+        if self.unit == "%":
+            return share
+        return f"{significant(bar.parts[name], 3)} {self.unit}, {share}"
+
+    def width(self, value: float) -> str:
+        """The part of the full width that this value takes, for CSS."""
+        longest = max(bar.length for bar in self.bars)
+        return f"{100 * value / longest:.3f}%" if longest else "0"
+
+    def spoken(self, bar: Bar) -> str:
+        """The bar in words, for those who do not see it."""
+        parts = [f"{name} {self.words(bar, name)}" for name in bar.parts]
+        return f"{bar.name}: {', '.join([bar.words, *parts, bar.failure])}"
+
+    @classmethod
+    def of(cls, chart: Chart) -> "Bars":
+        """The horizontal bars of a chart, whose panels share one scale here."""
+        label = chart.panels[0].label
+        unit = next((unit for unit in ("%", "ms", "GiB") if f"({unit})" in label), "")
+        bars = [bar for panel in chart.panels for bar in panel.bars]
+        return cls(title=chart.title, bars=bars, styles=chart.styles, unit=unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Pairs of a name and a text."""
+
+    rows: Sequence[tuple[str, str]]
+    kind: str = "facts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """A long text as it is, such as a traceback, closed until somebody opens it."""
+
+    title: str
+    text: str
+    kind: str = "closed"
+
+
+Block = Prose | TableBlock | PictureBlock | Bars | Facts | Closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """Blocks below one heading."""
+
+    id: str
+    title: str
+    blocks: Sequence[Block] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One number, what it is, and a note below it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """What a reader sees first."""
+
+    answer: str
+    more: str = ""
+    """The rest of the finding that the answer is the first sentence of."""
+    bars: Sequence[Bars] = ()
+    tiles: Sequence[Tile] = ()
+    trust: str = ""
+    doubts: Sequence[str] = ()
+    """What puts the numbers in doubt; where there is anything, `trust` is not shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What a reader sees first, then chapters; in the list of all pages, their entries by
+    subject.
+    """
+
+    title: str
+    chapters: Sequence[Chapter] = ()
+    glance: Glance | None = None
+    shelves: Mapping[str, Sequence["Entry"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A page in the list of all."""
+
+    link: str
+    name: str
+    page: Page
+
+    @property
+    def thumbnail(self) -> Bars | PictureBlock | None:
+        """The last bars of the page's first screen, else its first picture."""
+        if self.page.glance is not None and self.page.glance.bars:
+            return self.page.glance.bars[-1]
+        blocks = (block for chapter in self.page.chapters for block in chapter.blocks)
+        return next((block for block in blocks if isinstance(block, PictureBlock | Bars)), None)

@@ -1,0 +1,65 @@
+"""A results directory, as its page shows it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...config import Profiler
+from ..compared import Compared
+from ..results import KERNELS, MEMORY, Results, StudyResults
+from ..sections.ladder import RungResult
+
+SUBJECTS = {
+    "steps": "Time and memory of a training step",
+    "ladders": "From the slow step to the fast one",
+    "kernels": KERNELS,
+    "memory": MEMORY,
+    "attention": "Attention alone",
+    "fusion": "Fused operations",
+    "ceilings": "What the machine reaches",
+    "precision": "Precision",
+    "comparisons": "A against B",
+}
+"""All subjects in the order of the list of all pages; sweeps are by what was profiled in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Climbed:
+    """A ladder that was run: the records and profiles of its rungs, and the result of each rung."""
+
+    results: Results
+    rows: Sequence[RungResult]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """The results in one directory, as far as it has any."""
+
+    path: Path
+    sweep: Results | None = None
+    """Of a comparison, the runs that `cs336 compare` measured."""
+    compared: Compared | None = None
+    climbed: Climbed | None = None
+    study: StudyResults | None = None
+
+    @property
+    def results(self) -> Results | None:
+        """The runs, of a sweep or of a ladder."""
+        return self.sweep if self.climbed is None else self.climbed.results
+
+    @property
+    def subject(self) -> str:
+        """The key of SUBJECTS that it belongs to; a sweep that also has profiles belongs to
+        these.
+        """
+        if self.study is not None:
+            return self.study.subject
+        if self.climbed is not None:
+            return "ladders"
+        if self.compared is not None:
+            return "comparisons"
+        records = () if self.sweep is None else self.sweep.records
+        profilers = {record.config.profiler for record in records}
+        if Profiler.MEMORY in profilers:
+            return "memory"
+        return "kernels" if profilers - {Profiler.NONE} else "steps"
