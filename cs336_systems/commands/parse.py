@@ -71,7 +71,7 @@ def parse(
         words = [HELP[-1]]
         kind = _for_help(kind, names)
     elif not set(words).isdisjoint(HELP):
-        shown = names
+        shown: Collection[str] = names
         if len(names) > FEW:
             shown = COMMON
             description += f"\n\n{prog} {HELP_ALL} shows {len(names)} flags."
