@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, Any
 
 from .choices import (
     Arch,
