@@ -41,13 +41,13 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) '.[report]'
+	$(INSTALL) '.[torch,report]'
 	touch $@
 
 $(DEV): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) '.[report,dev]'
+	$(INSTALL) '.[torch,report,dev]'
 	touch $@ $(RUNTIME)
 
 $(CHECK): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) '.[report,check]'
+	$(INSTALL) '.[torch,report,check]'
 	touch $@ $(RUNTIME)

@@ -14,6 +14,9 @@ _FOLDER = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120
 
 def __getattr__(name: str) -> object:
     if name == "watch":  # which needs torch, and commands that need none shall start quickly
+        from .torch_needed import LEAST_TO_WATCH, require_torch
+
+        require_torch("watch", LEAST_TO_WATCH)
         from .watched import watch
 
         return watch

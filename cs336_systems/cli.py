@@ -18,6 +18,7 @@ from .files import FileError, error_in_words
 from .interrupt import LINE
 from .sweep.store import LockedError, SweepError
 from .text import print_aside
+from .torch_needed import TorchError
 
 GROUPS = {
     "Measure": {
@@ -74,6 +75,9 @@ def _exit_status(main: Callable[..., int]) -> Callable[..., int]:
             finally:
                 sys.stdout.flush()  # the end of Python would tell of a full disk by a traceback
         except (UsageError, FileError) as error:
+            print_aside(f"error: {error}")
+            return USAGE
+        except TorchError as error:
             print_aside(f"error: {error}")
             return USAGE
         except (SweepError, LockedError, NsysError, OSError) as error:

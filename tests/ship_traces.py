@@ -39,17 +39,18 @@ def on_gpu(
 
 
 def shipped() -> Iterator[RunConfig]:
-    """Steps whose tapes come with the program: measured ones, alone and shared; what --fast and
-    --fit ask first.
+    """Steps whose tapes come with the program: measured ones, alone and shared; every preset at its
+    common settings; what --fast and --fit ask first.
     """
     for path in sorted(DATA.glob("*/**/runs/*.json")):
         config = read_record(path).config
         yield from (config, config.alone)
     precisions = (Precision.FP32, Precision.BF16)
-    for size, attention, precision, mode in itertools.product(
-        ("tiny", "small"), Attention, precisions, Mode
-    ):
-        yield on_gpu(size, attention, precision=precision, mode=mode)
+    for size, attention, precision in itertools.product(SIZES, Attention, precisions):
+        for mode in Mode:
+            yield on_gpu(size, attention, precision=precision, mode=mode)
+        yield on_gpu(size, attention, precision=precision, batch_size=1)
+        yield on_gpu(size, attention, context_length=1, precision=precision)
     for size, precision in (
         ("tiny", Precision.FP32),
         ("small", Precision.FP32),

@@ -19,11 +19,12 @@ from ..costs.hardware import (
     find_device,
     is_short_for,
 )
-from ..costs.time import has_large_matmuls, prepare_forecasts
-from ..costs.traces import one_tracer, own_parameters, why_untraced
+from ..costs.time import has_large_matmuls, prepare_forecasts, steps_to_trace
+from ..costs.traces import is_at_hand, one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
 from ..studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
 from ..text import print_aside
+from ..torch_needed import require_torch
 from . import flags
 from .outcome import OK, UsageError, checked, load_ceilings_or_warn, show
 
@@ -300,6 +301,8 @@ def run(arguments: AccountArguments) -> int:
         return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
     memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
+    if not all(map(is_at_hand, steps_to_trace(config))):
+        require_torch(f"{config.label}: its tape does not come with the program; tracing the step")
     if config.model_factory is not None:
         print_aside(f"tracing a step of {config.model_factory} without data")
         prepare_forecasts([config], of_users=True)

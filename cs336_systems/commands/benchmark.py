@@ -21,6 +21,7 @@ from ..report.progress import StatusLine
 from ..sweep import store
 from ..sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from ..text import counted, print_aside, print_line
+from ..torch_needed import require_torch
 from . import flags, outcome
 
 TOP = 10
@@ -109,6 +110,7 @@ class BenchmarkArguments(flags.Flags):
 def run(arguments: BenchmarkArguments) -> int:
     """Measure the run, write its record, print its tables, and return the exit status."""
     config = outcome.checked(arguments.config)
+    require_torch("measuring")
     flags.explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
         flags.explain_fast([config])

@@ -20,6 +20,7 @@ from ..studies.ceilings_records import PADDED, CeilingsGrid, Shape
 from ..studies.operators import AttentionGrid, FusionGrid
 from ..sweep.store import make_writable, time_stamp, writing
 from ..text import print_aside, print_line
+from ..torch_needed import require_torch
 from . import flags
 from .outcome import FAILED, OK, checked
 
@@ -67,6 +68,7 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         """Measure the cells that have no result yet, keeping each, and write the results and
         print them.
         """
+        require_torch("measuring")
         flags.explain_cpu_fallback(self.device)
         grid, directory = checked(self.grid), checked(self.directory)
         flags.look_at_machine(flags.resolve_device(self.device))
@@ -287,6 +289,7 @@ class PrecisionArguments:
         """Observe sums, layer norm and data types, print them, and write them into the directory
         if one is given.
         """
+        require_torch("measuring")
         flags.explain_cpu_fallback(self.device)
         devices = checked(self.devices)
         if self.output is not None:

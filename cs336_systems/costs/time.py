@@ -162,21 +162,22 @@ def prepare_forecasts(configs: Iterable[RunConfig], *, of_users: bool = False) -
 
     Users' own models are traced only if `of_users`, because that runs their code.
     """
-    found = []
+    steps: list[RunConfig] = []
     for config in configs:
-        is_own = config.parallel is Parallel.OWN or config.own_optimizer is not None
-        if (
-            config.device is Device.CUDA
-            and not is_own
-            and (of_users or config.model_factory is None)
-        ):
-            alone = config.alone
-            found += [
-                each
-                for each in (config, alone)
-                if each == each.without_shortcuts or is_fast_step(each)
-            ]
-    prepare(found)
+        if of_users or config.model_factory is None:
+            steps += steps_to_trace(config)
+    prepare(steps)
+
+
+def steps_to_trace(config: RunConfig) -> list[RunConfig]:
+    """The steps whose tapes forecasts of this configuration need: its own, and that of one rank
+    alone; none where nothing is foretold.
+    """
+    has_own_code = config.parallel is Parallel.OWN or config.own_optimizer is not None
+    if config.device is not Device.CUDA or has_own_code:
+        return []
+    steps = dict.fromkeys((config, config.alone))
+    return [step for step in steps if step == step.without_shortcuts or is_fast_step(step)]
 
 
 def has_known_kernels(config: RunConfig, curves: Curves) -> bool:

@@ -26,7 +26,8 @@ import msgspec
 from ..config import SETTINGS, Attention, CompileMode, Device, Precision, RunConfig
 from ..files import user_cache, write_atomically
 from ..settings import non_defaults
-from ..text import print_aside
+from ..text import counted, print_aside
+from ..torch_needed import lacking_torch, require_torch
 from .shards import axes
 from .tape import Tape
 
@@ -94,6 +95,8 @@ def tape_of(config: RunConfig) -> Tape:
     """The steps of a run until the steady state, of a configuration that has a tape."""
     prepare([config])
     tape = _resized(_tape(config), tuple(axes(config).items()))
+    if not tape.steps:
+        require_torch(f"{config.label}: its tape does not come with the program; tracing the step")
     assert tape.steps, f"{config.label} cannot be traced"
     return tape
 
@@ -218,10 +221,14 @@ def prepare(configs: Iterable[RunConfig]) -> None:
     Nothing is said of a user's own model that cannot be used: whoever asks has no forecast then,
     and no parameters.
     """
+    untraced: dict[str, list[str]] = {}
     for config in trace_missing(configs):
         reason = why_untraced(config)
         if reason and (config.model_factory is None or own_parameters(config)):
-            print_aside(f"{config.model_factory or config.label}: no forecast: {reason}")
+            untraced.setdefault(reason, []).append(config.model_factory or config.label)
+    for reason, (first, *others) in untraced.items():
+        more = f" and {counted(len(others), 'other')}" if others else ""
+        print_aside(f"{first}{more}: no forecast: {reason}")
 
 
 def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
@@ -229,10 +236,14 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
     that were traced.
     """
     asked: Asked = {}
+    missing: dict[str, RunConfig] = {}
     for config in configs:
         key, known = traced_as(config)
         if _kept(_name(key)) is None:
             asked[_name(key)] = key, known
+            missing.setdefault(_name(key), config)
+    if not asked:
+        return []
     with one_tracer() as trace:
         for name, (key, known) in asked.items():
             _traced.update(trace({name: (key, known)}))
@@ -242,7 +253,7 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
             with contextlib.suppress(OSError):  # without a cache it is traced again
                 _cache().mkdir(parents=True, exist_ok=True)
                 write_atomically(_cache() / name, _seal(name, _traced[name]) + _traced[name])
-    return [key for key, _ in asked.values()]
+    return [*missing.values()]
 
 
 Asked = dict[str, tuple[RunConfig, dict[str, int]]]
@@ -259,7 +270,10 @@ def one_tracer() -> Iterator[Trace]:
     """Let all that is traced in this block be traced by one process; by this one if it has torch
     anyway.
     """
-    if "torch" in sys.modules:
+    if lacking := lacking_torch():
+        failure = encoded(Tape.of_failure(f"tracing the step {lacking}"))
+        yield lambda asked: dict.fromkeys(asked, failure)
+    elif "torch" in sys.modules:
         yield importlib.import_module(TRACER).trace_all
     elif _open:
         yield _open[0].trace

@@ -20,6 +20,7 @@ from ..config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profile
 from ..measure.environment import identity
 from ..measure.nvml import Gpu, alike, visible_gpus
 from ..record import RunRecord, Status, load_records
+from ..torch_needed import require_torch
 from . import isolation, keep, store
 from .process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 
@@ -71,6 +72,7 @@ def run_sweep(
                 stack.enter_context(
                     store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
                 )
+        require_torch("measuring")
         present = identity(configs[0].device, gpus[0]) if configs else None
         keeper, todo, unexplained, _ = keep.resume(
             configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present

@@ -98,13 +98,15 @@ def site_packages(environment: Path) -> Path:
     return Path(sysconfig.get_path("purelib", vars={"base": environment, "platbase": environment}))
 
 
-def new_environment(place: Path) -> Path:
-    """An environment that sees the dependencies of this one but not its installed program."""
+def new_environment(place: Path, *, without: tuple[str, ...] = ()) -> Path:
+    """An environment that sees the packages of this one, but not its installed program and not
+    those that are left out by the beginning of their names.
+    """
     venv.create(place, symlinks=True)
     dependencies = place / "dependencies"
     dependencies.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if "cs336_systems" not in path.name:
+        if "cs336_systems" not in path.name and not path.name.startswith(without or ("-",)):
             (dependencies / path.name).symlink_to(path)
     (site_packages(place) / "zz_dependencies.pth").write_text(f"{dependencies}\n")
     return place
