@@ -68,7 +68,6 @@ __all__ = (
     "SETTINGS",
     "SIZES",
     "UNSIZED",
-    "WATCHED",
     "Arch",
     "Attention",
     "CompileMode",
@@ -118,10 +117,6 @@ own.
 """
 UNSIZED = "own"
 """`size` of a user's own model whose factory takes no sizes."""
-WATCHED = "watch"
-"""Module part of `model_factory` in records of loops that were watched: watch:name has no
-factory.
-"""
 EAGER_STEPS_BEFORE_GRAPH = 3
 """Eager steps before a CUDA graph is recorded: one compiles, one makes the optimizer's state,
 one runs with both.
@@ -250,7 +245,6 @@ class RunConfig:
             ),
             csv_place=14,
             noted=Noted.ALWAYS,
-            unknown_of_loop=True,
             is_common=True,
         ),
     ] = OptimizerKind.ADAMW
@@ -290,7 +284,6 @@ class RunConfig:
             note="compile {}",
             csv_place=13,
             noted=Noted.FIRST,
-            unknown_of_loop=True,
             is_common=True,
         ),
     ] = CompileMode.NONE
@@ -868,7 +861,6 @@ class RunConfig:
                 ),
             ),
             csv_place=24,
-            unknown_of_loop=True,
             without_cost=True,
         ),
     ] = 1e-3
@@ -930,13 +922,7 @@ class RunConfig:
     ] = None
     seed: Annotated[
         int,
-        Setting(
-            "Seed of the weights and the tokens.",
-            least=0,
-            csv_place=43,
-            unknown_of_loop=True,
-            without_cost=True,
-        ),
+        Setting("Seed of the weights and the tokens.", least=0, csv_place=43, without_cost=True),
     ] = 0
     repeat: Annotated[
         int,

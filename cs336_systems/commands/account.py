@@ -22,11 +22,17 @@ from ..costs.hardware import (
 from ..costs.time import has_large_matmuls, prepare_forecasts, steps_to_trace
 from ..costs.traces import is_at_hand, one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
-from ..studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
+from ..studies.ceilings_files import (
+    FILE_NAME,
+    Ceilings,
+    ceilings_files,
+    load_ceilings,
+    load_ceilings_or_warn,
+)
 from ..text import print_aside
 from ..torch_needed import require_torch
 from . import flags
-from .outcome import OK, UsageError, checked, load_ceilings_or_warn, show
+from .outcome import OK, UsageError, checked, show
 
 GIB = 2**30
 CEILINGS = Path("data/ceilings")

@@ -13,7 +13,7 @@ from ..config import Device, RunConfig
 from ..measure.nvml import visible_gpus
 from ..record import RunRecord
 from ..report.progress import StatusLine
-from ..studies.ceilings_files import Ceilings, ceilings_beside
+from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..sweep.ladder import (
     GATE_STEPS,
     RUNG_NAMES,
@@ -28,7 +28,7 @@ from ..sweep.ladder import (
 from ..sweep.nsys import is_under_nsys
 from ..text import counted, plain_word, print_line
 from . import flags
-from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
+from .outcome import OK, UsageError, checked, load_records_or_warn, show
 from .sweep import measure_all
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     records = [
         each
         for each in load_records_or_warn(directory / "runs")
-        if each.config.configuration in own
+        if each.subject.configuration in own
     ]
     profiled = load_profiled(records, directory)
     results = Results(records=records, kernels=profiled, ceilings=beside)

@@ -31,12 +31,12 @@ from ..report.progress import StatusLine
 from ..report.results import STUDIES, Results, Study, StudyResults
 from ..report.section import Section, Table, make_table
 from ..report.sections.ladder import write_ladder_report
-from ..studies.ceilings_files import Ceilings, ceilings_beside
+from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..studies.records import read_study
 from ..sweep.run import explain_again
 from ..text import counted, print_aside, print_line
 from . import ladder
-from .outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
+from .outcome import FAILED, OK, UsageError, checked
 from .sweep import write_results
 
 FOLDER = "forecast"
@@ -106,8 +106,11 @@ def scored(
     for directory, records in sorted(sweeps.items()):
         alike: dict[RunConfig, list[RunRecord]] = {}
         for record in records:
-            if record.status is Status.OK and record.config.profiler is Profiler.NONE:
-                alike.setdefault(replace(record.config, repeat=0), []).append(record)
+            config = record.config
+            if config is None or config.profiler is not Profiler.NONE:
+                continue
+            if record.status is Status.OK:
+                alike.setdefault(config.configuration, []).append(record)
         for config, own in alike.items():
             curves = ceilings_of(directory).curves(own[0].device_name or "")
             if curves is None or (found := predicted_time(config, curves)) is None:

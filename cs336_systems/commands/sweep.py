@@ -33,7 +33,7 @@ from ..measure.nvml import usable_gpu_bytes, visible_gpus
 from ..record import RunRecord
 from ..report.progress import IMPORTING, StatusLine
 from ..report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
-from ..studies.ceilings_files import ceilings_beside
+from ..studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
 from ..sweep.nsys import is_under_nsys
 from ..sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
 from ..text import counted, plain_word, print_aside, print_line
@@ -44,7 +44,6 @@ from .outcome import (
     OK,
     UsageError,
     checked,
-    load_ceilings_or_warn,
     print_last,
     print_profile_paths,
     status_of,
@@ -527,7 +526,7 @@ def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLi
     print_sweep(results.tables(), records, directory)
     if page is not None:
         print_line(f"page: {page}")
-    print_profile_paths([record.config for record in records], directory / "runs")
+    print_profile_paths([record.subject for record in records], directory / "runs")
 
 
 def write_results(results: "Results", directory: Path, status: StatusLine) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from ..analysis import compare
 from ..analysis.statistics import FEWEST
 from ..analysis.warnings import in_doubt
-from ..config import RunConfig
 from ..files import read_json
 from ..record import RecordError, RunRecord, load_records, read_record
+from ..subject import Subject
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
 from .configurations import step_results
@@ -152,8 +152,8 @@ def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Split runs that were measured alternately into A's (even repeats) and B's (odd repeats),
     by repeat.
     """
-    ordered = sorted(records, key=lambda record: record.config.repeat)
-    return [[record for record in ordered if record.config.repeat % 2 == side] for side in (0, 1)]
+    ordered = sorted(records, key=lambda record: record.subject.repeat)
+    return [[record for record in ordered if record.subject.repeat % 2 == side] for side in (0, 1)]
 
 
 def records_at(path: Path) -> Sequence[RunRecord]:
@@ -184,7 +184,7 @@ def _section(
         *identity_columns(rows, [name for name in ALWAYS if name not in differing]),
         *known(columns_of(*rates, *SWEEPS), rows),
     ]
-    shared = shared_settings([(row["config"], row["device_name"]) for own in found for row in own])
+    shared = shared_settings([(row.subject, row["device_name"]) for own in found for row in own])
     notes = [*told, *([f"{shared}."] if shared else [])]
     table = make_table(
         "A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told
@@ -197,7 +197,7 @@ def _section(
 def _matched(found: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", found, strict=True):
-        if len({row["config"] for row in rows}) < len(rows):
+        if len({row.subject for row in rows}) < len(rows):
             raise ValueError(
                 f"{name} has the same configuration on several devices; keep each device's runs "
                 "apart"
@@ -209,7 +209,7 @@ def _matched(found: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> com
             "no configuration of A is in B; see the results of each with `cs336 report`"
         )
     for i, j in matching.pairs:
-        compare.refuse_other_work(found[0][i]["config"], found[1][j]["config"])
+        compare.refuse_other_work(found[0][i].subject, found[1][j].subject)
         if (of_a := a[i]["warmup_steps"]) != (of_b := b[j]["warmup_steps"]) and not allow_mixed:
             raise ValueError(
                 f"A had {of_a} warm-up steps and B had {of_b}, to which a difference may be due; "
@@ -224,18 +224,18 @@ def _settings(row: StepResult) -> Row:
     return settings
 
 
-def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.Blocks]:
+def _times(side: Sequence[RunRecord], sides: int) -> dict[Subject, compare.Blocks]:
     """The times per token of each process that ended well, by configuration."""
-    found: dict[RunConfig, list[RunRecord]] = {}
+    found: dict[Subject, list[RunRecord]] = {}
     for record in side:
-        found.setdefault(record.config.configuration, []).append(record)
+        found.setdefault(record.subject.configuration, []).append(record)
     return {config: compare.measured_steps(records, sides) for config, records in found.items()}
 
 
 def _row(
     a: StepResult | None,
     b: StepResult | None,
-    times: Sequence[Mapping[RunConfig, compare.Blocks]],
+    times: Sequence[Mapping[Subject, compare.Blocks]],
     differing: Sequence[str],
     are_alternate: bool,
 ) -> Row:
@@ -246,7 +246,7 @@ def _row(
     row: Row = {**identity, "identity": identity}
     measured = []
     for side, own, of_side in zip("ab", (a, b), times, strict=True):
-        measured.append(of_side.get(own["config"], {}) if own else {})
+        measured.append(of_side.get(own.subject, {}) if own else {})
         row |= {f"{name}_{side}": own["identity"][name] if own else None for name in differing}
         row |= {
             f"{side}_{name}": own[name] if own else None
@@ -269,7 +269,7 @@ def _row(
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    per = "" if a["config"].tokens_per_step == b["config"].tokens_per_step else " per token"
+    per = "" if a.subject.tokens_per_step == b.subject.tokens_per_step else " per token"
     found = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
     doubted = in_doubt([*a.codes, *b.codes])
     ratio = {
@@ -323,7 +323,7 @@ def _what_is_what(
             f"They differ throughout in {', '.join(told)}; rows are matched by all other settings."
         )
     for i, j in matching.pairs:
-        a, b = (row["config"].tokens_per_step for row in (found[0][i], found[1][j]))
+        a, b = (row.subject.tokens_per_step for row in (found[0][i], found[1][j]))
         if a != b:
             yield (
                 f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, "

@@ -114,7 +114,8 @@ def of_steps(rows: Sequence[StepResult]) -> Headline:
         text = f"A step takes {times}: {', '.join(parts)}"
     late = [index for index, row in enumerate(rows) if WarningCode.LAUNCH_BOUND in row.codes]
     more = f"{told.count(LIMITED, late)}." if late else ""
-    if late and all(rows[index].config.compile is CompileMode.NONE for index in late):
+    configs = [rows[index].config for index in late]
+    if late and all(config and config.compile is CompileMode.NONE for config in configs):
         more += " Try --compile there."
     return f"{text}{told.failures()}.", more
 
@@ -159,7 +160,7 @@ def of_memory(entries: Sequence[MemoryEntry], rows: Sequence[StepResult]) -> Hea
     first = [
         own
         for entry in entries
-        if (own := entry.config) and own.warmup_steps == 0 and own.mode is Mode.TRAIN
+        if (own := entry.subject) and own.warmup_steps == 0 and own.mode is Mode.TRAIN
     ]
     is_first_step = bool(entries) and len(first) == len(entries)
     if len(entries) == 1 and len(rows) <= 1 and not ends and not is_first_step:

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..analysis.columns import ProfileError
-from ..config import Profiler, RunConfig
+from ..config import Profiler
 from ..record import RunRecord, Status
+from ..subject import Subject
 from ..text import print_aside
 from . import identity
 from .column import Column, Row
@@ -152,8 +153,8 @@ class Entry(Protocol):
     """An explained profile, with what is known of its run."""
 
     @property
-    def config(self) -> RunConfig | None:
-        """Configuration of the profiled run; None for a file without a record."""
+    def subject(self) -> Subject | None:
+        """What was profiled; None for a file without a record."""
 
     @property
     def device_name(self) -> str | None:
@@ -172,13 +173,13 @@ def load_entries(
     and names the first.
     """
     found, problems = [], []
-    for record in sorted(records, key=lambda record: order(record.config)):
-        if record.config.profiler in profilers:
+    for record in sorted(records, key=lambda record: order(record.subject)):
+        if record.subject.profiler in profilers:
             try:
                 found.append(load(record))
             except ProfileError as error:
                 ended = "" if record.status is Status.OK else f"; the run ended as {record.status}"
-                problems.append(f"{record.config.label}: {error}{ended}")
+                problems.append(f"{record.subject.label}: {error}{ended}")
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         print_aside(f"warning: no explained profile{others}: {problems[0]}")
@@ -187,9 +188,9 @@ def load_entries(
 
 def identities_of(entries: Sequence[Entry]) -> list[identity.Identity]:
     """The identity of each entry; empty for a file without a record."""
-    known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
+    known = [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
     found = iter(identity.identities(known))
-    return [{} if entry.config is None else next(found) for entry in entries]
+    return [{} if entry.subject is None else next(found) for entry in entries]
 
 
 def labels(
@@ -204,7 +205,7 @@ def labels(
 
 def settings(entries: Sequence[Entry], also: Collection[str] = ()) -> str:
     """The settings that all entries share, in words."""
-    known = [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
+    known = [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
     return identity.shared_settings(known, also)
 
 

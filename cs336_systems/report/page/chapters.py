@@ -392,7 +392,7 @@ class Directory:
         if self.climbed is not None or self.compared is not None:
             return "ladders" if self.climbed is not None else "comparisons"
         profilers = (
-            {record.config.profiler for record in self.sweep.records}
+            {record.subject.profiler for record in self.sweep.records}
             if self.sweep is not None
             else set()
         )
@@ -532,7 +532,7 @@ def _runs(records: Sequence[RunRecord]) -> Iterator[Block]:
     """A row for each run, failed ones too, then how they failed."""
     found = sorted(
         records,
-        key=lambda record: (*order(record.config), record.config.profiler, record.config.repeat),
+        key=lambda record: (*order(record.subject), record.subject.profiler, record.subject.repeat),
     )
     rows = [_run(record) for record in found]
     table = make_table(
@@ -547,16 +547,16 @@ def _runs(records: Sequence[RunRecord]) -> Iterator[Block]:
                 shortened(failure.traceback or "", LONGEST_TEXT),
                 failure.log_tail or "",
             ]
-            title = f"{record.config.label}: {words.status_text(record.status)}{where}"
+            title = f"{record.subject.label}: {words.status_text(record.status)}{where}"
             yield Closed(title=title, text="\n\n".join(filter(None, texts)))
 
 
 def _run(record: RunRecord) -> Row:
-    step, config = record.measurement(Phase.STEP), record.config
-    is_profiled = config.profiler is not Profiler.NONE
-    raw = raw_profile_path(config, Path("runs")) if is_profiled else None
+    step, subject = record.measurement(Phase.STEP), record.subject
+    is_profiled = subject.profiler is not Profiler.NONE
+    raw = raw_profile_path(subject, Path("runs")) if is_profiled else None
     return {
-        "run": f"{config.label}{f', under {config.profiler}' if is_profiled else ''}",
+        "run": f"{subject.label}{f', under {subject.profiler}' if is_profiled else ''}",
         "status": str(record.status),
         "step_mean_ms": None if step is None else step.mean_s * 1e3,
         "step_std_ms": None if step is None or step.stdev_s is None else step.stdev_s * 1e3,
@@ -564,7 +564,7 @@ def _run(record: RunRecord) -> Row:
         "warnings": ", ".join(warning.code for warning in record.warnings) or None,
         "record": f"runs/{record.key}.json",
         "profile": None if raw is None else str(raw),
-        "viewer": VIEWERS[config.profiler] if is_profiled else None,
+        "viewer": VIEWERS[subject.profiler] if is_profiled else None,
     }
 
 
@@ -657,9 +657,11 @@ def glance_at(directory: Directory) -> Glance:
 
 def _failed_profiles(results: Results) -> list[str]:
     """How runs under a profiler failed, where the headline is of runs without one."""
-    profiled = [record for record in results.records if record.config.profiler is not Profiler.NONE]
+    profiled = [
+        record for record in results.records if record.subject.profiler is not Profiler.NONE
+    ]
     rows = [{"status": record.status} for record in profiled]
-    ends = NamedRows(rows, [record.config.label for record in profiled]).failures()
+    ends = NamedRows(rows, [record.subject.label for record in profiled]).failures()
     return [f"Under the profiler: {ends.removeprefix('; ')}."] if ends and results.published else []
 
 
@@ -668,7 +670,7 @@ def times_of(results: Results) -> Sequence[StepResult]:
     those of memory.
     """
     profiled = [
-        own for own in results.records if own.config.profiler is not Profiler.MEMORY
+        own for own in results.records if own.subject.profiler is not Profiler.MEMORY
     ] or results.records
     if results.published:
         return results.configurations

@@ -585,10 +585,11 @@ class _Findings:
         """Precisions with tensor cores on the device, for a run with these fp32 products; empty
         if none is known.
         """
+        subject = self.entry.subject
         if (
             not self.on_device
             or not rows
-            or (self.config and self.config.precision is not Precision.FP32)
+            or (subject is not None and subject.precision is not Precision.FP32)
         ):
             return ()
         if device := next(filter(None, map(find_device, self.profile.device_names)), None):

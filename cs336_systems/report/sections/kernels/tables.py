@@ -19,6 +19,7 @@ from ....analysis.kernels.phases import LaunchPhase
 from ....config import Phase, Profiler, RunConfig
 from ....costs.communication import Collective
 from ....record import RunRecord, Status
+from ....subject import Subject
 from ....sweep.store import explanation_path
 from ....text import counted
 from ...columns import Column, Row, column, columns_of
@@ -77,8 +78,13 @@ class Explained:
     """The same run without a profiler; None if there is none that finished."""
 
     @property
-    def config(self) -> RunConfig | None:
+    def subject(self) -> Subject | None:
         """None if the record of the run is not known."""
+        return None if self.profiled is None else self.profiled.subject
+
+    @property
+    def config(self) -> RunConfig | None:
+        """None if the record is not known, or that of a watched loop."""
         return None if self.profiled is None else self.profiled.config
 
     @property
@@ -129,7 +135,7 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Explain
     """
 
     def load(record: RunRecord) -> Explained:
-        path = explanation_path(record.config, directory / "runs")
+        path = explanation_path(record.subject, directory / "runs")
         try:
             profile = step_profile.decode_profile(path.read_bytes())
         except (OSError, ValueError) as error:
@@ -142,12 +148,12 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Explain
 
 def plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:
     """The finished run of the same configuration on the same device, without a profiler."""
-    wanted = record.config.unprofiled
+    wanted = record.subject.unprofiled
     return next(
         (
             other
             for other in records
-            if other.config == wanted
+            if other.subject == wanted
             and other.status is Status.OK
             and other.device_name == record.device_name
         ),
@@ -513,16 +519,16 @@ OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")
 """What `by_configuration` says of each; the share is that of the profiled step's wall time."""
 
 
-def by_configuration(entries: Iterable[Explained]) -> dict[RunConfig, Row]:
+def by_configuration(entries: Iterable[Explained]) -> dict[Subject, Row]:
     """For each configuration on several ranks, the values OF_CONFIGURATION of its profiled runs.
 
     Times are means over the steps, the ranks and the runs. Both are those of the profiled step,
     which is slower.
     """
-    found: dict[RunConfig, list[Row]] = {}
+    found: dict[Subject, list[Row]] = {}
     for entry in entries:
-        if entry.config is not None and entry.profile.communication:
-            found.setdefault(entry.config.unprofiled.configuration, []).append(
+        if entry.subject is not None and entry.profile.communication:
+            found.setdefault(entry.subject.unprofiled.configuration, []).append(
                 _of_run(entry.profile)
             )
     return {
