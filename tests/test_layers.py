@@ -31,6 +31,7 @@ FOLDERS = (
 those before it, and from BASE.
 """
 BASE = (
+    "torch_needed",
     "",
     "interrupt",
     "temporary",
