@@ -124,18 +124,19 @@ class Watched:
             raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
         if profile and memory:
             raise ValueError("watch: profile and memory record different steps: give one of them")
-        several = (
-            (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-        )
-        # in the wrappers of Accelerate and Lightning
-        several = tuple(getattr(each, "optimizer", each) for each in several)
-        profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
+        if isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = (optimizers,)
+        # Accelerate and Lightning wrap optimizers
+        several = tuple(getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers)
+        profiler = Profiler.NONE
+        if profile or memory:
+            profiler = Profiler.KINETO if profile else Profiler.MEMORY
         self.model, self.name, self.warmup_steps = model, name, warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
-        found = next(
-            (each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu"
-        )
-        self.device = Device.CUDA if found == "cuda" else Device.CPU
+        types = [parameter.device.type for parameter in model.parameters()]
+        # parameters that are not loaded yet are on "meta", whatever the device
+        on_gpu = [*filter(lambda name: name != "meta", types)][:1] == ["cuda"]
+        self.device = Device.CUDA if on_gpu else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
         self._begun = 0
@@ -160,13 +161,10 @@ class Watched:
         )
         self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled = _Profiled(model, several, self._loop, self.directory)
-        self._handles = [
-            model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
-            *(
-                each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER))
-                for each in several
-            ),
-        ]
+        self._handles = [model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)]
+        for optimizer in several:
+            handle = optimizer.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER))
+            self._handles.append(handle)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -220,14 +218,11 @@ class Watched:
             return  # within backward, a checkpoint calls the model again
         self._begin(Phase.FORWARD)
         self._step.forwards += 1
-        given = [
-            each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and each.ndim
-        ]
-        if (
-            tokens := next((each for each in given if not each.is_floating_point()), None)
-        ) is not None:
-            self._step.tokens += tokens.numel()
-            self._context_length = tokens.shape[-1]
+        for given in (*inputs, *named.values()):
+            if isinstance(given, Tensor) and given.ndim and not given.is_floating_point():
+                self._step.tokens += given.numel()
+                self._context_length = given.shape[-1]
+                break
         self._precision = _precision(self.model, self.device)
 
     def _timed(self, backward: Callable[..., None]) -> Callable[..., None]:
@@ -281,7 +276,7 @@ class Watched:
             )
         progress = replace(
             self._progress,
-            num_parameters=sum(each.numel() for each in self.model.parameters()),
+            num_parameters=sum(map(Tensor.numel, self.model.parameters())),
             warmup=[step.times for step in self.warmup],
             measured=[step.times for step in steps],
             warnings=[],
@@ -381,14 +376,12 @@ def _precision(model: nn.Module, device: Device) -> Precision:
     """The precision of the model's matmuls, from autocast, else from its parameters, else from
     the mode of fp32.
     """
-    kind = device.value
-    found = (
-        torch.get_autocast_dtype(kind)
-        if torch.is_autocast_enabled(kind)
-        else next(model.parameters()).dtype
-    )
-    if found in (torch.bfloat16, torch.float16):
-        return Precision.BF16 if found is torch.bfloat16 else Precision.FP16
+    if torch.is_autocast_enabled(device.value):
+        dtype = torch.get_autocast_dtype(device.value)
+    else:
+        dtype = next(model.parameters()).dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        return Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
     is_tf32 = device is Device.CUDA and torch.get_float32_matmul_precision() != "highest"
     return Precision.TF32 if is_tf32 else Precision.FP32
 
@@ -501,7 +494,7 @@ class _Gpu:
 
     def __init__(self) -> None:
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        self.gpu: Gpu | None = next((each for each in visible_gpus() if each.uuid == uuid), None)
+        self.gpu: Gpu | None = next((gpu for gpu in visible_gpus() if gpu.uuid == uuid), None)
         self._monitor = GpuMonitor(uuid) if self.gpu else None
         self._states: list[GpuState] = []
         self._before = torch.cuda.memory_stats()

@@ -157,11 +157,15 @@ def settings_of(subject: Subject) -> dict[str, Any]:
 
 
 def usual_settings(subject: Subject) -> dict[str, Any]:
-    """The default values of all settings for a run of this size."""
-    preset = SIZES.get(subject.size) if isinstance(subject, RunConfig) else None
-    usual = {field.name: field.default for field in fields(RunConfig) if field.name != "model"}
+    """The default values of all settings for a run of this size; of a watched loop, which has no
+    defaults, what was seen.
+    """
+    if isinstance(subject, WatchedLoop):
+        return settings_of(subject)
+    preset = SIZES.get(subject.size)
+    usual = {field.name: field.default for field in fields(subject) if field.name != "model"}
     return usual | {
-        field.name: getattr(preset, field.name, field.default) for field in fields(ModelConfig)
+        field.name: getattr(preset, field.name, field.default) for field in fields(subject.model)
     }
 
 

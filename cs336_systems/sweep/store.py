@@ -216,15 +216,13 @@ def _shown(text: str | None) -> str:
 
 def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
     """A sentence for each input of the record's run whose state differs from that in `inputs`."""
-    now = {found.name: found.state for found in inputs}
-    return [
-        (
-            f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is "
-            f"{now[past.name] or 'unreadable'}"
-        )
-        for past in record.inputs
-        if past.name in now and past.state != now[past.name]
-    ]
+    states = {now.name: now.state for now in inputs}
+    sentences = []
+    for past in record.inputs:
+        if past.name in states and past.state != states[past.name]:
+            was, now = past.state or "unreadable", states[past.name] or "unreadable"
+            sentences.append(f"{_shown(past.name)} was {_shown(was)}, is {now}")
+    return sentences
 
 
 def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
@@ -235,8 +233,8 @@ def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
     if known:
         latest = max(known, key=lambda record: record.started_at)
         argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        found = {**msgspec.to_builtins(latest.environment), "argv": argv}
-        write_atomically(directory / ENVIRONMENT_FILE, encode_json(found))
+        environment = {**msgspec.to_builtins(latest.environment), "argv": argv}
+        write_atomically(directory / ENVIRONMENT_FILE, encode_json(environment))
 
 
 def command_in(directory: Path) -> str:
