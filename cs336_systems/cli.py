@@ -122,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    from .commands.flags import FIELDS, flag_names, in_flags, parse
+    from .commands.flags import SETTING_FIELDS
+    from .commands.parse import flag_names, in_flags, parse
 
     arguments = _arguments(name)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -130,7 +131,7 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     try:
         status: int = _module(name).run(parse(arguments, prog, argv))
     except UsageError as error:
-        raise UsageError(in_flags(str(error), {*FIELDS, *flag_names(arguments)})) from error
+        raise UsageError(in_flags(str(error), {*SETTING_FIELDS, *flag_names(arguments)})) from error
     return status
 
 

@@ -40,17 +40,7 @@ from .rules import (
     needs,
     not_with,
 )
-from .settings import (
-    ByDevice,
-    Noted,
-    Rule,
-    Setting,
-    check,
-    declared,
-    in_words,
-    make_choices,
-    non_defaults,
-)
+from .settings import ByDevice, Rule, Setting, check, declared, in_words, make_choices, non_defaults
 from .shapes import MAX_PARAMETERS, SIZES, ModelConfig
 
 __all__ = (
@@ -64,10 +54,12 @@ __all__ = (
     "MAX_PARAMETERS",
     "MAX_RANKS",
     "MODULE_DEPTH",
+    "OF_SEVERAL_RANKS",
     "PACKED_MULTIPLE",
     "SETTINGS",
     "SIZES",
     "UNSIZED",
+    "USED_WITH",
     "Arch",
     "Attention",
     "CompileMode",
@@ -145,7 +137,7 @@ class RunConfig:
                 cpu_sweep=("tiny",),
             ),
             csv_place=1,
-            noted=Noted.NEVER,
+            noted="never",
             is_common=True,
             leads_flags=True,
         ),
@@ -162,7 +154,7 @@ class RunConfig:
             note="batch {}",
             csv_place=9,
             name_place=3,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
         ),
     ] = 4
@@ -176,7 +168,7 @@ class RunConfig:
             label=0,
             csv_place=10,
             name_place=1,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
             leads_flags=True,
         ),
@@ -200,13 +192,13 @@ class RunConfig:
             ),
             csv_place=11,
             name_place=2,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
             leads_flags=True,
         ),
     ] = Precision.FP32
     device: Annotated[
-        Device, Setting(word="", label=None, named_last=True, noted=Noted.NEVER, always_in_csv=True)
+        Device, Setting(word="", label=None, named_last=True, noted="never", always_in_csv=True)
     ] = Device.CPU
     warmup_steps: Annotated[
         int,
@@ -219,7 +211,7 @@ class RunConfig:
             label=2,
             note="{} warm-up steps",
             notes={1: "1 warm-up step"},
-            noted=Noted.ALWAYS,
+            noted="always",
             always_in_csv=True,
             without_cost=True,
             is_common=True,
@@ -244,7 +236,7 @@ class RunConfig:
                 ),
             ),
             csv_place=14,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
         ),
     ] = OptimizerKind.ADAMW
@@ -283,7 +275,7 @@ class RunConfig:
             label=1,
             note="compile {}",
             csv_place=13,
-            noted=Noted.FIRST,
+            noted="first",
             is_common=True,
         ),
     ] = CompileMode.NONE
@@ -382,7 +374,7 @@ class RunConfig:
             ),
             csv_place=30,
             name_place=16,
-            noted=Noted.NEVER,
+            noted="never",
             without_cost=True,
         ),
     ] = Profiler.NONE
@@ -872,7 +864,7 @@ class RunConfig:
             heading="steps",
             note="{} measured steps",
             notes={1: "1 measured step"},
-            noted=Noted.ALWAYS,
+            noted="always",
             always_in_csv=True,
             without_cost=True,
             is_common=True,
@@ -932,7 +924,7 @@ class RunConfig:
             label=6,
             csv_place=31,
             named_last=True,
-            noted=Noted.NEVER,
+            noted="never",
             without_cost=True,
         ),
     ] = 0
@@ -1035,7 +1027,7 @@ class RunConfig:
     @property
     def alone(self) -> "RunConfig":
         """The same step in one process."""
-        return self.with_defaults("parallel", "ranks", "shard_optimizer", "own_ddp", "bucket_mib")
+        return self.with_defaults(*OF_SEVERAL_RANKS)
 
     @property
     def needs_fast_model(self) -> bool:
@@ -1097,3 +1089,13 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
     }
 )
 """The declarations of all settings of a run, by their names."""
+USED_WITH = {
+    name: setting.used_with for name, setting in SETTINGS.items() if setting.used_with is not None
+}
+"""Settings that only have an effect with some values of another one: that one, and its values."""
+OF_SEVERAL_RANKS = tuple(
+    name
+    for name, setting in SETTINGS.items()
+    if setting.group == "parallel" or USED_WITH.get(name, ("",))[0] == "parallel"
+)
+"""Settings that say how ranks share a step, `parallel` first."""

@@ -91,17 +91,17 @@ def read_json(
         raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
     data = path.read_bytes() if data is None else data
     try:
-        found = msgspec.json.decode(data, type=_Versioned).format_version
-        if found != version:
+        of_file = msgspec.json.decode(data, type=_Versioned).format_version
+        if of_file != version:
             refuse_another_kind(path, data, what, error)
-        if found > version:
+        if of_file > version:
             raise error(
                 path,
-                f"format version {found} is newer than this program's {version}; update it",
+                f"format version {of_file} is newer than this program's {version}; update it",
                 is_newer=True,
             )
-        if found < version and if_older is not None:
-            raise error(path, f"needed format version {version}, got {found}: {if_older}")
+        if of_file < version and if_older is not None:
+            raise error(path, f"needed format version {version}, got {of_file}: {if_older}")
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as reason:
         refuse_another_kind(path, data, what, error)

@@ -1,5 +1,5 @@
 """The result of a run: raw times, memory, telemetry, environment, failure. One run is one JSON
-file.
+file, or one line of the file of all runs that a published directory has.
 
 All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `_w` watts, `_j`
 joules; `_c` is degrees Celsius.
@@ -20,6 +20,8 @@ from .files import RECORD, FileError, encode_json, read_json, write_atomically
 from .subject import Subject, WatchedLoop, loop_of_earlier_record
 
 FORMAT_VERSION = 1
+RUNS = "runs"
+"""The folder of records in a directory of results."""
 MAX_TIME_S = 1e9
 """Longest time that a record may hold (thirty years), so that sums of times stay finite."""
 # slow, and several tables ask for the same times
@@ -435,7 +437,12 @@ def read_record(path: Path) -> RunRecord:
     """Read and check one record; raise RecordError, which names the file and the first thing
     wrong in it.
     """
-    return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError)
+    return _decoded(path)
+
+
+def _decoded(path: Path, data: bytes | None = None) -> RunRecord:
+    """The record in the file, or in `data` if that is its content."""
+    return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError, data=data)
 
 
 def write_record(record: RunRecord, directory: Path) -> Path:
@@ -445,13 +452,33 @@ def write_record(record: RunRecord, directory: Path) -> Path:
     return path
 
 
-def load_records(directory: Path) -> tuple[list[RunRecord], list[RecordError]]:
-    """All readable records in `directory` by file name, and the errors of the unreadable ones."""
-    records: list[RunRecord] = []
+def published_runs(runs: Path) -> Path:
+    """The file beside the folder `runs` in which each line is a record, as published results have
+    it.
+    """
+    return runs.with_name(f"{runs.name}.jsonl")
+
+
+def load_records(runs: Path) -> tuple[list[RunRecord], list[RecordError]]:
+    """All readable records of a directory of results by key, and the errors of the unreadable
+    ones.
+
+    They are read from the files of the folder `runs`, and from the lines of the file
+    `published_runs` beside it. A run that both have was repeated later: its file counts.
+    """
+    records: dict[str, RunRecord] = {}
     problems: list[RecordError] = []
-    for path in sorted(directory.glob("*.json")):
+    joined = published_runs(runs)
+    lines = joined.read_bytes().splitlines() if joined.is_file() else ()
+    for number, line in enumerate(lines, start=1):
         try:
-            records.append(read_record(path))
+            record = _decoded(Path(f"{joined}:{number}"), line)
+            records[record.key] = record
         except RecordError as problem:
             problems.append(problem)
-    return records, problems
+    for path in sorted(runs.glob("*.json")):
+        try:
+            records[path.stem] = read_record(path)
+        except RecordError as problem:
+            problems.append(problem)
+    return [records[key] for key in sorted(records)], problems

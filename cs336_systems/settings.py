@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from .text import shorten, text_of
 
@@ -28,15 +28,6 @@ class Rule:
     """Takes the configuration."""
     otherwise: str
     """Error message; `{flag}` stands for the flag of the setting, `{config.name}` for any value."""
-
-
-class Noted(StrEnum):
-    """When notes below tables name a setting that all rows share."""
-
-    ALWAYS = "always, before others"
-    FIRST = "if it is not at its default, before others"
-    IF_UNUSUAL = "if it is not at its default"
-    NEVER = "never, as a column or an axis shows it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +93,10 @@ class Setting:
     """Phrase in notes below tables, with `{}` for the value; by default as in labels."""
     notes: Mapping[Any, str] = field(default_factory=dict)
     """Phrases for single values."""
-    noted: Noted = Noted.IF_UNUSUAL
-    """When notes name the setting."""
+    noted: Literal["always", "first", "unusual", "never"] = "unusual"
+    """When notes below tables name the setting: always; if it is not at its default, before others
+    (first) or after them (unusual); or never, as a column or an axis shows it.
+    """
     csv_place: int | None = None
     """Place of its column in CSV files, which always have it: up to 19 the model and the step, from
     20 shortcuts, from 30 what tells runs apart, from 40 what seldom differs. Without a place, the
@@ -152,9 +145,10 @@ def declared(config: object) -> tuple[tuple[Field[Any], Setting], ...]:
     return _declared(config if isinstance(config, type) else type(config))
 
 
-def flag_of(name: str, setting: Setting) -> str:
-    """The flag as it is typed: `--batch-size`."""
-    return f"--{(setting.flag or name).replace('_', '-')}"
+def flag_of(name: str, setting: Setting | None = None) -> str:
+    """The flag of a setting, or of the field of this name, as it is typed: `--batch-size`."""
+    word = name if setting is None else setting.flag or name
+    return f"--{word.replace('_', '-')}"
 
 
 def heading_of(name: str, setting: Setting) -> str:

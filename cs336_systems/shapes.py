@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 from .choices import Arch, Attention, SdpaBackend
-from .settings import ByDevice, Noted, Rule, Setting, check, make_choices
+from .settings import ByDevice, Rule, Setting, check, make_choices
 
 MAX_PARAMETERS = 10**12
 """Most parameters of a model. In fp32 they take 4 TB, which fit no device, so a larger number is
@@ -24,7 +24,7 @@ def _inner_size(text: str, name: str, csv_place: int) -> Setting:
         least=1,
         heading=name,
         csv_place=csv_place,
-        noted=Noted.NEVER,
+        noted="never",
         implied_by_size=True,
     )
 
@@ -34,8 +34,7 @@ class ModelConfig:
     """Shape of a decoder-only Transformer language model."""
 
     arch: Annotated[
-        Arch,
-        Setting(word="", note="{} architecture", csv_place=2, name_place=15, noted=Noted.ALWAYS),
+        Arch, Setting(word="", note="{} architecture", csv_place=2, name_place=15, noted="always")
     ] = Arch.CS336
     vocab_size: Annotated[
         int,
@@ -64,7 +63,7 @@ class ModelConfig:
                 gpu=512, cpu=128, gpu_sweep=(128, 256, 512), cpu_sweep=(64, 128, 256)
             ),
             csv_place=8,
-            noted=Noted.NEVER,
+            noted="never",
             binds_own_model=True,
             is_common=True,
             leads_flags=True,
@@ -100,7 +99,7 @@ class ModelConfig:
             label=1,
             note="{} attention",
             csv_place=12,
-            noted=Noted.ALWAYS,
+            noted="always",
             is_common=True,
         ),
     ] = Attention.NAIVE

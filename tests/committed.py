@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from cs336.commands.rebuild import results_below
+from cs336.record import RUNS, published_runs
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data" / "published"
@@ -18,5 +19,6 @@ def committed_directories() -> tuple[Path, ...]:
 
 
 def committed_runs() -> list[Path]:
-    """The folders of records in these directories."""
-    return [path / "runs" for path in committed_directories() if (path / "runs").is_dir()]
+    """The places of their records, for `load_records`."""
+    places = (path / RUNS for path in committed_directories())
+    return [runs for runs in places if published_runs(runs).is_file()]

@@ -27,8 +27,8 @@ from cs336.costs import traces
 from cs336.costs.memory import is_predictable
 from cs336.costs.time import is_fast_step
 from cs336.model.fast.choose import fastest
-from cs336.record import read_record
-from tests.committed import DATA
+from cs336.record import load_records
+from tests.committed import committed_runs
 
 
 def on_gpu(
@@ -42,9 +42,9 @@ def shipped() -> Iterator[RunConfig]:
     """Steps whose tapes come with the program: measured ones, alone and shared; every preset at its
     common settings; what --fast and --fit ask first.
     """
-    for path in sorted(DATA.glob("*/**/runs/*.json")):
-        config = read_record(path).config
-        yield from (config, config.alone)
+    for runs in committed_runs():
+        for record in load_records(runs)[0]:
+            yield from (record.config, record.config.alone)
     precisions = (Precision.FP32, Precision.BF16)
     for size, attention, precision in itertools.product(SIZES, Attention, precisions):
         for mode in Mode:

@@ -265,7 +265,7 @@ sys.meta_path.insert(0, WithoutTorch())
 from cs336.cli import main
 sys.exit(main())
 """
-    done = run("-c", code, "report", "sweep")
+    done = run("-c", code, "report", "sweep", "--tex")
     assert done.returncode == 0, done.stderr
     with (sweep / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -273,7 +273,7 @@ sys.exit(main())
         (row["status"], row["step_mean_ms"] and float(row["step_mean_ms"])) for row in rows
     )
     assert means == [("ok", 125), ("ok", 500), ("oom", "")]
-    assert {path.suffix for path in sweep.glob("results.*")} == {".csv", ".md", ".tex", ".typ"}
+    assert {path.suffix for path in sweep.glob("results.*")} == {".csv", ".md", ".tex"}
     assert not (empty_directory / "sprung").exists()
 
 

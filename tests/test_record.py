@@ -9,6 +9,7 @@ import threading
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -30,6 +31,7 @@ from cs336.config import (
 from cs336.files import MAX_BYTES, write_atomically
 from cs336.record import (
     FORMAT_VERSION,
+    RUNS,
     Compilation,
     Durations,
     Environment,
@@ -55,6 +57,7 @@ from cs336.record import (
     write_record,
 )
 from tests.neighbours import each_configuration
+from tests.publish import publish
 
 CONFIG = RunConfig(
     size="custom",
@@ -355,6 +358,28 @@ def test_a_directory_gives_its_records_and_its_problems(tmp_path: Path) -> None:
     assert records == [first, second]
     assert [problem.path.name for problem in problems] == ["broken.json"]
     assert load_records(tmp_path / "nothing here") == ([], [])
+
+
+def test_published_records_are_lines_which_files_of_later_runs_replace(tmp_path: Path) -> None:
+    runs = tmp_path / RUNS
+    runs.mkdir()
+    first, second = minimal(), replace(minimal(), config=replace(minimal().config, repeat=1))
+    texts = [write_record(record, runs).read_bytes() for record in (second, first)]
+    publish(tmp_path)
+    assert not runs.exists()
+    lines = (tmp_path / "runs.jsonl").read_bytes().splitlines()
+    # the indented JSON of a file is nothing else than its line
+    assert [msgspec.json.format(line) + b"\n" for line in lines] == texts[::-1]
+    assert load_records(runs) == ([first, second], [])
+    runs.mkdir()
+    later = replace(second, started_at="2030-01-01T00:00:00+00:00")
+    write_record(later, runs)
+    assert load_records(runs) == ([first, later], [])
+    with (tmp_path / "runs.jsonl").open("ab") as file:
+        file.write(b"{\n")
+    records, (problem,) = load_records(runs)
+    assert records == [first, later]
+    assert str(problem).startswith(f"{tmp_path / 'runs.jsonl'}:3: ")
 
 
 def test_out_of_memory_is_a_result_and_a_crash_is_not() -> None:

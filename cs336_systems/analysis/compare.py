@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import TypeAlias
 
 import msgspec
@@ -54,7 +55,7 @@ MAX_FREEDOM = 1e6
 """Degrees of freedom from which on Student's t is the normal distribution."""
 
 
-Blocks: TypeAlias = Mapping[int, Measurement]
+StepBlocks: TypeAlias = Mapping[int, Measurement]
 """Step times of a side's processes, by the number of the block of runs, one after the other,
 that each belongs to.
 """
@@ -111,7 +112,7 @@ class Comparison:
         )
 
 
-def compare_in_turn(a: Blocks, b: Blocks) -> Comparison:
+def compare_in_turn(a: StepBlocks, b: StepBlocks) -> Comparison:
     """Compare B with A by the blocks, given by number, in which both were measured one after the
     other.
 
@@ -121,18 +122,27 @@ def compare_in_turn(a: Blocks, b: Blocks) -> Comparison:
     blocks = a.keys() & b.keys()
     if len(blocks) < FEWEST:
         return compare_apart(a, b)
-    of_a, of_b = ([math.log(side[block].mean_s) for block in blocks] for side in (a, b))
+    of_a = _logarithms(a[block] for block in blocks)
+    of_b = _logarithms(b[block] for block in blocks)
     differences = [log_b - log_a for log_a, log_b in zip(of_a, of_b, strict=True)]
     return _comparison(of_a, of_b, _shown(differences))
 
 
-def compare_apart(a: Blocks, b: Blocks) -> Comparison:
+def compare_apart(a: StepBlocks, b: StepBlocks) -> Comparison:
     """Compare B with A, each at least one process, measured each at a time of its own."""
-    of_a, of_b = ([math.log(measured.mean_s) for measured in side.values()] for side in (a, b))
+    of_a, of_b = _logarithms(a.values()), _logarithms(b.values())
     variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
     for side, logarithms in ((a, of_a), (b, of_b)):
-        variances += _shown(logarithms) if len(side) >= FEWEST else _assumed([*side.values()])
+        if len(side) >= FEWEST:
+            variances += _shown(logarithms)
+        else:
+            variances += _assumed([*side.values()])
     return _comparison(of_a, of_b, variances)
+
+
+def _logarithms(processes: Iterable[Measurement]) -> list[float]:
+    """The logarithm of the mean of each process."""
+    return [math.log(measured.mean_s) for measured in processes]
 
 
 Variances: TypeAlias = list[tuple[float | None, float]]
@@ -195,26 +205,25 @@ def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
     The drift cancels exactly if `repeats` is even; with an odd number, the drift of one repeat
     remains.
     """
-    forward = range(num_configs)
-    return [
-        (config, repeat)
-        for repeat in range(repeats)
-        for config in (forward if repeat % 2 == 0 else reversed(forward))
-    ]
+    order = []
+    for repeat in range(repeats):
+        once = [(config, repeat) for config in range(num_configs)]
+        order += once[::-1] if repeat % 2 else once
+    return order
 
 
-def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> Blocks:
+def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> StepBlocks:
     """Step times per token of one configuration's runs that ended well; a block of runs has so
     many of its repeats.
     """
-    found = {}
+    blocks = {}
     for record in records:
-        tokens = record.subject.tokens_per_step or 1  # a step's time where no tokens were seen
-        measured = record.measurement(Phase.STEP)
+        subject, measured = record.subject, record.measurement(Phase.STEP)
+        tokens = subject.tokens_per_step or 1  # a step's time where no tokens were seen
         if record.status is Status.OK and measured is not None and measured.mean_s:
             times_s = tuple(time_s / tokens for time_s in measured.times_s)
-            found[record.subject.repeat // sides] = replace(measured, times_s=times_s)
-    return found
+            blocks[subject.repeat // sides] = replace(measured, times_s=times_s)
+    return blocks
 
 
 Settings: TypeAlias = Mapping[str, Hashable]
@@ -241,21 +250,29 @@ def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
     out.
     """
     names = list(a[0] if a else ())
-    values = {name: ({row[name] for row in a}, {row[name] for row in b}) for name in names}
-    apart = [name for name, (of_a, of_b) in values.items() if of_a.isdisjoint(of_b)]
-    single = [name for name in apart if all(len(own) == 1 for own in values[name])]
+    apart, single = [], []
+    for name in names:
+        of_a, of_b = {row[name] for row in a}, {row[name] for row in b}
+        if of_a.isdisjoint(of_b):
+            apart.append(name)
+            if len(of_a) == len(of_b) == 1:
+                single.append(name)
     for differing in (apart, single):
         by = [name for name in names if name not in differing]
-        keys_a, keys_b = ([tuple(row[name] for name in by) for row in side] for side in (a, b))
-        if len({*keys_a}) == len(a) and len({*keys_b}) == len(b):
+        places_a, places_b = _places(a, by), _places(b, by)
+        if len(places_a) == len(a) and len(places_b) == len(b):
             break
-    place = {key: index for index, key in enumerate(keys_b)}
     return Matching(
-        pairs=tuple((index, place[key]) for index, key in enumerate(keys_a) if key in place),
-        only_a=tuple(index for index, key in enumerate(keys_a) if key not in place),
-        only_b=tuple(index for index, key in enumerate(keys_b) if key not in {*keys_a}),
+        pairs=tuple((index, places_b[key]) for key, index in places_a.items() if key in places_b),
+        only_a=tuple(index for key, index in places_a.items() if key not in places_b),
+        only_b=tuple(index for key, index in places_b.items() if key not in places_a),
         differing=tuple(differing),
     )
+
+
+def _places(side: Sequence[Settings], names: Sequence[str]) -> dict[Hashable, int]:
+    """The index of each row by the values of these settings."""
+    return {tuple(row[name] for name in names): index for index, row in enumerate(side)}
 
 
 def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
@@ -287,7 +304,7 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
             )
     if allow_mixed:
         return
-    if apart := _conditions_apart(record for side in sides for record in side):
+    if apart := _conditions_apart(chain.from_iterable(sides)):
         raise ValueError(
             f"the records come from different hardware or software ({apart}); compare them with "
             "--allow-mixed"
@@ -303,24 +320,24 @@ def _conditions_apart(records: Iterable[RunRecord]) -> str:
     """In what the conditions of the records differ: `driver 580 and 590`; empty where they do
     not.
     """
-    found: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
     for identity in {record.environment.identity for record in records if record.environment}:
         for name, value in msgspec.to_builtins(identity).items():
-            found.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
-    words = (
-        f"{name.replace('_', ' ')} {' and '.join(sorted(own))}"
-        for name, own in found.items()
-        if len(own) > 1
-    )
-    return ", ".join(words)
+            texts.setdefault(name, set()).add(shortened(str(value), LONGEST_PART))
+    apart = []
+    for name, values in texts.items():
+        if len(values) > 1:
+            apart.append(f"{name.replace('_', ' ')} {' and '.join(sorted(values))}")
+    return ", ".join(apart)
 
 
 def _has_changed_inputs(side: Sequence[RunRecord]) -> bool:
     """Whether records of one side come from different versions of a model's source or of a token
     file.
     """
-    states = {(found.name, found.state) for record in side for found in record.inputs}
-    of_configurations = {(record.subject.configuration, record.inputs) for record in side}
-    return any(
-        len(found) > len({name for name, _ in found}) for found in (states, of_configurations)
-    )
+    states: dict[object, set[object]] = {}
+    for record in side:
+        states.setdefault(record.subject.configuration, set()).add(record.inputs)
+        for source in record.inputs:
+            states.setdefault(source.name, set()).add(source.state)
+    return any(len(versions) > 1 for versions in states.values())

@@ -1,12 +1,10 @@
 """`cs336 account`: the cost of a step, computed from its configuration alone."""
 
 import difflib
-import functools
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
-
-import tyro
 
 from ..config import Device, Precision, RunConfig
 from ..costs.accounting import SECONDS_PER_DAY, training_days
@@ -22,6 +20,7 @@ from ..costs.hardware import (
 from ..costs.time import has_large_matmuls, prepare_forecasts, steps_to_trace
 from ..costs.traces import is_at_hand, one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
+from ..settings import flag_of
 from ..studies.ceilings_files import (
     FILE_NAME,
     Ceilings,
@@ -32,19 +31,20 @@ from ..studies.ceilings_files import (
 from ..text import print_aside
 from ..torch_needed import require_torch
 from . import flags
+from .configure import checked_factory, make_config, one_precision
 from .outcome import OK, UsageError, checked, show
 
 GIB = 2**30
-CEILINGS = Path("data/ceilings")
+USUAL_CEILINGS = Path("data/ceilings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParametersArguments:
     """A model of which nothing is known but its number of parameters."""
 
-    parameters: Annotated[flags.Number | None, flags.unset("N", "those of the size")] = None
+    parameters: Annotated[flags.ScaledNumber | None, flags.unset("N", "those of the size")] = None
     """Parameters of the model, such as 70e9, in the place of a size."""
-    tokens: Annotated[flags.Number | None, flags.unset("T", "not asked")] = None
+    tokens: Annotated[flags.ScaledNumber | None, flags.unset("T", "not asked")] = None
     """Tokens to train on, such as 15e12."""
     peak_tflops: Annotated[float | None, flags.unset("TFLOP/S", "the device's")] = None
     """Dense peak of one GPU, in the place of a known device's."""
@@ -55,11 +55,11 @@ class ParametersArguments:
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for numbers without --parameters."""
-        for name in ("parameters", "tokens", "peak_tflops", "count", "mfu"):
-            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+        for number in fields(self):
+            value, flag = getattr(self, number.name), flag_of(number.name)
             if value is not None and not 0 < value < 1e30:  # nor is NaN
                 raise ValueError(f"{flag} must be positive and below 1e30, got {str(value)[:40]}")
-            if self.parameters is None and value != getattr(type(self), name):
+            if self.parameters is None and value != number.default:
                 raise ValueError(f"{flag} needs --parameters, such as --parameters 70e9")
         if self.parameters is not None and self.tokens is None:
             raise ValueError("--parameters needs --tokens, such as --tokens 15e12")
@@ -80,6 +80,60 @@ class ParametersArguments:
         return peak, f"{name}, {precision}, dense, by its data sheet"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForecastArguments(flags.OutputArguments):
+    """Which GPU a forecast is of, and what is known of it."""
+
+    device_name: Annotated[
+        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
+    ] = None
+    """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
+    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
+    """Directory of measured ceilings (`cs336 ceilings`), from which steps and collectives have
+    times. If all are of one device, that is the GPU, whether it is here or not. Those of an H100
+    and an H200 come with the program; a device without any takes its data sheet's rates at stated
+    efficiencies.
+    """
+
+    def known_ceilings(self) -> Ceilings:
+        """The ceilings; raise ValueError for a directory without any, unless it is the usual one.
+
+        Damage is an error if the directory is of one study, otherwise a warning.
+        """
+        if self.ceilings is not None and not ceilings_files(self.ceilings):
+            raise ValueError(
+                f"--ceilings {self.ceilings}: no directory with ceilings; `cs336 ceilings` makes "
+                "one"
+            )
+        directory = self.ceilings or USUAL_CEILINGS
+        is_one = (directory / FILE_NAME).exists()
+        return load_ceilings(directory) if is_one else load_ceilings_or_warn(directory)
+
+    def machine(self, ceilings: Ceilings) -> tuple[str | None, DeviceSpec | None]:
+        """The name by which ceilings have the device that is meant, or else its own, and its data
+        sheet.
+
+        A name may be short if it fits one device of the ceilings. Without a name this machine's GPU
+        is meant; if there is none, or ceilings are asked for, their only device. Both are None if
+        neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
+        """
+        name, known, gpus = self.device_name, ceilings.device_names, visible_gpus()
+        if name is not None:
+            meant = [device for device in known if device == bare_name(name)]
+            for names in (ceilings.measured_names, known):
+                meant = meant or [device for device in names if is_short_for(name, device)]
+        elif self.ceilings is not None or not gpus:
+            meant = ceilings.measured_names
+        else:
+            meant = [device for device in known if device == bare_name(gpus[0].name)]
+        if len(meant) == 1:
+            return meant[0], find_device(meant[0])
+        sheet = device_meant(name)
+        if sheet is None:
+            return None, None
+        return next((device for device in sheet.names if device in known), sheet.names[0]), sheet
+
+
 @flags.with_flags(
     "size",
     "context_length",
@@ -95,7 +149,7 @@ class ParametersArguments:
     "module_depth",
     rules={"size": "small", "context_length": "512, and 1024 for gpt2"},
 )
-class AccountArguments(flags.Flags):
+class AccountArguments(flags.Flags, ForecastArguments):
     """Say what a training step costs without running it: parameters, bytes and FLOPs by part of the
     model, the peak of memory by what it holds, and the time.
 
@@ -118,23 +172,8 @@ class AccountArguments(flags.Flags):
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
     smallest; of a GPU that is not here, that of its data sheet.
     """
-    device_name: Annotated[
-        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
-    ] = None
-    """GPU whose time is predicted, such as H100 or 4090; it need not be here."""
-    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`), from which the step and the collectives of
-    --parallel have times. If all are of one device, that is the GPU, whether it is here or not.
-    Those of an H100 and an H200 come with the program.
-    """
     top: int = 12
     """Rows to show of what the peak consists of."""
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory for the tables (account.md, .tex, .typ) and the numbers of each part
-    (account.csv).
-    """
     json: flags.Switch = False
     """Print JSON instead of tables."""
 
@@ -142,10 +181,10 @@ class AccountArguments(flags.Flags):
         """The configuration of these flags; raise ValueError for flags that contradict each
         other.
         """
-        precision = flags.one_precision(self.precision, self.mixed_precision)
-        settings = {"size": "small", **self.given(), **self.model.given(), "precision": precision}
-        given = self.given() | self.model.given()
-        return flags.checked_factory(flags.make_config(Device.CUDA, **settings), given)
+        precision = one_precision(self.precision, self.mixed_precision)
+        given = self.given()
+        settings = {"size": "small"} | given | {"precision": precision}
+        return checked_factory(make_config(Device.CUDA, **settings), given)
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
@@ -167,18 +206,17 @@ class AccountArguments(flags.Flags):
             )
         if self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
-        check_ceilings(self.ceilings)
 
     def _of_a_configuration(self) -> list[str]:
         """Flags that describe a step, which a number of parameters alone has not."""
-        usual = AccountArguments()
-        settings, unchanged = self.given() | self.model.given(), usual.given() | usual.model.given()
-        names = [
-            name
-            for name, value in settings.items()
-            if name != "precision" and value != unchanged.get(name)
-        ]
-        return [f"--{name.replace('_', '-')}" for name in (*names, *(["fit"] if self.fit else []))]
+        unchanged = AccountArguments().given()
+        names = []
+        for name, value in self.given().items():
+            if name != "precision" and value != unchanged.get(name):
+                names.append(name)
+        if self.fit:
+            names.append("fit")
+        return [flag_of(name) for name in names]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
         """Memory that the step must fit, by default the data sheet's of a device that is named, or
@@ -209,24 +247,6 @@ class AccountArguments(flags.Flags):
         return usable_bytes
 
 
-def check_ceilings(directory: Path | None) -> None:
-    """Raise ValueError for a directory without ceilings; None is the usual one, which need not
-    exist.
-    """
-    if directory is not None and not ceilings_files(directory):
-        raise ValueError(
-            f"--ceilings {directory}: no directory with ceilings; `cs336 ceilings` makes one"
-        )
-
-
-def ceilings_in(directory: Path | None) -> Ceilings:
-    """The ceilings in the directory; damage is an error if it is the directory of one study,
-    otherwise a warning.
-    """
-    chosen = directory or CEILINGS
-    return (load_ceilings if (chosen / FILE_NAME).exists() else load_ceilings_or_warn)(chosen)
-
-
 def device_meant(name: str | None) -> DeviceSpec | None:
     """The data sheet of the device of this name, which may be short; by default of this machine's
     GPU, None if unknown.
@@ -236,49 +256,21 @@ def device_meant(name: str | None) -> DeviceSpec | None:
     if name is None:
         gpus = visible_gpus()
         return find_device(gpus[0].name) if gpus else None
-    if len(found := devices_called(name)) == 1:
-        return found[0]
-    if found:
-        names = ", ".join(name for device in found for name in device.names)
+    devices = devices_called(name)
+    if len(devices) == 1:
+        return devices[0]
+    if devices:
+        names = ", ".join(", ".join(device.names) for device in devices)
         raise ValueError(
             f"--device-name {name[:40]!r} may be {names}, which differ in their data sheets: give "
             "one"
         )
-    known = [name for device in DEVICES for name in device.names]
+    known = [*chain.from_iterable(device.names for device in DEVICES)]
     alike = [other for other in known if name and name.casefold() in other.casefold()]
     close = alike or difflib.get_close_matches(name[:40], known, n=3) or known
     raise ValueError(
         f"--device-name {name[:40]!r} is not known; did you mean one of {', '.join(close)}?"
     )
-
-
-def machine_meant(
-    name: str | None, ceilings: Ceilings, *, are_asked: bool
-) -> tuple[str | None, DeviceSpec | None]:
-    """The name by which ceilings have the device that is meant, or else its own, and its data
-    sheet.
-
-    A name may be short if it fits one device of the ceilings. Without a name this machine's GPU is
-    meant; if there is none, or the ceilings `are_asked` for, their only device. Both are None if
-    neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
-    """
-    known, gpus = ceilings.device_names, visible_gpus()
-    if name is not None:
-        exact = [each for each in known if each == bare_name(name)]
-        short = (
-            [each for each in names if is_short_for(name, each)]
-            for names in (ceilings.measured_names, known)
-        )
-        meant = exact or next(filter(None, short), [])
-    elif are_asked or not gpus:
-        meant = ceilings.measured_names
-    else:
-        meant = [each for each in known if each == bare_name(gpus[0].name)]
-    if len(meant) == 1:
-        return meant[0], find_device(meant[0])
-    if (device := device_meant(name)) is None:
-        return None, None
-    return next((each for each in device.names if each in known), device.names[0]), device
 
 
 def curves_meant(
@@ -297,16 +289,13 @@ def curves_meant(
 def run(arguments: AccountArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
-    ceilings = ceilings_in(arguments.ceilings)
-    meant = functools.partial(
-        machine_meant, arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
-    )
-    name, device = checked(meant)
+    ceilings = checked(arguments.known_ceilings)
+    name, device = checked(arguments.machine, ceilings)
     # without a name, not the CPU that the user's own ceilings may be of
     if arguments.known.parameters is not None:
         return _say_days(arguments, device if arguments.device_name else device_meant(None))
     config = checked(arguments.config)
-    memory_bytes = checked(functools.partial(arguments.memory_bytes, name, device))
+    memory_bytes = checked(arguments.memory_bytes, name, device)
     if not all(map(is_at_hand, steps_to_trace(config))):
         require_torch(f"{config.label}: its tape does not come with the program; tracing the step")
     if config.model_factory is not None:
@@ -329,19 +318,18 @@ def run(arguments: AccountArguments) -> int:
     )
     section = account_section(account, arguments.top)
     if arguments.output is not None:
-        write_files(texts_of(section), arguments.output)
+        write_files(texts_of(section), arguments.output, arguments.formats)
     show(
         section.tables,
         arguments.output,
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:
-        choices = " or ".join(f'--device-name "{each}"' for each in ceilings.device_names)
-        said = (
+        choices = " or ".join(f'--device-name "{known}"' for known in ceilings.device_names)
+        print_aside(
             "no times are predicted, as no GPU is named and this machine has none that is "
             f"known; try {choices}"
         )
-        print_aside(said)
     return OK
 
 
@@ -351,10 +339,8 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     from ..report.sections.account import days_table
 
     known = arguments.known
-    precision = flags.one_precision(
-        arguments.precision or Precision.BF16, arguments.mixed_precision
-    )
-    peak_flops_per_s, source = checked(lambda: known.peak(device, precision))
+    precision = one_precision(arguments.precision or Precision.BF16, arguments.mixed_precision)
+    peak_flops_per_s, source = checked(known.peak, device, precision)
     days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
     del days["peak_tflops"]
     answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}

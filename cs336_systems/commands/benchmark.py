@@ -8,12 +8,8 @@ from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 
-import msgspec
-
-from ..analysis.statistics import summary
 from ..analysis.warnings import judged
 from ..config import Device, Profiler, RunConfig
-from ..files import encode_json
 from ..measure.environment import lacking_memory
 from ..measure.nvml import alike, visible_gpus
 from ..record import RunRecord, write_record
@@ -24,6 +20,16 @@ from ..sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from ..text import counted, print_aside, print_line
 from ..torch_needed import require_torch
 from . import flags, outcome
+from .configure import (
+    checked_here,
+    chosen_profiler,
+    config_of,
+    default_on,
+    explain_fast,
+    one_precision,
+    profiled_config,
+)
+from .machine import explain_cpu_fallback, look_at_machine, resolve_device
 
 
 @flags.with_flags(*flags.FIRST)
@@ -65,32 +71,31 @@ class BenchmarkArguments(flags.Flags):
 
     def __post_init__(self) -> None:
         flags.check_timeout(self.timeout_s)
-        if self.until_stable and (
-            self.profile or self.memory or self.memory_first_step or self.step.ranks
-        ):
+        is_profiled = self.profile or self.memory or self.memory_first_step
+        if self.until_stable and (is_profiled or self.step.ranks):
             raise ValueError(
                 "--until-stable goes on in one process without a profiler; leave out the other flag"
             )
 
     def config(self) -> RunConfig:
         """The run that these flags describe; raise ValueError if they contradict each other."""
-        device = flags.resolve_device(self.step.device)
-        asked = {**self.given(), **self.model.given(), **self.step.given()}
+        device = resolve_device(self.step.device)
+        asked = self.given()
         point = {
-            "size": asked.get("size", flags.default_on(device, "size")),
-            "precision": flags.one_precision(self.precision, self.mixed_precision),
+            "size": asked.get("size", default_on(device, "size")),
+            "precision": one_precision(self.precision, self.mixed_precision),
         }
-        plain = flags.config_of(device, asked, point, fast=self.fast)
+        plain = config_of(device, asked, point, fast=self.fast)
         if (lacking := lacking_memory(plain)) is not None:
             raise ValueError(
                 f"this step {lacking}: choose a smaller --size, --batch-size or --context-length"
             )
-        return flags.checked_here(
-            flags.profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
+        return checked_here(
+            profiled_config(plain, self._profiler(), first_step=self.memory_first_step)
         )
 
     def _profiler(self) -> Profiler:
-        asked = flags.chosen_profiler(self)
+        asked = chosen_profiler(self)
         if not is_under_nsys():
             return asked
         if asked is not Profiler.NONE:
@@ -98,20 +103,16 @@ class BenchmarkArguments(flags.Flags):
                 "two profilers cannot watch one process: leave out nsys or the flag of the other "
                 "one"
             )
-        return (
-            Profiler.NSYS
-            if flags.resolve_device(self.step.device) is Device.CUDA
-            else Profiler.NONE
-        )
+        return Profiler.NSYS if resolve_device(self.step.device) is Device.CUDA else Profiler.NONE
 
 
 def run(arguments: BenchmarkArguments) -> int:
     """Measure the run, write its record, print its tables, and return the exit status."""
     config = outcome.checked(arguments.config)
     require_torch("measuring")
-    flags.explain_cpu_fallback(arguments.step.device)
+    explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
-        flags.explain_fast([config])
+        explain_fast([config])
     if config.is_shared and is_under_nsys():
         print_aside(
             f"note: nsys records ranks only with {FORKED}, and whole with "
@@ -130,7 +131,7 @@ def run(arguments: BenchmarkArguments) -> int:
         stack.enter_context(
             store.exclusive(runs.with_name(f".{config.key}.lock"), f"this configuration in {runs}")
         )
-        flags.look_at_machine(config.device)
+        look_at_machine(config.device)
         if (kept := store.set_aside_run(config, runs)) is not None:
             print_aside(f"note: the earlier run of this configuration is kept as {kept}")
         with StatusLine() as status:
@@ -155,8 +156,8 @@ def run(arguments: BenchmarkArguments) -> int:
 
                 unexplained = explain_again([record], runs, status)
         if print_json is not None:
-            found = {each.phase: summary(each.times_s) for each in record.measurements}
-            print_json(encode_json({"statistics": found, **msgspec.to_builtins(record)}))
+            times_s = {str(times.phase): times.times_s for times in record.measurements}
+            print_json(outcome.with_statistics(record, times_s))
             print_line(f"record: {runs / record.key}.json")
         else:
             from ..report.terminal import print_measured

@@ -1,9 +1,8 @@
 """`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster."""
 
-import functools
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,18 +11,22 @@ import tyro
 from ..analysis.compare import interleave, refuse_other_work
 from ..config import Profiler, RunConfig
 from ..files import encode_json, write_atomically
-from ..record import write_record
+from ..record import RUNS, RunRecord, write_record
 from ..report.progress import StatusLine
+from ..settings import flag_of
 from ..sweep.store import SweepError, make_writable
 from ..temporary import temporary_directory
 from ..text import print_aside, print_line
 from . import flags
 from .benchmark import BenchmarkArguments
+from .machine import DeviceChoice, explain_cpu_fallback
+from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_records_or_warn
-from .sweep import measure_all
+from .parse import HELP, HELP_ALL, flag_names, parse
 
 if TYPE_CHECKING:
-    from ..report.compared import Compared, Sides
+    from ..report.compared import Compared
+    from ..report.page.chapters import Directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,48 +73,64 @@ class CompareArguments(flags.MeasuringArguments):
 
 
 def run(arguments: CompareArguments) -> int:
-    """Measure both sides alternately, or read them, and say which is faster."""
-    from ..report.compared import Sides, compare_sides, records_at
+    """Say which side is faster, by records that exist or that are measured alternately first."""
+    from ..report.compared import Sides, by_parity, compare_sides, records_at
+    from .rebuild import load
 
-    if arguments.baseline is not None:
-        kept = (
-            arguments.output
-            / "baselines"
-            / checked(functools.partial(flags.checked_name, arguments.baseline))
-        )
-        if arguments.b is not None or not both_on_disk(arguments.a, arguments.a):
-            raise UsageError(
-                "--baseline compares one directory of results with those kept earlier; leave out B"
-            )
-        if not kept.exists():
-            records = checked(functools.partial(records_at, Path(arguments.a)))
-            with temporary_directory(make_writable(kept.parent)) as begun:
-                for record in records:
-                    write_record(record, make_writable(begun / "runs"))
-                begun.rename(kept)  # so that it is there wholly or not at all
-            print_line(f"baseline: {kept} (compare later results with the same --baseline)")
-            return OK
-        names = (str(kept), arguments.a)
-    elif arguments.b is None:
-        raise UsageError("needed two sides, got one: add B, or --baseline NAME")
+    names = _names(arguments)
+    if names is None:
+        return OK
+    results, records = None, list[Sequence[RunRecord]]()
+    if are_on_disk(names):
+        paths = [Path(name) for name in names]
+        _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
+        records += [checked(records_at, path) for path in paths]
     else:
-        names = (arguments.a, arguments.b)
-    # JSON has no lone surrogates
-    shown = [name.strip().encode(errors="backslashreplace").decode() for name in names]
-    sides = Sides(a=shown[0], b=shown[1])
-    if not both_on_disk(*names):
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
-        checked(lambda: refuse_other_work(*configs))
-        return _measure(arguments, sides, configs)
-    paths = [Path(name) for name in names]
-    _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
-    mixed = arguments.allow_mixed
-    return _show(
-        checked(
-            lambda: compare_sides(sides, [records_at(path) for path in paths], allow_mixed=mixed)
-        )
+        checked(refuse_other_work, *configs)
+        directory = _directory(arguments, configs)
+        if (status := _measure(arguments, configs, directory)) != OK:
+            return status
+        results = load(directory)
+        assert results.sweep is not None
+        records += by_parity(results.sweep.records)
+    # JSON has no lone surrogates
+    a, b = (name.strip().encode(errors="backslashreplace").decode() for name in names)
+    compared = checked(
+        compare_sides,
+        Sides(a=a, b=b),
+        records,
+        are_alternate=results is not None,
+        allow_mixed=arguments.allow_mixed,
     )
+    page = None if results is None else _write(compared, results, arguments.formats)
+    return _show(compared, page)
+
+
+def _names(arguments: CompareArguments) -> tuple[str, str] | None:
+    """Both sides as they are named; None if the first is only kept as a new --baseline."""
+    if arguments.baseline is None:
+        if arguments.b is None:
+            raise UsageError("needed two sides, got one: add B, or --baseline NAME")
+        return arguments.a, arguments.b
+    from ..report.compared import records_at
+
+    kept = arguments.output / "baselines" / checked(flags.checked_name, arguments.baseline)
+    if arguments.b is not None or not are_on_disk((arguments.a, arguments.a)):
+        raise UsageError(
+            "--baseline compares one directory of results with those kept earlier; leave out B"
+        )
+    if kept.exists():
+        return str(kept), arguments.a
+    records = checked(records_at, Path(arguments.a))
+    with temporary_directory(make_writable(kept.parent)) as begun:
+        runs = make_writable(begun / RUNS)
+        for record in records:
+            write_record(record, runs)
+        begun.rename(kept)  # so that it is there wholly or not at all
+    print_line(f"baseline: {kept} (compare later results with the same --baseline)")
+    return None
 
 
 def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
@@ -121,58 +140,32 @@ def _refuse_equal(arguments: CompareArguments, are_equal: bool) -> None:
         )
 
 
-def _measure(arguments: CompareArguments, sides: "Sides", configs: Sequence[RunConfig]) -> int:
-    """Measure the configurations of A and B alternately, and compare them."""
-    from ..report.compared import COMPARISON_FILE
-    from ..report.page.chapters import write_page_of
-    from .rebuild import load
-
+def _directory(arguments: CompareArguments, configs: Sequence[RunConfig]) -> Path:
+    """Where the runs of A and B are kept, under a name made of both unless one was given."""
     a, b = configs
-    given = f"compare_{a.size}_{a.digest}_{b.digest}" if arguments.name is None else arguments.name
-    name = checked(functools.partial(flags.checked_name, given))
-    directory = arguments.output / "e2e_benchmark" / name
+    name = arguments.name
+    if name is None:
+        name = f"compare_{a.size}_{a.digest}_{b.digest}"
+    return arguments.output / "e2e_benchmark" / checked(flags.checked_name, name)
+
+
+def _measure(arguments: CompareArguments, configs: Sequence[RunConfig], directory: Path) -> int:
+    """Measure the configurations of A and B alternately; return the exit status."""
     if not arguments.fresh:
         _refuse_another(configs, directory)
     # Even repeats are A and odd ones B, so that A can be compared with A.
-    order = [(side, 2 * repeat + side) for side, repeat in interleave(2, arguments.repeats)]
-    runs = [replace(configs[side], repeat=repeat) for side, repeat in order]
-    if (status := measure_all(runs, directory, arguments)) != OK:
-        return status
-    write_atomically(directory / COMPARISON_FILE, encode_json(sides))
-    with StatusLine() as line:
-        own = load(directory)
-        assert own.compared is not None
-        own.compared.write(directory)
-        page, _ = write_page_of(own, line)
-    return _show(own.compared, page)
-
-
-def _show(compared: "Compared", page: Path | None = None) -> int:
-    """Print the tables of the comparison, and where its page is if it was written; return the
-    exit status.
-    """
-    from ..report.terminal import print_table
-
-    for left_out in compared.left_out:
-        print_aside(f"note: {left_out}")
-    for table in compared.section.tables:
-        shown = replace(table, notes=tuple(note for note in table.notes if note != compared.answer))
-        print_table(shown, None if page is None else page.parent)
-    if page is not None:
-        print_line(f"page: {page}")
-    print_line(compared.answer)
-    if all(row["ratio"] is None for row in compared.section.rows):
-        raise SweepError("no configuration ended well on both sides, so nothing could be compared")
-    return OK
+    runs = [
+        replace(configs[side], repeat=2 * repeat + side)
+        for side, repeat in interleave(2, arguments.repeats)
+    ]
+    return measure_all(runs, directory, arguments)
 
 
 def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:
     """Raise UsageError if the directory has records of another comparison: they were not
     interleaved with these runs.
-
-    Even repeats are A's and odd ones B's.
     """
-    for record in load_records_or_warn(directory / "runs") if directory.is_dir() else ():
+    for record in load_records_or_warn(directory / RUNS):
         if record.subject.configuration != configs[record.subject.repeat % 2].configuration:
             raise UsageError(
                 f"{directory} holds another comparison ({record.subject.label} is in it): both "
@@ -181,29 +174,57 @@ def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:
             )
 
 
+def _write(compared: "Compared", results: "Directory", formats: Sequence[str]) -> Path:
+    """Write the comparison and its page beside the results that were measured for it; return the
+    path of the page.
+    """
+    from ..report.compared import COMPARISON_FILE
+    from ..report.page.chapters import write_page_of
+
+    write_atomically(results.path / COMPARISON_FILE, encode_json(compared.sides))
+    compared.write(results.path, formats)
+    with StatusLine() as line:
+        page, _ = write_page_of(replace(results, compared=compared), line)
+    return page
+
+
+def _show(compared: "Compared", page: Path | None) -> int:
+    """Print the tables of the comparison, and where its page is if it was written; return the
+    exit status.
+    """
+    from ..report.terminal import print_table
+
+    for left_out in compared.left_out:
+        print_aside(f"note: {left_out}")
+    for table in compared.section.tables:
+        # the answer is the last line
+        notes = tuple(note for note in table.notes if note != compared.answer)
+        print_table(replace(table, notes=notes), None if page is None else page.parent)
+    if page is not None:
+        print_line(f"page: {page}")
+    print_line(compared.answer)
+    if all(row["ratio"] is None for row in compared.section.rows):
+        raise SweepError("no configuration ended well on both sides, so nothing could be compared")
+    return OK
+
+
 def is_side(word: str, words: Sequence[str]) -> bool:
     """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that
     `compare` lacks.
     """
-    own = {
-        *flags.HELP,
-        flags.HELP_ALL,
-        *(f"--{f.name.replace('_', '-')}" for f in fields(CompareArguments)),
-    }
-    alone = (
-        words[0] == "compare"
-        and word.startswith("--")
-        and word.partition("=")[0].replace("_", "-") not in own
-    )
-    return word.startswith("-") and (" " in word or alone)
+    flag = word.partition("=")[0].replace("_", "-")
+    known = {flag_of(name) for name in flag_names(CompareArguments)}
+    is_known = flag in (*HELP, HELP_ALL, *known)
+    is_alone = words[0] == "compare" and word.startswith("--") and not is_known
+    return word.startswith("-") and (" " in word or is_alone)
 
 
-def both_on_disk(a: str, b: str) -> bool:
+def are_on_disk(sides: Sequence[str]) -> bool:
     """Whether the sides are records, not flags; raise UsageError for a side that is neither, and
     for one of each.
     """
-    exist = [_exists(side) for side in (a, b)]
-    for side, exists in zip((a, b), exist, strict=True):
+    exist = [_exists(side) for side in sides]
+    for side, exists in zip(sides, exist, strict=True):
         if not exists and side.strip() and not side.strip().startswith("-"):
             raise UsageError(
                 f"{side}: no such directory or record; needed one, or flags of benchmark.py in "
@@ -229,22 +250,21 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     """The configuration that the flags of each side name; raise UsageError for a profiler, and
     for flags of output.
     """
-    asked = [
-        flags.parse(
-            BenchmarkArguments, "benchmark.py", checked(functools.partial(shlex.split, side))
-        )
-        for side in sides
-    ]
-    configs = [checked(each.config) for each in asked]
-    for side, each, config in zip(sides, asked, configs, strict=True):
+    configs, devices = [], dict[DeviceChoice, None]()
+    for side in sides:
+        words = checked(shlex.split, side)
+        asked = parse(BenchmarkArguments, "benchmark.py", words)
+        config = checked(asked.config)
         if config.profiler is not Profiler.NONE:
             raise UsageError(
                 f"{side.strip()}: a profiler makes a run slower; compare runs without one"
             )
-        if each.json or each.output != BenchmarkArguments.output:
+        if asked.json or asked.output != BenchmarkArguments.output:
             raise UsageError(
                 f"{side.strip()}: a side has no output of its own; leave out --json and --output"
             )
-    for device in dict.fromkeys(each.step.device for each in asked):
-        flags.explain_cpu_fallback(device)
+        configs.append(config)
+        devices[asked.step.device] = None
+    for device in devices:
+        explain_cpu_fallback(device)
     return configs

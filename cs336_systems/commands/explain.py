@@ -2,31 +2,40 @@
 file of any program.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import msgspec
 import tyro
 
 from ..ranges import PhaseNames
-from ..record import load_records, read_record
-from .flags import Flat, Switch, unset
-from .outcome import OK, UsageError, existing, show
+from ..record import RUNS, RunRecord, load_records, read_record
+from .flags import Flat, OutputArguments, Switch, unset
+from .outcome import OK, UsageError, existing, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
-
-Explanation: TypeAlias = tuple[Callable[..., Any], ...]
-"""What is left to do with an explained file: write it into a directory and make its tables, both
-with a number of rows to list; the lines of its answer; and its JSON.
-"""
+    from ..report.section import Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileArguments:
+class Explanation:
+    """What can be done with an explained file."""
+
+    write: Callable[[Path, int, Collection[str]], object]
+    """Write it into a directory: tables of at most so many rows, also in these formats."""
+    tables: Callable[[int], Sequence["Table"]]
+    """Its tables, of at most so many rows."""
+    answer: Callable[[], Sequence[str]]
+    """The lines of its answer."""
+    encode: Callable[[], bytes]
+    """Its JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileArguments(OutputArguments):
     """What both commands ask for."""
 
     NEEDED: ClassVar[str]
@@ -35,10 +44,6 @@ class FileArguments:
     """What a profiler or PyTorch wrote, as said above."""
     top: int = 10
     """Most kernels, or allocations, that a table lists."""
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory for the tables (CSV, Markdown, LaTeX, Typst), pictures and JSON."""
     json: Switch = False
     """Print JSON instead of tables."""
 
@@ -70,8 +75,7 @@ class KernelsArguments(FileArguments):
 
     def explained(self) -> Explanation:
         """The explanation; raise UsageError for names of ranges that cannot be."""
-        path = record_path(self)
-        record = None if path is None else read_record(path)
+        record, others = self.record_and_others()
         from ..analysis.kernels.explain import explain
         from ..analysis.kernels.phases import RangeNameError
         from ..analysis.kernels.step_profile import read_profile
@@ -84,12 +88,33 @@ class KernelsArguments(FileArguments):
             )
         except RangeNameError as error:
             raise UsageError(f"{self.file}: {error}") from error
-        plain = plain_run(record, load_records(path.parent)[0]) if record and path else None
+        plain = None if record is None else plain_run(record, others)
         entry = Explained(profile=profile, profiled=record, plain=plain)
-        ways = (write_kernels, tables_of_one, answer_of)
-        return *(functools.partial(each, entry) for each in ways), functools.partial(
-            _with_statistics, profile
+        return Explanation(
+            write=partial(write_kernels, entry),
+            tables=partial(tables_of_one, entry),
+            answer=partial(answer_of, entry),
+            encode=partial(_with_statistics, profile),
         )
+
+    def record_and_others(self) -> tuple[RunRecord | None, list[RunRecord]]:
+        """The record of the profiled run, given or kept by its sweep, and all records beside it.
+
+        Raises RecordError if it is damaged.
+        """
+        if self.record is not None:
+            record = read_record(existing(self.record, "a record of a run, in JSON"))
+            return record, load_records(self.record.parent)[0]
+        from ..analysis.kernels.communication import without_rank
+
+        key = without_rank(self.file.name)
+        for ending in (".gz", ".json", ".nsys-rep"):
+            key = key.removesuffix(ending)
+        records, problems = load_records(self.file.parent.parent / RUNS)
+        for problem in problems:
+            if problem.path.stem == key:
+                raise problem
+        return next((record for record in records if record.key == key), None), records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +136,14 @@ class MemoryArguments(FileArguments):
         from ..report.sections.memory.findings import answer
         from ..report.sections.memory.tables import tables_of_one, write_memory
 
-        profile = (read_memory_profile if self.file.suffix == ".json" else explain_memory)(
-            self.file
+        is_profile = self.file.suffix == ".json"
+        profile = read_memory_profile(self.file) if is_profile else explain_memory(self.file)
+        return Explanation(
+            write=partial(write_memory, profile),
+            tables=partial(tables_of_one, profile),
+            answer=partial(answer, profile),
+            encode=partial(encode_memory_profile, profile),
         )
-        ways = (write_memory, tables_of_one, answer, encode_memory_profile)
-        return tuple(functools.partial(each, profile) for each in ways)
 
 
 def run(arguments: FileArguments) -> int:
@@ -127,13 +155,12 @@ def run(arguments: FileArguments) -> int:
 
     with StatusLine() as status:
         status.reading(arguments.file)
-        write, tables, answer, encode = arguments.explained()
+        explanation = arguments.explained()
         if arguments.output is not None:
             status("drawing and writing")
-            write(arguments.output, arguments.top)
-    show(
-        tables(arguments.top), arguments.output, answer(), json=encode() if arguments.json else None
-    )
+            explanation.write(arguments.output, arguments.top, arguments.formats)
+    json = explanation.encode() if arguments.json else None
+    show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     return OK
 
 
@@ -141,28 +168,7 @@ def _with_statistics(profile: "StepProfile") -> bytes:
     """The profile in JSON, and before it the statistics of the wall times of step and phases
     over the steps.
     """
-    from ..analysis.statistics import summary
-    from ..files import encode_json
-
-    walls_s = {
-        "step": profile.step_s,
-        **{str(phase.phase): phase.wall_s for phase in profile.phases},
-    }
-    found = {name: summary(times_s) for name, times_s in walls_s.items() if times_s}
-    return encode_json({"statistics": found, **msgspec.to_builtins(profile)})
-
-
-def record_path(arguments: KernelsArguments) -> Path | None:
-    """The record of the run that was profiled: the one given, or the one that its sweep keeps."""
-    if arguments.record is not None:
-        return existing(arguments.record, "a record of a run, in JSON")
-    from ..analysis.kernels.communication import without_rank
-
-    stem = (
-        without_rank(arguments.file.name)
-        .removesuffix(".gz")
-        .removesuffix(".json")
-        .removesuffix(".nsys-rep")
-    )
-    beside = arguments.file.parent.parent / "runs" / f"{stem}.json"
-    return beside if beside.is_file() else None
+    walls_s = {"step": profile.step_s}
+    for phase in profile.phases:
+        walls_s[str(phase.phase)] = phase.wall_s
+    return with_statistics(profile, walls_s)

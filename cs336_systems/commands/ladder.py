@@ -2,7 +2,7 @@
 each checked.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..analysis.compare import interleave
 from ..config import Device, RunConfig
 from ..measure.nvml import visible_gpus
-from ..record import RunRecord
+from ..record import RUNS, RunRecord
 from ..report.progress import StatusLine
 from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..sweep.ladder import (
@@ -28,8 +28,10 @@ from ..sweep.ladder import (
 from ..sweep.nsys import is_under_nsys
 from ..text import counted, plain_word, print_line
 from . import flags
+from .configure import checked_factory, make_config
+from .machine import DeviceFlag, device_word, explain_cpu_fallback, resolve_device
+from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_records_or_warn, show
-from .sweep import measure_all
 
 if TYPE_CHECKING:
     from ..report.page.chapters import Climbed
@@ -90,7 +92,7 @@ class LadderArguments(flags.Flags):
     """Fresh processes of each rung, interleaved; fewer than three give no intervals."""
     reasons: bool = True
     """Run each rung once more under torch.profiler."""
-    device: flags.DeviceFlag = "auto"
+    device: DeviceFlag = "auto"
     name: Annotated[str | None, flags.unset("NAME", "size, context, batch and device")] = None
     """Name of the directory."""
     output: Path = Path("data")
@@ -113,7 +115,7 @@ class LadderArguments(flags.Flags):
         """The first rung's shape, batch, data and steps; raise ValueError where the flags mean
         none.
         """
-        device = flags.resolve_device(self.device)
+        device = resolve_device(self.device)
         on_gpu = device is Device.CUDA
         usual = (
             {"size": GPU_SIZE, "batch_size": GPU_BATCH}
@@ -121,7 +123,7 @@ class LadderArguments(flags.Flags):
             else {"size": CPU_SIZE, "batch_size": CPU_BATCH}
         )
         given = self.given()
-        config = flags.checked_factory(flags.make_config(device, **{**usual, **given}), given)
+        config = checked_factory(make_config(device, **{**usual, **given}), given)
         if self.learning_rate is not None:
             return config
         return replace(config, learning_rate=gate_learning_rate(config.model.d_model))
@@ -140,8 +142,10 @@ class LadderArguments(flags.Flags):
         order = interleave(
             len(ladder), flags.value_or(self.repeats, GPU_REPEATS if on_gpu else CPU_REPEATS)
         )
-        plain = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
-        return (*plain, *(map(reason_run, ladder) if self.reasons else ()))
+        runs = [replace(ladder[index].config, repeat=repeat) for index, repeat in order]
+        if self.reasons:
+            runs += map(reason_run, ladder)
+        return tuple(runs)
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
@@ -152,7 +156,7 @@ class LadderArguments(flags.Flags):
         return (
             self.output
             / "ladder"
-            / "_".join((plain_word(base.size), shape, flags.device_word(base.device)))
+            / "_".join((plain_word(base.size), shape, device_word(base.device)))
         )
 
 
@@ -160,7 +164,7 @@ def run(arguments: LadderArguments) -> int:
     """Measure the rungs that have no result yet, judge them, print and write."""
     ladder, directory = checked(arguments.ladder), checked(arguments.directory)
     configs = arguments.runs(ladder)
-    flags.explain_cpu_fallback(arguments.device)
+    explain_cpu_fallback(arguments.device)
     if arguments.dry_run:
         for rung in ladder:
             print(f"{rung.name}: {rung.change} ({rung.config.label})")
@@ -197,7 +201,7 @@ def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
     return names | {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
 
 
-def load(directory: Path, beside: Ceilings) -> "Climbed":
+def load_climbed(directory: Path, beside: Ceilings) -> "Climbed":
     """The ladder in a directory: rungs, records, profiles and table rows, with shares of the
     ceilings `beside`.
     """
@@ -207,26 +211,25 @@ def load(directory: Path, beside: Ceilings) -> "Climbed":
     from ..report.sections.ladder import ladder_results
 
     ladder = read_ladder(directory / LADDER_FILE)
-    own = _names(ladder)  # the directory may have runs of ladders with other flags
-    records = [
-        each
-        for each in load_records_or_warn(directory / "runs")
-        if each.subject.configuration in own
-    ]
+    names = _names(ladder)  # the directory may have runs of ladders with other flags
+    records = load_records_or_warn(directory / RUNS)
+    records = [record for record in records if record.subject.configuration in names]
     profiled = load_profiled(records, directory)
     results = Results(records=records, kernels=profiled, ceilings=beside)
     return Climbed(results=results, rows=ladder_results(ladder, records, profiled, beside))
 
 
-def _report(_records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
+def _report(
+    _records: Sequence[RunRecord], directory: Path, status: StatusLine, formats: Collection[str]
+) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from ..report.page.chapters import Directory, write_page_of
     from ..report.sections.ladder import ladder_section, write_ladder_report
 
     status("reading records and profiles")
-    climbed = load(directory, load_ceilings_or_warn(ceilings_beside(directory)))
+    climbed = load_climbed(directory, load_ceilings_or_warn(ceilings_beside(directory)))
     status("drawing and writing")
-    write_ladder_report(climbed.rows, directory)
+    write_ladder_report(climbed.rows, directory, formats)
     page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
     status.end()
     show(ladder_section(climbed.rows).tables, directory)

@@ -13,13 +13,15 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeAlias, TypeVar
+
+import msgspec
 
 from .. import interrupt
 from ..config import Profiler
-from ..files import why_no_file
+from ..files import encode_json, why_no_file
 from ..record import RunRecord, load_records
 from ..subject import Subject
 from ..sweep.store import VIEWERS, raw_profile_path
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from ..report.section import Table
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, interrupt.STATUS
+P = ParamSpec("P")
 T = TypeVar("T")
 PrintJson: TypeAlias = Callable[[bytes], None]
 
@@ -39,10 +42,10 @@ class UsageError(ValueError):
     """The command line is wrong; the message says what to correct."""
 
 
-def checked(make: Callable[[], T]) -> T:
-    """Call `make`, and raise its ValueError as a UsageError."""
+def checked(make: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Return what `make` returns, and raise its ValueError as a UsageError."""
     try:
-        return make()
+        return make(*args, **options)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -94,6 +97,14 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
         sys.stdout.write(data.decode())
 
 
+def with_statistics(measured: object, times_s: Mapping[str, Sequence[float]]) -> bytes:
+    """What was measured in JSON, and before it the statistics of the times that there are."""
+    from ..analysis.statistics import summary
+
+    statistics = {name: summary(times) for name, times in times_s.items() if times}
+    return encode_json({"statistics": statistics, **msgspec.to_builtins(measured)})
+
+
 def show(
     tables: Iterable["Table"],
     directory: Path | None = None,
@@ -137,16 +148,16 @@ def _stdout_ends() -> None:
 
 def print_profile_paths(subjects: Iterable[Subject], runs: Path) -> None:
     """Print where the raw profiles of these runs are, and which viewer opens them."""
-    profiled = [subject for subject in subjects if subject.profiler is not Profiler.NONE]
-    for profiler in dict.fromkeys(subject.profiler for subject in profiled):
-        paths = (
-            raw_profile_path(subject, runs) for subject in profiled if subject.profiler is profiler
-        )
-        found = [path for path in paths if path.is_file()]
-        if found:
-            folder = found[0].parent
-            where = found[0] if len(found) == 1 else folder
-            print_line(f"{folder.name}: {where} (open with {VIEWERS[profiler]})")
+    by_profiler: dict[Profiler, list[Path]] = {}
+    for config in subjects:
+        if config.profiler is not Profiler.NONE:
+            path = raw_profile_path(config, runs)
+            if path.is_file():
+                by_profiler.setdefault(config.profiler, []).append(path)
+    for profiler, paths in by_profiler.items():
+        folder = paths[0].parent
+        where = paths[0] if len(paths) == 1 else folder
+        print_line(f"{folder.name}: {where} (open with {VIEWERS[profiler]})")
 
 
 _CLOSED = (errno.EPIPE, errno.EIO)

@@ -7,10 +7,11 @@ from typing import Annotated
 import tyro
 
 from ..report.progress import StatusLine
+from .flags import FormatArguments
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportArguments:
+class ReportArguments(FormatArguments):
     """Make the tables, plots and page (index.html) of finished runs again, of a sweep's directory.
 
     A directory that holds no results itself stands for all below it, of sweeps, ladders, studies
@@ -32,4 +33,4 @@ def run(arguments: ReportArguments) -> int:
     from .rebuild import rebuild_all
 
     with StatusLine() as status:
-        return rebuild_all(arguments.directory, status)
+        return rebuild_all(arguments.directory, status, arguments.formats)

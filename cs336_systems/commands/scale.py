@@ -1,11 +1,8 @@
 """`cs336 scale`: a training step on many GPUs, on paper."""
 
-import functools
 from dataclasses import field
-from pathlib import Path
+from functools import partial
 from typing import Annotated
-
-import tyro
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
 from ..costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
@@ -18,7 +15,8 @@ from ..report.sections.scale import Scale, scale_section
 from ..report.words import GIGA
 from ..studies.ceilings_files import Ceilings
 from . import flags
-from .account import ceilings_in, check_ceilings, curves_meant, machine_meant
+from .account import ForecastArguments, curves_meant
+from .configure import make_config
 from .outcome import OK, checked, show
 
 MAX_GB_PER_S = 1e6
@@ -38,7 +36,7 @@ MAX_GB_PER_S = 1e6
         "optimizer": "fused",
     },
 )
-class ScaleArguments(flags.Flags):
+class ScaleArguments(flags.Flags, ForecastArguments):
     """Predict a training step that many GPUs share: time, exposed communication, memory and MFU of
     ddp (data parallel, PyTorch's) and fsdp (fully sharded, ours), and from how many ranks on
     communication takes longer than computing, in tensor parallelism (tp) too.
@@ -61,19 +59,7 @@ class ScaleArguments(flags.Flags):
         float | None, flags.unset("GB/S", "measured, or else by the data sheet")
     ] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
-    device_name: Annotated[
-        str | None, flags.unset("NAME", "this machine's GPU, or the only one of --ceilings")
-    ] = None
-    """GPU to train on, such as H200."""
-    ceilings: Annotated[Path | None, flags.unset("DIR", "data/ceilings, if it is there")] = None
-    """Directory of measured ceilings (`cs336 ceilings`). If all are of one device, that is the GPU.
-    A device without any takes its data sheet's rates at stated efficiencies.
-    """
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory for the tables (scale.md, .tex, .typ) and their values (scale.csv)."""
 
     def config(self) -> RunConfig:
         """The step of one process; raise ValueError for flags that contradict each other."""
@@ -83,7 +69,7 @@ class ScaleArguments(flags.Flags):
             "optimizer": OptimizerKind.FUSED,
             "attention": Attention.SDPA,
         }
-        config = flags.make_config(Device.CUDA, **usual | self.given() | self.model.given())
+        config = make_config(Device.CUDA, **usual | self.given())
         if config.precision is Precision.FP16:
             raise ValueError(
                 "--precision fp16 is not predicted: its gradient scaler waits for the device; use "
@@ -99,7 +85,6 @@ class ScaleArguments(flags.Flags):
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
-        check_ceilings(self.ceilings)
         if self.model.model is not None:
             raise ValueError(
                 "the cost of a model of your own is not known from its flags: leave --model out"
@@ -141,12 +126,12 @@ def _links(
     if it is not known.
     """
     size = arguments.gpus_per_node
-    network = None if arguments.network_gb_per_s is None else arguments.network_gb_per_s * GIGA
+    network = None
+    if arguments.network_gb_per_s is not None:
+        network = arguments.network_gb_per_s * GIGA
+    links = partial(Links, gpus_per_node=size, network_bytes_per_s=network)
     if arguments.node_gb_per_s is not None:
-        rate = arguments.node_gb_per_s * GIGA
-        return Links(
-            gpus_per_node=size, node_bytes_per_s=rate, network_bytes_per_s=network
-        ), "given"
+        return links(node_bytes_per_s=arguments.node_gb_per_s * GIGA), "given"
     if (measured := measured_links(ceilings.collectives(name), size, network)) is not None:
         return measured, f"best collective measured among {measured.measured_ranks} of them"
     promised = None if device is None else data_sheet_link(device)
@@ -156,34 +141,29 @@ def _links(
             "they are connected is not in its data sheet"
         )
     source = f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
-    return Links(gpus_per_node=size, node_bytes_per_s=promised, network_bytes_per_s=network), source
+    return links(node_bytes_per_s=promised), source
 
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:
     """The forecast that the flags ask for; raise ValueError if too little is known of the
     device.
     """
-    name, device = machine_meant(
-        arguments.device_name, ceilings, are_asked=arguments.ceilings is not None
-    )
+    name, device = arguments.machine(ceilings)
     if name is None:
-        found = (
-            f"; there are ceilings of {', '.join(ceilings.device_names)}"
-            if ceilings.device_names
-            else ""
-        )
+        there = ""
+        if ceilings.device_names:
+            there = f"; there are ceilings of {', '.join(ceilings.device_names)}"
         raise ValueError(
-            f"needed --device-name: this machine has no GPU whose data sheet is known{found}"
+            f"needed --device-name: this machine has no GPU whose data sheet is known{there}"
         )
     links, source = _links(arguments, name, device, ceilings)
     curves = curves_meant(name, device, config, ceilings)
     peak = None if device is None else device.peak_flops_per_s.get(config.precision)
-    rate = (
-        ceilings.flops_per_s(name, config.precision)
-        if curves is not None and curves.is_measured
-        else None
-    )
-    rate = MATMUL_EFFICIENCY * peak if rate is None and peak is not None else rate
+    rate = None
+    if curves is not None and curves.is_measured:
+        rate = ceilings.flops_per_s(name, config.precision)
+    if rate is None and peak is not None:
+        rate = MATMUL_EFFICIENCY * peak
     if curves is None or rate is None:
         raise ValueError(
             f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a "
@@ -217,9 +197,9 @@ def run(arguments: ScaleArguments) -> int:
     """Print the tables, and write them if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
-    found = checked(functools.partial(_scale, arguments, config, ceilings_in(arguments.ceilings)))
-    section = scale_section(found)
+    ceilings = checked(arguments.known_ceilings)
+    section = scale_section(checked(_scale, arguments, config, ceilings))
     if arguments.output is not None:
-        write_files(texts_of(section), arguments.output)
+        write_files(texts_of(section), arguments.output, arguments.formats)
     show(section.tables, arguments.output)
     return OK

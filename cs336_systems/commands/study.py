@@ -2,14 +2,15 @@
 printing.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-import tyro
-
 from ..config import SIZES, Device
+from ..costs.allocator import MIB
 from ..files import encode_json, write_atomically
 from ..measure.inputs import check_factory, source_of
 from ..measure.nvml import visible_gpus
@@ -22,6 +23,14 @@ from ..sweep.store import make_writable, time_stamp, writing
 from ..text import print_aside, print_line
 from ..torch_needed import require_torch
 from . import flags
+from .machine import (
+    DeviceChoice,
+    DeviceFlag,
+    device_word,
+    explain_cpu_fallback,
+    look_at_machine,
+    resolve_device,
+)
 from .outcome import FAILED, OK, checked
 
 if TYPE_CHECKING:
@@ -40,7 +49,7 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
     """Class of the grid, whose declared settings become flags."""
     FOLDER: ClassVar[str]
     """Directory of all studies of this kind, below the output directory."""
-    device: flags.DeviceFlag = "auto"
+    device: DeviceFlag = "auto"
     seed: int = 0
     """Seed of the inputs."""
     name: Annotated[str | None, flags.unset("NAME", "precisions and device")] = None
@@ -52,12 +61,11 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         """The grid that the flags mean, with other fields; raise ValueError if there is no such
         grid.
         """
-        device = flags.resolve_device(self.device)
-        defaults = {
-            each.name: setting.by_device.gpu if device is Device.CUDA else setting.by_device.cpu
-            for each, setting in declared(self.GRID)
-            if setting.by_device is not None
-        }
+        device = resolve_device(self.device)
+        defaults = {}
+        for attribute, setting in declared(self.GRID):
+            if usual := setting.by_device:
+                defaults[attribute.name] = usual.gpu if device is Device.CUDA else usual.cpu
         return self.GRID(**defaults | self.given() | others | {"device": device, "seed": self.seed})
 
     def directory(self) -> Path:
@@ -69,9 +77,9 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         print them.
         """
         require_torch("measuring")
-        flags.explain_cpu_fallback(self.device)
+        explain_cpu_fallback(self.device)
         grid, directory = checked(self.grid), checked(self.directory)
-        flags.look_at_machine(flags.resolve_device(self.device))
+        look_at_machine(resolve_device(self.device))
         record = directory / f"{self.FOLDER}.json"
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
@@ -92,7 +100,7 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
             return run_study(grid, status, cells, on_progress)
 
         with writing(directory):
-            study = show_study(measure, directory)
+            study = show_study(measure, directory, self.formats)
         return OK if all(status.is_result for status in study.statuses) else FAILED
 
 
@@ -160,8 +168,7 @@ class FusionArguments(StudyArguments):
 GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
 GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
 GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 128)
-BATCH_SIZE = 4
-MIB = 2**20
+LAYER_BATCH_SIZE = 4
 
 
 @with_grid
@@ -205,7 +212,7 @@ class CeilingsArguments(StudyArguments):
 
     def grid(self) -> CeilingsGrid:  # type: ignore[override] # it chooses all fields itself
         """The grid that the flags describe; raise ValueError for flags that describe none."""
-        on_gpu, num_gpus = flags.resolve_device(self.device) is Device.CUDA, len(visible_gpus())
+        on_gpu, num_gpus = resolve_device(self.device) is Device.CUDA, len(visible_gpus())
         sizes = flags.value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
         squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
         layers = layer_shapes(flags.value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
@@ -225,9 +232,7 @@ class CeilingsArguments(StudyArguments):
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
         name = (
-            flags.checked_name(self.name)
-            if self.name
-            else flags.device_word(flags.resolve_device(self.device))
+            flags.checked_name(self.name) if self.name else device_word(resolve_device(self.device))
         )
         return self.output / self.FOLDER / name
 
@@ -243,54 +248,37 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
     shapes = []
     for name in dict.fromkeys(presets):
         model = SIZES[name]
-        tokens = BATCH_SIZE * model.context_length
-        shapes.append(
-            Shape(rows=tokens, inner=model.d_model, columns=model.d_ff, name=f"{name} feed-forward")
-        )
+        columns = {"feed-forward": model.d_ff}
         if model.vocab_size % ALIGNMENT:
-            head = Shape(
-                rows=tokens, inner=model.d_model, columns=model.vocab_size, name=f"{name} head"
-            )
-            padded = -(-model.vocab_size // NICE_VOCABULARY) * NICE_VOCABULARY
-            shapes += [
-                head,
-                Shape(
-                    rows=tokens, inner=model.d_model, columns=padded, name=f"{name} head{PADDED}"
-                ),
-            ]
+            columns["head"] = model.vocab_size
+            padded = math.ceil(model.vocab_size / NICE_VOCABULARY) * NICE_VOCABULARY
+            columns[f"head{PADDED}"] = padded
+        product = partial(Shape, rows=LAYER_BATCH_SIZE * model.context_length, inner=model.d_model)
+        shapes += [product(columns=width, name=f"{name} {what}") for what, width in columns.items()]
     return tuple(shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionArguments:
+class PrecisionArguments(flags.OutputArguments):
     """Show what accumulation, layer norm and autocast do to precision, as observed on this
     machine.
     """
 
-    device: flags.DeviceChoice = "auto"
+    device: DeviceChoice = "auto"
     """Where to observe autocast; auto is the CPU, and the GPU too where there is one."""
-    output: Annotated[
-        Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: write nothing)")
-    ] = None
-    """Directory to write the tables to, as CSV, Markdown, LaTeX and Typst, all values as JSON,
-    and index.html.
-    """
 
     def devices(self) -> tuple[Device, ...]:
         """Devices to observe; raise ValueError where a GPU is asked for and there is none."""
-        chosen = flags.resolve_device(self.device)
-        return (
-            (Device.CPU, Device.CUDA)
-            if self.device == "auto" and chosen is Device.CUDA
-            else (chosen,)
-        )
+        chosen = resolve_device(self.device)
+        has_both = self.device == "auto" and chosen is Device.CUDA
+        return (Device.CPU, Device.CUDA) if has_both else (chosen,)
 
     def run(self) -> int:
         """Observe sums, layer norm and data types, print them, and write them into the directory
         if one is given.
         """
         require_torch("measuring")
-        flags.explain_cpu_fallback(self.device)
+        explain_cpu_fallback(self.device)
         devices = checked(self.devices)
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -301,7 +289,7 @@ class PrecisionArguments:
 
             return run_precision_study(devices, status)
 
-        show_study(measure, self.output)
+        show_study(measure, self.output, self.formats)
         return OK
 
 
@@ -310,9 +298,11 @@ def run(arguments: StudyArguments | PrecisionArguments) -> int:
     return arguments.run()
 
 
-def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) -> StudyT:
-    """Measure, showing progress; write the results into the directory, if one is given; print
-    and return them.
+def show_study(
+    measure: Callable[[StatusLine], StudyT], directory: Path | None, formats: Collection[str]
+) -> StudyT:
+    """Measure, showing progress; write the results into the directory, if one is given, tables
+    also in `formats`; print and return them.
     """
     from ..report.page.chapters import Directory, write_page_of
     from ..report.results import StudyResults
@@ -324,7 +314,7 @@ def show_study(measure: Callable[[StatusLine], StudyT], directory: Path | None) 
         if directory is not None:
             status("drawing and writing")
             write_atomically(directory / f"{results.subject}.json", encode_json(study))
-            results.write(directory)
+            results.write(directory, formats)
             page, _ = write_page_of(Directory(path=directory, study=results), status)
     for section in results.sections:
         for table in section.tables:

@@ -7,102 +7,41 @@ import hashlib
 import importlib.util
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ..analysis.compare import interleave
 from ..analysis.kernels import NsysError, find_nsys
-from ..config import SETTINGS, Device, Mode, Parallel, Precision, Profiler, RunConfig
+from ..config import USED_WITH, Device, Parallel, Precision, Profiler
 from ..costs.curves import Curves
-from ..costs.fast_memory import peak_bytes as fast_peak_bytes
 from ..costs.hardware import devices_called
-from ..costs.memory import (
-    fits,
-    host_bytes,
-    needs_tape,
-    outside_bytes,
-    predict_memory,
-    predicted_peak_bytes,
-)
-from ..costs.ranks_time import predicted_time
-from ..costs.time import prepare_forecasts
-from ..measure.environment import cpu_name, host_memory_bytes, lacking_memory
+from ..measure.environment import cpu_name, host_memory_bytes
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
-from ..record import RunRecord
-from ..report.progress import IMPORTING, StatusLine
-from ..report.words import DOUBT, DOUBTED_FORECAST, SHIPPED, significant
+from ..report.progress import StatusLine
+from ..report.words import DOUBTED_FORECAST, SHIPPED
+from ..settings import flag_of
 from ..studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
-from ..sweep.nsys import is_under_nsys
-from ..sweep.store import PROFILE_DIRECTORIES, raw_profile_path, writing
+from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import counted, plain_word, print_aside, print_line
 from . import flags
-from .outcome import (
-    FAILED,
-    INTERRUPTED,
-    OK,
-    UsageError,
-    checked,
-    print_last,
-    print_profile_paths,
-    status_of,
+from .configure import (
+    checked_here,
+    chosen_profiler,
+    config_of,
+    explain_fast,
+    one_precision,
+    profiled_config,
 )
+from .machine import device_word, explain_cpu_fallback, resolve_device
+from .measuring import measure_all
+from .outcome import FAILED, OK, UsageError, checked
+from .plan import Plan, make_plan, outlook, print_plan
 
 if TYPE_CHECKING:
-    from ..report.results import Results
     from ..sweep.cluster import Machine
     from ..sweep.run import Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Configurations in the order to run them, and those that will not fit."""
-
-    configs: tuple[RunConfig, ...]
-    """Configurations by predicted peak, the smallest first; those predicted not to fit are last."""
-    too_large: tuple[RunConfig, ...]
-    """Configurations that are predicted to run out of memory."""
-
-
-def make_plan(
-    configs: Sequence[RunConfig], memory_bytes: int | None, *, of_users: bool = False
-) -> Plan:
-    """Order `configs` by predicted peak, and find those that do not fit `memory_bytes` of their
-    device.
-
-    Memory that is not known is None. It is predicted only without shortcuts. So a configuration
-    with shortcuts, such as a compiled model, is ordered by the peak that it would have without
-    them, and on a GPU it is never in `too_large`. Configurations without any prediction (on a CPU,
-    and users' own models unless `of_users`, which traces them) follow in their given order.
-    """
-    wanted = [each for config in configs for each in (config, config.without_shortcuts)]
-    if memory_bytes is not None:  # a tape is that of a GPU
-        wanted += [
-            replace(each, device=Device.CUDA) for each in configs if needs_tape(each, memory_bytes)
-        ]
-    prepare_forecasts(wanted, of_users=of_users)
-    too_large = {
-        config
-        for config in configs
-        if memory_bytes is not None and _is_too_large(config, memory_bytes)
-    }
-    peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
-    ordered = sorted(
-        configs, key=lambda config: (config in too_large, peaks[config] is None, peaks[config] or 0)
-    )
-    return Plan(
-        configs=tuple(ordered), too_large=tuple(config for config in ordered if config in too_large)
-    )
-
-
-def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
-    if config.device is Device.CPU:
-        return (host_bytes(config, memory_bytes) or 0) > memory_bytes
-    found = predict_memory(config)
-    if found is None or found.reserved_bytes + outside_bytes(config) <= memory_bytes:
-        return False
-    return fits(config, memory_bytes) is False
 
 
 @flags.with_flags(*flags.FIRST, many=flags.AXES)
@@ -113,7 +52,7 @@ class SweepArguments(flags.Flags):
     Every flag that takes several values is an axis of the grid: --compile none default --attention
     naive sdpa makes four runs of each configuration.
 
-    Records, tables (CSV, Markdown, LaTeX, Typst) and plots go to OUTPUT/e2e_benchmark/NAME/. The
+    Records, tables (CSV, Markdown) and plots go to OUTPUT/e2e_benchmark/NAME/. The
     same command again goes on where an interrupted sweep stopped; what ran out of memory or failed
     has a row of its own.
     """
@@ -171,7 +110,7 @@ class SweepArguments(flags.Flags):
         for group in (self, self.model, self.step):
             for name in group.settings:
                 if getattr(group, name) == ():
-                    raise ValueError(f"--{name.replace('_', '-')} needs at least one value")
+                    raise ValueError(f"{flag_of(name)} needs at least one value")
         flags.check_repeats(self.repeats)
         self._check_cluster()
 
@@ -192,33 +131,30 @@ class SweepArguments(flags.Flags):
     def chosen_precisions(self) -> tuple[Precision, ...]:
         """The precisions of the grid, in order."""
         asked = self.precisions or (None,)
-        return tuple(flags.one_precision(precision, self.mixed_precision) for precision in asked)
+        return tuple(one_precision(precision, self.mixed_precision) for precision in asked)
 
     def plan(self) -> Plan:
         """The grid in the order to run, without duplicates; repeats go forth and back (A B B A)."""
         device = self.device()
         on_gpu = device is Device.CUDA
-        given, grid = self._given(), self._grid(on_gpu)
+        given, grid = self.given(), self._grid(on_gpu)
         once = dict.fromkeys(
-            flags.config_of(device, given, point, fast=self.fast, many=True) for point in grid
+            config_of(device, given, point, fast=self.fast, many=True) for point in grid
         )
         # that of other machines is not known
         of_cpus = host_memory_bytes() if self.cluster is None else None
         memory_bytes = usable_gpu_bytes() if on_gpu else of_cpus
         plan = make_plan(list(once), memory_bytes, of_users=self.dry_run)
         order = interleave(len(plan.configs), self.repeats)
-        repeats = [replace(plan.configs[index], repeat=repeat) for index, repeat in order]
-        if self.profiler is not Profiler.NONE:
-            profiled = functools.partial(
-                flags.profiled_config, profiler=self.profiler, first_step=self.memory_first_step
-            )
-            pairs = (
-                (plain, profiled(plain)) if plain.repeat == 0 else (plain,) for plain in repeats
-            )
-            repeats = list(itertools.chain.from_iterable(pairs))
+        runs = []
+        for index, repeat in order:
+            plain = replace(plan.configs[index], repeat=repeat)
+            runs.append(plain)
+            if self.profiler is not Profiler.NONE and repeat == 0:
+                runs.append(profiled_config(plain, self.profiler, self.memory_first_step))
         if self.cluster is None:
-            repeats = list(map(flags.checked_here, repeats))
-        return replace(plan, configs=tuple(repeats))
+            runs = list(map(checked_here, runs))
+        return replace(plan, configs=tuple(runs))
 
     def device(self) -> Device:
         """The device to measure on; with --cluster, a device named by --device need not be in
@@ -226,30 +162,27 @@ class SweepArguments(flags.Flags):
         """
         if self.cluster is not None and self.step.device == "cuda":
             return Device.CUDA
-        return flags.resolve_device(self.step.device)
+        return resolve_device(self.step.device)
 
     @property
     def profiler(self) -> Profiler:
         """The profiler of the additional run of each configuration; raise ValueError if several
         are asked for.
         """
-        return flags.chosen_profiler(self)
+        return chosen_profiler(self)
 
     def _axes(self, on_gpu: bool) -> dict[str, tuple[Any, ...]]:
         """The values of each axis of the grid by the name of its setting, in the order in which
         they are varied.
         """
-        usual = {
-            name: found.gpu_sweep if on_gpu else found.cpu_sweep
-            for name in flags.AXES
-            if (found := flags.FIELDS[name][1].by_device) is not None
-        }
-        values = usual | self._given() | {"precision": self.chosen_precisions}
-        for part, setting in SETTINGS.items():
-            if part not in values or setting.used_with is None:
-                continue
-            name, (kind, *others) = setting.used_with
-            if not others and kind not in values.get(name, ()):
+        values: dict[str, Any] = {}
+        for name in flags.AXES:
+            usual = flags.SETTING_FIELDS[name][1].by_device
+            if usual is not None:
+                values[name] = usual.gpu_sweep if on_gpu else usual.cpu_sweep
+        values |= self.given() | {"precision": self.chosen_precisions}
+        for part, (name, (kind, *others)) in USED_WITH.items():
+            if part in values and not others and kind not in values.get(name, ()):
                 values[name] = (*values.get(name, ()), kind)
         return {name: values[name] for name in flags.AXES if name in values}
 
@@ -263,25 +196,18 @@ class SweepArguments(flags.Flags):
         grid = [
             dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
         ]
-        if all(point["parallel"] is Parallel.NONE for point in grid):
-            return grid
-        return [
-            point | {"ranks": 1} if point["parallel"] is Parallel.NONE else point for point in grid
-        ]
-
-    def _given(self) -> dict[str, Any]:
-        """The flags of all groups by the names of their settings."""
-        return {**self.given(), **self.model.given(), **self.step.given()}
+        alone = [point for point in grid if point["parallel"] is Parallel.NONE]
+        if len(alone) < len(grid):
+            for point in alone:
+                point["ranks"] = 1
+        return grid
 
     def directory(self) -> Path:
         """Where this sweep's results go; raise ValueError for a name that is no plain directory
         name.
         """
-        return (
-            self.output
-            / PROFILE_DIRECTORIES[self.profiler]
-            / (default_name(self) if self.name is None else flags.checked_name(self.name))
-        )
+        name = default_name(self) if self.name is None else flags.checked_name(self.name)
+        return self.output / PROFILE_DIRECTORIES[self.profiler] / name
 
 
 def default_name(sweep: SweepArguments) -> str:
@@ -290,32 +216,27 @@ def default_name(sweep: SweepArguments) -> str:
     """
     device = sweep.device()
     groups = (sweep, sweep.model, sweep.step)
-    axes, *different = [_differences(group, skip=("modes", "precisions")) for group in groups]
-    repeats = [f"repeats-{sweep.repeats}"] if sweep.repeats > 1 else []
-    parts = [
-        "-".join(dict.fromkeys(sweep.modes)),
-        "fast" if sweep.fast else "-".join(dict.fromkeys(sweep.chosen_precisions)),
-        *axes,
-        *repeats,
-        *itertools.chain.from_iterable(different),
-        flags.device_word(device),
-    ]
+    axes, of_model, of_step = [_differences(group, ("modes", "precisions")) for group in groups]
+    precisions = "-".join(dict.fromkeys(sweep.chosen_precisions))
+    parts = ["-".join(dict.fromkeys(sweep.modes)), "fast" if sweep.fast else precisions, *axes]
+    if sweep.repeats > 1:
+        parts.append(f"repeats-{sweep.repeats}")
+    parts += [*of_model, *of_step, device_word(device)]
     name = "_".join(plain_word(part) for part in parts)
     if len(name) > flags.MAX_NAME_LENGTH:
-        name = (
-            f"{name[: flags.MAX_NAME_LENGTH - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-        )
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: flags.MAX_NAME_LENGTH - 9]}_{digest}"
     return name
 
 
-def _differences(group: flags.Flags, skip: tuple[str, ...] = ()) -> Iterator[str]:
+def _differences(group: flags.Flags, skip: tuple[str, ...]) -> Iterator[str]:
     """The flags whose values are not the defaults, each with its value: `attention-sdpa`."""
     for flag, name in group.settings.items():
-        value, (each, setting) = getattr(group, flag), flags.FIELDS[name]
+        value, (attribute, setting) = getattr(group, flag), flags.SETTING_FIELDS[name]
         if flag in skip or value == getattr(type(group), flag):
             continue
         values = dict.fromkeys(value if isinstance(value, tuple) else (value,))
-        if not (setting.chosen_by_fast and [*values] == [each.default]):
+        if not (setting.chosen_by_fast and [*values] == [attribute.default]):
             yield f"{flag}-{'-'.join(map(str, values))}"
 
 
@@ -323,97 +244,58 @@ def run(arguments: SweepArguments) -> int:
     """Measure a grid and write its tables and plots."""
     plan, directory = checked(arguments.plan), checked(arguments.directory)
     configs = plan.configs
-    flags.explain_cpu_fallback(arguments.step.device)
+    explain_cpu_fallback(arguments.step.device)
     if arguments.fast:
-        flags.explain_fast(configs)
+        explain_fast(configs)
     if arguments.dry_run:
-        machines, curves = _machines(arguments), _curves(arguments, directory)
-        if curves is None and arguments.cluster is None:
-            print_aside(
-                "note: no times are predicted, as `cs336 ceilings` has not measured this device"
-            )
-        elif curves is not None:
-            for note, is_true in (
-                (SHIPPED, curves.is_shipped),
-                (DOUBTED_FORECAST, curves.is_in_doubt),
-            ):
-                if is_true:
-                    print_aside(f"note: {note}")
-        _print_plan(plan, directory, curves)
-        if arguments.cluster is not None:
-            _print_machines(machines, arguments.device())
-        return FAILED if machines and all(machine.refused for machine in machines) else OK
+        return _say_what_would_run(arguments, plan, directory)
     for config in plan.too_large:
-        print_aside(f"{config.label} {_outlook(config)}")
+        print_aside(f"{config.label} {outlook(config)}")
     has_profiler = True
-    try:
-        if arguments.profiler is Profiler.NSYS:
+    if arguments.profiler is Profiler.NSYS:
+        try:
             find_nsys()
-    except NsysError as missing:
-        print_aside(f"error: no profile: {missing}. The times are measured all the same.")
-        configs, has_profiler = (
-            tuple(config for config in configs if config.profiler is Profiler.NONE),
-            False,
-        )
+        except NsysError as missing:
+            print_aside(f"error: no profile: {missing}. The times are measured all the same.")
+            configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
+            has_profiler = False
     status = measure_all(configs, directory, arguments.measuring, _elsewhere(arguments))
-    return status if has_profiler or status != OK else FAILED
+    return FAILED if status == OK and not has_profiler else status
+
+
+def _say_what_would_run(arguments: SweepArguments, plan: Plan, directory: Path) -> int:
+    """Print the plan, and the machines of a cluster; return the exit status, which says whether
+    any machine can measure.
+    """
+    machines, curves = _machines(arguments), _curves(arguments, directory)
+    if curves is None and arguments.cluster is None:
+        print_aside(
+            "note: no times are predicted, as `cs336 ceilings` has not measured this device"
+        )
+    if curves is not None and curves.is_shipped:
+        print_aside(f"note: {SHIPPED}")
+    if curves is not None and curves.is_in_doubt:
+        print_aside(f"note: {DOUBTED_FORECAST}")
+    print_plan(plan, directory, curves)
+    if arguments.cluster is not None:
+        _print_machines(machines, arguments.device())
+    return FAILED if machines and all(machine.refused for machine in machines) else OK
 
 
 def _curves(arguments: SweepArguments, directory: Path) -> Curves | None:
     """The ceilings of the device that measures the runs; None without any."""
+    names: list[str] = []
     if arguments.require_device is not None:
-        names = [
-            name for device in devices_called(arguments.require_device) for name in device.names
-        ]
+        for device in devices_called(arguments.require_device):
+            names += device.names
     elif arguments.cluster is not None:
-        names = []
+        return None
     elif arguments.device() is Device.CPU:
         names = [cpu_name()]
     else:
         names = [gpu.name for gpu in visible_gpus()[:1]]
     ceilings = load_ceilings_or_warn(ceilings_beside(directory))
-    return next((found for name in names if (found := ceilings.curves(name)) is not None), None)
-
-
-def _print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
-    doubt = f" {DOUBT}" if curves is not None and curves.is_in_doubt else ""
-    for config in plan.configs:
-        is_slowed = config.profiler is not Profiler.NONE or config in plan.too_large
-        time = None if curves is None or is_slowed else predicted_time(config, curves)
-        step = (
-            "" if time is None else f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
-        )
-        print(
-            f"{config.key}: {config.label}, {config.warmup_steps} + {config.measured_steps} "
-            f"steps{step}{_predicted(config)}"
-        )
-    for config in plan.too_large:
-        print(f"will not fit: {config.label} {_outlook(config)}")
-    print_line(f"{counted(len(plan.configs), 'run')} into {directory}")
-
-
-def _outlook(config: RunConfig) -> str:
-    """What becomes of a run that will not fit: a GPU fails at once, and a machine would hardly
-    answer any more.
-    """
-    if (lacking := lacking_memory(config)) is not None:
-        return f"is not run, and gets a row that says so: it {lacking}"
-    return f"will not fit on this GPU, and comes last{_predicted(config)}"
-
-
-def _predicted(config: RunConfig) -> str:
-    """The predicted peak of memory in words; that of `--fast` is in closed form, without the
-    allocator's rounding.
-    """
-    peak_bytes, about = predicted_peak_bytes(config), ""
-    is_fast = (
-        config.fused_blocks
-        and config.fused_loss
-        and config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    )
-    if peak_bytes is None and is_fast:
-        peak_bytes, about = fast_peak_bytes(config), "about "
-    return "" if peak_bytes is None else f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"
+    return next(filter(None, map(ceilings.curves, names)), None)
 
 
 def _check_ray() -> None:
@@ -465,95 +347,3 @@ def _print_machines(machines: Sequence["Machine"], device: Device) -> None:
         f"{counted(len(machines), 'machine')}, {counted(at_once, 'rank')} at a time ({what}); Ray "
         "places the runs"
     )
-
-
-def measure_all(
-    configs: Sequence[RunConfig],
-    directory: Path,
-    measuring: flags.MeasuringArguments,
-    elsewhere: Callable[..., "Outcome"] | None = None,
-    show: Callable[[Sequence[RunRecord], Path, StatusLine], None] | None = None,
-    names: Mapping[RunConfig, str] | None = None,
-    begin: Callable[[], object] = lambda: None,
-) -> int:
-    """Run the configurations that have no result yet, and `show` what came of all, as
-    `show_results` does.
-
-    `elsewhere` measures them on other machines in place of `run_sweep`. `names` are shown while
-    they run. `begin` is called first, once no other process writes into the directory.
-    """
-    if is_under_nsys():
-        raise UsageError(
-            "a sweep under nsys would take its times for those of plain runs: leave nsys out, and "
-            "use --nsys instead"
-        )
-    from ..sweep.run import run_sweep
-
-    if elsewhere is None:
-        note_unused_gpus(configs)
-    first = IMPORTING if elsewhere is None else "connecting to the cluster"
-    with StatusLine(names, first) as status, writing(directory):
-        begin()
-        outcome = (elsewhere or run_sweep)(
-            configs,
-            directory,
-            status,
-            timeout_s=measuring.timeout_s,
-            fresh=measuring.fresh,
-            allow_mixed=measuring.allow_mixed,
-        )
-        (show or show_results)(outcome.records, directory, status)
-    if outcome.interrupted:
-        print_last("interrupted: the same command goes on from here")
-        return INTERRUPTED
-    wanted = {config.key for config in configs}
-    return status_of(
-        [record for record in outcome.records if record.key in wanted], outcome.unexplained
-    )
-
-
-def show_results(records: Sequence[RunRecord], directory: Path, status: StatusLine) -> None:
-    """Write tables, plots and page of the sweep in the directory, and print the tables."""
-    status("reading records and profiles")
-    from ..report.page.chapters import Directory, write_page_of
-    from ..report.results import Results
-    from ..report.terminal import print_sweep
-
-    results = Results.load(records, directory, load_ceilings_or_warn(ceilings_beside(directory)))
-    write_results(results, directory, status)
-    page = write_page_of(Directory(path=directory, sweep=results), status)[0] if records else None
-    status.end()
-    print_sweep(results.tables(), records, directory)
-    if page is not None:
-        print_line(f"page: {page}")
-    print_profile_paths([record.subject for record in records], directory / "runs")
-
-
-def write_results(results: "Results", directory: Path, status: StatusLine) -> None:
-    """Write the tables and pictures of the sweep into its directory.
-
-    Tables of profiles that would lose runs, which cannot be explained any more, stay as they are,
-    with a warning.
-    """
-    if not all(
-        raw_profile_path(config, directory / "runs").is_file() for config in results.without_profile
-    ):
-        what = "the tables of profiles stay as they were; --fresh measures these runs again"
-        print_aside(f"warning: {directory}: {results.lost}, and {what}")
-        results = replace(results, kernels=(), memory=())
-    results.write(directory, status)
-
-
-def note_unused_gpus(configs: Sequence[RunConfig]) -> None:
-    """Say on standard error which visible GPUs a sweep of these does not use, and what may put
-    its times in doubt.
-    """
-    from ..sweep.run import gpus_left_out
-
-    flags.look_at_machine(configs[0].device if configs else Device.CPU)
-
-    for gpu in gpus_left_out(configs):
-        print_aside(
-            f"note: GPU {gpu.index} ({gpu.name}) is left out: it is of another kind than the "
-            "first visible one; choose with CUDA_VISIBLE_DEVICES"
-        )

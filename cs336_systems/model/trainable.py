@@ -78,7 +78,8 @@ def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Mo
     missing = [p.name for p in required if p.name not in known]
     if missing:
         raise ValueError(
-            f"the model factory needs {', '.join(missing)}; it can have: {', '.join(known)}"
+            f"the model factory needs {_quoted(missing)}, without a default; it can be given: "
+            f"{_quoted(known)}"
         )
     made = factory(**{p.name: known[p.name] for p in parameters if p.name in known})
     if not isinstance(made, nn.Module):
@@ -86,6 +87,11 @@ def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Mo
             f"the model factory must return a torch.nn.Module, got {type(made).__name__}"
         )
     return made
+
+
+def _quoted(names: Iterable[str]) -> str:
+    """Names of parameters, quoted so that nobody takes them for flags."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -5,6 +5,7 @@ draws them on a page.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 from ..analysis.kernels.classes import KernelClass
@@ -75,14 +76,15 @@ class Chart:
     @property
     def visible_styles(self) -> dict[str, Style]:
         """Styles of the parts that can be seen in some bar."""
-        return visible([bar for panel in self.panels for bar in panel.bars], self.styles)
+        bars = chain.from_iterable(panel.bars for panel in self.panels)
+        return visible(bars, self.styles)
 
 
 def visible(bars: Iterable[Bar], styles: Mapping[str, Style]) -> dict[str, Style]:
     """The styles of the parts that can be seen in some bar."""
-    used = {
-        name for bar in bars for name, value in bar.parts.items() if value > VISIBLE * bar.length
-    }
+    used = set()
+    for bar in bars:
+        used |= {name for name, value in bar.parts.items() if value > VISIBLE * bar.length}
     return {name: style for name, style in styles.items() if name in used}
 
 
@@ -90,11 +92,11 @@ def distinct(names: Iterable[str]) -> list[str]:
     """The names, each with its number where it is there several times: bars of one name stand at
     one place.
     """
-    found: Counter[str] = Counter()
+    counts = Counter[str]()
     numbered = []
     for name in names:
-        found[name] += 1
-        numbered.append(f"{name} ({found[name]})" if found[name] > 1 else name)
+        counts[name] += 1
+        numbered.append(f"{name} ({counts[name]})" if counts[name] > 1 else name)
     return numbered
 
 
@@ -143,7 +145,7 @@ BLACK, WHITE = "#000000", "#FFFFFF"
 
 def ink(colour: str) -> str:
     """Black or white, whichever is easier to read on the colour."""
-    return max((BLACK, WHITE), key=lambda own: contrast(colour, own))
+    return max((BLACK, WHITE), key=lambda text: contrast(colour, text))
 
 
 def contrast(first: str, second: str) -> float:

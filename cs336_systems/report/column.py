@@ -2,7 +2,7 @@
 
 A `Quantity` is a column that also says how its value is computed. It is declared as a method:
 
-    class StepResult(Quantities):
+    class StepResult:
         @quantity("tokens/s", place=44)
         def tokens_per_s(self) -> float | None:
             \"\"\"Tokens of a step over its mean time.\"\"\"
@@ -12,11 +12,10 @@ docstring is the explanation. `StepResult.tokens_per_s` is the column itself.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from enum import StrEnum
 from functools import partial
-from typing import Any, Generic, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from .words import DOUBT, mean_and_std, significant
 
@@ -101,12 +100,8 @@ class Changes(Writing, total=False):
     about: str
 
 
-class Written(StrEnum):
-    """When a CSV file has the column of a quantity."""
-
-    ALWAYS = "always"
-    SHARED = "if some run has several ranks"
-    NEVER = "never"
+Written: TypeAlias = Literal["always", "shared", "never"]
+"""When a CSV file has the column of a quantity; `shared` means if some run has several ranks."""
 
 
 class QuantityFields(Writing, total=False):
@@ -123,7 +118,7 @@ class Quantity(Column, Generic[T]):
     """A column whose value is computed from an object, once, and kept there."""
 
     compute: Callable[[Any], T]
-    in_csv: Written = Written.ALWAYS
+    in_csv: Written = "always"
     place: int = 0
     """Place in the table of all quantities, the smallest first; 0 for one that is not in it."""
     of_one_run: bool = False
@@ -158,29 +153,6 @@ def quantity(
     return declare
 
 
-class Quantities(Mapping[str, Any]):
-    """A row whose values are quantities, and attributes; code for any table reads them by key."""
-
-    @classmethod
-    def entries(cls) -> Iterator[Quantity[Any]]:
-        """The quantities in the order of their declaration."""
-        for value in vars(cls).values():
-            if isinstance(value, Quantity):
-                yield value
-
-    def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
-        try:
-            return getattr(self, key)
-        except AttributeError:
-            raise KeyError(key) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return (entry.key for entry in self.entries())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 two_digits, three_digits, six_digits = (partial(significant, digits=digits) for digits in (2, 3, 6))
 signed, four_decimals = "{:+z.1f}".format, "{:+z.4f}".format
 """Signed, to one decimal and to four."""
@@ -189,3 +161,10 @@ signed, four_decimals = "{:+z.1f}".format, "{:+z.4f}".format
 def short(value: float) -> str:
     """To three significant digits; `0` for zero."""
     return significant(value, 3) if value else "0"
+
+
+def text_column(
+    name: str, about: str, drop_order: int = 0, write: Callable[[Any], str] = str
+) -> Column:
+    """A column of texts."""
+    return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)

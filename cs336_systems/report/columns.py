@@ -1,8 +1,7 @@
 """All columns of tables but those that one table alone has, by key."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from .column import (
     Changes,
@@ -12,20 +11,20 @@ from .column import (
     short,
     signed,
     six_digits,
+    text_column,
     three_digits,
     two_digits,
 )
+from .profile_columns import OF_PROFILES
 from .quantities import StepResult
 from .words import (
     DOUBT,
     MIN_DIGITS,
     amount,
-    change,
     count,
     in_percent,
     interval_digits,
     interval_text,
-    label,
     rounded,
     scientific,
     significant,
@@ -75,587 +74,391 @@ def _flops(name: str, about: str, drop_order: int) -> Column:
     return Column(name, "TFLOP", about, drop_order=drop_order, scale=1e-12, write=rounded)
 
 
-def _text(name: str, about: str, drop_order: int = 0, write: Callable[[Any], str] = str) -> Column:
-    """A column of texts."""
-    return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
-
-
-COLUMNS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries() if entry.name} | {
-    "phase": _text("phase", "Phase of a training step, or the whole step."),
-    "share": Column("share", "%", "Part of the sum of all rows.", drop_order=1, write=in_percent),
-    # the forecast of times, against measured ones
-    "predicted_ms": Column(
-        "predicted",
-        "ms",
-        "Time that follows from the ceilings.",
-        write=rounded,
-        doubt="prediction_is_doubted",
-    ),
-    "kernels_ms": Column("kernels", "ms", "Time of the kernels alone.", write=rounded),
-    "scored": _text("steps", "Which of the measured steps."),
-    "num_scored": Column("count", "", "Measured configurations.", write=count),
-    "median_error": Column(
-        "median error", "%", "Median of the errors, their signs left out.", write=two_digits
-    ),
-    "error_of_nine": Column(
-        "9 of 10 within", "%", "Largest error of the nine tenths that miss least.", write=two_digits
-    ),
-    "largest_error": Column("largest", "%", "The largest error.", write=two_digits),
-    "median_bias": Column(
-        "bias",
-        "%",
-        "Median of the errors with their signs: below 0 the forecast is too short.",
-        write=signed,
-    ),
-    "named_right": Column(
-        "limit right",
-        "%",
-        "Steps of which the forecast names the limit that was measured.",
-        drop_order=1,
-        write=three_digits,
-    ),
-    # kernels, per step
-    "kernels_per_step": Column(
-        "kernels", "", "Kernels that were launched.", drop_order=4, write=count
-    ),
-    "kernel_mean_ms": Column(
-        "GPU time", "ms", "Durations of the kernels, added up.", write=rounded
-    ),
-    "wall_mean_ms": Column(
-        "wall",
-        "ms",
-        "Time on the device until the phase's last kernel has ended.",
-        drop_order=1,
-        write=rounded,
-    ),
-    "busy_share": Column(
-        "GPU busy",
-        "%",
-        "Part of the wall time in which a kernel or copy ran.",
-        drop_order=2,
-        write=in_percent,
-    ),
-    "host_mean_ms": Column(
-        "CPU",
-        "ms",
-        "Time that the host was in the phase, waits included.",
-        drop_order=5,
-        write=rounded,
-    ),
-    "host_per_launch_s": Column(
-        "CPU per launch",
-        "µs",
-        "The host's time in the phase, over its launches.",
-        drop_order=6,
-        scale=1e6,
-    ),
-    "copies_per_step": Column(
-        "copies", "", "Copies and fills by the driver.", drop_order=8, write=count
-    ),
-    "recomputed_mean_ms": Column(
-        "recomputed",
-        "ms",
-        "GPU time of forward that backward does again.",
-        drop_order=7,
-        write=rounded,
-    ),
-    "clock_mean_ms": Column(
-        "clock", "ms", "Time of the same phase in a run without a profiler.", drop_order=3
-    ),
-    "wall_over_clock": Column(
-        "wall vs clock",
-        "%",
-        "By how much the wall time is longer than without a profiler.",
-        drop_order=5,
-        write=change,
-    ),
-    "slowdown": Column(
-        "slowdown",
-        "times",
-        "Time by the clock with a profiler over that without.",
-        drop_order=4,
-        write=three_digits,
-    ),
-    "collective": _text(
-        "collective", "What the ranks do together; in a profile, all is all kinds at once."
-    ),
-    "collectives_per_step": Column(
-        "began",
-        "",
-        "Kernels of collectives, and copies to peers, that began there.",
-        drop_order=4,
-        write=count,
-    ),
-    "collective_mean_ms": Column(
-        "collectives", "ms", "Time in which a kernel of a collective ran.", write=rounded
-    ),
-    "overlapped_mean_ms": Column(
-        "overlapped",
-        "ms",
-        "The part of it in which the device computed or copied too.",
-        drop_order=3,
-        write=rounded,
-    ),
-    "exposed_mean_ms": Column(
-        "exposed", "ms", "The part of it in which the device computed nothing.", write=rounded
-    ),
-    "exposed_share": Column(
-        "of wall",
-        "%",
-        "The exposed part, over the phase's wall time.",
-        drop_order=1,
-        write=in_percent,
-    ),
-    "rank": Column("rank", "", "Number of the process among those that share the step.", write=str),
-    "waited_mean_ms": Column(
-        "waited",
-        "ms",
-        "How long it waited in collectives for the rank that came last.",
-        write=rounded,
-    ),
-    "total_ms_per_step": Column(
-        "time", "ms", "Durations of these kernels, added up.", write=rounded
-    ),
-    "count_per_step": Column("launches", "", "Launches of these kernels.", write=count),
-    "class": _text("class", "What kind of work the kernels do, by their names."),
-    "short_name": _text(
-        "kernel", "Name of the kernel without its template arguments.", write=label
-    ),
-    "mean_s": Column("mean", "µs", "Mean duration of one launch.", drop_order=4, scale=1e6),
-    "median_s": Column("median", "µs", "Median duration of one launch.", drop_order=6, scale=1e6),
-    "min_s": Column("min", "µs", "Shortest launch.", drop_order=8, scale=1e6),
-    "max_s": Column("max", "µs", "Longest launch.", drop_order=7, scale=1e6),
-    "std_s": Column(
-        "std", "µs", "Standard deviation of the launches' durations.", drop_order=5, scale=1e6
-    ),
-    "of": _text("of", "Forward, or the whole step."),
-    "part": _text("part", "Scores, softmax or values."),
-    "share_of_phase": Column(
-        "of phase", "%", "Part of the phase's GPU time.", drop_order=4, write=in_percent
-    ),
-    "products_ms_per_step": Column(
-        "products", "ms", "GPU time of matrix products.", drop_order=1, write=rounded
-    ),
-    "scores_ms_per_step": Column(
-        "scores", "ms", "GPU time of the scores.", drop_order=4, write=rounded
-    ),
-    "values_ms_per_step": Column(
-        "values", "ms", "GPU time of the weighted values.", drop_order=4, write=rounded
-    ),
-    "softmax_ms_per_step": Column("softmax", "ms", "GPU time of the softmax.", write=rounded),
-    "whole_ms_per_step": Column(
-        "all of attention",
-        "ms",
-        "GPU time of all kernels of attention.",
-        drop_order=2,
-        write=rounded,
-    ),
-    "time_ratio": Column(
-        "time ratio", "", "Softmax over matrix products, in time.", drop_order=3, write=three_digits
-    ),
-    "flops_ratio": Column(
-        "FLOP ratio",
-        "",
-        "Softmax over matrix products, in FLOPs.",
-        drop_order=3,
-        write=three_digits,
-    ),
-    "time_per_flop_ratio": Column(
-        "time per FLOP",
-        "",
-        "Softmax over matrix products, in time per FLOP.",
-        drop_order=3,
-        write=three_digits,
-    ),
-    "module": _text("module", "Ranges around the launch, the outermost first."),
-    "cause": _text("cause", "Why the GPU had nothing to run."),
-    "idle_ms_per_step": Column("idle", "ms", "Time in which no kernel or copy ran.", write=rounded),
-    "share_of_wall": Column(
-        "of wall", "%", "Part of the step's wall time.", drop_order=1, write=in_percent
-    ),
-    # memory
-    "quantity": _text("quantity", "What the value is of."),
-    "category": _text("category", "What the memory is used for.", drop_order=3),
-    "bytes": Column("size", "", "Bytes in blocks of the allocator."),
-    "requested_bytes": Column(
-        "asked for", "", "Bytes that the program asked for; a block may be larger."
-    ),
-    "blocks": Column("blocks", "", "Blocks of the allocator.", drop_order=2, write=count),
-    "rounding_bytes": Column(
-        "rounding",
-        "",
-        "Part of the peak that was not asked for: a block is rounded up to "
-        "512 bytes, and a rest of up to 1 MiB is not split off.",
-    ),
-    "peak_requested_bytes": Column(
-        "peak asked for", "", "The peak without rounding: what PyTorch's viewer draws."
-    ),
-    "held_bytes": Column("held throughout", "", "There before the recording and after it."),
-    "reserved_at_peak_bytes": Column(
-        "reserved at the peak", "", "Segments that PyTorch held then."
-    ),
-    "fragmentation_bytes": Column(
-        "fragmentation",
-        "",
-        "Reserved at the peak and not allocated: cache, and the rests between blocks.",
-    ),
-    "private_bytes": Column(
-        "private pools",
-        "",
-        "Reserved at the peak for CUDA graphs and others with a pool of their own.",
-        drop_order=5,
-    ),
-    "idle_private_bytes": Column(
-        "private, in no block", "", "Of private pools, what no block used at the peak."
-    ),
-    "outside_bytes": Column(
-        "outside of PyTorch",
-        "",
-        "Used on the device at the end: CUDA context, libraries, other processes.",
-    ),
-    "gpu_index": Column("device", "index", "Index of the GPU."),
-    "recorded_steps": Column("steps", "steps", "Steps in the recording."),
-    "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
-    "peak_allocated_bytes": Column(
-        "peak", "", "The most in blocks at any time, as torch.cuda.max_memory_allocated() counts."
-    ),
-    "peak_phase": _text("in", "The phase in which memory was at its peak."),
-    "predicted_peak_allocated_bytes": Column(
-        "predicted", "", "The peak that the configuration was predicted to have.", drop_order=1
-    ),
-    "peak_reserved_bytes": Column(
-        "reserved", "", "The most that PyTorch held in segments at any time.", drop_order=5
-    ),
-    "residual_stream_bytes": Column(
-        "residual", "", "One tensor of batch x context x d_model in fp32.", drop_order=6
-    ),
-    "block_saved_bytes": Column(
-        "saved per block", "", "What a typical block of the model saves for backward.", drop_order=2
-    ),
-    "block_gradient_bytes": Column(
-        "gradients per block", "", "Gradients of a typical block of the model.", drop_order=4
-    ),
-    "step": Column("step", "", "Number of the recorded step, from 0.", write=str),
-    "moment": _text("moment", "When: the end of a phase, or the peak."),
-    "time_s": Column("at", "ms", "Time from the first recorded event.", drop_order=4),
-    "allocated_bytes": Column("allocated", "", "All categories together, in blocks."),
-    "counted_bytes": Column(
-        "PyTorch's count", "", "What PyTorch's allocator itself counted.", drop_order=2
-    ),
-    "reserved_bytes": Column("reserved", "", "Segments that PyTorch held then.", drop_order=3),
-    "phase_peak_bytes": Column(
-        "phase's peak",
-        "",
-        "The most that was allocated during the phase that ends here.",
-        drop_order=2,
-    ),
-    "count": Column("count", "", "Allocations that are alike.", drop_order=2, write=count),
-    "bytes_at_peak": Column("together", "", "Bytes of all of them at the peak, in blocks."),
-    "share_of_peak": Column("share", "%", "Part of the peak.", drop_order=1, write=in_percent),
-    "count_at_peak": Column(
-        "count", "", "How many of them there were at the peak.", drop_order=2, write=count
-    ),
-    "name": _text("name", "Name of the tensor in the model.", write=label),
-    "shape_and_type": _text("shape", "Shape and data type of the tensor.", drop_order=7),
-    "place": _text("place", "The line of code that allocated it.", drop_order=6),
-    "compile_s": Column(
-        "compiling", "s", "The longest compilation of its processes.", drop_order=2, write=short
-    ),
-    # the study of precision
-    "model": _text("model", "The model that was observed."),
-    "dtype": _text("dtype", "Data type."),
-    "sum_dtype": _text("sum", "Data type of the sum."),
-    "addend_dtype": _text("addend", "Data type of what is added."),
-    "cast": _text(
-        "cast",
-        "Whether each addend is cast to the sum's type.",
-        write=lambda cast: "explicit" * cast,
-    ),
-    "total": Column("result", "", "The sum at the end.", write="{:.4f}".format),
-    "error": Column("error", "", "By how much the sum misses the exact one.", write=four_decimals),
-    "storage_error": Column(
-        "storing",
-        "",
-        "Part of the error that comes from storing the addend in its type.",
-        drop_order=2,
-        write=four_decimals,
-    ),
-    "rounding_error": Column(
-        "rounding",
-        "",
-        "Part of the error that comes from rounding the sum each time.",
-        drop_order=3,
-        write=four_decimals,
-    ),
-    "growing_additions": Column(
-        "additions", "", "Additions that changed the sum.", drop_order=1, write=str
-    ),
-    "activations": _text("activations", "The two values of the activations, each of half of them."),
-    "variance": Column(
-        "variance",
-        "",
-        "Computed with every operation in the data type.",
-        write="{:.3g}".format,
-        instead="variance_failure",
-    ),
-    "exact_variance": Column(
-        "exact variance", "", "Computed in fp64.", drop_order=2, write="{:.3g}".format
-    ),
-    "output": Column(
-        "output",
-        "",
-        "The first normalised value, every operation in the data type.",
-        write=six_digits,
-        instead="output_failure",
-    ),
-    "exact_output": Column("exact output", "", "Computed in fp64.", drop_order=1, write=six_digits),
-    "library_output": Column(
-        "layer_norm's output",
-        "",
-        "What PyTorch's layer norm makes of the same activations.",
-        drop_order=3,
-        write=six_digits,
-        instead="output_failure",
-    ),
-    # two configurations compared
-    "side": _text("side", "A or B of a comparison."),
-    "configuration": _text("configuration", "Flags or path of a side."),
-    # two sweeps compared
-    "a_step_mean_ms": Column(
-        "step of A",
-        "ms",
-        "Mean step of A, with its deviation; how its runs ended without one.",
-        drop_order=3,
-        std="a_step_std_ms",
-        instead="a_ended",
-    ),
-    "b_step_mean_ms": Column(
-        "step of B",
-        "ms",
-        "Mean step of B, with its deviation; how its runs ended without one.",
-        drop_order=3,
-        std="b_step_std_ms",
-        instead="b_ended",
-    ),
-    "a_tokens_per_s": Column("tokens/s of A", "", "Tokens over time.", drop_order=1),
-    "b_tokens_per_s": Column("tokens/s of B", "", "Tokens over time.", drop_order=1),
-    "ratio": Column(
-        "B / A",
-        "",
-        "Step of B over step of A, or of such times per token: below 1, B is faster.",
-        text=_ratio,
-    ),
-    "ratio_low": Column(
-        "interval",
-        "",
-        "Interval of the ratio beside it.",
-        numeric=False,
-        drop_order=2,
-        text=_ratio_interval,
-    ),
-    "verdict": _text("B is", "Faster or slower than A, or why that is not known."),
-    "a_processes": Column(
-        "processes of A", "", "Fresh processes of A that were measured.", drop_order=5, write=str
-    ),
-    "b_processes": Column(
-        "processes of B", "", "Fresh processes of B that were measured.", drop_order=5, write=str
-    ),
-    # tables of quantities
-    "amount": Column("value", "", "How much of the quantity.", write=amount),
-    "unit": _text("unit", "Unit of the value."),
-    "how": _text("how", "How the value follows from those above.", drop_order=1),
-    "question": _text("question", "What is asked."),
-    "answer": Column("answer", "", "The answer; empty where it is not known.", write=amount),
-    # the account of a step
-    "component": _text("part", "Part of the model."),
-    "parameters": Column("parameters", "", "Parameters of the part.", drop_order=3, write=count),
-    "forward_flops": _flops("forward", "FLOPs of forward.", 1),
-    "backward_flops": _flops("backward", "FLOPs of backward.", 2),
-    "step_flops": _flops("step", "FLOPs of forward and backward.", 0),
-    "step_causal_flops": _flops(
-        "step, causal", "FLOPs of forward and backward, attention counted as causal.", 5
-    ),
-    "forward_moved_bytes": Column(
-        "moved forward",
-        "MiB",
-        "What its kernels read and write in forward.",
-        scale=2**-20,
-        drop_order=4,
-    ),
-    "backward_moved_bytes": Column(
-        "moved backward",
-        "MiB",
-        "What its kernels read and write in backward.",
-        scale=2**-20,
-        drop_order=5,
-    ),
-    "what": _text("what", "What it is."),
-    "size_bytes": Column("size", "MiB", "Bytes of all of them.", scale=2**-20),
-    "calls": Column(
-        "calls", "", "How often it is called in a step, for tensors of this size.", write=count
-    ),
-    "call_mib": Column("tensors", "MiB", "Those of one call together."),
-    "calls_sent_mib": Column("sent", "MiB", "By each rank in all these calls, if all form a ring."),
-    "calls_ms": Column(
-        "predicted", "ms", "Time of all these calls, by measured times of such collectives."
-    ),
-    "formula": _text(
-        "bytes of each", "Size of one as a product of the model's dimensions.", drop_order=2
-    ),
-    "bound_by": _text("bound by", "Whether memory or arithmetic sets the time.", drop_order=1),
-    "least_s": Column("takes at least", "ms", "The least time by the data sheet.", scale=1e3),
-    # a step on many GPUs
-    "way": _text("way", "How the ranks share a step."),
-    "ranks": Column("ranks", "", "GPUs that share a step.", write=count),
-    "step_ms": Column(
-        "step", "ms", "Predicted time of a step.", write=rounded, doubt="prediction_is_doubted"
-    ),
-    "compute_ms": Column(
-        "computing",
-        "ms",
-        "The step without communication.",
-        drop_order=3,
-        write=rounded,
-        doubt="prediction_is_doubted",
-    ),
-    "communication_ms": Column(
-        "communication", "ms", "All collectives, one after the other.", drop_order=4, write=rounded
-    ),
-    "slowed_ms": Column(
-        "slowed",
-        "ms",
-        "How much longer kernels take because of the collectives beside them.",
-        drop_order=4,
-        write=rounded,
-        doubt="prediction_is_doubted",
-    ),
-    "exposed_ms": Column(
-        "exposed",
-        "ms",
-        "Communication for which the kernels wait.",
-        write=rounded,
-        doubt="prediction_is_doubted",
-    ),
-    "exposed_part": Column(
-        "of step", "%", "Exposed communication over the step.", drop_order=2, scale=100, write=short
-    ),
-    "peak_gib": Column("memory", "GiB", "Peak of the rank that keeps most.", write=three_digits),
-    "most_ranks": Column(
-        "ranks, at most",
-        "",
-        "Largest number of ranks; beyond a node they fill nodes.",
-        write=count,
-        instead="no_limit",
-    ),
-    # the study of attention
-    "d_head": Column("d_head", "", "Width of queries, keys and values.", write=str),
-    "context_length": Column("context", "", "Tokens in a sequence.", write=str),
-    "before_backward_mib": Column(
-        "before backward", "MiB", "Memory that was allocated before backward."
-    ),
-    "closed_form_mib": Column(
-        "naive saves, in closed form", "", "What written-out attention must save for backward."
-    ),
-    "together_mean_ms": Column(
-        "forward and backward",
-        "ms",
-        "Time of forward and backward together.",
-        std="together_std_ms",
-    ),
-    "output_error": Column(
-        "output's error", "", "Largest distance of the output from attention in float64."
-    ),
-    "gradient_error": Column(
-        "gradients' error", "", "Largest distance of a gradient from attention's in float64."
-    ),
-    # ceilings
-    "shape": Column(
-        "rows x inner x columns", "", "Sides of the matrices that are multiplied.", write=str
-    ),
-    "flops_per_byte": Column(
-        "intensity",
-        "FLOP/byte",
-        "FLOPs over the least bytes that must move.",
-        drop_order=3,
-        write=three_digits,
-    ),
-    "tflops_per_s": Column("rate", "TFLOP/s", "FLOPs over the time.", derived=True),
-    "data_sheet_share": Column(
-        "of data sheet",
-        "%",
-        "Rate over what the data sheet promises.",
-        drop_order=1,
-        scale=100,
-        derived=True,
-        write=three_digits,
-    ),
-    "best_share": Column(
-        "of best",
-        "%",
-        "Rate over that of the best product at this precision.",
-        drop_order=1,
-        scale=100,
-        derived=True,
-        write=three_digits,
-    ),
-    "stream": _text("pass", "What passes over memory."),
-    "launched": _text("what is launched", "A kernel, a copy or a call, and how it was launched."),
-    "median_us": Column(
-        "time",
-        "µs",
-        "Median of the times, with their standard deviation.",
-        std="std_us",
-        doubt="is_doubted",
-        instead="ended",
-    ),
-    "tensor_mib": Column("tensor", "MiB", "Size of the whole tensor that is exchanged."),
-    "algorithm_gb_per_s": Column(
-        "algorithm", "GB/s", "Bytes of the tensor over the time.", drop_order=1, derived=True
-    ),
-    "bus_gb_per_s": Column(
-        "bus", "GB/s", "Bytes that each process of a ring sends, over the time.", derived=True
-    ),
-    "ceiling": _text("ceiling", "What is measured at its best."),
-    "measured": Column(
-        "measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"
-    ),
-    "data_sheet": Column("data sheet", "", "What the data sheet promises.", drop_order=2),
-    "reached_at": _text("reached at", "Size at which it was reached.", drop_order=3),
-    # the study of fusion; times and rates of ceilings too
-    "op": _text("op", "The operation."),
-    "version": _text("version", "Written out, compiled, or PyTorch's own fused operation."),
-    "kernels": Column("kernels", "", "Kernels that were launched.", drop_order=3, write=count),
-    "must_move_mib": Column(
-        "must move", "MiB", "Inputs read once and results written once.", drop_order=6
-    ),
-    "moved_mib": Column("moved", "MiB", "Bytes that were read and written."),
-    "median_ms": Column(
-        "time",
-        "ms",
-        "Median of the times, with their standard deviation.",
-        std="std_ms",
-        doubt="is_doubted",
-        instead="ended",
-    ),
-    "gb_per_s": Column("rate", "GB/s", "Bytes over the time.", derived=True),
-    "bandwidth_share": Column(
-        "of bandwidth",
-        "%",
-        "Rate of the bytes that must move over the data sheet's bandwidth.",
-        drop_order=4,
-        scale=100,
-        derived=True,
-        write=three_digits,
-    ),
-    "max_error": Column(
-        "max error",
-        "",
-        "Largest distance from the same mathematics in float64.",
-        drop_order=8,
-        write=scientific,
-        instead="error_words",
-    ),
-}
+_OF_STEPS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries() if entry.name}
+COLUMNS = (
+    _OF_STEPS
+    | OF_PROFILES
+    | {
+        "phase": text_column("phase", "Phase of a training step, or the whole step."),
+        "share": Column(
+            "share", "%", "Part of the sum of all rows.", drop_order=1, write=in_percent
+        ),
+        # the forecast of times, against measured ones
+        "predicted_ms": Column(
+            "predicted",
+            "ms",
+            "Time that follows from the ceilings.",
+            write=rounded,
+            doubt="prediction_is_doubted",
+        ),
+        "kernels_ms": Column("kernels", "ms", "Time of the kernels alone.", write=rounded),
+        "scored": text_column("steps", "Which of the measured steps."),
+        "num_scored": Column("count", "", "Measured configurations.", write=count),
+        "median_error": Column(
+            "median error", "%", "Median of the errors, their signs left out.", write=two_digits
+        ),
+        "error_of_nine": Column(
+            "9 of 10 within",
+            "%",
+            "Largest error of the nine tenths that miss least.",
+            write=two_digits,
+        ),
+        "largest_error": Column("largest", "%", "The largest error.", write=two_digits),
+        "median_bias": Column(
+            "bias",
+            "%",
+            "Median of the errors with their signs: below 0 the forecast is too short.",
+            write=signed,
+        ),
+        "named_right": Column(
+            "limit right",
+            "%",
+            "Steps of which the forecast names the limit that was measured.",
+            drop_order=1,
+            write=three_digits,
+        ),
+        # the study of precision
+        "model": text_column("model", "The model that was observed."),
+        "dtype": text_column("dtype", "Data type."),
+        "sum_dtype": text_column("sum", "Data type of the sum."),
+        "addend_dtype": text_column("addend", "Data type of what is added."),
+        "cast": text_column(
+            "cast",
+            "Whether each addend is cast to the sum's type.",
+            write=lambda cast: "explicit" * cast,
+        ),
+        "total": Column("result", "", "The sum at the end.", write="{:.4f}".format),
+        "error": Column(
+            "error", "", "By how much the sum misses the exact one.", write=four_decimals
+        ),
+        "storage_error": Column(
+            "storing",
+            "",
+            "Part of the error that comes from storing the addend in its type.",
+            drop_order=2,
+            write=four_decimals,
+        ),
+        "rounding_error": Column(
+            "rounding",
+            "",
+            "Part of the error that comes from rounding the sum each time.",
+            drop_order=3,
+            write=four_decimals,
+        ),
+        "growing_additions": Column(
+            "additions", "", "Additions that changed the sum.", drop_order=1, write=str
+        ),
+        "activations": text_column(
+            "activations", "The two values of the activations, each of half of them."
+        ),
+        "variance": Column(
+            "variance",
+            "",
+            "Computed with every operation in the data type.",
+            write="{:.3g}".format,
+            instead="variance_failure",
+        ),
+        "exact_variance": Column(
+            "exact variance", "", "Computed in fp64.", drop_order=2, write="{:.3g}".format
+        ),
+        "output": Column(
+            "output",
+            "",
+            "The first normalised value, every operation in the data type.",
+            write=six_digits,
+            instead="output_failure",
+        ),
+        "exact_output": Column(
+            "exact output", "", "Computed in fp64.", drop_order=1, write=six_digits
+        ),
+        "library_output": Column(
+            "layer_norm's output",
+            "",
+            "What PyTorch's layer norm makes of the same activations.",
+            drop_order=3,
+            write=six_digits,
+            instead="output_failure",
+        ),
+        # two configurations compared
+        "side": text_column("side", "A or B of a comparison."),
+        "configuration": text_column("configuration", "Flags or path of a side."),
+        # two sweeps compared
+        "a_step_mean_ms": Column(
+            "step of A",
+            "ms",
+            "Mean step of A, with its deviation; how its runs ended without one.",
+            drop_order=3,
+            std="a_step_std_ms",
+            instead="a_ended",
+        ),
+        "b_step_mean_ms": Column(
+            "step of B",
+            "ms",
+            "Mean step of B, with its deviation; how its runs ended without one.",
+            drop_order=3,
+            std="b_step_std_ms",
+            instead="b_ended",
+        ),
+        "a_tokens_per_s": Column("tokens/s of A", "", "Tokens over time.", drop_order=1),
+        "b_tokens_per_s": Column("tokens/s of B", "", "Tokens over time.", drop_order=1),
+        "ratio": Column(
+            "B / A",
+            "",
+            "Step of B over step of A, or of such times per token: below 1, B is faster.",
+            text=_ratio,
+        ),
+        "ratio_low": Column(
+            "interval",
+            "",
+            "Interval of the ratio beside it.",
+            numeric=False,
+            drop_order=2,
+            text=_ratio_interval,
+        ),
+        "verdict": text_column("B is", "Faster or slower than A, or why that is not known."),
+        "a_processes": Column(
+            "processes of A",
+            "",
+            "Fresh processes of A that were measured.",
+            drop_order=5,
+            write=str,
+        ),
+        "b_processes": Column(
+            "processes of B",
+            "",
+            "Fresh processes of B that were measured.",
+            drop_order=5,
+            write=str,
+        ),
+        # tables of quantities
+        "amount": Column("value", "", "How much of the quantity.", write=amount),
+        "unit": text_column("unit", "Unit of the value."),
+        "how": text_column("how", "How the value follows from those above.", drop_order=1),
+        "question": text_column("question", "What is asked."),
+        "answer": Column("answer", "", "The answer; empty where it is not known.", write=amount),
+        # the account of a step
+        "component": text_column("part", "Part of the model."),
+        "parameters": Column(
+            "parameters", "", "Parameters of the part.", drop_order=3, write=count
+        ),
+        "forward_flops": _flops("forward", "FLOPs of forward.", 1),
+        "backward_flops": _flops("backward", "FLOPs of backward.", 2),
+        "step_flops": _flops("step", "FLOPs of forward and backward.", 0),
+        "step_causal_flops": _flops(
+            "step, causal", "FLOPs of forward and backward, attention counted as causal.", 5
+        ),
+        "forward_moved_bytes": Column(
+            "moved forward",
+            "MiB",
+            "What its kernels read and write in forward.",
+            scale=2**-20,
+            drop_order=4,
+        ),
+        "backward_moved_bytes": Column(
+            "moved backward",
+            "MiB",
+            "What its kernels read and write in backward.",
+            scale=2**-20,
+            drop_order=5,
+        ),
+        "what": text_column("what", "What it is."),
+        "size_bytes": Column("size", "MiB", "Bytes of all of them.", scale=2**-20),
+        "calls": Column(
+            "calls", "", "How often it is called in a step, for tensors of this size.", write=count
+        ),
+        "call_mib": Column("tensors", "MiB", "Those of one call together."),
+        "calls_sent_mib": Column(
+            "sent", "MiB", "By each rank in all these calls, if all form a ring."
+        ),
+        "calls_ms": Column(
+            "predicted", "ms", "Time of all these calls, by measured times of such collectives."
+        ),
+        "formula": text_column(
+            "bytes of each", "Size of one as a product of the model's dimensions.", drop_order=2
+        ),
+        "bound_by": text_column(
+            "bound by", "Whether memory or arithmetic sets the time.", drop_order=1
+        ),
+        "least_s": Column("takes at least", "ms", "The least time by the data sheet.", scale=1e3),
+        # a step on many GPUs
+        "way": text_column("way", "How the ranks share a step."),
+        "ranks": Column("ranks", "", "GPUs that share a step.", write=count),
+        "step_ms": Column(
+            "step", "ms", "Predicted time of a step.", write=rounded, doubt="prediction_is_doubted"
+        ),
+        "compute_ms": Column(
+            "computing",
+            "ms",
+            "The step without communication.",
+            drop_order=3,
+            write=rounded,
+            doubt="prediction_is_doubted",
+        ),
+        "communication_ms": Column(
+            "communication",
+            "ms",
+            "All collectives, one after the other.",
+            drop_order=4,
+            write=rounded,
+        ),
+        "slowed_ms": Column(
+            "slowed",
+            "ms",
+            "How much longer kernels take because of the collectives beside them.",
+            drop_order=4,
+            write=rounded,
+            doubt="prediction_is_doubted",
+        ),
+        "exposed_ms": Column(
+            "exposed",
+            "ms",
+            "Communication for which the kernels wait.",
+            write=rounded,
+            doubt="prediction_is_doubted",
+        ),
+        "exposed_part": Column(
+            "of step",
+            "%",
+            "Exposed communication over the step.",
+            drop_order=2,
+            scale=100,
+            write=short,
+        ),
+        "peak_gib": Column(
+            "memory", "GiB", "Peak of the rank that keeps most.", write=three_digits
+        ),
+        "most_ranks": Column(
+            "ranks, at most",
+            "",
+            "Largest number of ranks; beyond a node they fill nodes.",
+            write=count,
+            instead="no_limit",
+        ),
+        # the study of attention
+        "compile_s": Column(
+            "compiling", "s", "The longest compilation of its processes.", drop_order=2, write=short
+        ),
+        "d_head": Column("d_head", "", "Width of queries, keys and values.", write=str),
+        "context_length": Column("context", "", "Tokens in a sequence.", write=str),
+        "before_backward_mib": Column(
+            "before backward", "MiB", "Memory that was allocated before backward."
+        ),
+        "closed_form_mib": Column(
+            "naive saves, in closed form", "", "What written-out attention must save for backward."
+        ),
+        "together_mean_ms": Column(
+            "forward and backward",
+            "ms",
+            "Time of forward and backward together.",
+            std="together_std_ms",
+        ),
+        "output_error": Column(
+            "output's error", "", "Largest distance of the output from attention in float64."
+        ),
+        "gradient_error": Column(
+            "gradients' error", "", "Largest distance of a gradient from attention's in float64."
+        ),
+        # ceilings
+        "shape": Column(
+            "rows x inner x columns", "", "Sides of the matrices that are multiplied.", write=str
+        ),
+        "flops_per_byte": Column(
+            "intensity",
+            "FLOP/byte",
+            "FLOPs over the least bytes that must move.",
+            drop_order=3,
+            write=three_digits,
+        ),
+        "tflops_per_s": Column("rate", "TFLOP/s", "FLOPs over the time.", derived=True),
+        "data_sheet_share": Column(
+            "of data sheet",
+            "%",
+            "Rate over what the data sheet promises.",
+            drop_order=1,
+            scale=100,
+            derived=True,
+            write=three_digits,
+        ),
+        "best_share": Column(
+            "of best",
+            "%",
+            "Rate over that of the best product at this precision.",
+            drop_order=1,
+            scale=100,
+            derived=True,
+            write=three_digits,
+        ),
+        "stream": text_column("pass", "What passes over memory."),
+        "launched": text_column(
+            "what is launched", "A kernel, a copy or a call, and how it was launched."
+        ),
+        "median_us": Column(
+            "time",
+            "µs",
+            "Median of the times, with their standard deviation.",
+            std="std_us",
+            doubt="is_doubted",
+            instead="ended",
+        ),
+        "tensor_mib": Column("tensor", "MiB", "Size of the whole tensor that is exchanged."),
+        "algorithm_gb_per_s": Column(
+            "algorithm", "GB/s", "Bytes of the tensor over the time.", drop_order=1, derived=True
+        ),
+        "bus_gb_per_s": Column(
+            "bus", "GB/s", "Bytes that each process of a ring sends, over the time.", derived=True
+        ),
+        "ceiling": text_column("ceiling", "What is measured at its best."),
+        "measured": Column(
+            "measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"
+        ),
+        "data_sheet": Column("data sheet", "", "What the data sheet promises.", drop_order=2),
+        "reached_at": text_column("reached at", "Size at which it was reached.", drop_order=3),
+        # the study of fusion; times and rates of ceilings too
+        "speed_up": Column(
+            "speed-up",
+            "vs eager",
+            "How many times faster than the eager operation.",
+            drop_order=4,
+            derived=True,
+            write=three_digits,
+        ),
+        "op": text_column("op", "The operation."),
+        "version": text_column(
+            "version", "Written out, compiled, or PyTorch's own fused operation."
+        ),
+        "kernels": Column("kernels", "", "Kernels that were launched.", drop_order=3, write=count),
+        "must_move_mib": Column(
+            "must move", "MiB", "Inputs read once and results written once.", drop_order=6
+        ),
+        "moved_mib": Column("moved", "MiB", "Bytes that were read and written."),
+        "median_ms": Column(
+            "time",
+            "ms",
+            "Median of the times, with their standard deviation.",
+            std="std_ms",
+            doubt="is_doubted",
+            instead="ended",
+        ),
+        "gb_per_s": Column("rate", "GB/s", "Bytes over the time.", derived=True),
+        "bandwidth_share": Column(
+            "of bandwidth",
+            "%",
+            "Rate of the bytes that must move over the data sheet's bandwidth.",
+            drop_order=4,
+            scale=100,
+            derived=True,
+            write=three_digits,
+        ),
+        "max_error": Column(
+            "max error",
+            "",
+            "Largest distance from the same mathematics in float64.",
+            drop_order=8,
+            write=scientific,
+            instead="error_words",
+        ),
+    }
+)
 """All columns by key, with the unit and the digits that most tables use; `column` adapts one for
 a single table.
 """

@@ -5,15 +5,16 @@ What was measured alternately is kept with COMPARISON_FILE, from which the table
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from ..analysis import compare
 from ..analysis.statistics import FEWEST
 from ..analysis.warnings import in_doubt
 from ..files import read_json
-from ..record import RecordError, RunRecord, load_records, read_record
+from ..record import RUNS, RecordError, RunRecord, load_records, read_record
 from ..subject import Subject
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
@@ -36,6 +37,8 @@ COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
 """Words in place of a verdict."""
 RATES = ("a_tokens_per_s", "b_tokens_per_s")
+RATIO = ("ratio", "ratio_low", "ratio_high")
+OF_A_SIDE = ("step_mean_ms", "step_std_ms", "processes", "status", "warnings")
 SWEEPS = (
     "a_step_mean_ms",
     "b_step_mean_ms",
@@ -45,21 +48,11 @@ SWEEPS = (
     "a_processes",
     "b_processes",
 )
-VALUES = (
+COMPARED_COLUMNS = (
     "verdict",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "a_step_mean_ms",
-    "a_step_std_ms",
-    "a_processes",
-    "a_status",
-    "a_warnings",
-    "b_step_mean_ms",
-    "b_step_std_ms",
-    "b_processes",
-    "b_status",
-    "b_warnings",
+    *RATIO,
+    *(f"a_{name}" for name in OF_A_SIDE),
+    *(f"b_{name}" for name in OF_A_SIDE),
     *RATES,
 )
 """Columns of the CSV file after those of the configuration."""
@@ -90,9 +83,9 @@ class Compared:
         """The verdict in one sentence; of several configurations, how many have each."""
         return self.section.tables[0].findings[0]
 
-    def write(self, directory: Path) -> None:
-        """Write the table in every format."""
-        write_files(texts_of(self.section), directory)
+    def write(self, directory: Path, formats: Collection[str] = ()) -> None:
+        """Write the table as Markdown and CSV, and in the other `formats`."""
+        write_files(texts_of(self.section), directory, formats)
 
 
 def compare_sides(
@@ -112,48 +105,48 @@ def compare_sides(
     is_mixed = are_alternate or allow_mixed
     plain = [compare.without_profiled(side) for side in records]
     compare.refuse_unlike(plain, is_mixed)
-    left_out = [
-        (
-            f"{counted(len(side) - len(own), 'run')} under a profiler left out of {name}: a "
-            "profiler makes a step slower."
-        )
-        for name, side, own in zip("AB", records, plain, strict=True)
-        if len(own) < len(side)
-    ]
-    found = [step_results(side) for side in plain]
-    matching = _matched(found, allow_mixed=is_mixed)
-    a, b = found
+    left_out = []
+    for name, side, kept in zip("AB", records, plain, strict=True):
+        if len(kept) < len(side):
+            left_out.append(
+                f"{counted(len(side) - len(kept), 'run')} under a profiler left out of {name}: a "
+                "profiler makes a step slower."
+            )
+    results = [step_results(side) for side in plain]
+    matching = _matched(results, allow_mixed=is_mixed)
+    a, b = results
     pairs: list[tuple[StepResult | None, StepResult | None]] = [
-        *((a[i], b[j]) for i, j in matching.pairs),
-        *((a[i], None) for i in matching.only_a),
-        *((None, b[j]) for j in matching.only_b),
+        (a[i], b[j]) for i, j in matching.pairs
     ]
+    pairs += [(a[i], None) for i in matching.only_a]
+    pairs += [(None, b[j]) for j in matching.only_b]
     times = [_times(side, sides=2 if are_alternate else 1) for side in plain]
     rows = [_row(*pair, times, matching.differing, are_alternate) for pair in pairs]
     when = "their runs alternate (A B B A)" if are_alternate else _when(plain)
-    what = _what_is_what(sides, found, matching, when)
-    section = _section(
-        rows, found, matching.differing, [*_counted(rows), *what, *_rules(rows, are_alternate)]
-    )
+    findings = [
+        *_counted(rows),
+        *_what_is_what(sides, results, matching, when),
+        *_rules(rows, are_alternate),
+    ]
+    section = _section(rows, results, matching.differing, findings)
     return Compared(sides=sides, records=plain, section=section, left_out=left_out)
 
 
-def load_compared(directory: Path, records: Sequence[RunRecord] | None = None) -> Compared:
-    """Compare again what was measured alternately into the directory; `records` are its records,
-    if they were read.
-    """
+def load_compared(directory: Path, records: Sequence[RunRecord]) -> Compared:
+    """Compare again the `records` in the directory, which were measured alternately."""
     what = "the names of both sides of a comparison"
     sides = read_json(directory / COMPARISON_FILE, Sides, what, version=1, error=RecordError)
-    own = load_records(directory / "runs")[0] if records is None else records
-    return compare_sides(sides, by_parity(own), are_alternate=True)
+    return compare_sides(sides, by_parity(records), are_alternate=True)
 
 
 def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     """Split runs that were measured alternately into A's (even repeats) and B's (odd repeats),
     by repeat.
     """
-    ordered = sorted(records, key=lambda record: record.subject.repeat)
-    return [[record for record in ordered if record.subject.repeat % 2 == side] for side in (0, 1)]
+    sides: list[list[RunRecord]] = [[], []]
+    for record in sorted(records, key=lambda record: record.subject.repeat):
+        sides[record.subject.repeat % 2].append(record)
+    return sides
 
 
 def records_at(path: Path) -> Sequence[RunRecord]:
@@ -162,55 +155,65 @@ def records_at(path: Path) -> Sequence[RunRecord]:
     """
     if path.is_file():
         return [read_record(path)]
-    runs = path / "runs" if (path / "runs").is_dir() else path
-    found, problems = load_records(runs)
-    if not found:
+    records, problems = load_records(path / RUNS)
+    if not records and not problems:
+        records, problems = load_records(path)
+    if not records:
         others = f" ({problems[0]})" if problems else ""
         raise ValueError(f"{path}: no records of runs{others}; needed the directory of a sweep")
     for problem in problems:
         print_aside(f"warning: {problem}")
-    return found
+    return records
 
 
 def _section(
     rows: Sequence[Row],
-    found: Sequence[Sequence[StepResult]],
+    results: Sequence[Sequence[StepResult]],
     differing: Sequence[str],
-    told: Sequence[str],
+    findings: Sequence[str],
 ) -> Section:
-    """The rows as a table with the findings `told`; `found` are the results of both sides."""
+    """The rows as a table with its findings; `results` are those of both sides."""
     rates = RATES if any(row["per"] for row in rows) else ()
     columns = [
         *identity_columns(rows, [name for name in ALWAYS if name not in differing]),
         *known(columns_of(*rates, *SWEEPS), rows),
     ]
-    shared = shared_settings([(row.subject, row["device_name"]) for own in found for row in own])
-    notes = [*told, *([f"{shared}."] if shared else [])]
+    notes = [*findings]
+    shared = shared_settings([(row.subject, row["device_name"]) for row in chain(*results)])
+    if shared:
+        notes.append(f"{shared}.")
     table = make_table(
-        "A against B", columns, rows, notes, lambda row: bool(row["verdict"] == NOT_COMPARED), told
+        "A against B",
+        columns,
+        rows,
+        notes,
+        lambda row: bool(row["verdict"] == NOT_COMPARED),
+        findings,
     )
-    apart = [f"{name}_{side}" for name in differing for side in "ab"]
-    keys = (*without_unused([row["identity"] for row in rows]), *apart, *VALUES)
-    return Section(name="comparison", tables=(table,), rows=rows, keys=keys)
+    keys = without_unused([row["identity"] for row in rows])
+    for name in differing:
+        keys += (f"{name}_a", f"{name}_b")
+    return Section(name="comparison", tables=(table,), rows=rows, keys=(*keys, *COMPARED_COLUMNS))
 
 
-def _matched(found: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
+def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
-    for name, rows in zip("AB", found, strict=True):
+    for name, rows in zip("AB", results, strict=True):
         if len({row.subject for row in rows}) < len(rows):
             raise ValueError(
                 f"{name} has the same configuration on several devices; keep each device's runs "
                 "apart"
             )
-    a, b = ([_settings(row) for row in rows] for rows in found)
+    a, b = ([_settings(row) for row in rows] for rows in results)
     matching = compare.match(a, b)
     if not matching.pairs:
         raise ValueError(
             "no configuration of A is in B; see the results of each with `cs336 report`"
         )
     for i, j in matching.pairs:
-        compare.refuse_other_work(found[0][i].subject, found[1][j].subject)
-        if (of_a := a[i]["warmup_steps"]) != (of_b := b[j]["warmup_steps"]) and not allow_mixed:
+        compare.refuse_other_work(results[0][i].subject, results[1][j].subject)
+        of_a, of_b = a[i]["warmup_steps"], b[j]["warmup_steps"]
+        if of_a != of_b and not allow_mixed:
             raise ValueError(
                 f"A had {of_a} warm-up steps and B had {of_b}, to which a difference may be due; "
                 "compare them with --allow-mixed"
@@ -224,18 +227,18 @@ def _settings(row: StepResult) -> Row:
     return settings
 
 
-def _times(side: Sequence[RunRecord], sides: int) -> dict[Subject, compare.Blocks]:
+def _times(side: Sequence[RunRecord], sides: int) -> dict[Subject, compare.StepBlocks]:
     """The times per token of each process that ended well, by configuration."""
-    found: dict[Subject, list[RunRecord]] = {}
+    repeats: dict[Subject, list[RunRecord]] = {}
     for record in side:
-        found.setdefault(record.subject.configuration, []).append(record)
-    return {config: compare.measured_steps(records, sides) for config, records in found.items()}
+        repeats.setdefault(record.subject.configuration, []).append(record)
+    return {config: compare.measured_steps(same, sides) for config, same in repeats.items()}
 
 
 def _row(
     a: StepResult | None,
     b: StepResult | None,
-    times: Sequence[Mapping[Subject, compare.Blocks]],
+    times: Sequence[Mapping[Subject, compare.StepBlocks]],
     differing: Sequence[str],
     are_alternate: bool,
 ) -> Row:
@@ -243,87 +246,82 @@ def _row(
     whole = a or b
     assert whole is not None
     identity = {name: value for name, value in _settings(whole).items() if name not in differing}
-    row: Row = {**identity, "identity": identity}
-    measured = []
-    for side, own, of_side in zip("ab", (a, b), times, strict=True):
-        measured.append(of_side.get(own.subject, {}) if own else {})
-        row |= {f"{name}_{side}": own["identity"][name] if own else None for name in differing}
-        row |= {
-            f"{side}_{name}": own[name] if own else None
-            for name in ("step_mean_ms", "step_std_ms", "processes")
-        }
-        row |= {
-            f"{side}_{name}": own[name] if own else None
-            for name in ("status", "warnings", "tokens_per_s")
-        }
-        row[f"{side}_ended"] = status_text(own["status"]) if own else ""
-    row |= {
-        "ratio": None,
-        "ratio_low": None,
-        "ratio_high": None,
-        "ratio_is_doubted": False,
-        "answer": "",
-        "per": "",
-    }
+    row: Row = {**identity, "identity": identity, **dict.fromkeys(RATIO)}
+    row |= {"ratio_is_doubted": False, "answer": "", "per": ""}
+    for side, result in (("a", a), ("b", b)):
+        for name in differing:
+            row[f"{name}_{side}"] = result and result["identity"][name]
+        for name in (*OF_A_SIDE, "tokens_per_s"):
+            row[f"{side}_{name}"] = result and result[name]
+        row[f"{side}_ended"] = status_text(result["status"]) if result else ""
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
+    times_a, times_b = times
+    measured = times_a.get(a.subject, {}), times_b.get(b.subject, {})
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
-    per = "" if a.subject.tokens_per_step == b.subject.tokens_per_step else " per token"
-    found = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
-    doubted = in_doubt([*a.codes, *b.codes])
-    ratio = {
-        "ratio": found.ratio,
-        "ratio_low": found.low,
-        "ratio_high": found.high,
-        "ratio_is_doubted": doubted,
+    compared = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
+    if a.subject.tokens_per_step != b.subject.tokens_per_step:
+        row["per"] = " per token"
+    return row | {
+        "ratio": compared.ratio,
+        "ratio_low": compared.low,
+        "ratio_high": compared.high,
+        "ratio_is_doubted": in_doubt([*a.codes, *b.codes]),
+        "verdict": str(compared.verdict),
+        "answer": _answer(compared, row["per"]),
     }
-    return row | ratio | {"verdict": str(found.verdict), "answer": _answer(found, per), "per": per}
 
 
-def _answer(found: compare.Comparison, per: str) -> str:
+def _answer(compared: compare.Comparison, per: str) -> str:
     """`B is 2.19 ± 0.01 times as fast as A`, with half of the interval of the quotient, or what
     cannot be told.
     """
-    of = f"{found.num_a} and {found.num_b} processes"
-    if found.low is None or found.high is None or found.least_shown is None:
+    of = f"{compared.num_a} and {compared.num_b} processes"
+    if compared.low is None or compared.high is None or compared.least_shown is None:
         return f"Cannot tell: {of} of one step show no spread."
-    if min(found.num_a, found.num_b) < FEWEST:
+    if min(compared.num_a, compared.num_b) < FEWEST:
         of += f", assumed to scatter by {SCATTER}"
-    if found.verdict is not compare.Verdict.CANNOT_TELL:
-        speed = mean_and_std(1 / found.ratio, (1 / found.low - 1 / found.high) / 2)
+    if compared.verdict is not compare.Verdict.CANNOT_TELL:
+        speed = mean_and_std(1 / compared.ratio, (1 / compared.low - 1 / compared.high) / 2)
         return (
             f"B is {speed} times as fast as A{per} ({100 * compare.CONFIDENCE:g} % interval, {of})."
         )
-    if found.is_within_least_effect:
+    if compared.is_within_least_effect:
         return f"Cannot tell: any difference is below {in_percent(compare.LEAST_EFFECT)} % ({of})."
     return (
-        f"Cannot tell: a difference below {significant(100 * found.least_shown, 2)} % would "
+        f"Cannot tell: a difference below {significant(100 * compared.least_shown, 2)} % would "
         f"not show ({of})."
     )
 
 
 def _when(sides: Sequence[Sequence[RunRecord]]) -> str:
+    """Between which times the runs of each side began."""
     a, b = (sorted(record.started_at for record in side) for side in sides)
     return f"runs of A began from {a[0]} to {a[-1]}, of B from {b[0]} to {b[-1]}"
 
 
 def _what_is_what(
-    sides: Sides, found: Sequence[Sequence[StepResult]], matching: compare.Matching, when: str
+    sides: Sides, results: Sequence[Sequence[StepResult]], matching: compare.Matching, when: str
 ) -> Iterator[str]:
+    """What A and B are, in which settings they differ, and whether their work is equal."""
     yield f"A is {sides.a}, B is {sides.b}; {when}."
-    told = []
+    differences = []
     for name in matching.differing:
         if name in SHAPE and "size" in matching.differing:
             continue
-        of_sides = [dict.fromkeys(text_of(row["identity"][name]) for row in rows) for rows in found]
-        told.append(f"{heading(name)} ({', '.join(' or '.join(own) for own in of_sides)})")
-    if told:
+        texts = []
+        for rows in results:
+            values = dict.fromkeys(text_of(row["identity"][name]) for row in rows)
+            texts.append(" or ".join(values))
+        differences.append(f"{heading(name)} ({', '.join(texts)})")
+    if differences:
         yield (
-            f"They differ throughout in {', '.join(told)}; rows are matched by all other settings."
+            f"They differ throughout in {', '.join(differences)}; rows are matched by all other "
+            "settings."
         )
     for i, j in matching.pairs:
-        a, b = (row.subject.tokens_per_step for row in (found[0][i], found[1][j]))
+        a, b = (row.subject.tokens_per_step for row in (results[0][i], results[1][j]))
         if a != b:
             yield (
                 f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, "

@@ -2,10 +2,12 @@
 
 import hashlib
 import io
+import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Literal
 
 import matplotlib
@@ -49,26 +51,22 @@ def png_of(picture: Picture) -> bytes:
     return to_png(_figure(picture))
 
 
-def svg_of(picture: Picture, name: str) -> str:
-    """The picture as an element of a page; `name` is its identifier there."""
-    return to_svg(_figure(picture), name)
-
-
 def _figure(picture: Picture) -> Figure:
     return figure_of(picture) if isinstance(picture, Chart) else picture.make()
 
 
 def figure_of(chart: Chart) -> Figure:
     """The chart as a figure of matplotlib."""
-    names = [wrapped(bar.name) for panel in chart.panels for bar in panel.bars]
+    bars = chain.from_iterable(panel.bars for panel in chart.panels)
+    names = [wrapped(bar.name) for bar in bars]
     handles: Handles = {
         inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()
     }
     handles |= {inert(panel.mark): Line2D([], [], **MARK) for panel in chart.panels if panel.mark}
-    height = 0.4 * len(chart.panels) + len(names) * max(
-        [0.36, *(0.16 * (1 + name.count("\n")) for name in names)]
-    )
-    height += 0.95 + 0.19 * -(-len(handles) // chart.legend)
+    most_lines = max((1 + name.count("\n") for name in names), default=1)
+    legend_rows = math.ceil(len(handles) / chart.legend)
+    height = 0.4 * len(chart.panels) + max(0.36, 0.16 * most_lines) * len(names)
+    height += 0.95 + 0.19 * legend_rows
     figure = new_figure(WIDTH, height, chart.title, chart.settings)
     weights = [len(panel.bars) + 0.3 for panel in chart.panels]
     grid = figure.subplots(len(chart.panels), squeeze=False, height_ratios=weights)
@@ -106,9 +104,8 @@ def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inc
         axes.barh(place, length, BAR_WIDTH, left, **_look(look))
         words = significant(length, 2)
         if (len(words) + 1.5) * CHARACTER_INCHES < inches * length:
-            shade = (
-                {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if look.pattern else None
-            )
+            # a number is not readable on a pattern
+            shade = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
             axes.text(
                 left + length / 2,
                 place,
@@ -117,12 +114,11 @@ def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inc
                 va="center",
                 fontsize=8,
                 color=ink(look.colour),
-                bbox=shade,
+                bbox=shade if look.pattern else None,
             )
         left += length
-    words = "\n".join(
-        inert(line) for text in (bar.words, bar.failure) if text for line in text.split("\n")
-    )
+    lines = [*bar.words.split("\n"), *bar.failure.split("\n")]
+    words = "\n".join(inert(line) for line in lines if line)
     axes.text(
         1.03,
         place,
@@ -209,14 +205,13 @@ def legend_below(
 
     The handles have labels of their own, or stand under them.
     """
-    named = (
-        handles
-        if isinstance(handles, Mapping)
-        else {str(handle.get_label()): handle for handle in handles}
-    )
+    if isinstance(handles, Mapping):
+        named = handles
+    else:
+        named = {str(handle.get_label()): handle for handle in handles}
     missing = -len(named) % num_columns if len(named) > num_columns else 0
     whole = [*named.items(), *[("", Patch(alpha=0.0))] * missing]
-    by_column = [entry for column in range(num_columns) for entry in whole[column::num_columns]]
+    by_column = list(chain.from_iterable(whole[n::num_columns] for n in range(num_columns)))
     figure.legend(
         [handle for _, handle in by_column],
         [label for label, _ in by_column],
@@ -234,37 +229,34 @@ def to_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an element of a page, in which words are texts; greys turn around on a dark
-    page.
+def svg_of(picture: Picture, name: str) -> str:
+    """The picture as an element of a page, in which words are texts; greys turn around on a dark
+    page. `name` is its identifier there.
 
     Its identifiers differ from those of pictures of other names. What has more points than
     MOST_POINTS is an image.
     """
+    figure = _figure(picture)
     for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
-        paths: Any = artist.get_paths() if isinstance(artist, Collection) else [artist.get_path()]  # type: ignore[attr-defined]
+        shape: Any = artist
+        paths = shape.get_paths() if isinstance(artist, Collection) else [shape.get_path()]
         num_points = sum(len(path.vertices) for path in paths)
         artist.set_rasterized(num_points > MOST_POINTS)
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         unnamed = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=unnamed, transparent=True, dpi=DPI)
-    text = re.sub(r"[ \n]+", " ", buffer.getvalue().decode().partition("<svg")[2]).replace(
-        "> <", "><"
-    )
-    text = re.sub(
-        r' d="[^"]*"',
-        lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]),
-        re.sub(_OF_FILES, "", text),
-    )
+    text = buffer.getvalue().decode().partition("<svg")[2]
+    text = re.sub(r"[ \n]+", " ", text).replace("> <", "><")
+    text = re.sub(_OF_FILES, "", text)
+    # two decimals of a point are finer than a pixel
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
     digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
-    own = {
-        old: f"p{digest}-{n}"
-        for n, old in enumerate(dict.fromkeys(re.findall(r' id="(.*?)"', text)))
-    }
+    identifiers = dict.fromkeys(re.findall(r' id="(.*?)"', text))
+    renamed = {old: f"p{digest}-{number}" for number, old in enumerate(identifiers)}
     text = re.sub(
         r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+',
-        lambda old: own.get(old[0], old[0]),
+        lambda old: renamed.get(old[0], old[0]),
         text,
     )
     return "<svg" + re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)

@@ -1,4 +1,5 @@
-"""Writes sections to files: tables as Markdown, LaTeX and Typst, rows of values as CSV.
+"""Writes sections to files: tables as Markdown and, where asked, LaTeX and Typst, rows of values
+as CSV.
 
 There is one function for each format. Cells may hold any text, such as a kernel's name or an error
 message: each function escapes what its format would read as markup.
@@ -7,7 +8,7 @@ message: each function escapes what its format would read as markup.
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from ..files import write_atomically
@@ -56,7 +57,8 @@ def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([_csv_text(name) for name in header])
-    writer.writerows([_csv_cell(value) for value in row] for row in rows)
+    for row in rows:
+        writer.writerow(map(_csv_cell, row))
     return buffer.getvalue()
 
 
@@ -84,7 +86,9 @@ def to_markdown(table: Table) -> str:
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
     header = line(_markdown(heading.label) for heading in table.headings)
     rows = [line(map(_markdown, row)) for row in table.rows]
-    notes = [text for note in table.notes for text in ("", _markdown_paragraph(note))]
+    notes: list[str] = []
+    for note in table.notes:
+        notes += ["", _markdown_paragraph(note)]
     return _text_of(f"### {_markdown(table.title)}", "", header, line(rules), *rows, *notes)
 
 
@@ -127,18 +131,17 @@ def _latex_row(cells: Iterable[str]) -> str:
 
 def to_typst(table: Table) -> str:
     """A figure that holds a table. Every text is a string literal, in which no markup is read."""
+    alignments = ", ".join("right" if column.numeric else "left" for column in table.headings)
+    headings = ", ".join(f"strong({_typst(column.label)})" for column in table.headings)
     return _text_of(
         "#figure(",
         f"  caption: {_typst(_caption(table), LONGEST_CAPTION)},",
         "  table(",
         f"    columns: {len(table.headings)},",
-        "    align: "
-        f"({', '.join('right' if heading.numeric else 'left' for heading in table.headings)},),",
+        f"    align: ({alignments},),",
         "    stroke: none,",
         "    table.hline(),",
-        "    "
-        "table.header("
-        f"{', '.join(f'strong({_typst(heading.label)})' for heading in table.headings)},),",
+        f"    table.header({headings},),",
         "    table.hline(stroke: 0.5pt),",
         *(f"    {', '.join(map(_typst, row))}," for row in table.rows),
         "    table.hline(),",
@@ -167,6 +170,8 @@ WRITERS: Mapping[str, Callable[[Table], str]] = {
     "typ": to_typst,
 }
 """The function that writes a table, by the ending of the file."""
+ON_REQUEST = frozenset({"tex", "typ"})
+"""Endings of files that are written only if they are asked for, or replace an earlier one."""
 
 
 def csv_of(section: Section) -> str:
@@ -180,11 +185,10 @@ def texts_of(section: Section, note: str = "") -> dict[str, str]:
     before a table's own.
     """
     tables = [with_note(table, note) if note else table for table in section.tables]
-    readable = {ending: "\n".join(map(write, tables)) for ending, write in WRITERS.items()}
-    return {
-        f"{section.name}.{ending}": text
-        for ending, text in {"csv": csv_of(section), **readable}.items()
-    }
+    texts = {f"{section.name}.csv": csv_of(section)}
+    for ending, write in WRITERS.items():
+        texts[f"{section.name}.{ending}"] = "\n".join(map(write, tables))
+    return texts
 
 
 def pngs_of(section: Section) -> dict[str, bytes]:
@@ -195,18 +199,26 @@ def pngs_of(section: Section) -> dict[str, bytes]:
     return {f"plots/{picture.name}.png": png_of(picture) for picture in section.pictures}
 
 
-def write_files(files: Mapping[str, str | bytes], directory: Path) -> list[Path]:
+def write_files(
+    files: Mapping[str, str | bytes], directory: Path, formats: Collection[str] = ()
+) -> list[Path]:
     """Write each file below the directory, and make folders as needed; return the paths.
 
-    An empty file is not written; an earlier file of the same name is removed.
+    An empty file is not written; an earlier file of the same name is removed. Of the endings
+    ON_REQUEST those in `formats` are written; an earlier file is replaced all the same, so that it
+    does not differ from the others.
     """
+    written = []
     for name, content in files.items():
         path = directory / name
+        ending = path.suffix.removeprefix(".")
+        if ending in ON_REQUEST and ending not in formats and not path.exists():
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        if content:
-            write_atomically(
-                path, content if isinstance(content, bytes) else content.encode(errors="replace")
-            )
-        else:
+        if not content:
             path.unlink(missing_ok=True)
-    return [directory / name for name, content in files.items() if content]
+            continue
+        data = content if isinstance(content, bytes) else content.encode(errors="replace")
+        write_atomically(path, data)
+        written.append(path)
+    return written

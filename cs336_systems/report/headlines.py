@@ -53,22 +53,21 @@ class NamedRows:
 
         A value is marked where its row says under the key `doubt` that it is in doubt.
         """
-        known = range(len(self.rows)) if chosen is None else chosen
-        known = sorted(
-            (i for i in known if self.rows[i][key] is not None), key=lambda i: self.rows[i][key]
-        )
+        indices = range(len(self.rows)) if chosen is None else chosen
+        known = [index for index in indices if self.rows[index][key] is not None]
         if not known:
             return ""
-        marked = []
-        for index in (known[0], known[-1]):
-            row = self.rows[index]
-            mark = f" {DOUBT}" if row.get(doubt) else ""
-            marked.append(text(float(row[key])) + mark)
-        low, high = marked
+        known.sort(key=lambda index: self.rows[index][key])
+        low, high = (self._marked(known[end], key, text, doubt) for end in (0, -1))
         if len(self.rows) == 1 or (low == high and len(known) > 1):
             return low
         least = f"{low} ({self.names[known[0]]})"
         return least if len(known) == 1 else f"{least} to {high} ({self.names[known[-1]]})"
+
+    def _marked(self, index: int, key: str, text: Callable[[float], str], doubt: str) -> str:
+        row = self.rows[index]
+        words = text(float(row[key]))
+        return f"{words} {DOUBT}" if row.get(doubt) else words
 
     def count(self, what: str, chosen: Sequence[int]) -> str:
         """In how many of the rows this is so, and in which, if in one: `out of memory in 1 of 3
@@ -81,11 +80,15 @@ class NamedRows:
 
     def counts(self, key: str) -> Iterator[str]:
         """Each value under the key but `ok`, in words, and in how many rows it is."""
-        for value in dict.fromkeys(row[key] for row in self.rows if row[key] != Status.OK):
-            what = value if key != "status" else "not run" if value is None else status_text(value)
-            yield self.count(
-                str(what), [index for index, row in enumerate(self.rows) if row[key] == value]
-            )
+        indices: dict[Any, list[int]] = {}
+        for index, row in enumerate(self.rows):
+            indices.setdefault(row[key], []).append(index)
+        indices.pop(Status.OK, None)
+        for value, chosen in indices.items():
+            what = str(value)
+            if key == "status":
+                what = "not run" if value is None else status_text(value)
+            yield self.count(what, chosen)
 
     def failures(self) -> str:
         """How the rows that did not end well ended, after semicolons."""
@@ -93,40 +96,45 @@ class NamedRows:
 
     def part(self, key: str) -> str:
         """In how many of the rows something is known: `in 2 of 3 configurations`."""
-        number, whole = (
-            sum(row[key] is not None for row in self.rows),
-            counted(len(self.rows), "configuration"),
-        )
+        whole = counted(len(self.rows), "configuration")
+        number = sum(row[key] is not None for row in self.rows)
         return f"in {whole}" if number == len(self.rows) else f"in {number} of {whole}"
 
 
-def of_steps(rows: Sequence[StepResult]) -> Headline:
+def _named(results: Sequence[StepResult]) -> NamedRows:
+    return NamedRows(results, names_of([result.identity for result in results]))
+
+
+def of_steps(results: Sequence[StepResult]) -> Headline:
     """How long a step takes, how many steps launches limit, and how the other runs failed."""
-    told = NamedRows(rows, names_of([row.identity for row in rows]))
+    told = _named(results)
     times = told.range("step_mean_ms", milliseconds)
-    text = f"A step takes {times} {told.part('step_mean_ms')}" if times else "No step has a time"
-    if times and len(rows) == 1:
-        phases = [key for key in PHASES if rows[0][key]]
+    text = "No step has a time"
+    if times and len(results) == 1:
+        (result,) = results
         parts = [
-            f"{column(key).name} {percent_of(rows[0][key], rows[0]['step_mean_ms'])}"
-            for key in phases
+            f"{column(key).name} {percent_of(result[key], result['step_mean_ms'])}"
+            for key in PHASES
+            if result[key]
         ]
         text = f"A step takes {times}: {', '.join(parts)}"
-    late = [index for index, row in enumerate(rows) if WarningCode.LAUNCH_BOUND in row.codes]
+    elif times:
+        text = f"A step takes {times} {told.part('step_mean_ms')}"
+    late = [n for n, result in enumerate(results) if WarningCode.LAUNCH_BOUND in result.codes]
     more = f"{told.count(LIMITED, late)}." if late else ""
-    configs = [rows[index].config for index in late]
+    configs = [results[index].config for index in late]
     if late and all(config and config.compile is CompileMode.NONE for config in configs):
         more += " Try --compile there."
     return f"{text}{told.failures()}.", more
 
 
-def of_profiles(entries: Sequence[Explained], rows: Sequence[StepResult]) -> Headline:
+def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> Headline:
     """What limits the profiled steps, then how busy their GPU is, and how long the steps of all
-    rows take.
+    results take.
     """
-    steps, more = of_steps(rows)
-    if len(entries) == 1 and len(rows) <= 1 and all(row.status is Status.OK for row in rows):
+    if len(entries) == 1 and len(results) <= 1 and not any(result.failed for result in results):
         return _first_sentence(kernel_findings(entries[0]))
+    steps, more = of_steps(results)
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
         return steps, more  # on a CPU nothing else can be the limit
     limits = [
@@ -134,50 +142,42 @@ def of_profiles(entries: Sequence[Explained], rows: Sequence[StepResult]) -> Hea
         for entry in entries
     ]
     told = NamedRows(limits, labels(entries))
-    what = (
-        f"{len(entries)} profiled steps"
-        if len(entries) > 1
-        else f"the profiled step of {told.names[0]}"
-    )
+    what = f"{len(entries)} profiled steps"
+    if len(entries) == 1:
+        what = f"the profiled step of {told.names[0]}"
     num_profiled = sum(not entry.span().by_clock for entry in entries)
     under = ", under the profiler" if num_profiled else ""
     if 0 < num_profiled < len(entries):
         under += f" in {num_profiled} of them"
-    runs = NamedRows(rows, names_of([row.identity for row in rows]))
-    ends = runs.failures() if len(rows) > 1 else ""
+    ends = _named(results).failures() if len(results) > 1 else ""
     busy = f"The GPU is busy {told.range('busy_share', percent_of)} of the step{under}."
     text = f"What limits {what}: {', '.join(told.counts('limit'))}{ends}."
     return text, f"{busy} {steps.removesuffix(f'{ends}.')}. {more}".strip()
 
 
-def of_memory(entries: Sequence[MemoryEntry], rows: Sequence[StepResult]) -> Headline:
+def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> Headline:
     """How much memory the runs need, and which ran out of it."""
-    told = NamedRows(rows, names_of([row.identity for row in rows]))
-    peaks, ends = (
-        told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB))),
-        told.failures(),
-    )
-    first = [
-        own
+    told = _named(results)
+    peaks = told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB)))
+    ends = told.failures()
+    is_first_step = bool(entries) and all(
+        entry.config is not None
+        and entry.config.warmup_steps == 0
+        and entry.config.mode is Mode.TRAIN
         for entry in entries
-        if (own := entry.subject) and own.warmup_steps == 0 and own.mode is Mode.TRAIN
-    ]
-    is_first_step = bool(entries) and len(first) == len(entries)
-    if len(entries) == 1 and len(rows) <= 1 and not ends and not is_first_step:
+    )
+    if len(entries) == 1 and len(results) <= 1 and not ends and not is_first_step:
         text, more = _first_sentence(memory_findings(entries[0].profile))
         # the sentence about the peak goes on with what the bar shows
         return (text, more) if more else (f"{text.partition('; ')[0].rstrip('.')}.", "")
-    text = (
-        f"Memory peaks at {peaks} {told.part('peak_allocated_gib')}"
-        if peaks
-        else "No run has a peak of memory"
-    )
+    text = "No run has a peak of memory"
+    if peaks:
+        text = f"Memory peaks at {peaks} {told.part('peak_allocated_gib')}"
     more = ""
     if is_first_step:
         recorded = [float(entry.profile.peak.allocated_bytes) for entry in entries]
-        at_first = between(
-            dict(zip(labels(entries), recorded, strict=True)), lambda value: size(round(value))
-        )
+        of_first_steps = dict(zip(labels(entries), recorded, strict=True))
+        at_first = between(of_first_steps, lambda value: size(round(value)))
         more = (
             f"The first step peaks at {at_first}: later ones hold the optimizer's state from "
             "their beginning."
@@ -211,24 +211,30 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
     """The ranges over products, passes over memory and collectives, how other cells ended, and
     times of launches.
     """
-    rows, cells = sections[0].rows, [row for section in sections[1:] for row in section.rows]
-    ends = NamedRows(cells).failures()
-    names, groups = [], dict[str, list[int]]()
+    rows = sections[0].rows
+    ends = NamedRows([row for section in sections[1:] for row in section.rows]).failures()
+    names: list[str] = []
+    rates: dict[str, list[int]] = {}
+    launches: list[int] = []
     for index, row in enumerate(rows):
-        name, _, kind = str(row["ceiling"]).replace("(", "").replace(")", "").rpartition(" ")
-        is_launch = not str(row["unit"]).endswith("/s")
-        names.append(str(row["ceiling"]) if is_launch else name)
-        groups.setdefault("" if is_launch else kind, []).append(index)
-    told, launches = NamedRows(rows, names), groups.pop("", [])
+        ceiling = str(row["ceiling"])
+        if not str(row["unit"]).endswith("/s"):
+            names.append(ceiling)
+            launches.append(index)
+            continue
+        name, _, kind = ceiling.replace("(", "").replace(")", "").rpartition(" ")
+        names.append(name)
+        rates.setdefault(kind, []).append(index)
+    told = NamedRows(rows, names)
 
     def measured(chosen: Sequence[int]) -> str:
         write = f"{{:,.4g}} {rows[chosen[0]]['unit']}".format
         return told.range("measured", write, chosen, "is_doubted")
 
-    reached = ", ".join(f"{kind} {measured(chosen)}" for kind, chosen in groups.items())
-    more = ", ".join(measured([index]) for index in launches)
+    reached = ", ".join(f"{kind} {measured(chosen)}" for kind, chosen in rates.items())
+    times = ", ".join(measured([index]) for index in launches)
     text = f"Reached: {reached or 'nothing that is known'}{ends}."
-    return _with_doubt(text, f"Times: {more}." if more else "")
+    return _with_doubt(text, f"Times: {times}." if times else "")
 
 
 def of_attention(sections: Sequence[Section]) -> Headline:
@@ -236,25 +242,23 @@ def of_attention(sections: Sequence[Section]) -> Headline:
     other cells ended.
     """
     rows, key = sections[0].rows, "together_mean_ms"
-    told, ranges, shapes = NamedRows(rows, [str(row["implementation"]) for row in rows]), [], []
-    for precision in dict.fromkeys(row["precision"] for row in rows):
-        timed = [
-            index
-            for index, row in enumerate(rows)
-            if row["precision"] is precision and row[key] is not None
-        ]
-        sizes: dict[int, Any] = {
-            index: (rows[index]["context_length"], rows[index]["d_head"]) for index in timed
-        }
-        if timed:
-            context, d_head = largest = max(sizes.values())
-            at_largest = [index for index in timed if sizes[index] == largest]
-            times = told.range(key, milliseconds, at_largest, "together_is_doubted")
-            ranges.append(f"{times} in {precision}")
-            shapes.append(f"context {context}, d_head {d_head} in {precision}")
-    times = ", ".join(ranges) or "no known time"
-    more = f"The largest shape that was timed: {'; '.join(shapes)}." if shapes else ""
-    text = f"Forward and backward take at the largest shape {times}{told.failures()}."
+    told = NamedRows(rows, [str(row["implementation"]) for row in rows])
+    timed: dict[Any, dict[tuple[Any, Any], list[int]]] = {}
+    for index, row in enumerate(rows):
+        if row[key] is not None:
+            shapes = timed.setdefault(row["precision"], {})
+            shapes.setdefault((row["context_length"], row["d_head"]), []).append(index)
+    ranges, largest_shapes = [], []
+    for precision, shapes in timed.items():
+        context, d_head = largest = max(shapes)
+        times = told.range(key, milliseconds, shapes[largest], "together_is_doubted")
+        ranges.append(f"{times} in {precision}")
+        largest_shapes.append(f"context {context}, d_head {d_head} in {precision}")
+    known = ", ".join(ranges) or "no known time"
+    more = ""
+    if largest_shapes:
+        more = f"The largest shape that was timed: {'; '.join(largest_shapes)}."
+    text = f"Forward and backward take at the largest shape {known}{told.failures()}."
     return _with_doubt(text, more)
 
 
@@ -274,9 +278,8 @@ def of_fusion(sections: Sequence[Section]) -> Headline:
 
 def of_precision(sections: Sequence[Section]) -> Headline:
     """What is in fp32 in all rows."""
-    return next(
-        text for section in sections for table in section.tables for text in table.findings
-    ), ""
+    tables = [table for section in sections for table in section.tables if table.findings]
+    return tables[0].findings[0], ""
 
 
 OF_STUDIES: Mapping[str, Callable[[Sequence[Section]], Headline]] = {
@@ -288,7 +291,9 @@ OF_STUDIES: Mapping[str, Callable[[Sequence[Section]], Headline]] = {
 """The function of each kind of study."""
 
 
-def _first_sentence(found: Sequence[str]) -> Headline:
+def _first_sentence(findings: Sequence[str]) -> Headline:
     """The first sentence of the first finding, and the rest of it."""
-    head, dot, rest = found[0].partition(". ") if found else ("Nothing stands out.", "", "")
+    if not findings:
+        return "Nothing stands out.", ""
+    head, dot, rest = findings[0].partition(". ")
     return f"{head}{dot.strip()}", rest

@@ -30,7 +30,7 @@ from ..config import (
     RunConfig,
     SdpaBackend,
 )
-from ..settings import Noted, Setting, heading_of, in_note, in_words
+from ..settings import Setting, heading_of, in_note, in_words
 from ..subject import Subject, WatchedLoop
 from ..text import LONGEST_PART, shortened, text_of
 from .column import Column
@@ -48,10 +48,8 @@ ALWAYS = ("size", "context_length")
 """Columns that tables and names always have, whether configurations differ in them or not."""
 OTHERS: Mapping[str, Setting] = MappingProxyType(
     {
-        "device_name": Setting(
-            heading="device", word="", note="{}", noted=Noted.ALWAYS, csv_place=15
-        ),
-        "digest": Setting(heading="record", noted=Noted.NEVER, always_in_csv=True, named_last=True),
+        "device_name": Setting(heading="device", word="", note="{}", noted="always", csv_place=15),
+        "digest": Setting(heading="record", noted="never", always_in_csv=True, named_last=True),
     }
 )
 """Columns that are not settings and may distinguish runs, declared as settings are."""
@@ -92,22 +90,20 @@ def placed_settings(first: int, last: int) -> list[str]:
     return [name for name in _ORDERED if name not in OTHERS and first <= _csv_place(name) <= last]
 
 
+def _where(is_chosen: Callable[[Setting], bool]) -> list[str]:
+    """The columns with such declarations, in the order of CSV files."""
+    return [name for name in _ORDERED if is_chosen(_setting(name))]
+
+
 LEADING = [name for name in _ORDERED if _csv_place(name) < 40]
 """First columns of the CSV files of profiles; all other settings are the last columns."""
-SHAPE = [
-    name
-    for name in _ORDERED
-    if _setting(name).implied_by_size and not _setting(name).binds_own_model
-]
+SHAPE = _where(lambda setting: setting.implied_by_size and not setting.binds_own_model)
 """Columns of the model's inner sizes, which are empty for a user's own model because they are
 unknown.
 """
-_IMPLIED = [name for name in _ORDERED if _setting(name).implied_by_size]
-_NAMED_LAST = [name for name in _ORDERED if _setting(name).named_last]
-_NOTED_FIRST = [
-    "device_name",
-    *(name for name in _ORDERED if _setting(name).noted in (Noted.ALWAYS, Noted.FIRST)),
-]
+_IMPLIED = _where(lambda setting: setting.implied_by_size)
+_NAMED_LAST = _where(lambda setting: setting.named_last)
+_NOTED_FIRST = ["device_name", *_where(lambda setting: setting.noted in ("always", "first"))]
 _USUALLY_OFF = {name for name, default in _DEFAULTS.items() if default is False}
 """Settings that names leave out where they are off."""
 
@@ -157,15 +153,11 @@ def settings_of(subject: Subject) -> dict[str, Any]:
 
 
 def usual_settings(subject: Subject) -> dict[str, Any]:
-    """The default values of all settings for a run of this size; of a watched loop, which has no
-    defaults, what was seen.
-    """
-    if isinstance(subject, WatchedLoop):
-        return settings_of(subject)
-    preset = SIZES.get(subject.size)
-    usual = {field.name: field.default for field in fields(subject) if field.name != "model"}
+    """The default values of all settings for a run of this size."""
+    preset = SIZES.get(subject.size) if isinstance(subject, RunConfig) else None
+    usual = {field.name: field.default for field in fields(RunConfig) if field.name != "model"}
     return usual | {
-        field.name: getattr(preset, field.name, field.default) for field in fields(subject.model)
+        field.name: getattr(preset, field.name, field.default) for field in fields(ModelConfig)
     }
 
 
@@ -359,10 +351,10 @@ def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection
     texts = []
     for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *(rows[0] if rows else ()))):
         setting, values = _setting(name), {row[name] for row in rows} - {None}
-        is_noted = setting.noted is Noted.ALWAYS or any(
+        is_noted = setting.noted == "always" or any(
             row[name] != defaults.get(name) for row, defaults in zip(rows, usual, strict=True)
         )
-        if setting.noted is Noted.NEVER or (name == "optimizer" and not is_trained):
+        if setting.noted == "never" or (name == "optimizer" and not is_trained):
             is_noted = False
         if len(values) == 1 and (is_noted or name in also):
             texts.append(in_note(name, setting, *values))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import Phase, RunConfig
 from ..measure.nvml import Gpu
@@ -43,16 +43,13 @@ class StatusLine(Listener):
     terminal.
     """
 
-    def __init__(
-        self, names: Mapping[RunConfig, str] | None = None, first: str = IMPORTING
-    ) -> None:
+    def __init__(self, names: Mapping[Any, str] | None = None, first: str = IMPORTING) -> None:
         """`names` are names of configurations that replace the list of their settings; repeats
         share a name.
 
         `first` is what a sweep does before its first run.
         """
-        self._names: dict[Subject, str] = dict(names.items()) if names else {}
-        self._first = first
+        self._names, self._first = names or {}, first
         self._live: Live | None = None
         self._printed_s: float | None = None
         self._doing = ""
@@ -100,7 +97,8 @@ class StatusLine(Listener):
 
     def __call__(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Say what begins now, and for one of `total` parts of a task how many are done."""
-        self._doing, now_s = f"{f'{done + 1} of {total}: ' if total else ''}{doing}", monotonic()
+        self._doing = f"{done + 1} of {total}: {doing}" if total else doing
+        now_s = monotonic()
         if self._live is not None:
             self.tick()
         elif self._printed_s is None or now_s - self._printed_s >= LEAST_APART_S:
@@ -134,13 +132,10 @@ class StatusLine(Listener):
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
         """Show the run among those in progress."""
-        is_named = gpu is not None and gpu.index > 0 and not config.is_shared
-        self._show(
-            config,
-            f"{self._label(config)} on GPU {gpu.index}"
-            if gpu and is_named
-            else self._label(config),
-        )
+        doing = self._label(config)
+        if gpu is not None and gpu.index > 0 and not config.is_shared:
+            doing += f" on GPU {gpu.index}"
+        self._show(config, doing)
 
     def finished(self, record: RunRecord) -> None:
         """Print the result in one line."""
@@ -170,10 +165,9 @@ class StatusLine(Listener):
 
     def _show(self, subject: Subject, doing: str) -> None:
         self._running[subject.key] = doing
-        few = len(self._running) <= MOST_NAMED
-        now = (
-            " | ".join(self._running.values()) if few else f"{len(self._running)} runs in progress"
-        )
+        now = " | ".join(self._running.values())
+        if len(self._running) > MOST_NAMED:
+            now = f"{len(self._running)} runs in progress"
         self(now, min(self._done, self._total - 1), self._total)
 
 
@@ -181,10 +175,8 @@ def describe_run(record: RunRecord, label: str) -> str:
     """One line that says how a run, named `label`, has ended."""
     step = record.measurement(Phase.STEP)
     if step is None:
-        return (
-            f"{label:<34} {STATUS_WORDS[record.status]} "
-            f"{record.failure.message if record.failure else ''}"
-        )
+        message = record.failure.message if record.failure else ""
+        return f"{label:<34} {STATUS_WORDS[record.status]} {message}"
     spread = "" if step.stdev_s is None else f" ± {step.stdev_s * 1e3:.2f}"
     memory = f"  {record.memory.peak_allocated_bytes / 2**30:.1f} GiB" if record.memory else ""
     doubts = "".join(f"  {warning.code}" for warning in record.warnings)

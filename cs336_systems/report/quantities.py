@@ -6,14 +6,15 @@ in the class is its place in results.csv.
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 from ..analysis.statistics import mean_interval, quotient_stdev
 from ..analysis.warnings import in_doubt
-from ..config import Phase, RunConfig
+from ..config import OF_SEVERAL_RANKS, Phase, RunConfig
 from ..costs.accounting import mfu, step_flops
 from ..costs.communication import calls
 from ..costs.curves import time_s
@@ -23,10 +24,24 @@ from ..costs.time import TimePrediction
 from ..record import Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
 from ..subject import Subject
-from .column import Quantities, Quantity, Written, quantity, signed, three_digits, two_digits
+from .column import Quantity, Written, quantity, signed, three_digits, two_digits
 from .identity import Identity, identity, placed_settings
-from .words import GIB, MIB, STATUS_WORDS, interval_text, rounded, status_text
+from .words import (
+    DOUBT,
+    GIB,
+    MIB,
+    STATUS_WORDS,
+    TERA,
+    interval_digits,
+    interval_text,
+    mean_and_std,
+    rounded,
+    significant,
+    status_text,
+)
 
+Value: TypeAlias = float | None
+"""The value of a quantity; None for unknown."""
 MS = 1e3
 """Milliseconds in a second."""
 
@@ -34,9 +49,9 @@ MS = 1e3
 class Pooled(NamedTuple):
     """Times of one phase over all processes; None for unknown."""
 
-    mean_s: float | None
+    mean_s: Value
     """Mean over the processes' means."""
-    stdev_s: float | None
+    stdev_s: Value
     """Standard deviation of a step within its process: the processes' variances, weighted by
     their degrees of freedom.
     """
@@ -50,7 +65,7 @@ class OtherColumns:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SpeedUp(Quantity[float | None]):
+class SpeedUp(Quantity[Value]):
     """How many times faster a step is than the baseline's; see `StepResult.gain`.
 
     The baseline has the first value of the first of `settings`, and differs in no setting but
@@ -59,50 +74,68 @@ class SpeedUp(Quantity[float | None]):
 
     settings: tuple[str, ...]
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        super().__set_name__(owner, name)
-        object.__setattr__(self, "std", f"{name}_std")
-        object.__setattr__(self, "doubt", f"{name}_is_doubted")
-
 
 class Gain(NamedTuple):
-    """A speed-up, its deviation, and whether a warning of either run puts a time in doubt."""
+    """How many times faster one step is than another."""
 
-    ratio: float | None = None
-    std: float | None = None
+    ratio: Value = None
+    std: Value = None
+    """Deviation that follows from those of both steps."""
     is_doubted: bool = False
+    """Whether a warning of either puts a time in doubt."""
+    low: Value = None
+    high: Value = None
+    """Interval of the ratio."""
+
+    def text(self, scale: float = 1) -> str:
+        """The ratio with as many digits as its interval, so that it lies visibly inside; empty
+        for unknown.
+        """
+        if self.ratio is None:
+            return ""
+        if self.low is not None and self.high is not None:
+            text = significant(self.ratio, interval_digits(self.low, self.high))
+        elif self.is_doubted and self.std is not None:
+            text = mean_and_std(self.ratio * scale, self.std * scale)
+        else:
+            text = three_digits(self.ratio * scale)
+        return f"{text} {DOUBT}" if self.is_doubted else text
+
+    @classmethod
+    def over(cls, slow: "StepResult", fast: "StepResult", ratio: float) -> "Gain":
+        """The gain without an interval."""
+        std = quotient_stdev(ratio, slow.step_cv, fast.step_cv)
+        return cls(ratio, std, in_doubt([*slow.codes, *fast.codes]))
 
 
-def _mean(phase: Phase, about: str, place: int, drop_order: int = 0) -> Quantity[float | None]:
-    return Quantity(
-        phase,
-        "ms",
-        about,
-        compute=lambda result: scaled(result.pooled(phase).mean_s, MS),
-        place=place,
-        drop_order=drop_order,
-        std=f"{phase}_std_ms",
-        in_csv=_when(phase),
-    )
-
-
-def _std(phase: Phase) -> Quantity[float | None]:
-    return Quantity(
+def _times(
+    phase: Phase, about: str, place: int, drop_order: int = 0, in_csv: Written = "always"
+) -> tuple[Quantity[Value], Quantity[Value]]:
+    """The mean time of a phase, and its standard deviation, which the same cell shows."""
+    std = Quantity(
         "",
         "ms",
         f"Standard deviation of {phase}.",
         compute=lambda result: scaled(result.pooled(phase).stdev_s, MS),
-        in_csv=_when(phase),
+        in_csv=in_csv,
     )
-
-
-def _when(phase: Phase) -> Written:
-    return Written.SHARED if phase is Phase.COMMUNICATION else Written.ALWAYS
+    mean = Quantity(
+        phase,
+        "ms",
+        about,
+        compute=lambda result: scaled(result.pooled(phase).mean_s, MS),
+        std=f"{phase}_std_ms",
+        place=place,
+        drop_order=drop_order,
+        in_csv=in_csv,
+    )
+    return mean, std
 
 
 def _speed_up(
     baseline: str, about: str, *settings: str, place: int, name: str = "speed-up", scale: float = 1
 ) -> SpeedUp:
+    """The column of a speed-up over a baseline that differs in these settings."""
     return SpeedUp(
         name,
         baseline,
@@ -111,18 +144,18 @@ def _speed_up(
         settings=settings,
         place=place,
         drop_order=4,
-        derived=True,
-        scale=scale,
-        write=three_digits,
-        in_csv=Written.NEVER,
+        text=lambda result: result.gain(settings).text(scale),
+        in_csv="never",
     )
 
 
-class StepResult(Quantities):
+class StepResult(Mapping[str, Any]):
     """One configuration on one device, measured by the processes of `records`.
 
     If some repeats failed, the times are those of the others, `status` and `error` are those of the
     first failure, and `warnings` counts the failures. An unknown quantity is None.
+
+    Its quantities are attributes. Code for any table reads them, and the settings, by key.
     """
 
     def __init__(self, subject: Subject, records: Sequence[RunRecord], ceilings: Ceilings) -> None:
@@ -137,19 +170,22 @@ class StepResult(Quantities):
         self.baselines: dict[tuple[str, ...], StepResult] = {}
         """The result that a speed-up is over, by the settings in which they differ."""
 
+    @classmethod
+    def entries(cls) -> Iterator[Quantity[Any]]:
+        """The quantities that the class itself declares, in order."""
+        return (entry for entry in vars(cls).values() if isinstance(entry, Quantity))
+
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
-        for entry in self.speed_ups():
-            if key == entry.std:
-                return self.gain(entry.settings).std
-            if key == entry.doubt:
-                return self.gain(entry.settings).is_doubted
-        is_quantity = isinstance(getattr(type(self), key, None), Quantity)
-        if key in self.identity and not is_quantity:
-            return self.identity[key]
-        return super().__getitem__(key)
+        if isinstance(getattr(type(self), key, None), Quantity):
+            return getattr(self, key)
+        # code for rows of any kind finds the identity of a row in the row
+        return self.identity if key == "identity" else self.identity[key]
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.fromkeys([*self.identity, *super().__iter__()])
+        yield from dict.fromkeys([*self.identity, *(entry.key for entry in self.entries())])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
     @classmethod
     def speed_ups(cls) -> Iterator[SpeedUp]:
@@ -159,9 +195,9 @@ class StepResult(Quantities):
     @classmethod
     def csv_keys(cls, results: Sequence["StepResult"]) -> list[str]:
         """Keys of the columns of the CSV file that have a place in the class, in order."""
-        written = {Written.ALWAYS}
+        written = {"always"}
         if any(result.is_shared for result in results):
-            written.add(Written.SHARED)
+            written.add("shared")
         keys: list[str] = []
         for entry in vars(cls).values():
             if isinstance(entry, OtherColumns):
@@ -203,7 +239,7 @@ class StepResult(Quantities):
     @cached_property
     def times_s(self) -> list[float]:
         """The times of all measured steps of all processes."""
-        return [time_s for step in self.measured(Phase.STEP) for time_s in step.times_s]
+        return list(chain.from_iterable(step.times_s for step in self.measured(Phase.STEP)))
 
     @cached_property
     def interval_s(self) -> tuple[float, float] | tuple[None, None]:
@@ -215,8 +251,8 @@ class StepResult(Quantities):
         return mean_interval(means_s) or (None, None)
 
     @cached_property
-    def flops_per_s(self) -> float | None:
-        """The model's FLOPs over the mean step."""
+    def flops_per_s(self) -> Value:
+        """The model's FLOPs of one rank over the mean step."""
         if self.config is None or not self.step.mean_s:
             return None
         flops = step_flops(self.config)
@@ -235,15 +271,11 @@ class StepResult(Quantities):
         """The counters of memory of each process that has any."""
         return [record.memory for record in self.done if record.memory is not None]
 
-    @property
-    def ended(self) -> str:
-        """How the runs ended, in words."""
-        return "not run" if self.status is None else STATUS_WORDS[self.status]
-
     @cached_property
     def codes(self) -> list[str]:
         """The warnings of all processes, and how many of these failed if some did not."""
-        codes = [str(warning.code) for record in self.records for warning in record.warnings]
+        warnings = chain.from_iterable(record.warnings for record in self.records)
+        codes = [str(warning.code) for warning in warnings]
         if self.done and self.failed:
             codes.append(f"{len(self.failed)}-of-{len(self.records)}-repeats-failed")
         return list(dict.fromkeys(codes))
@@ -257,9 +289,7 @@ class StepResult(Quantities):
         baseline = self.baselines.get(settings)
         if baseline is None or not baseline.step_mean_ms or not self.step_mean_ms:
             return Gain()
-        ratio = baseline.step_mean_ms / self.step_mean_ms
-        std = quotient_stdev(ratio, baseline.step_cv, self.step_cv)
-        return Gain(ratio, std, in_doubt([*baseline.codes, *self.codes]))
+        return Gain.over(baseline, self, baseline.step_mean_ms / self.step_mean_ms)
 
     # the columns of results.csv, in order
 
@@ -299,28 +329,30 @@ class StepResult(Quantities):
         failures = (record.failure for record in self.failed)
         return next((failure.message for failure in failures if failure is not None), None)
 
-    forward_mean_ms = _mean(Phase.FORWARD, "Time of forward, the loss included.", 40, 6)
-    forward_std_ms = _std(Phase.FORWARD)
-    backward_mean_ms = _mean(Phase.BACKWARD, "Time of backward.", 50, 7)
-    backward_std_ms = _std(Phase.BACKWARD)
-    optimizer_mean_ms = _mean(Phase.OPTIMIZER, "Time of the optimizer's step.", 70, 8)
-    optimizer_std_ms = _std(Phase.OPTIMIZER)
-    step_mean_ms = _mean(Phase.STEP, "Mean time of a whole step, with its deviation.", 10)
-    step_std_ms = _std(Phase.STEP)
+    forward_mean_ms, forward_std_ms = _times(
+        Phase.FORWARD, "Time of forward, the loss included.", 40, 6
+    )
+    backward_mean_ms, backward_std_ms = _times(Phase.BACKWARD, "Time of backward.", 50, 7)
+    optimizer_mean_ms, optimizer_std_ms = _times(
+        Phase.OPTIMIZER, "Time of the optimizer's step.", 70, 8
+    )
+    step_mean_ms, step_std_ms = _times(
+        Phase.STEP, "Mean time of a whole step, with its deviation.", 10
+    )
 
     @quantity("std/mean", "%", place=100, drop_order=10, scale=100, write=two_digits)
-    def step_cv(self) -> float | None:
+    def step_cv(self) -> Value:
         """Standard deviation of a step over its mean."""
         mean_s, stdev_s = self.step
-        return None if stdev_s is None or not mean_s else stdev_s * (1 / mean_s)
+        return None if stdev_s is None or not mean_s else stdev_s / mean_s
 
     @quantity("median", "ms")
-    def step_median_ms(self) -> float | None:
+    def step_median_ms(self) -> Value:
         """Median of all steps."""
         return scaled(statistics.median(self.times_s), MS) if self.times_s else None
 
     @quantity("minimum", "ms")
-    def step_min_ms(self) -> float | None:
+    def step_min_ms(self) -> Value:
         """Shortest of all steps."""
         return scaled(min(self.times_s, default=None), MS)
 
@@ -331,43 +363,43 @@ class StepResult(Quantities):
         drop_order=1,
         text=lambda row: interval_text(row["step_ci95_low_ms"], row["step_ci95_high_ms"]),
     )
-    def step_ci95_low_ms(self) -> float | None:
+    def step_ci95_low_ms(self) -> Value:
         """Of the mean step, over the means of fresh processes (Student's t)."""
         return scaled(self.interval_s[0], MS)
 
     @quantity()
-    def step_ci95_high_ms(self) -> float | None:
+    def step_ci95_high_ms(self) -> Value:
         """Upper end of the interval of the mean step."""
         return scaled(self.interval_s[1], MS)
 
     @quantity("tokens/s", place=130, drop_order=5)
-    def tokens_per_s(self) -> float | None:
+    def tokens_per_s(self) -> Value:
         """Tokens of a step over its mean time."""
         tokens = self.subject.tokens_per_step
         return tokens / self.step.mean_s if tokens and self.step.mean_s else None
 
     @quantity("model FLOPs", "TFLOP/s")
-    def model_tflops_per_s(self) -> float | None:
+    def model_tflops_per_s(self) -> Value:
         """The model's FLOPs per second, those of all ranks together."""
-        if self.config is None or not self.step.mean_s:
+        if self.config is None:
             return None
-        return scaled(step_flops(self.config), self.config.ranks * 1e-12 / self.step.mean_s)
+        return scaled(self.flops_per_s, self.config.ranks / TERA)
 
     @quantity("MFU", "%", place=140, drop_order=3, scale=100, write=three_digits)
-    def mfu(self) -> float | None:
+    def mfu(self) -> Value:
         """The model's FLOPs per second over the peak of the data sheet at this precision."""
         if self.config is None or self.flops_per_s is None or self.device_name is None:
             return None
         return mfu(self.flops_per_s, self.device_name, self.config.precision)
 
     @quantity("peak", "GiB", place=160, drop_order=2, write=three_digits)
-    def peak_allocated_gib(self) -> float | None:
+    def peak_allocated_gib(self) -> Value:
         """The most memory that was allocated at any time."""
         peaks = (memory.peak_allocated_bytes for memory in self.memories)
         return scaled(max(peaks, default=None), 1 / GIB)
 
     @quantity("reserved", "GiB")
-    def peak_reserved_gib(self) -> float | None:
+    def peak_reserved_gib(self) -> Value:
         """The most memory that PyTorch held in segments at any time."""
         peaks = (memory.peak_reserved_bytes for memory in self.memories)
         return scaled(max(peaks, default=None), 1 / GIB)
@@ -378,28 +410,27 @@ class StepResult(Quantities):
         return ";".join(self.codes) or None
 
     @quantity("predicted", "GiB", place=170, drop_order=11, write=three_digits)
-    def predicted_peak_gib(self) -> float | None:
+    def predicted_peak_gib(self) -> Value:
         """The peak that the configuration was predicted to have."""
         peak_bytes = None if self.config is None else predicted_peak_bytes(self.config)
         return scaled(peak_bytes, 1 / GIB)
 
     @quantity("of ceiling", "%", place=150, drop_order=12, scale=100, write=three_digits)
-    def ceiling_share(self) -> float | None:
+    def ceiling_share(self) -> Value:
         """The model's FLOPs per second over the highest measured rate."""
         if self.config is None or self.flops_per_s is None or self.device_name is None:
             return None
         ceiling = self.ceilings.flops_per_s(self.device_name, self.config.precision)
         return None if ceiling is None else self.flops_per_s / ceiling
 
-    data_mean_ms = _mean(Phase.DATA, "Time to make a batch.", 30, 9)
-    data_std_ms = _std(Phase.DATA)
+    data_mean_ms, data_std_ms = _times(Phase.DATA, "Time to make a batch.", 30, 9)
 
     _shortcuts = OtherColumns(*placed_settings(20, 29))
 
     @quantity(
         "predicted", "ms", place=80, drop_order=4, write=rounded, doubt="prediction_is_doubted"
     )
-    def predicted_step_ms(self) -> float | None:
+    def predicted_step_ms(self) -> Value:
         """Time of a step that follows from the configuration and the measured ceilings of the
         device.
         """
@@ -408,7 +439,7 @@ class StepResult(Quantities):
     @quantity(
         "error", "%", place=90, drop_order=4, scale=100, write=signed, doubt="prediction_is_doubted"
     )
-    def predicted_step_error(self) -> float | None:
+    def predicted_step_error(self) -> Value:
         """By how much the predicted step is longer (+) or shorter (-) than the measured one."""
         if self.predicted_step_ms is None or not self.step_mean_ms:
             return None
@@ -421,16 +452,16 @@ class StepResult(Quantities):
         """Fresh processes that were measured."""
         return len(self.measured(Phase.STEP))
 
-    communication_mean_ms = _mean(
+    communication_mean_ms, communication_std_ms = _times(
         Phase.COMMUNICATION,
         "Time between backward and the optimizer in which ranks still average gradients.",
         60,
         7,
+        in_csv="shared",
     )
-    communication_std_ms = _std(Phase.COMMUNICATION)
 
-    @quantity("sent", "MiB", place=110, drop_order=11, write=three_digits, in_csv=Written.SHARED)
-    def sent_mib(self) -> float | None:
+    @quantity("sent", "MiB", place=110, drop_order=11, write=three_digits, in_csv="shared")
+    def sent_mib(self) -> Value:
         """What one rank sends in a step, if the ranks form a ring."""
         if not self.is_shared:
             return None
@@ -440,14 +471,9 @@ class StepResult(Quantities):
         return scaled(max(sent_bytes, default=None), 1 / MIB)
 
     @quantity(
-        "collectives, predicted",
-        "ms",
-        place=120,
-        drop_order=3,
-        write=rounded,
-        in_csv=Written.SHARED,
+        "collectives, predicted", "ms", place=120, drop_order=3, write=rounded, in_csv="shared"
     )
-    def predicted_collectives_ms(self) -> float | None:
+    def predicted_collectives_ms(self) -> Value:
         """Time of the step's collectives one after the other, by measured times of such
         collectives.
         """
@@ -461,8 +487,8 @@ class StepResult(Quantities):
 
     # quantities that only tables have
 
-    @quantity("energy", "J", place=165, drop_order=13, in_csv=Written.NEVER, of_one_run=True)
-    def energy_per_step_j(self) -> float | None:
+    @quantity("energy", "J", place=165, drop_order=13, in_csv="never", of_one_run=True)
+    def energy_per_step_j(self) -> Value:
         """Energy of all GPUs in a step, by their own counters, the mean over processes."""
         energies_j = []
         for record in self.done:
@@ -472,13 +498,18 @@ class StepResult(Quantities):
                 energies_j.append(sum(filter(None, known_j)))
         return statistics.fmean(energies_j) if energies_j else None
 
-    @quantity("first measured step", "ms", drop_order=2, in_csv=Written.NEVER)
-    def first_step_ms(self) -> float | None:
+    @quantity(numeric=False, in_csv="never")
+    def ended(self) -> str:
+        """How the runs ended, in words."""
+        return "not run" if self.status is None else STATUS_WORDS[self.status]
+
+    @quantity("first measured step", "ms", drop_order=2, in_csv="never")
+    def first_step_ms(self) -> Value:
         """Time of the first step after warm-up."""
         first_s = [measurement.times_s[0] for measurement in self.measured(Phase.STEP)]
         return statistics.fmean(first_s) * MS if first_s else None
 
-    @quantity(in_csv=Written.NEVER)
+    @quantity(in_csv="never")
     def prediction_is_doubted(self) -> bool:
         """Whether the ceilings of the forecast are in doubt."""
         if self.forecast is None or self.device_name is None:
@@ -486,7 +517,7 @@ class StepResult(Quantities):
         curves = self.ceilings.curves(self.device_name)
         return curves is not None and curves.is_in_doubt
 
-    @quantity(in_csv=Written.NEVER)
+    @quantity(in_csv="never")
     def prediction_is_shipped(self) -> bool:
         """Whether the ceilings of the forecast come with this program."""
         return self.forecast is not None and self.ceilings.is_shipped(self.device_name or "")
@@ -522,17 +553,13 @@ class StepResult(Quantities):
         "%",
         "Time of the step of one process over that of all ranks, each of which has as large a "
         "batch.",
-        "parallel",
-        "ranks",
-        "shard_optimizer",
-        "own_ddp",
-        "bucket_mib",
+        *OF_SEVERAL_RANKS,
         place=220,
         name="weak scaling",
         scale=100,
     )
 
 
-def scaled(value: float | None, scale: float) -> float | None:
+def scaled(value: Value, scale: float) -> Value:
     """The value times the scale; None for unknown."""
     return None if value is None else value * scale

@@ -1,8 +1,7 @@
-"""The results of sweeps, their one frame and their sections; and those of studies, as their
-pages show them.
-"""
+"""The results of sweeps and of studies, and the sections that show them."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,11 +66,8 @@ class Results:
         """Runs under a profiler with status ok; one that ran out of memory need not have a
         profile.
         """
-        return [
-            r.subject
-            for r in self.records
-            if r.subject.profiler is not Profiler.NONE and r.status is Status.OK
-        ]
+        done = [record.subject for record in self.records if record.status is Status.OK]
+        return [config for config in done if config.profiler is not Profiler.NONE]
 
     @property
     def without_profile(self) -> list[Subject]:
@@ -84,11 +80,10 @@ class Results:
     def lost(self) -> str:
         """How many explained profiles are missing, in words; empty if none is."""
         num_missing = len(self.without_profile)
-        words = (
-            f"the profiles of {num_missing} of {len(self._profiled)} runs that ended well are "
-            "missing"
-        )
-        return words if num_missing else ""
+        if not num_missing:
+            return ""
+        runs = f"{num_missing} of {len(self._profiled)} runs that ended well"
+        return f"the profiles of {runs} are missing"
 
     @cached_property
     def configurations(self) -> list[StepResult]:
@@ -107,37 +102,37 @@ class Results:
         """The sections of each subject that these results have: findings first, then tables and
         pictures.
         """
-        found = {}
+        sections: dict[str, Sequence[Section]] = {}
         if self.published:
-            found[STEPS] = [self.steps]
+            sections[STEPS] = [self.steps]
         if self.kernels:
-            told = findings_section("kernel_findings", self.kernels, kernel_findings)
-            found[KERNELS] = [told, *kernel_sections(self.kernels)]
+            findings = findings_section("kernel_findings", self.kernels, kernel_findings)
+            sections[KERNELS] = [findings, *kernel_sections(self.kernels)]
         if self.memory:
-            told = findings_section(
-                "memory_findings", self.memory, lambda own: memory_findings(own.profile)
+            findings = findings_section(
+                "memory_findings", self.memory, lambda entry: memory_findings(entry.profile)
             )
-            found[MEMORY] = [told, *memory_sections(self.memory)]
-        return found
+            sections[MEMORY] = [findings, *memory_sections(self.memory)]
+        return sections
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
-        sections = [
-            section for name in (KERNELS, MEMORY) for section in self.sections.get(name, ())[:1]
-        ]
-        told = [table for section in sections for table in section.tables]
-        first = [rows_with(table, "number", {1}) for table in told]
-        steps = self.steps.tables if self.published else ()
-        return [*steps, *first, *kernel_tables(self.kernels), *memory_tables(self.memory)]
+        tables = list(self.steps.tables) if self.published else []
+        for subject in (KERNELS, MEMORY):
+            for findings in self.sections.get(subject, ())[:1]:
+                tables += [rows_with(table, "number", {1}) for table in findings.tables]
+        return [*tables, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
-    def write(self, output: Path, status: Callable[..., object]) -> None:
-        """Write the tables and pictures that records and profiles support together; `status`
-        shows what is done.
+    def write(
+        self, output: Path, status: Callable[..., object], formats: Collection[str] = ()
+    ) -> None:
+        """Write the tables and pictures that records and profiles support together, tables also in
+        `formats`; `status` shows what is done.
         """
-        sections = [section for own in self.sections.values() for section in own]
+        sections = list(itertools.chain.from_iterable(self.sections.values()))
         for done, section in enumerate(sections):
             status(f"writing tables and pictures of {section.name}", done, len(sections))
-            write_files({**texts_of(section), **pngs_of(section)}, output)
+            write_files({**texts_of(section), **pngs_of(section)}, output, formats)
 
 
 Study: TypeAlias = CeilingsStudy | AttentionStudy | FusionStudy | PrecisionStudy
@@ -170,15 +165,13 @@ class StudyResults:
             return ceilings_sections(self.study)
         if isinstance(self.study, AttentionStudy):
             return [attention_section(self.study)]
-        return (
-            [fusion_section(self.study)]
-            if isinstance(self.study, FusionStudy)
-            else precision_sections(self.study)
-        )
+        if isinstance(self.study, FusionStudy):
+            return [fusion_section(self.study)]
+        return precision_sections(self.study)
 
-    def write(self, directory: Path) -> None:
-        """Write the tables into the directory. The record stays as it is: a study may be writing
-        it.
+    def write(self, directory: Path, formats: Collection[str] = ()) -> None:
+        """Write the tables into the directory, also in `formats`. The record stays as it is: a
+        study may be writing it.
         """
         for section in self.sections:
-            write_files(texts_of(section), directory)
+            write_files(texts_of(section), directory, formats)

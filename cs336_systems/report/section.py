@@ -85,7 +85,7 @@ def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
 
 def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """The columns that are not empty in every row."""
-    return [column for column in columns if any(column.cell(row) for row in rows)]
+    return [column for column in columns if any(map(column.cell, rows))]
 
 
 def quantity_table(
@@ -97,9 +97,8 @@ def quantity_table(
     """A table with one quantity on each line. Each row holds the values of the columns with
     these keys, in order.
     """
-    return make_table(
-        title, columns_of(*keys), [dict(zip(keys, row, strict=True)) for row in rows], notes
-    )
+    values = [dict(zip(keys, row, strict=True)) for row in rows]
+    return make_table(title, columns_of(*keys), values, notes)
 
 
 def make_table(
@@ -116,10 +115,13 @@ def make_table(
     `findings` are those of the notes that say what stands out.
     """
     kept = tuple(rows)
+    cells = []
+    for row in kept:
+        cells.append(tuple(column.cell(row) for column in columns))
     return Table(
         title=title,
         headings=tuple(columns),
-        rows=tuple(tuple(column.cell(row) for column in columns) for row in kept),
+        rows=tuple(cells),
         notes=tuple(notes),
         findings=tuple(findings),
         failed=frozenset(i for i, row in enumerate(kept) if failed is not None and failed(row)),
@@ -172,25 +174,28 @@ def load_entries(
     Profiles for which `load` raises ProfileError are left out, with one warning that counts them
     and names the first.
     """
-    found, problems = [], []
+    entries, problems = [], []
     for record in sorted(records, key=lambda record: order(record.subject)):
         if record.subject.profiler in profilers:
             try:
-                found.append(load(record))
+                entries.append(load(record))
             except ProfileError as error:
                 ended = "" if record.status is Status.OK else f"; the run ended as {record.status}"
                 problems.append(f"{record.subject.label}: {error}{ended}")
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         print_aside(f"warning: no explained profile{others}: {problems[0]}")
-    return found
+    return entries
 
 
 def identities_of(entries: Sequence[Entry]) -> list[identity.Identity]:
     """The identity of each entry; empty for a file without a record."""
-    known = [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
-    found = iter(identity.identities(known))
-    return [{} if entry.subject is None else next(found) for entry in entries]
+    identities = iter(identity.identities(_runs(entries)))
+    return [{} if entry.subject is None else next(identities) for entry in entries]
+
+
+def _runs(entries: Iterable[Entry]) -> list[tuple[Subject, str | None]]:
+    return [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
 
 
 def labels(
@@ -203,10 +208,9 @@ def labels(
     return identity.names_of(identities_of(entries), always=always, without=without)
 
 
-def settings(entries: Sequence[Entry], also: Collection[str] = ()) -> str:
+def settings(entries: Iterable[Entry], also: Collection[str] = ()) -> str:
     """The settings that all entries share, in words."""
-    known = [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
-    return identity.shared_settings(known, also)
+    return identity.shared_settings(_runs(entries), also)
 
 
 def rows_of(
@@ -215,12 +219,11 @@ def rows_of(
     """A row for each part of each entry: the settings of the entry, the values of the part, and
     the entry itself.
     """
-    identified = zip(entries, identities_of(entries), strict=True)
-    return [
-        {**own, **part, "entry": entry, "identity": own}
-        for entry, own in identified
-        for part in parts(entry)
-    ]
+    rows = []
+    for entry, of_entry in zip(entries, identities_of(entries), strict=True):
+        whole: Row = {"entry": entry, "identity": of_entry}
+        rows += [{**of_entry, **part, **whole} for part in parts(entry)]
+    return rows
 
 
 def over_configurations(
@@ -244,21 +247,26 @@ def over_configurations(
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
     before = [] if is_single else identity.identity_columns(kept)
-    columns = [
+    filled = [
         column for column in columns if not column.key or any(row[column.key] for row in kept)
     ]
-    shared = settings([row["entry"] for row in kept], identity.ALWAYS if is_single else ())
-    table = make_table(
-        title,
-        [*before, *columns],
-        kept,
-        [*notes, *([f"{shared}."] if shared else [])],
-        lambda row: row.get("status", Status.OK) != Status.OK,
+    all_notes = list(notes)
+    also = identity.ALWAYS if is_single else ()
+    if shared := settings([row["entry"] for row in kept], also):
+        all_notes.append(f"{shared}.")
+    table = make_table(title, [*before, *filled], kept, all_notes, _has_failed)
+    runs = [row["identity"] for row in rows]
+    leading = [name for name in identity.LEADING if rows and name in runs[0]]
+    return Section(
+        name=name,
+        tables=(table,) if kept else (),
+        rows=[row | row["identity"] for row in rows] if csv else (),
+        keys=(*leading, *csv, *identity.trailing(runs)),
     )
-    every = [row | row["identity"] for row in rows] if csv else []
-    before_csv = [name for name in identity.LEADING if rows and name in rows[0]["identity"]]
-    keys = (*before_csv, *csv, *identity.trailing([row["identity"] for row in rows]))
-    return Section(name=name, tables=(table,) if kept else (), rows=every, keys=keys)
+
+
+def _has_failed(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("status", Status.OK) != Status.OK)
 
 
 def findings_section(

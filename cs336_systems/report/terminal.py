@@ -147,10 +147,9 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
     console = _console(_width())
     for record in records:
         if record.failure is not None:
-            place = f" ({place})" if (place := own_place(record)) else ""
-            console.print(
-                f"[red]{plain(record.subject.label)}[/]: {plain(record.failure.message + place)}"
-            )
+            place = own_place(record)
+            message = f"{record.failure.message} ({place})" if place else record.failure.message
+            console.print(f"[red]{plain(record.subject.label)}[/]: {plain(message)}")
     print_line(f"results: {directory}")
 
 
@@ -160,16 +159,14 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
     If the table is too wide, columns with a `drop_order` are left out; a note names them, followed
     by `where`, which says where to find them.
     """
+    title, notes = Text(inert_line(table.title), style="bold"), list(table.notes)
     if width is None and table.headings == FINDING:
         lines = [f"{number}. {inert_line(finding)}" for number, finding in table.rows]
-        return Group(
-            Text(inert_line(table.title), style="bold"),
-            *map(Text, [*lines, *map(inert_line, table.notes)]),
-        )
-    columns = range(len(table.headings))
-    texts = [
-        [inert_line(row[column], LONGEST_ON_TERMINAL) for row in table.rows] for column in columns
-    ]
+        return Group(title, *map(Text, [*lines, *map(inert_line, notes)]))
+    texts: list[list[str]] = [[] for _ in table.headings]
+    for row in table.rows:
+        for cells, cell in zip(texts, row, strict=True):
+            cells.append(inert_line(cell, LONGEST_ON_TERMINAL))
     shown, widths, gap = _fit(table.headings, texts, width)
     body = _body(table, texts, shown, widths, gap) if widths else _list(table, texts, shown)
     left_out = [
@@ -177,13 +174,10 @@ def to_rich(table: Table, width: int | None = None, where: str = "") -> Group:
         for column, heading in enumerate(table.headings)
         if column not in shown
     ]
-    names = ", ".join(dict.fromkeys(left_out))
-    notes = [*table.notes, *([f"Not shown at this width: {names}{where}."] if left_out else [])]
-    return Group(
-        Text(inert_line(table.title), style="bold"),
-        body,
-        *(Text(inert_line(note)) for note in notes),
-    )
+    if left_out:
+        names = ", ".join(dict.fromkeys(left_out))
+        notes.append(f"Not shown at this width: {names}{where}.")
+    return Group(title, body, *(Text(inert_line(note)) for note in notes))
 
 
 def _fit(
@@ -201,10 +195,10 @@ def _fit(
     whole = [*map(_widest, heads)]
     if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
         return shown, whole, 2
-    least = [
-        _widest([*_words(heads[each]), *(texts[each] if headings[each].numeric else ())])
-        for each in shown
-    ]
+    least = []
+    for heading, head, cells in zip(headings, heads, texts, strict=True):
+        unbroken = cells if heading.numeric else ()
+        least.append(_widest([*_words(head), *unbroken]))
     by_worth = sorted(shown, key=lambda column: headings[column].drop_order)
     fewest = max(1, sum(not heading.drop_order for heading in headings))
     for number, gap in itertools.product(range(len(headings), fewest - 1, -1), (2, 1)):

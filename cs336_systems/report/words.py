@@ -67,7 +67,9 @@ def warning_counts(codes: Sequence[str | None], rows: str) -> str:
 
     `codes` has the warnings of each row, joined by semicolons; `rows` is what the rows are called.
     """
-    counts = Counter(code for found in codes if found for code in found.split(";"))
+    counts = Counter[str]()
+    for of_row in codes:
+        counts.update(of_row.split(";") if of_row else ())
     return ", ".join(
         f"{code} in {count} of {len(codes)} {rows}" for code, count in counts.most_common()
     )
@@ -156,11 +158,9 @@ def ratio(value: float | None, whole: float | None) -> float | None:
 
 def label(name: str) -> str:
     """The name; if it is longer than MAX_LABEL, without its middle."""
-    return (
-        name
-        if len(name) <= MAX_LABEL
-        else f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
-    )
+    if len(name) <= MAX_LABEL:
+        return name
+    return f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
 
 
 def scientific(value: float) -> str:
@@ -189,7 +189,8 @@ def milliseconds(time_ms: float) -> str:
 
 def percent_of(part: float, whole: float = 1) -> str:
     """The part in percent of the whole, to three digits; `0 %` if either is 0."""
-    return f"{significant(100 * part / whole, 3) if part and whole else 0} %"
+    share = significant(100 * part / whole, 3) if part and whole else "0"
+    return f"{share} %"
 
 
 def between(values: Mapping[str, float], text: Callable[[float], str]) -> str:
@@ -237,9 +238,8 @@ def place_in(name: str, failure: Failure | None) -> str:
     """
     frames = list(_FRAME.finditer(_of_the_user(failure)))
     package = name.partition(":")[0].partition(".")[0]
-    nearest = [
-        frame for frame in frames if frame[1].startswith((f"{package}.py", f"{package}/"))
-    ] or frames
+    in_package = (f"{package}.py", f"{package}/")
+    nearest = [frame for frame in frames if frame[1].startswith(in_package)] or frames
     return f"{nearest[-1][1]}, line {nearest[-1][2]}" if nearest else ""
 
 

@@ -20,7 +20,7 @@ import msgspec
 
 from ..config import Profiler, RunConfig
 from ..files import encode_json, remedy, write_atomically
-from ..record import Identity, Input, RecordError, RunRecord
+from ..record import Identity, Input, RecordError, RunRecord, published_runs
 from ..subject import Subject
 from ..text import LONGEST_PART, shorten, shortened
 
@@ -133,15 +133,20 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
     if newer := [problem for problem in problems if problem.is_newer]:
         raise SweepError(f"{newer[0]}, or choose another --name")
     for problem in problems:
+        if not problem.path.is_file():  # a line of published records
+            raise SweepError(f"{problem}; mend or remove that line, or choose another --name")
         quarantine(problem.path)
 
 
 def set_aside(runs: Path) -> None:
     """Move all records to a new directory beside `runs`, named after the time, and leave `runs`
-    empty.
+    empty. A file of published records is renamed likewise.
     """
+    kept = runs.with_name(f"{runs.name}-before-{time_stamp()}")
+    if (joined := published_runs(runs)).is_file():
+        joined.rename(published_runs(kept))
     if any(runs.iterdir()):
-        runs.rename(runs.with_name(f"{runs.name}-before-{time_stamp()}"))
+        runs.rename(kept)
         runs.mkdir()
 
 
@@ -216,13 +221,15 @@ def _shown(text: str | None) -> str:
 
 def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
     """A sentence for each input of the record's run whose state differs from that in `inputs`."""
-    states = {now.name: now.state for now in inputs}
-    sentences = []
-    for past in record.inputs:
-        if past.name in states and past.state != states[past.name]:
-            was, now = past.state or "unreadable", states[past.name] or "unreadable"
-            sentences.append(f"{_shown(past.name)} was {_shown(was)}, is {now}")
-    return sentences
+    now = {found.name: found.state for found in inputs}
+    return [
+        (
+            f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is "
+            f"{now[past.name] or 'unreadable'}"
+        )
+        for past in record.inputs
+        if past.name in now and past.state != now[past.name]
+    ]
 
 
 def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
@@ -233,8 +240,8 @@ def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
     if known:
         latest = max(known, key=lambda record: record.started_at)
         argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        environment = {**msgspec.to_builtins(latest.environment), "argv": argv}
-        write_atomically(directory / ENVIRONMENT_FILE, encode_json(environment))
+        found = {**msgspec.to_builtins(latest.environment), "argv": argv}
+        write_atomically(directory / ENVIRONMENT_FILE, encode_json(found))
 
 
 def command_in(directory: Path) -> str:

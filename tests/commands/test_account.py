@@ -10,7 +10,7 @@ import pytest
 from cs336.cli import main
 from cs336.commands import account as command
 from cs336.commands.account import AccountArguments, device_meant
-from cs336.commands.flags import parse
+from cs336.commands.parse import parse
 from cs336.config import Precision
 from cs336.costs.accounting import component_flops
 from cs336.costs.hardware import DEVICES, find_device
@@ -154,14 +154,31 @@ def test_every_known_device_can_be_named(name: str) -> None:
         assert name in device.names
 
 
+def test_a_parameter_of_a_factory_is_told_as_such_and_not_as_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a flag has its name: it would not help to give that flag."""
+    (tmp_path / "asks_much.py").write_text("def make(vocab_size, memory_gib, foo): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert account("--model", "asks_much:make") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "needs `memory_gib`, `foo`" in error
+    assert re.findall(r"--[a-z-]+", error) == ["--model"]
+
+
+def test_a_format_without_a_directory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert account("--size", "tiny", "--typ") == 2
+    assert "--typ needs --output" in capsys.readouterr().err
+
+
 def test_tables_and_numbers_are_written_where_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place")) == 0
+    assert account("--size", "tiny", "--output", str(tmp_path / "new" / "place"), "--tex") == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].endswith(str(tmp_path / "new" / "place"))
     written = {path.name: path.read_text() for path in (tmp_path / "new" / "place").iterdir()}
-    assert set(written) == {"account.csv", "account.md", "account.tex", "account.typ"}
+    assert set(written) == {"account.csv", "account.md", "account.tex"}
     titles = re.findall(r"^### (.*)$", written["account.md"], re.MULTILINE)
     assert len(titles) >= 4
     assert all(title.split(" ")[0] in printed for title in titles)

@@ -11,17 +11,19 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cs336.cli import sweep
-from cs336.commands import flags as flags_module
+from cs336.commands import configure, machine
+from cs336.commands import parse as parser
 from cs336.commands import sweep as sweep_module
 from cs336.commands.account import AccountArguments
 from cs336.commands.benchmark import BenchmarkArguments
-from cs336.commands.flags import FIELDS, MAX_NAME_LENGTH
+from cs336.commands.flags import MAX_NAME_LENGTH, SETTING_FIELDS
 from cs336.commands.sweep import SweepArguments, default_name
 from cs336.config import SIZES, Device, Mode, ModelConfig, Phase, Precision, Profiler, RunConfig
 from cs336.costs.time import step_time
@@ -39,7 +41,7 @@ H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", memory_bytes=2**
 
 
 def see(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> None:
-    for module in (flags_module, nvml, sweep_module):
+    for module in (configure, machine, nvml, sweep_module):
         monkeypatch.setattr(module, "visible_gpus", lambda: gpus)
 
 
@@ -55,7 +57,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
 
 @cache
 def parse(kind: type, flags: str) -> object:
-    return flags_module.parse(kind, "command", shlex.split(flags))
+    return parser.parse(kind, "command", shlex.split(flags))
 
 
 def one(flags: str = "") -> RunConfig:
@@ -152,7 +154,7 @@ NO_FLAG = ("size", "model", "model_factory", "profiler", "repeat", "arch")
 
 def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for check in ("check_tokens", "check_factory"):
-        monkeypatch.setattr(flags_module, check, lambda *_: None)
+        monkeypatch.setattr(configure, check, lambda *_: None)
     monkeypatch.setattr("cs336.model.fast.choose.is_installed", lambda _: True)
     bases = make_bases(RunConfig, ModelConfig)
     for where, field in settings_of(bases[0]):
@@ -566,11 +568,27 @@ def test_help_shows_common_flags_and_help_all_every_one(
     assert len(common) <= 26
     parts_of_fast = {
         flag_of(name, setting)
-        for name, (_, setting) in FIELDS.items()
+        for name, (_, setting) in SETTING_FIELDS.items()
         if setting.is_shortcut and setting.help
     }
     assert parts_of_fast & common == {"--compile"}
     assert parts_of_fast <= every
+
+
+def test_help_is_as_wide_as_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Line breaks of the source are none of the help's: one line holds all that is said of a flag,
+    after the flag or below it.
+    """
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit, match="0"):
+        parse(SweepArguments, "--help-all")
+    lines = [line.strip("│").rstrip() for line in capsys.readouterr().out.splitlines()]
+    below = [(above, line) for above, line in pairwise(lines) if line.startswith(10 * " ")]
+    assert below
+    for above, line in below:
+        assert re.fullmatch(r" *--\S+( \S+)*", above), (above, line)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cs336.commands.rebuild import FOLDER, Shapes, forecast_section, scored
+from cs336.commands.rebuild import FORECAST_FOLDER
 from cs336.config import Phase
 from cs336.costs.tape import Kind
 from cs336.costs.time import Limit, operations, step_time
 from cs336.record import Measurement, WarningCode
 from cs336.report.formats import texts_of
+from cs336.report.sections.forecast import Shapes, forecast_section, scored
 from cs336.studies.ceilings_files import NO_CEILINGS, Ceilings
 from cs336.studies.ceilings_records import Shape
 from tests.committed import DATA
@@ -98,7 +99,7 @@ def test_what_is_not_predicted_is_counted() -> None:
 
 
 def committed_errors() -> list[dict[str, str]]:
-    with (DATA / FOLDER / "errors.csv").open() as file:
+    with (DATA / FORECAST_FOLDER / "errors.csv").open() as file:
         return list(csv.DictReader(file))
 
 

@@ -24,6 +24,7 @@ from cs336.analysis.memory.profile import notes_path, read_notes, write_memory_p
 from cs336.config import Profiler
 from cs336.files import encode_json
 from cs336.record import Failure, Status, WarningCode, encode_record, load_records, write_record
+from cs336.report.formats import ON_REQUEST
 from cs336.report.progress import StatusLine
 from cs336.report.results import StudyResults
 from cs336.report.terminal import print_run
@@ -164,7 +165,7 @@ def test_report(sweep_directory, is_inert):
     folder = sweep_directory.parents[1] / "ceilings" / "a"
     folder.mkdir(parents=True)
     (folder / "ceilings.json").write_bytes(encode_json(poisoned(ceilings.make_whole())))
-    cli.main(["report", str(sweep_directory)])
+    cli.main(["report", str(sweep_directory), "--tex", "--typ"])
     assert len(list(sweep_directory.rglob("*.png"))) > 1
     is_inert(sweep_directory)
 
@@ -239,7 +240,7 @@ def test_kernels(tmp_path, is_inert, not_rendered):
     write_profile(replace(poisoned(make_profile(), SHORTER), source=CONTROLS), files[-1])
     for number, file in enumerate(files):
         out = tmp_path / f"out{number}"
-        assert cli.main(["kernels", str(file), "--output", str(out)]) == 0
+        assert cli.main(["kernels", str(file), "--output", str(out), "--tex", "--typ"]) == 0
         is_inert(out)
         for words in (named, ["--forward", "none"]):
             assert cli.main(["kernels", str(file), *words]) in (0, 2)
@@ -264,7 +265,7 @@ def test_memory(tmp_path, is_inert, not_rendered):
     write_memory_profile(poisoned(make_memory(), SHORTER), tmp_path / "memory.json")
     for number, file in enumerate((snapshot, alone, tmp_path / "memory.json")):
         out = tmp_path / f"out{number}"
-        assert cli.main(["memory", str(file), "--output", str(out)]) == 0
+        assert cli.main(["memory", str(file), "--output", str(out), "--tex", "--typ"]) == 0
         is_inert(out)
 
 
@@ -275,5 +276,5 @@ def test_studies(tmp_path, is_inert, not_rendered):
     )
     fusion = studies.make_fusion(studies.make_row(), studies.make_lost_row(op=Op.RMS_NORM))
     for study in (attention, fusion, ceilings.make_whole()):
-        StudyResults(poisoned(study, SHORTER)).write(tmp_path)
+        StudyResults(poisoned(study, SHORTER)).write(tmp_path, ON_REQUEST)
     is_inert(tmp_path)

@@ -12,6 +12,7 @@ from cs336.cli import main
 from cs336.config import SIZES, OptimizerKind, RunConfig
 from cs336.record import RunRecord, Status, write_record
 from tests.analysis.kernels.tracing import Recording, training, write_export
+from tests.publish import publish
 from tests.report.sections.kernels.profiles import make_profile
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
@@ -44,7 +45,7 @@ def test_a_file_is_explained_in_tables(export: Path, capsys: pytest.CaptureFixtu
 def test_what_is_written_is_read_again(
     export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert kernels(export, "--output", tmp_path / "out") == 0
+    assert kernels(export, "--output", tmp_path / "out", "--typ") == 0
     printed = capsys.readouterr().out
     assert str(tmp_path / "out") in printed, "where the files are"
     assert decode_profile((tmp_path / "out" / "profile.json").read_bytes()).source == "t.sqlite"
@@ -52,7 +53,6 @@ def test_what_is_written_is_read_again(
     assert {
         "phases.csv",
         "phases.md",
-        "phases.tex",
         "phases.typ",
         "kernels.csv",
         "profile.json",
@@ -89,19 +89,22 @@ def test_a_range_that_the_file_has_not_is_refused(
 
 
 def test_the_record_of_the_run_gives_attention_its_flops(export: Path, tmp_path: Path) -> None:
-    from cs336.commands.explain import KernelsArguments, record_path
+    from cs336.commands.explain import KernelsArguments
 
     (tmp_path / "reports").mkdir()
     (tmp_path / "runs").mkdir()
     config = RunConfig(size="tiny", model=SIZES["tiny"])
     record = RunRecord(config=config, status=Status.OOM, started_at="2026-11-21T00:00:00+00:00")
     path = write_record(record, tmp_path / "runs")
-    assert record_path(KernelsArguments(file=export)) is None
-    assert (
-        record_path(KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")) == path
-    )
-    assert record_path(KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")) == path
-    assert record_path(KernelsArguments(file=export, record=path)) == path
+    assert KernelsArguments(file=export).record_and_others() == (None, [])
+    given = KernelsArguments(file=export, record=path)
+    in_reports = KernelsArguments(file=tmp_path / "reports" / f"{config.key}.nsys-rep")
+    in_traces = KernelsArguments(file=tmp_path / "traces" / f"{config.key}.json.gz")
+    for arguments in (given, in_reports, in_traces):
+        assert arguments.record_and_others() == (record, [record])
+    publish(tmp_path)
+    for arguments in (in_reports, in_traces):
+        assert arguments.record_and_others() == (record, [record])
 
 
 def test_the_record_says_which_advice_is_followed(

@@ -26,9 +26,10 @@ def tree(tmp_path: Path) -> Path:
     without any.
     """
     sweep = tmp_path / "data/e2e_benchmark/a"
-    shutil.copytree(DATA / "e2e_benchmark/a_against_a/runs", sweep / "runs")
+    (sweep / "before-2026").mkdir(parents=True)
     shutil.copy(DATA / "e2e_benchmark/a_against_a/comparison.json", sweep)
-    shutil.copytree(sweep / "runs", sweep / "before-2026" / "runs")
+    for place in (sweep, sweep / "before-2026"):
+        shutil.copy(DATA / "e2e_benchmark/a_against_a/runs.jsonl", place)
     study = tmp_path / "data/precision"
     study.mkdir()
     shutil.copy(DATA / "precision/precision.json", study)
@@ -36,7 +37,8 @@ def tree(tmp_path: Path) -> Path:
     shutil.copytree(
         DATA / "e2e_benchmark/out_of_memory", tmp_path / "data/e2e_benchmark/damaged", ignore=made
     )
-    next((tmp_path / "data/e2e_benchmark/damaged/runs").iterdir()).write_text("{")
+    with (tmp_path / "data/e2e_benchmark/damaged/runs.jsonl").open("a") as file:
+        file.write("{")
     (tmp_path / "data/e2e_benchmark/interrupted/runs").mkdir(parents=True)
     return tmp_path / "data"
 
@@ -70,7 +72,7 @@ def test_what_can_be_rebuilt_is_and_what_cannot_is_left(
         made, committed = tree / "e2e_benchmark/a" / name, DATA / "e2e_benchmark/a_against_a" / name
         assert len(made.read_text().splitlines()) == len(committed.read_text().splitlines())
     assert not (tree / "e2e_benchmark/a/before-2026/results.csv").exists()
-    assert (tree / "precision/dtypes.typ").exists()
+    assert {path.suffix for path in (tree / "precision").glob("dtypes.*")} == {".csv", ".md"}
     pages = [tree / path / "index.html" for path in ("e2e_benchmark/a", ".", "precision")]
     assert sorted(tree.rglob("*.html")) == pages
 
@@ -86,14 +88,18 @@ def test_files_that_lack_what_they_need_are_named_and_the_others_written(
         shutil.copytree(
             DATA / source, tmp_path / name, ignore=shutil.ignore_patterns("*.png", "*.html")
         )
-        path = next(
+        (path,) = (
             path
-            for path in sorted((tmp_path / name).rglob("*.json"))
+            for pattern in ("*.json", "runs.jsonl")
+            for path in (tmp_path / name).glob(pattern)
             if path.name != "environment.json"
         )
-        found = json.loads(path.read_text())
+        text = path.read_text()
+        # a study is the whole of its file, and a record a line
+        end = text.index("\n") if path.suffix == ".jsonl" else len(text)
+        found = json.loads(text[:end])
         change(found)
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(found) + text[end:])
 
     changed("precision", "precision", lambda found: found["accumulation"].clear())
     changed("fusion/bf16", "fusion/empty", lambda found: found["rows"].clear())
@@ -136,7 +142,7 @@ def test_results_of_the_repository_are_left_alone_unless_they_are_named(tree: Pa
 def test_the_page_of_all_names_what_cannot_be_read_and_no_place_of_the_machine(tree: Path) -> None:
     assert cli.main(["report", str(tree)]) == 1
     made = (tree / "index.html").read_text()
-    assert "e2e_benchmark/damaged/runs/" in made
+    assert "e2e_benchmark/damaged/runs.jsonl:" in made
     assert str(tree) not in made
     (tree.parent / "b").mkdir()
     moved = tree.rename(tree.parent / "b/data")

@@ -10,8 +10,8 @@ import pytest
 
 from cs336.cli import main, precision
 from cs336.commands import study as command
-from cs336.commands.flags import parse
 from cs336.commands.outcome import FAILED, OK
+from cs336.commands.parse import parse
 from cs336.commands.study import CeilingsArguments, layer_shapes, run
 from cs336.config import SIZES, Device
 from cs336.measure.nvml import Gpu
@@ -109,7 +109,7 @@ def parsed(*words: object) -> CeilingsArguments:
 def test_a_cpu_is_measured_and_its_ceilings_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(parsed(*TINY.split(), "--output", tmp_path)) == OK
+    assert run(parsed(*TINY.split(), "--output", tmp_path, "--tex", "--typ")) == OK
     printed = capsys.readouterr().out
     for words in (
         "Ceilings of",
@@ -181,7 +181,7 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for index in (0, 1)
     )
-    for module in ("cs336.commands.study", "cs336.commands.flags"):
+    for module in ("cs336.commands.study", "cs336.commands.machine"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
     grid = parsed().grid()
     assert (grid.device, grid.world_size, grid.precisions) == (
@@ -228,7 +228,7 @@ def test_ceilings_of_an_earlier_study_are_kept_beside(
     assert load_ceilings(directory.parent).studies == (second,)
 
 
-FORMATS = ("csv", "md", "tex", "typ")
+FORMATS = ("csv", "md")
 
 
 def test_nothing_is_written_unless_asked(

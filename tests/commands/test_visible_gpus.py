@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cs336 import cli
-from cs336.commands.flags import resolve_device
+from cs336.commands.machine import resolve_device
 from cs336.config import Device, ModelConfig, Parallel, RunConfig
 from cs336.measure import nvml
 from cs336.record import load_records

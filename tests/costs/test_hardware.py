@@ -1,13 +1,9 @@
-from pathlib import Path
-
 import pytest
 
 from cs336.config import Precision
 from cs336.costs.hardware import DEVICES, DeviceSpec, find_device
 from cs336.record import load_records
-
-ROOT = Path(__file__).parents[2]
-
+from tests.committed import committed_runs
 
 # fp32, tf32, bf16, fp8 (TFLOP/s) and bandwidth (GB/s), as the data sheets give them, halved where
 # they give sparse ones
@@ -58,9 +54,7 @@ def test_the_memory_of_a_data_sheet_is_what_the_driver_finds() -> None:
     """NVML's total on the GPUs of the published runs, less than which would be a count of GB as
     10^9 bytes.
     """
-    records = [
-        load_records(runs)[0][0] for runs in (ROOT / "data/published/e2e_benchmark").glob("*/runs")
-    ]
+    records = [load_records(runs)[0][0] for runs in committed_runs()]
     found = [record.environment for record in records if record.environment is not None]
     totals = {
         (environment.identity.device_name, environment.device_memory_bytes) for environment in found

@@ -37,7 +37,7 @@ from cs336.costs.memory import (
 )
 from cs336.costs.tape import Category, phases_of
 from cs336.costs.traces import tape_of
-from cs336.record import RunRecord, Status, read_record
+from cs336.record import RunRecord, Status, load_records
 from tests.costs.live import real_bytes, tape_bytes, use_tensors_of_a_gpu
 
 MEASURED = Path(__file__).parents[2] / "data" / "published" / "e2e_benchmark"
@@ -48,11 +48,7 @@ UNEQUAL = ModelConfig(
 
 
 def records(*names: str) -> list[RunRecord]:
-    return [
-        read_record(path)
-        for name in names
-        for path in sorted((MEASURED / name / "runs").glob("*.json"))
-    ]
+    return [record for name in names for record in load_records(MEASURED / name / "runs")[0]]
 
 
 H200 = records("train", "inference", "sdpa")
@@ -90,8 +86,8 @@ def test_peaks_are_those_measured() -> None:
 def grid_of_memory() -> list[RunRecord]:
     """xl and 2.7B at contexts 128 to 2048, every mode, fp32 and bf16, without a profiler."""
     runs = MEASURED.parent / "memory_profiles" / "h200" / "runs"
-    found = [read_record(path) for path in sorted(runs.glob("*.json"))]
-    return [record for record in found if record.config.profiler is Profiler.NONE]
+    records, _ = load_records(runs)
+    return [record for record in records if record.config.profiler is Profiler.NONE]
 
 
 @pytest.mark.parametrize("record", grid_of_memory(), ids=lambda record: record.config.label)

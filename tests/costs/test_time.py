@@ -51,7 +51,7 @@ from cs336.costs.time import (
 )
 from cs336.model.fast.choose import fastest
 from cs336.model.transformer import RMSNorm, TransformerLM
-from cs336.record import read_record
+from cs336.record import load_records
 from cs336.studies.ceilings_files import load_ceilings
 from tests.operators import Calls
 
@@ -419,9 +419,11 @@ def fast(model: ModelConfig = MODEL, **fields: Any) -> RunConfig:
 
 @pytest.mark.parametrize("size", ["small", "xl"])
 def test_each_phase_launches_what_a_profile_of_it_has(size: str) -> None:
-    (record,) = [
-        read_record(path) for path in (PROFILES / "runs").glob(f"{size}_*") if "bf16" in path.name
-    ][:1]
+    record = next(
+        record
+        for record in load_records(PROFILES / "runs")[0]
+        if record.config.size == size and record.config.precision is Precision.BF16
+    )
     (path,) = (PROFILES / "kernels").glob(f"{size}_*")
     profile = json.loads(path.read_text())
     counted: Counter[str] = Counter()

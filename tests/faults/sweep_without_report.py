@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
         cluster._HEAD_S, cluster._RAY_S = float(os.environ.get("HEAD_S", "4")), 8.0
     with (
-        patch("cs336.commands.sweep.show_results"),
-        patch("cs336.commands.sweep.StatusLine.importing"),
+        patch("cs336.commands.measuring.show_results"),
+        patch("cs336.commands.measuring.StatusLine.importing"),
     ):
         sys.exit(cli.sweep())

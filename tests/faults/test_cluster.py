@@ -154,7 +154,7 @@ def test_a_grid_is_that_of_a_local_sweep_although_processes_are_killed_and_a_nod
         place / "local", *(record.config for record in measured if not record.config.repeat)
     )
     assert kinds(measured) == kinds(local.measured)
-    monkeypatch.setattr("cs336.commands.sweep.show_results", lambda *_: None)
+    monkeypatch.setattr("cs336.commands.measuring.show_results", lambda *_: None)
     assert (
         cli.sweep([*command(**words)[2:], "--repeats", "2", "--cluster", ray_cluster.address]) == 0
     )

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 SCRIPT = """
 import json, sys, torch
-from cs336.commands.flags import make_fast_config
+from cs336.commands.configure import make_fast_config
 from cs336.config import Arch, Device, ModelConfig
 from cs336.measure.clock import make_clock
 from cs336.measure.step import TrainingStep
@@ -81,7 +81,7 @@ def test_logits_and_loss_are_those_of_the_reference(arch: str, fp8: bool) -> Non
 
 CHANGED = """
 import json, sys, torch
-from cs336.commands.flags import make_fast_config
+from cs336.commands.configure import make_fast_config
 from cs336.config import Device, ModelConfig
 from cs336.costs.fast_memory import peak_bytes
 from cs336.measure.clock import make_clock

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336.cli import benchmark, main
-from cs336.commands.flags import config_of
+from cs336.commands.configure import config_of
 from cs336.config import SIZES, Device, OptimizerKind, Parallel, RunConfig
 from cs336.measure.nvml import Gpu
 from tests.model.fast.steps import OF_AN_UPDATE
@@ -54,8 +54,8 @@ def test_a_class_without_the_interface_is_refused(two):
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(monkeypatch, capsys, tmp_path):
     gpu = Gpu(index=0, uuid="GPU-1", name="NVIDIA H200", memory_bytes=2**37, driver="580")
     other = replace(gpu, index=1, uuid="GPU-2", name="NVIDIA L4")
-    monkeypatch.setattr("cs336.commands.flags.visible_gpus", lambda: (gpu, other))
-    monkeypatch.setattr("cs336.commands.flags.resolve_device", lambda asked: Device.CUDA)
+    monkeypatch.setattr("cs336.commands.configure.visible_gpus", lambda: (gpu, other))
+    monkeypatch.setattr("cs336.commands.benchmark.resolve_device", lambda asked: Device.CUDA)
     words = ["--parallel", "ddp", "--ranks", "2", "--output", str(tmp_path)]
     assert benchmark(words) == 2
     assert "--ranks 2 needs as many GPUs of one kind" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Columns turn values to text, and a table keeps the values as a data frame."""
+"""Columns turn values to text."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cs336.report.columns import COLUMNS, Column, column
-from cs336.report.sections.ladder import Gain
+from cs336.report.quantities import Gain
 from cs336.report.words import interval_text
 
 
@@ -49,7 +49,7 @@ def test_a_time_in_doubt_is_marked_and_so_is_what_is_computed_from_it() -> None:
     ],
 )
 def test_digits_of_a_speed_up_by_hand(low: float, high: float, ratio: str, interval: str) -> None:
-    assert (Gain(math.sqrt(low * high), low, high).text, interval_text(low, high)) == (
+    assert (Gain(math.sqrt(low * high), low=low, high=high).text(), interval_text(low, high)) == (
         ratio,
         interval,
     )

@@ -7,7 +7,7 @@ import pytest
 import rich.console
 
 from cs336.report.columns import Column
-from cs336.report.formats import to_csv, to_latex, to_markdown, to_typst
+from cs336.report.formats import to_csv, to_latex, to_markdown, to_typst, write_files
 from cs336.report.section import Table, make_table
 from cs336.report.terminal import to_rich
 from cs336.report.words import mean_and_std, significant
@@ -202,3 +202,17 @@ def test_failed_rows_stand_out_on_a_terminal():
 def test_a_row_of_the_wrong_length_is_an_error():
     with pytest.raises(ValueError, match="row 0 needs 2 cells, one per heading, got 1"):
         Table(title="t", headings=(Column("a"), Column("b")), rows=(("1",),))
+
+
+def test_formats_on_request_are_written_then_and_never_left_stale(tmp_path):
+    def written(text, *formats):
+        files = {"a.csv": text, "b/a.tex": text, "a.typ": text}
+        paths = write_files(files, tmp_path, formats)
+        assert {path.read_text() for path in paths} == {text}
+        return {path.relative_to(tmp_path).as_posix() for path in paths}
+
+    assert written("1") == {"a.csv"}
+    assert written("2", "tex") == {"a.csv", "b/a.tex"}
+    assert written("3", "typ") == {"a.csv", "b/a.tex", "a.typ"}, "as the earlier one would differ"
+    assert write_files({"b/a.tex": ""}, tmp_path) == []
+    assert written("4") == {"a.csv", "a.typ"}, "as it was removed"

@@ -1,6 +1,7 @@
 import math
 import random
 import statistics
+from collections import namedtuple
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from cs336.config import (
 from cs336.costs.accounting import mfu, step_flops
 from cs336.costs.memory import predict_memory
 from cs336.costs.time import step_time
-from cs336.record import GpuState, Measurement, Phase, RankRecord, Status, Telemetry, WarningCode
+from cs336.record import Measurement, Phase, Status, WarningCode
 from cs336.report import configurations
 from cs336.report.configurations import over_warmup, step_results
 from cs336.report.identity import names_of
@@ -41,19 +42,8 @@ step_min_ms, step_ci95_low_ms, step_ci95_high_ms, tokens_per_s, model_tflops_per
 peak_allocated_gib, peak_reserved_gib, warnings, predicted_peak_gib, ceiling_share, data_mean_ms,
 data_std_ms, checkpoint_blocks, pad_vocabulary, cast_once, cuda_graph, learning_rate, fused_loss,
 fp8, fused_blocks, predicted_step_ms, predicted_step_error, phases, ranges, tokens, seed,
-rope_theta, processes
-"""
-OF_RANKS = "communication_mean_ms, communication_std_ms, sent_mib, predicted_collectives_ms"
-STATE = GpuState(
-    sm_clock_hz=1,
-    max_sm_clock_hz=1,
-    memory_clock_hz=1,
-    power_w=1.0,
-    temperature_c=1,
-    throttle_reasons=(),
-    other_processes=0,
-)
-TELEMETRY = Telemetry(before=STATE, after=STATE)
+rope_theta, processes"""
+OF_RANKS = ", communication_mean_ms, communication_std_ms, sent_mib, predicted_collectives_ms"
 
 
 def names_in(text):
@@ -65,14 +55,11 @@ def only_row(*records):
     return row
 
 
-def test_columns_are_those_of_the_contract_even_without_records():
-    assert StepResult.csv_keys([]) == names_in(CONTRACT)
-    assert StepResult.csv_keys(step_results([make_record(make_config(), (0.1,))])) == names_in(
-        CONTRACT
-    )
-    shared = make_config(parallel=Parallel.DDP, ranks=2)
-    keys = StepResult.csv_keys(step_results([make_record(shared, (0.1,))]))
-    assert keys == [*names_in(CONTRACT), *names_in(OF_RANKS)]
+@pytest.mark.parametrize(("ranks", "more"), [(1, ""), (2, OF_RANKS)])
+def test_columns_are_those_of_the_contract(ranks, more):
+    parallel = Parallel.DDP if more else Parallel.NONE
+    row = only_row(make_record(make_config(parallel=parallel, ranks=ranks), (0.1,)))
+    assert StepResult.csv_keys([row]) == names_in(CONTRACT + more)
 
 
 def test_statistics_of_one_process_agree_with_numpy_and_scipy():
@@ -114,7 +101,7 @@ def test_the_share_of_a_measured_ceiling_is_that_of_the_runs_own_device_and_prec
             make_ceilings([product_at(square(512), 50)], device_name="NVIDIA H100"),
         )
     )
-    rows = {row["precision"]: row for row in (step_results([bf16, fp32], ceilings))}
+    rows = {row["precision"]: row for row in step_results([bf16, fp32], ceilings)}
     assert rows["bf16"]["ceiling_share"] == pytest.approx(160.2 / 500, rel=1e-3)
     assert rows["fp32"]["ceiling_share"] is None
 
@@ -306,7 +293,7 @@ def test_speed_up_is_over_the_same_configuration_in_fp32(grid):
     results = step_results(grid)
     bf16 = [result for result in results if result["precision"] == "bf16"]
     assert [result.speed_up for result in bf16] == [pytest.approx(2)] * 3 + [None]
-    assert bf16[0]["speed_up_std"] == pytest.approx(2 * math.sqrt(2) * 0.1)
+    assert bf16[0].gain(("precision",)).std == pytest.approx(2 * math.sqrt(2) * 0.1)
     assert {result.speed_up for result in results if result["precision"] == "fp32"} == {None}
 
 
@@ -418,35 +405,24 @@ def test_the_time_of_collectives_is_foretold_from_ceilings_of_as_many_ranks():
     assert row["predicted_collectives_ms"] is None, "all-gathers were not measured"
 
 
-def with_energy(record, *energies_j):
-    """The record with the counters of these GPUs: one alone, or one for each rank."""
-    states = [replace(TELEMETRY, energy_per_step_j=energy_j) for energy_j in energies_j]
-    if len(states) == 1:
-        return replace(record, telemetry=states[0])
-    ranks = [
-        RankRecord(
-            rank=rank,
-            measurements=record.measurements,
-            warmup_times_s=(),
-            host_times_s=(),
-            losses=(),
-            telemetry=state,
-        )
-        for rank, state in enumerate(states)
-    ]
-    return replace(record, telemetry=states[0], ranks=tuple(ranks))
+Counter = namedtuple("Counter", "energy_per_step_j")
+Rank = namedtuple("Rank", "telemetry")
 
 
-def test_energy_is_that_of_all_gpus_and_only_the_table_of_a_run_shows_it():
-    one, two = (make_record(make_config(repeat=repeat), (0.1,)) for repeat in range(2))
-    assert only_row(one).energy_per_step_j is None
-    pooled = only_row(with_energy(one, 10.0), with_energy(two, 14.0), make_failure(one.config))
-    assert pooled.energy_per_step_j == 12
-    shared = make_record(make_config(parallel=Parallel.DDP, ranks=2), (0.1,))
-    assert only_row(with_energy(shared, 10.0, 11.0)).energy_per_step_j == 21
-    assert only_row(with_energy(shared, 10.0, None)).energy_per_step_j is None
-    tables = [results_table([pooled], has_csv=has_csv) for has_csv in (True, False)]
-    assert ["energy" in [heading.name for heading in table.headings] for table in tables] == [
-        False,
-        True,
-    ]
+def with_energy(repeat, *energies_j):
+    """A run with the counters of these GPUs, one for each rank."""
+    ranks = tuple(Rank(Counter(energy_j)) for energy_j in energies_j)
+    record = make_record(make_config(repeat=repeat), (0.1,))
+    return replace(record, telemetry=ranks[0].telemetry, ranks=ranks if len(ranks) > 1 else ())
+
+
+@pytest.mark.parametrize(
+    ("energies_j", "expected"),
+    [([(10.0,), (14.0,)], 12), ([(10.0, 11.0)], 21), ([(10.0, None)], None), ([(None,)], None)],
+)
+def test_energy_is_that_of_all_gpus_and_only_the_table_of_a_run_shows_it(energies_j, expected):
+    row = only_row(*(with_energy(i, *of_gpus) for i, of_gpus in enumerate(energies_j)))
+    assert row.energy_per_step_j == expected
+    for has_csv in (True, False):
+        names = [heading.name for heading in results_table([row], has_csv=has_csv).headings]
+        assert ("energy" in names) is (expected is not None and not has_csv)

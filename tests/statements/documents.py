@@ -1,5 +1,5 @@
-"""Figures in documents: each is claimed by a function that computes it from a committed file, or
-is a setting.
+"""Figures in documents: each follows the mark of a claim, a function that computes it from a
+committed file, or was chosen.
 """
 
 import csv
@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 ROOT = Path(__file__).parents[2]
 _NAMES = (
@@ -40,114 +40,109 @@ WORDS = {name: number for number, name in enumerate(_NAMES, start=2)} | {
 }
 FRACTION_OFF = 0.02
 """How far a fraction that a word names may be from it."""
-NUMBER = re.compile(rf"(?<![\w.])\d+(?:,\d{{3}})*(?:\.\d+)*(?!\w|\.\d)|\b(?:{'|'.join(WORDS)})\b")
-NO_FIGURES = re.compile(r"`[^`]*`|\]\([^)]*\)")
-"""Code within a line, and where a link points to."""
+NUMBER = rf"(?<![\w.])\d+(?:,\d{{3}})*(?:\.\d+)*(?!\w|\.\d)|\b(?:{'|'.join(WORDS)})\b"
+FIGURE = re.compile(rf"(?:{NUMBER})(?: ± (?:{NUMBER}))?")
+NO_FIGURES = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
+"""Code within a line, where a link points to, and marks."""
+CHOSEN = [
+    re.compile(pattern.replace(" ", r"\s+"))
+    for pattern in (
+        r"two configurations|three (?:lines|steps)",
+        r"Python 3\.\d+ or newer",
+        r"\b(?:batch|context) \d+",
+        r"\b[Oo](?:n|f) two\b",
+        r"\d+ x \d+",
+        r"\d+ of 10\b",
+        "2026 leaderboard",
+        r"ZeRO stage 1",
+        r"assignment 2",
+        r"et al\. \d{4}",
+    )
+]
+"""Numbers that were chosen, not found; all others have a claim."""
 
 Value: TypeAlias = str | float | tuple[float, float]
 """A text; a number; a number and its standard deviation."""
 Row: TypeAlias = Mapping[str, Value]
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A sentence, whose groups are figures, and what computes them."""
-
-    document: str
-    pattern: str
-    compute: Callable[[], Sequence[Value]]
-
-    def problems(self, text: str) -> Iterator[str]:
-        found = list(re.finditer(self.pattern, text))
-        if len(found) != 1:
-            yield f"{self.document}: needed one place that says {self.pattern!r}, got {len(found)}"
-            return
-        values = self.compute()
-        assert len(values) == len(found[0].groups()), self.pattern
-        for said, value in zip(found[0].groups(), values, strict=True):
-            if not agrees(said, value):
-                yield (
-                    f"{self.document}: {said} is said in {found[0][0]!r}, but the file has {value}"
-                )
-
-    def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        for match in re.finditer(self.pattern, text):
-            yield from (match.span(group) for group in range(1, len(match.groups()) + 1))
+Claim: TypeAlias = Callable[[], Sequence[Value] | Sequence[Row]]
+CLAIMS: dict[str, Claim] = {}
+"""The functions that compute what a document says, by name."""
+ClaimT = TypeVar("ClaimT", bound=Claim)
 
 
-@dataclass(frozen=True)
-class TableClaim:
-    """A table, told by how its head begins, and what computes its rows by heading; no column is
-    left out.
+def claim(compute: ClaimT) -> ClaimT:
+    """Make a function a claim.
+
+    It computes the figures that follow its mark `<!--name-->` in a document, as many as it returns;
+    of rows, the table that follows, in which no column is left out.
     """
+    CLAIMS[compute.__name__] = cache(compute)
+    return compute
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in a document from which on the figures are those of a claim."""
 
     document: str
-    head: str
-    compute: Callable[[], Sequence[Row]]
+    name: str
+    end: int
 
     def problems(self, text: str) -> Iterator[str]:
-        rows = [cells(line) for line in self._lines(text)]
-        if len(rows) < 3:
-            yield f"{self.document}: needed a table that begins with {self.head!r}"
+        """Where the document says something else than the claim."""
+        values = CLAIMS[self.name]()
+        if isinstance(values[0], Mapping):
+            yield from _in_table(self._table(text), values)
             return
-        first, _, *body = rows
-        head = [name if name not in first[:i] else f"{name} 2" for i, name in enumerate(first)]
-        values = self.compute()
-        if len(body) != len(values):
-            yield (
-                f"{self.document}: the table {self.head!r} has {len(body)} rows, the file "
-                f"{len(values)}"
-            )
-            return
-        for said, row in zip(body, values, strict=True):
-            for name, cell in zip(head, said, strict=True):
-                if name not in row or not agrees(cell, row[name]):
-                    yield (
-                        f"{self.document}: {name!r} is {cell!r} in {' | '.join(said)}, the "
-                        f"file has {row.get(name)!r}"
-                    )
+        figures = self.figures(text, len(values))
+        for figure, value in zip(figures, values, strict=True):
+            if not agrees(figure[0], value):
+                yield f"{figure[0]} in {_around(text, figure)!r}, but the file has {value}"
+
+    def figures(self, text: str, most: int) -> list[re.Match[str]]:
+        """The first figures after the mark."""
+        return list(islice(_figures(text, self.end), most))
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        start = 0
-        for line in self._lines(text):
-            start = text.index(line, start)
-            yield start, start + len(line)
+        """Where the figures of the claim are, or its table."""
+        values = CLAIMS[self.name]()
+        if isinstance(values[0], Mapping):
+            start = text.index("|", self.end)
+            yield start, start + len("\n".join(self._table(text)))
+        else:
+            yield from (figure.span() for figure in self.figures(text, len(values)))
 
-    def _lines(self, text: str) -> list[str]:
-        lines = text[text.find(self.head) :].split("\n") if self.head in text else []
+    def _table(self, text: str) -> list[str]:
+        lines = text[text.index("|", self.end) :].split("\n")
         return list(takewhile(lambda line: line.startswith("|"), lines))
 
 
-CLAIMS: list[Claim | TableClaim] = []
+def marks(document: str) -> list[Mark]:
+    """The marks of a document."""
+    found = re.finditer(r"<!--(\w+)-->", read(document))
+    return [Mark(document, mark[1], mark.end()) for mark in found]
 
 
-def claim(
-    document: str, pattern: str
-) -> Callable[[Callable[[], Sequence[Value]]], Callable[[], Sequence[Value]]]:
-    """The function computes the groups of the pattern, which is in the document once."""
-
-    def register(compute: Callable[[], Sequence[Value]]) -> Callable[[], Sequence[Value]]:
-        CLAIMS.append(Claim(document, f"(?s){blanks(pattern)}", cache(compute)))
-        return compute
-
-    return register
+def said(document: str, name: str, most: int) -> list[float]:
+    """The numbers that the document has after a mark, which a claim may start from."""
+    (mark,) = (mark for mark in marks(document) if mark.name == name)
+    texts = [figure[0] for figure in mark.figures(read(document), most)]
+    return [float(WORDS.get(text, text)) for text in texts]
 
 
-def blanks(pattern: str) -> str:
-    """The pattern, whose blanks stand for line breaks too."""
-    return pattern.replace(" ", r"\s+")
-
-
-def table_claim(
-    document: str, head: str
-) -> Callable[[Callable[[], Sequence[Row]]], Callable[[], Sequence[Row]]]:
-    """The function computes the rows of the table."""
-
-    def register(compute: Callable[[], Sequence[Row]]) -> Callable[[], Sequence[Row]]:
-        CLAIMS.append(TableClaim(document, head, cache(compute)))
-        return compute
-
-    return register
+def _in_table(lines: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    """Where the table differs from the rows; a heading that stands twice is `name 2` then."""
+    first, _, *body = (cells(line) for line in lines)
+    head = [name if name not in first[:i] else f"{name} 2" for i, name in enumerate(first)]
+    if len(body) != len(rows):
+        yield f"the table {lines[0]} has {len(body)} rows, the file {len(rows)}"
+        return
+    for texts, row in zip(body, rows, strict=True):
+        for name, text in zip(head, texts, strict=True):
+            if name not in row or not agrees(text, row[name]):
+                yield f"{name!r} is {text!r} in {' | '.join(texts)}, the file has {row.get(name)!r}"
 
 
 def agrees(said: str, value: Value) -> bool:
@@ -172,16 +167,30 @@ def read(document: str) -> str:
     )
 
 
-def unclaimed(document: str, text: str, settings: Sequence[str]) -> list[str]:
-    """Figures that no claim computes and that are no settings, each with the words around it."""
-    spans = [span for claim in CLAIMS if claim.document == document for span in claim.spans(text)]
-    for pattern in (NO_FIGURES, *(re.compile(blanks(pattern), re.DOTALL) for pattern in settings)):
-        spans += [match.span() for match in pattern.finditer(text)]
-    return [
-        f"{match[0]} in {text[max(0, match.start() - 40) : match.end() + 40]!r}"
-        for match in NUMBER.finditer(text)
-        if not any(start <= match.start() and match.end() <= end for start, end in spans)
-    ]
+def _figures(text: str, start: int = 0) -> Iterator[re.Match[str]]:
+    """The figures from a place on: numbers and fractions, but for those in code and links, and
+    those that were chosen.
+    """
+    chosen = [match.span() for pattern in (NO_FIGURES, *CHOSEN) for match in pattern.finditer(text)]
+    for figure in FIGURE.finditer(text, start):
+        if not _is_within(figure, chosen):
+            yield figure
+
+
+def unclaimed(document: str) -> list[str]:
+    """Figures that no claim computes, each with the words around it."""
+    text = read(document)
+    claimed = [span for mark in marks(document) for span in mark.spans(text)]
+    figures = (figure for figure in _figures(text) if not _is_within(figure, claimed))
+    return [_around(text, figure) for figure in figures]
+
+
+def _is_within(figure: re.Match[str], spans: Sequence[tuple[int, int]]) -> bool:
+    return any(start <= figure.start() and figure.end() <= end for start, end in spans)
+
+
+def _around(text: str, figure: re.Match[str]) -> str:
+    return text[max(0, figure.start() - 40) : figure.end() + 40]
 
 
 def cells(line: str) -> list[str]:

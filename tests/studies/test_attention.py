@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from cs336.cli import main
-from cs336.commands.flags import parse
+from cs336.commands.parse import parse
 from cs336.commands.study import AttentionArguments
 from cs336.config import Device, Phase, Precision
 from cs336.measure.inputs import source_digest

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from cs336 import cli
-from cs336.commands.flags import parse
+from cs336.commands.parse import parse
 from cs336.commands.sweep import SweepArguments
 from cs336.measure import nvml
 from tests.committed import ROOT

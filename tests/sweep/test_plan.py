@@ -4,20 +4,19 @@ an H200.
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from cs336.commands.sweep import make_plan
+from cs336.commands.plan import make_plan
 from cs336.config import SIZES, Attention, CompileMode, Device, Mode, Parallel, RunConfig
 from cs336.costs import traces
 from cs336.costs.memory import predict_memory
 from cs336.record import Status, load_records
+from tests.committed import DATA, committed_runs
 
 GIB = 2**30
 H200_BYTES = round(139.8 * GIB)
 """What PyTorch said of the H200 in its message when the 10B model ran out of memory there."""
-ROOT = Path(__file__).parents[2]
 
 
 def config(
@@ -38,7 +37,7 @@ def test_the_smallest_measured_peak_runs_first() -> None:
     measured = {
         record.config: record.memory.peak_allocated_bytes
         for name in ("train", "inference")
-        for record in load_records(ROOT / "data/published/e2e_benchmark" / name / "runs")[0]
+        for record in load_records(DATA / "e2e_benchmark" / name / "runs")[0]
         if record.memory is not None
     }
     assert len(measured) >= 60
@@ -52,8 +51,9 @@ def test_the_smallest_measured_peak_runs_first() -> None:
 def test_what_ran_out_of_memory_is_foretold_and_comes_last() -> None:
     records = [
         record
-        for path in sorted((ROOT / "data/published/e2e_benchmark").glob("*/runs"))
-        for record in load_records(path)[0]
+        for runs in committed_runs()
+        if runs.parents[1] == DATA / "e2e_benchmark"
+        for record in load_records(runs)[0]
     ]
     cuda = {
         record.config: record.status for record in records if record.config.device is Device.CUDA

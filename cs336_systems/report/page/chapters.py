@@ -28,7 +28,7 @@ from markupsafe import Markup
 from ...analysis.warnings import DOUBTFUL, in_doubt
 from ...config import Phase, Profiler
 from ...files import write_atomically
-from ...record import Environment, RunRecord, Status
+from ...record import RUNS, Environment, RunRecord, Status, published_runs
 from ...studies.records import PrecisionStudy
 from ...sweep.store import VIEWERS, command_in, raw_profile_path
 from ...text import counted, inert_line, shortened
@@ -478,7 +478,7 @@ def _chapters(
         ]
         yield Chapter(id=f"part-{number}", title=title, blocks=blocks)
     if results is not None and results.records:
-        yield Chapter(id="runs", title="Runs", blocks=list(_runs(results.records)))
+        yield Chapter(id="runs", title="Runs", blocks=list(_runs(results.records, directory.path)))
     yield Chapter(
         id="measured",
         title="How it was measured",
@@ -528,13 +528,17 @@ def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) 
             yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown)
 
 
-def _runs(records: Sequence[RunRecord]) -> Iterator[Block]:
+def _runs(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]:
     """A row for each run, failed ones too, then how they failed."""
+    joined = published_runs(directory / RUNS)
     found = sorted(
         records,
         key=lambda record: (*order(record.subject), record.subject.profiler, record.subject.repeat),
     )
     rows = [_run(record) for record in found]
+    for row, record in zip(rows, found, strict=True):
+        if joined.is_file() and not (directory / row["record"]).is_file():
+            row["record"] = f"{record.key} in {joined.name}"
     table = make_table(
         "Runs", known(RUN, rows), rows, failed=lambda row: bool(row["status"] != Status.OK)
     )
@@ -562,7 +566,7 @@ def _run(record: RunRecord) -> Row:
         "step_std_ms": None if step is None or step.stdev_s is None else step.stdev_s * 1e3,
         "times_ms": None if step is None else [time_s * 1e3 for time_s in step.times_s],
         "warnings": ", ".join(warning.code for warning in record.warnings) or None,
-        "record": f"runs/{record.key}.json",
+        "record": f"{RUNS}/{record.key}.json",
         "profile": None if raw is None else str(raw),
         "viewer": VIEWERS[subject.profiler] if is_profiled else None,
     }

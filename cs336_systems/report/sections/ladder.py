@@ -3,38 +3,29 @@ picture.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from ...analysis.compare import Blocks, Verdict, compare_in_turn, measured_steps
+from ...analysis.compare import StepBlocks, Verdict, compare_in_turn, measured_steps
 from ...analysis.kernels.step_profile import StepProfile, Work
-from ...analysis.statistics import FEWEST, quotient_stdev
-from ...analysis.warnings import in_doubt
+from ...analysis.statistics import FEWEST
 from ...config import SETTINGS, Device, RunConfig
 from ...record import Compilation, RunRecord, Status
 from ...studies.ceilings_files import NO_CEILINGS, Ceilings
 from ...subject import Subject
 from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
-from ..column import Column, quantity, short, six_digits, three_digits
+from ..column import Column, Quantity, quantity, short, six_digits
 from ..columns import column
 from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
-from ..quantities import OtherColumns, StepResult
+from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
-from ..words import (
-    CHANCE,
-    DOUBT,
-    interval_digits,
-    interval_text,
-    mean_and_std,
-    ratio,
-    rounded,
-    significant,
-)
+from ..words import CHANCE, DOUBT, interval_text, ratio, rounded, significant
 from .kernels.tables import Explained
 from .steps import warning_notes
 
@@ -81,29 +72,51 @@ def distance_text(percent: float) -> str:
     return significant(percent, 2) if percent else "0"
 
 
-class Gain(NamedTuple):
-    """How many times faster a rung is than another, and what puts that in doubt."""
+_OVER_LAST, _OVER_FIRST = attrgetter("over_last"), attrgetter("over_first")
 
-    ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    """Interval of the ratio; there is none without FEWEST processes, which show the scatter."""
-    std: float | None = None
-    """Deviation that follows from those of the steps of both rungs."""
-    is_doubted: bool = False
 
-    @property
-    def text(self) -> str:
-        """The ratio with as many digits as its interval, so that it lies visibly inside."""
-        if self.ratio is None:
-            return ""
-        if self.low is not None and self.high is not None:
-            text = significant(self.ratio, interval_digits(self.low, self.high))
-        elif self.is_doubted and self.std is not None:
-            text = mean_and_std(self.ratio, self.std)
-        else:
-            text = three_digits(self.ratio)
-        return f"{text} {DOUBT}" if self.is_doubted else text
+def _speed_up(name: str, about: str, gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
+    """Column of the ratio of a gain."""
+    return Quantity(
+        name,
+        "",
+        about,
+        compute=lambda rung: gain(rung).ratio,
+        text=lambda rung: gain(rung).text(),
+        drop_order=drop,
+    )
+
+
+def _low(gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
+    """Lower end of the interval of a speed-up; its cells show both ends."""
+    return Quantity(
+        "interval",
+        "",
+        "Interval of the speed-up beside it.",
+        compute=lambda rung: gain(rung).low,
+        text=lambda rung: interval_text(gain(rung).low, gain(rung).high),
+        numeric=False,
+        drop_order=drop,
+    )
+
+
+def _high(gain: Callable[[Any], Gain]) -> Quantity[Value]:
+    """Upper end of the interval of a speed-up, in CSV files only."""
+    return Quantity("", "", "Upper end of the interval.", compute=lambda rung: gain(rung).high)
+
+
+def _most(
+    name: str, about: str, count: Callable[[Compilation], int], drop: int
+) -> Quantity[int | None]:
+    """The largest count of the compilations of a rung's processes."""
+    return Quantity(
+        name,
+        "",
+        about,
+        compute=lambda rung: max(map(count, rung.compilations), default=None),
+        drop_order=drop,
+        write=str,
+    )
 
 
 class RungResult(StepResult):
@@ -141,7 +154,7 @@ class RungResult(StepResult):
             self.identity["attention"] = f"{model.attention}-{model.sdpa_backend}"
 
     @cached_property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> StepBlocks:
         """The times of the processes, by repeat."""
         return measured_steps(self.records)
 
@@ -152,19 +165,13 @@ class RungResult(StepResult):
 
     @cached_property
     def over_last(self) -> Gain:
-        return self._over(self.before)
+        """How many times faster than the last credited rung before it."""
+        return _gain(self.before, self)
 
     @cached_property
     def over_first(self) -> Gain:
-        return self._over(self.first)
-
-    def _over(self, slower: "RungResult | None") -> Gain:
-        interval = None if slower is None else speed_up(slower.blocks, self.blocks)
-        if slower is None or interval is None:
-            return Gain()
-        times, low, high = interval
-        std = quotient_stdev(times, slower.step_cv, self.step_cv)
-        return Gain(times, low, high, std, in_doubt([*slower.codes, *self.codes]))
+        """How many times faster than the first credited rung."""
+        return _gain(self.first, self)
 
     # columns of ladder.csv, which the tables show too
 
@@ -205,81 +212,47 @@ class RungResult(StepResult):
         """The rung that this one is compared with."""
         return self.before.rung if self.before is not None else ""
 
-    @quantity("over last", text=lambda rung: rung.over_last.text, drop_order=2)
-    def speed_up_over_last(self) -> float | None:
-        """How many times faster than the last rung that counts."""
-        return self.over_last.ratio
-
-    @quantity(
-        "interval",
-        numeric=False,
-        text=lambda rung: interval_text(rung.over_last.low, rung.over_last.high),
-        drop_order=8,
+    speed_up_over_last = _speed_up(
+        "over last", "How many times faster than the last rung that counts.", _OVER_LAST, 2
     )
-    def speed_up_over_last_ci95_low(self) -> float | None:
-        """Interval of the speed-up beside it."""
-        return self.over_last.low
-
-    @quantity()
-    def speed_up_over_last_ci95_high(self) -> float | None:
-        """Upper end of the interval."""
-        return self.over_last.high
-
-    @quantity("over first", text=lambda rung: rung.over_first.text, drop_order=3)
-    def speed_up_over_first(self) -> float | None:
-        """How many times faster than the first rung that counts."""
-        return self.over_first.ratio
-
-    @quantity(
-        "interval",
-        numeric=False,
-        text=lambda rung: interval_text(rung.over_first.low, rung.over_first.high),
-        drop_order=7,
+    speed_up_over_last_ci95_low = _low(_OVER_LAST, 8)
+    speed_up_over_last_ci95_high = _high(_OVER_LAST)
+    speed_up_over_first = _speed_up(
+        "over first", "How many times faster than the first rung that counts.", _OVER_FIRST, 3
     )
-    def speed_up_over_first_ci95_low(self) -> float | None:
-        """Interval of the speed-up beside it."""
-        return self.over_first.low
-
-    @quantity()
-    def speed_up_over_first_ci95_high(self) -> float | None:
-        """Upper end of the interval."""
-        return self.over_first.high
-
+    speed_up_over_first_ci95_low = _low(_OVER_FIRST, 7)
+    speed_up_over_first_ci95_high = _high(_OVER_FIRST)
     _peaks = OtherColumns("peak_allocated_gib", "peak_reserved_gib")
 
     @quantity("compiling", "s", drop_order=2, write=short)
-    def compile_s(self) -> float | None:
+    def compile_s(self) -> Value:
         """The longest compilation of its processes."""
         # the process that found least in the compiler's cache
         return max((compilation.seconds for compilation in self.compilations), default=None)
 
-    @quantity("graphs", drop_order=6, write=str)
-    def graphs(self) -> int | None:
-        """Graphs that were compiled."""
-        return max((compilation.graphs for compilation in self.compilations), default=None)
-
-    @quantity("graph breaks", drop_order=7, write=str)
-    def graph_breaks(self) -> int | None:
-        """Places where the compiler gave up a graph."""
-        return max((compilation.graph_breaks for compilation in self.compilations), default=None)
-
-    @quantity("recompiles", drop_order=8, write=str)
-    def recompiles(self) -> int | None:
-        """Graphs that were compiled again."""
-        return max((compilation.recompiles for compilation in self.compilations), default=None)
+    graphs = _most("graphs", "Graphs that were compiled.", lambda made: made.graphs, 6)
+    graph_breaks = _most(
+        "graph breaks",
+        "Places where the compiler gave up a graph.",
+        lambda made: made.graph_breaks,
+        7,
+    )
+    recompiles = _most(
+        "recompiles", "Graphs that were compiled again.", lambda made: made.recompiles, 8
+    )
 
     @quantity("loss 20", drop_order=5, write=six_digits)
-    def loss_20(self) -> float | None:
+    def loss_20(self) -> Value:
         """Loss at the last of the steps that are compared."""
         return self.verdict.loss
 
     @quantity("distance", "% of the fall", drop_order=1, scale=100, write=distance_text)
-    def distance_last(self) -> float | None:
+    def distance_last(self) -> Value:
         """Distance from the first rung's loss at the last step."""
         return self.verdict.last
 
     @quantity("largest", "% of the fall", drop_order=3, scale=100, write=distance_text)
-    def distance_largest(self) -> float | None:
+    def distance_largest(self) -> Value:
         """Largest distance from the first rung's losses."""
         return self.verdict.largest
 
@@ -294,17 +267,17 @@ class RungResult(StepResult):
         return VERDICTS[self.verdict.passed] if self.done else ""
 
     @quantity("kernels", write=short)
-    def launches_per_step(self) -> float | None:
+    def launches_per_step(self) -> Value:
         """Kernels or operators that were launched."""
         return None if self._profile is None else launches_per_step(self._profile)
 
     @quantity("busy", "ms", drop_order=1, write=rounded)
-    def busy_ms(self) -> float | None:
+    def busy_ms(self) -> Value:
         """Time in which a kernel or copy ran."""
         return None if self._profile is None else busy_ms(self._profile)
 
     @quantity("GPU busy", "%", drop_order=2, scale=100, write=short)
-    def busy_share(self) -> float | None:
+    def busy_share(self) -> Value:
         """Part of the step without a profiler in which a kernel or copy ran.
 
         A profiler slows the host, not the kernels, so that it can be above 1, and 1 is written.
@@ -315,6 +288,15 @@ class RungResult(StepResult):
         return None if share is None else min(1.0, share)
 
     _others = OtherColumns("warnings", "predicted_step_ms", "predicted_step_error")
+
+
+def _gain(slower: RungResult | None, faster: RungResult) -> Gain:
+    """The gain over another rung, with its interval; all unknown without one."""
+    interval = None if slower is None else speed_up(slower.blocks, faster.blocks)
+    if slower is None or interval is None:
+        return Gain()
+    times, low, high = interval
+    return Gain.over(slower, faster, times)._replace(low=low, high=high)
 
 
 Rungs = Sequence[RungResult]
@@ -396,7 +378,7 @@ def fastest_rung(rungs: Rungs) -> RungResult | None:
     return min(credited, key=lambda rung: rung.step_mean_ms or math.inf, default=None)
 
 
-def speed_up(slow: Blocks, fast: Blocks) -> tuple[float, float | None, float | None] | None:
+def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, Value, Value] | None:
     """The speed-up and its interval, from the processes of both sides; None if a side has none.
 
     Both are those of `cs336 compare`, inverted; there is no interval without FEWEST processes,
@@ -482,7 +464,7 @@ def findings(rungs: Rungs) -> Iterator[str]:
     best = fastest_rung(rungs)
     if best is not None and best.step_mean_ms is not None:
         first = best.first
-        gain = f", {best.over_first.text} times as fast as {first.rung}" if first else ""
+        gain = f", {best.over_first.text()} times as fast as {first.rung}" if first else ""
         alike = [rung.rung for rung in rungs if rung.may_be_fastest and rung is not best]
         untold = f"; its processes do not tell it from {', '.join(alike)}" if alike else ""
         yield f"The fastest is {best.rung}: {significant(best.step_mean_ms)} ms{gain}{untold}."
@@ -502,10 +484,10 @@ def _gate_notes(rungs: Rungs) -> Iterator[str]:
         yield f"No verdict where {reason}."
 
 
-def write_ladder_report(rungs: Rungs, directory: Path) -> list[Path]:
-    """Write ladder.csv .md .tex .typ and plots/ladder.png; return their paths."""
+def write_ladder_report(rungs: Rungs, directory: Path, formats: Collection[str] = ()) -> list[Path]:
+    """Write ladder.csv, .md and the other `formats`, and plots/ladder.png; return their paths."""
     section = ladder_section(rungs)
-    return write_files({**texts_of(section), **pngs_of(section)}, directory)
+    return write_files({**texts_of(section), **pngs_of(section)}, directory, formats)
 
 
 def settings(rungs: Rungs) -> str:

@@ -90,9 +90,11 @@ def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
         yield OFFERED
     yield "Times are mean ± standard deviation over the measured steps of a process."
     yield from too_few_note(result.processes for result in results)
-    few = [result for result in results if result.processes < FEWEST]
-    entries = list(StepResult.speed_ups())
-    if any(result[entry.key] for entry in entries for result in few):
+    gains, of_few = [], []
+    for entry in StepResult.speed_ups():
+        gains += [result.gain(entry.settings) for result in results]
+        of_few += [result[entry.key] for result in results if result.processes < FEWEST]
+    if any(of_few):
         yield CHANCE
     if any(result.prediction_is_shipped for result in results):
         yield SHIPPED
@@ -100,7 +102,7 @@ def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
         yield DOUBTED_FORECAST
     if has_csv:
         yield from warning_notes([result.warnings for result in results])
-    if any(result[entry.doubt] for entry in entries for result in results):
+    if any(gain.is_doubted for gain in gains):
         yield DOUBTED
 
 
@@ -178,7 +180,7 @@ def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
         faster = [result for result in results if result[setting] == value]
         values: type[StrEnum] = type(settings_of(faster[0].subject)[setting])
         baseline = next(iter(values))
-        number = sum(bool(result[entry.doubt]) for result in faster)
+        number = sum(result.gain(entry.settings).is_doubted for result in faster)
         doubt = f"; in {number} of {len(faster)} a time is in doubt ({DOUBT})" if number else ""
         gains = between(by_name(faster, lambda result: result[entry.key]), three_digits)
         yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."

@@ -4,6 +4,7 @@ that of precision.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from ...analysis.statistics import quotient_stdev
 from ...analysis.warnings import PASSES, Repeated, in_doubt, measurement_warnings
@@ -11,7 +12,9 @@ from ...config import Device
 from ...costs.hardware import find_device
 from ...record import Failure, Measurement, RunWarning, Status
 from ...studies.records import Accumulation, NormalisedActivations, ObservedDtype, PrecisionStudy
-from ..columns import Column, Row, column, columns_of
+from ..column import Column, Row
+from ..columns import column, columns_of
+from ..quantities import MS, scaled
 from ..section import Section, make_table
 from ..words import DOUBT, STATUS_WORDS, warning_counts
 
@@ -43,16 +46,15 @@ def times_ms(measured: Measurement | None, prefix: str = "") -> Row:
 
     The keys begin with `prefix`.
     """
-    times_s = (
-        (None,) * 3 if measured is None else (measured.median_s, measured.mean_s, measured.stdev_s)
-    )
-    values = zip(("median", "mean", "std"), times_s, strict=True)
+    median_s = mean_s = stdev_s = cv = None
+    if measured is not None:
+        median_s, mean_s = measured.median_s, measured.mean_s
+        stdev_s, cv = measured.stdev_s, measured.cv
     return {
-        **{
-            f"{prefix}{name}_ms": None if time_s is None else time_s * 1e3
-            for name, time_s in values
-        },
-        f"{prefix}cv": None if measured is None else measured.cv,
+        f"{prefix}median_ms": scaled(median_s, MS),
+        f"{prefix}mean_ms": scaled(mean_s, MS),
+        f"{prefix}std_ms": scaled(stdev_s, MS),
+        f"{prefix}cv": cv,
         **doubts_of(measurement_warnings(measured, PASSES), prefix),
     }
 
@@ -92,20 +94,23 @@ def promised_bandwidth(device_name: str) -> float | None:
 
 
 def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
-    """Pivot the rows, as pandas does: one row for each combination of the values under the keys
-    `index`.
+    """Pivot the rows: one row for each combination of the values under the keys `index`.
 
     `name` is the key whose values become columns. A pivoted row holds the original row under its
-    value of `name`, for `across`, and each value of it under `NAME KEY`, for the table's frame;
-    None if there is no such row.
+    value of `name`, for `across`, and every value of the original row under `NAME KEY`; None where
+    there is no such row.
     """
     kept = list(rows)
-    unknown = {f"{row[name]} {key}": None for row in kept for key in row}
-    found: dict[tuple[object, ...], Row] = {}
+    unknown: dict[Any, Any] = {}
     for row in kept:
-        cells = found.setdefault(tuple(row[key] for key in index), {**unknown})
-        cells |= {row[name]: row} | {f"{row[name]} {key}": value for key, value in row.items()}
-    return [dict(zip(index, values, strict=True)) | cells for values, cells in found.items()]
+        unknown |= dict.fromkeys(f"{row[name]} {key}" for key in row)
+    table: dict[tuple[object, ...], Row] = {}
+    for row in kept:
+        values = tuple(row[key] for key in index)
+        cells = table.setdefault(values, dict(zip(index, values, strict=True)) | unknown)
+        cells[row[name]] = row
+        cells |= {f"{row[name]} {key}": value for key, value in row.items()}
+    return list(table.values())
 
 
 def across(name: str, cell: Column) -> Column:
@@ -159,15 +164,15 @@ def accumulation_section(rows: Sequence[Accumulation]) -> Section:
 
 def layer_norm_section(rows: Sequence[NormalisedActivations]) -> Section:
     """Variance and output of each kind of activations in each data type, beside the exact ones."""
-    values = [
-        asdict(row)
-        | {
-            "activations": f"{row.centre:g} ± {row.scale:g}" if row.centre else f"± {row.scale:g}",
+    values = []
+    for row in rows:
+        around = f"{row.centre:g} " if row.centre else ""
+        texts = {
+            "activations": f"{around}± {row.scale:g}",
             "variance_failure": f"beyond {row.dtype}",
             "output_failure": f"beyond {row.dtype}",
         }
-        for row in rows
-    ]
+        values.append(asdict(row) | texts)
     title = "Layer norm with every operation in one data type"
     note = (
         "PyTorch's layer norm has its statistics in fp32, whatever the data type of the "
@@ -186,35 +191,28 @@ OF_GPU = (
 def dtype_section(rows: Sequence[ObservedDtype]) -> Section:
     """One row for each quantity of each model, one column for each device and autocast type."""
     values = [asdict(row) | {"setting": f"{row.precision} on {row.device}"} for row in rows]
-    settings = dict.fromkeys(row["setting"] for row in values)
-    columns = [
-        column("model"),
-        column("quantity"),
-        *(across(setting, column("dtype")) for setting in settings),
-    ]
+    columns = columns_of("model", "quantity")
+    for setting in dict.fromkeys(row["setting"] for row in values):
+        columns.append(across(setting, column("dtype")))
     devices = " and ".join(dict.fromkeys(row.device for row in rows))
+    in_fp32 = ", ".join(_always(rows, in_fp32=True)) or "nothing"
+    in_autocast = ", ".join(_always(rows, in_fp32=False)) or "nothing"
     findings = [
-        (
-            f"In fp32 in every case on {devices}: "
-            f"{', '.join(_always(rows, in_fp32=True)) or 'nothing'}."
-        ),
-        f"In the autocast type in every case on {devices}: "
-        f"{', '.join(_always(rows, in_fp32=False)) or 'nothing'}.",
+        f"In fp32 in every case on {devices}: {in_fp32}.",
+        f"In the autocast type in every case on {devices}: {in_autocast}.",
     ]
     if all(row.device is Device.CPU for row in rows):
         findings.insert(0, OF_GPU)
     pivot = pivoted(values, ("model", "quantity"), "setting")
-    table = make_table(
-        "Data types under autocast, as observed", columns, pivot, findings, findings=findings
-    )
+    title = "Data types under autocast, as observed"
+    table = make_table(title, columns, pivot, findings, findings=findings)
     return Section(name="dtypes", tables=(table,), rows=[asdict(row) for row in rows])
 
 
 def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
     """Quantities that are in fp32, or in the autocast type, in every row that has them."""
-    others = {row.quantity for row in rows if row.dtype != ("fp32" if in_fp32 else row.precision)}
-    return [
-        quantity
-        for quantity in dict.fromkeys(row.quantity for row in rows)
-        if quantity not in others
-    ]
+    always = dict.fromkeys(row.quantity for row in rows)
+    for row in rows:
+        if row.dtype != ("fp32" if in_fp32 else row.precision):
+            always.pop(row.quantity, None)
+    return list(always)

@@ -15,7 +15,7 @@ VOCABULARY = 10_000
 @cache
 def grid_runs():
     """The JSON of each run by size, context and precision, all as texts."""
-    runs = [json.loads(path.read_text()) for path in sorted((GRID / "runs").glob("*.json"))]
+    runs = [json.loads(line) for line in (GRID / "runs.jsonl").read_text().splitlines()]
     return {
         (
             r["config"]["size"],

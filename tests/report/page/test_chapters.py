@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cs336.commands.measuring import show_results
 from cs336.commands.rebuild import load
-from cs336.commands.sweep import show_results
 from cs336.config import Profiler
 from cs336.record import Status
 from cs336.report.compared import Sides, compare_sides
@@ -230,6 +230,6 @@ def test_the_first_screen_of_the_grid_has_the_ranges_of_its_runs(grid_page) -> N
 
 def test_a_sweep_that_was_stopped_before_its_first_record_has_no_page(tmp_path, capsys) -> None:
     with StatusLine() as status:
-        show_results([], tmp_path, status)
+        show_results([], tmp_path, status, ())
     assert not (tmp_path / "index.html").exists()
     assert "index.html" not in capsys.readouterr().out

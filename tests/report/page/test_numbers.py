@@ -9,6 +9,8 @@ import statistics
 
 import pytest
 
+from cs336.config import Phase
+from cs336.record import load_records
 from tests.report.page.grid import GRID, grid_runs, grid_values
 from tests.report.page.parsed import Parsed
 
@@ -125,7 +127,8 @@ def test_every_number_of_every_table_is_that_of_its_run(grid_page):
         len(SETTINGS) + 4 + 8 + 1
     )
     of_runs = {row["record"][0]: float(row["step ms"][1]) for row in page.rows("runs-table")}
-    for path in (GRID / "runs").iterdir():
-        step_s = times_s(json.loads(path.read_text()), "step")
-        assert of_runs.pop(f"runs/{path.name}") == pytest.approx(1e3 * statistics.fmean(step_s))
+    for record in load_records(GRID / "runs")[0]:
+        step_s = record.measurement(Phase.STEP).times_s
+        step_ms = of_runs.pop(f"{record.key} in runs.jsonl")
+        assert step_ms == pytest.approx(1e3 * statistics.fmean(step_s))
     assert not of_runs

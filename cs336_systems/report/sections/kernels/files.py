@@ -7,7 +7,7 @@ step, unless they are those of a single launch.
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,9 +117,11 @@ def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
     return [Drawing(file, partial(draw_timeline, profile, name))] if has_timeline else []
 
 
-def write_kernels(entry: Explained, directory: Path, top: int) -> list[Path]:
-    """Write profile.json, findings.md, the picture and each table as CSV, Markdown, LaTeX and
-    Typst; return the paths.
+def write_kernels(
+    entry: Explained, directory: Path, top: int, formats: Collection[str] = ()
+) -> list[Path]:
+    """Write profile.json, findings.md, the picture and each table as CSV, Markdown and in the
+    other `formats`; return the paths.
 
     Tables hold at most `top` kernels. The directory is made if need be. A subject that this trace
     has nothing of has no files: those of an earlier one are removed.
@@ -133,7 +135,7 @@ def write_kernels(entry: Explained, directory: Path, top: int) -> list[Path]:
     for section in (*(make([entry]) for make in OF_ONE), *details(entry.profile, top)):
         files |= texts_of(section, note)
     files |= pngs_of(Section(name="timeline", pictures=_timeline("timeline", entry.profile)))
-    return write_files(files, directory)
+    return write_files(files, directory, formats)
 
 
 MAX_MODULES = 20

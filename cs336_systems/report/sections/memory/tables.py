@@ -4,7 +4,7 @@ block saves.
 They are for a terminal and for the files of a directory, of one snapshot or of the runs of a sweep.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -394,9 +394,11 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     ]
 
 
-def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path]:
-    """Write memory.json, findings.md, each section in every format, and plots/ into the directory;
-    return the paths.
+def write_memory(
+    profile: MemoryProfile, directory: Path, top: int, formats: Collection[str] = ()
+) -> list[Path]:
+    """Write memory.json, findings.md, plots/, and each section as CSV, Markdown and in the other
+    `formats` into the directory; return the paths.
 
     The directory is made. The files of an empty section are removed.
     """
@@ -406,7 +408,7 @@ def write_memory(profile: MemoryProfile, directory: Path, top: int) -> list[Path
     }
     for section in sections_of([MemoryEntry(profile=profile)], top):
         files |= {**texts_of(section, about(profile)), **pngs_of(section)}
-    return write_files(files, directory)
+    return write_files(files, directory, formats)
 
 
 def _in_order(entries: Sequence[MemoryEntry]) -> list[MemoryEntry]:

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.image import imread
 
 from cs336.analysis.kernels.step_profile import decode_profile
-from cs336.report.formats import WRITERS
+from cs336.report.formats import ON_REQUEST, WRITERS
 from cs336.report.progress import StatusLine
 from cs336.report.results import Results
 from cs336.report.sections.kernels import files as kernel_files
@@ -87,7 +87,7 @@ def test_share_columns_to_read_add_up(make):
 @pytest.mark.usefixtures("no_pictures")
 def test_files_of_one_trace(tmp_path):
     directory = tmp_path / "new" / "kernels"
-    paths = write_kernels(of_file(), directory, 3)
+    paths = write_kernels(of_file(), directory, 3, ON_REQUEST)
     assert (
         {path.relative_to(directory).as_posix() for path in paths}
         == names(directory)

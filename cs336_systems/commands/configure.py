@@ -1,0 +1,327 @@
+"""The configuration of a run that flags describe, and whether it can run here."""
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import (
+    MAX_MEASURED_RANKS,
+    SIZES,
+    UNSIZED,
+    USED_WITH,
+    Arch,
+    Attention,
+    Device,
+    ModelConfig,
+    Parallel,
+    Precision,
+    Profiler,
+    RunConfig,
+    SdpaBackend,
+)
+from ..measure.inputs import check_factory, parameters_of
+from ..measure.nvml import alike, visible_gpus
+from ..model.fast.choose import check_packages, describe_fast, fastest, missing_packages
+from ..settings import flag_of
+from ..text import print_aside
+from .flags import OF_MODEL, SETTING_FIELDS, value_or
+from .machine import first_gpu
+
+
+def check_tokens(name: str, context_length: int) -> None:
+    """Raise ValueError unless the file begins as one of enough tokens does; the tokens
+    themselves are not read.
+    """
+    # numpy is slow to import, and few command lines need it
+    from ..model.tokens import open_tokens
+
+    if not Path(name).is_file():
+        raise ValueError(f"--tokens needs a .npy file of integers, and {name!r} is no file")
+    try:
+        open_tokens(Path(name), context_length)
+    except ValueError as error:
+        raise ValueError(f"--tokens {error}".replace("\n", "\\n")) from error
+
+
+def make_config(
+    device: Device,
+    *,
+    size: str,
+    context_length: int | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> RunConfig:
+    """One configuration from settings; raise ValueError for a value that is unknown or cannot be
+    run.
+    """
+    preset = _preset(size)
+    parallel = settings.get("parallel", Parallel.NONE)
+    if parallel is not Parallel.NONE and "ranks" not in settings:
+        raise ValueError(
+            f"--parallel {parallel} needs --ranks, the number of processes that share a step, got "
+            "none"
+        )
+    if context_length is None:
+        is_course = preset.arch is Arch.CS336
+        context_length = preset.context_length
+        if is_course:
+            context_length = default_on(device, "context_length")
+    of_model = {attribute.name for attribute in fields(ModelConfig)} & settings.keys()
+    changes = {name: settings.pop(name) for name in of_model}
+    model = replace(preset, context_length=context_length, **changes)
+    blocks = settings.get("checkpoint_blocks", 0)
+    if blocks > model.num_layers and settings.get("model_factory") is None:
+        raise ValueError(
+            f"--checkpoint-blocks must be from 0 to the {model.num_layers} blocks that {size} has "
+            f"here, got {blocks}"
+        )
+    if "tokens" in settings:
+        check_tokens(settings["tokens"], model.context_length)
+    shape = ("d_model", "d_ff", "num_layers", "num_heads")
+    if any(getattr(model, name) != getattr(preset, name) for name in shape):
+        size = "custom"
+    config = RunConfig(size=size, model=model, device=device, **settings)
+    for flag, factory in (
+        ("--model", config.model_factory),
+        ("--own-ddp", config.own_ddp),
+        ("--own-optimizer", config.own_optimizer),
+    ):
+        if factory is not None:
+            check_factory(factory, flag)
+    return config
+
+
+def _preset(size: str) -> ModelConfig:
+    """The model of this size; raise ValueError for an unknown one."""
+    if size in SIZES:
+        return SIZES[size]
+    by_lower = {name.lower(): name for name in SIZES}
+    close = difflib.get_close_matches(size.lower(), by_lower, n=1)
+    hint = f"; did you mean {by_lower[close[0]]}?" if close else "."
+    raise ValueError(f"unknown size {size!r}{hint} Sizes: {', '.join(SIZES)}")
+
+
+def config_of(
+    device: Device,
+    given: Mapping[str, Any],
+    point: Mapping[str, Any],
+    *,
+    fast: bool,
+    many: bool = False,
+) -> RunConfig:
+    """The run of the settings `given` by the user, by the flags of a sweep if `many`, and of
+    those of `point` first.
+    """
+    settings = {**given, **point}
+    if not many:  # a sweep has several values of the settings that others need
+        settings = _with_own_parts(settings)
+    if fast:
+        asked = {name: settings[name] for name in given if name in settings}
+        config = make_fast_config(device, asked, many=many, **settings)
+    else:
+        config = make_config(device, **settings)
+    return checked_factory(config, given, many=many)
+
+
+def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with `own` where one names an own part; raise ValueError for one that another
+    makes useless.
+    """
+    for name, (other, values) in USED_WITH.items():
+        default = SETTING_FIELDS[name][0].default
+        if settings.get(name, default) == default:
+            continue
+        if len(values) == 1 and settings.get(other) in (None, Parallel.NONE):
+            settings[other] = values[0]
+        if settings.get(other) not in values:
+            raise ValueError(
+                f"{_typed(name)} needs {_typed(other)} {' or '.join(values)}, got "
+                f"{settings.get(other) or 'none'}"
+            )
+    return settings
+
+
+def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
+    """The run itself; raise ValueError for a flag of the model's shape that the user's own factory
+    does not take.
+
+    `given` are the names of the settings that the user gave, with `many` by the flags of a sweep.
+    The vocabulary and the context shape the tokens of any model, so they always have an effect. A
+    factory whose source does not tell its parameters is accepted.
+    """
+    taken = None if config.model_factory is None else parameters_of(config.model_factory)
+    if taken is None:
+        return config
+    shape = [name for name in OF_MODEL if name not in ("model_factory", "vocab_size")]
+    ignored: dict[str, object] = {}
+    for name in shape:
+        value = getattr(config.model, name)
+        if name not in taken and value != SETTING_FIELDS[name][0].default:
+            ignored[name] = value
+    preset = SIZES.get(config.size)
+    is_usual_vocabulary = preset and preset.vocab_size == SETTING_FIELDS["vocab_size"][0].default
+    is_asked = config.size != default_on(config.device, "size")
+    if is_usual_vocabulary and is_asked and taken.isdisjoint(shape):
+        ignored["size"] = config.size
+    for name in ignored:
+        if name in given:
+            what = "any dimension of the model" if name == "size" else name
+            raise ValueError(
+                f"{_typed(name, many)} {ignored[name]} would do nothing: the factory "
+                f"{config.model_factory} does not take {what}; leave it out"
+            )
+    if taken & {*shape} - {"context_length"}:
+        return config
+    # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
+    tokens = {name: getattr(config.model, name) for name in ("vocab_size", "context_length")}
+    return replace(config, size=UNSIZED, model=replace(SIZES["small"], **tokens))
+
+
+def _typed(name: str, many: bool = False) -> str:
+    """The flag of a setting as it is typed, with `many` that of a sweep."""
+    setting = SETTING_FIELDS[name][1]
+    return flag_of(setting.plural if many and setting.plural else name, setting)
+
+
+def checked_here(config: RunConfig) -> RunConfig:
+    """The run itself; raise ValueError if it cannot run here.
+
+    It then has too many ranks, or more than this process sees GPUs of one kind, or needs a package
+    that cannot be used.
+    """
+    if config.ranks > MAX_MEASURED_RANKS:
+        raise ValueError(
+            f"--ranks must be at most {MAX_MEASURED_RANKS} for a step that is run, got "
+            f"{config.ranks}"
+        )
+    if config.ranks > 1 and config.device is Device.CUDA:
+        num_gpus = len(alike(visible_gpus()))
+        if num_gpus < config.ranks:
+            raise ValueError(
+                f"--ranks {config.ranks} needs as many GPUs of one kind that this process can see "
+                f"(CUDA_VISIBLE_DEVICES), found {num_gpus}"
+            )
+    check_packages(config)
+    return config
+
+
+def default_on(device: Device, name: str) -> Any:  # noqa: ANN401 (the type of the setting)
+    """The default of a setting that depends on the device."""
+    usual = SETTING_FIELDS[name][1].by_device
+    assert usual is not None
+    return usual.gpu if device is Device.CUDA else usual.cpu
+
+
+NOT_ALONE = tuple(
+    name
+    for name, (attribute, setting) in SETTING_FIELDS.items()
+    if setting.rules
+    and (attribute.default is False or (setting.is_shortcut and attribute.default == 0))
+)
+"""Switches and numbers with rules. Most rules require other settings, which --fast may have to
+choose first.
+"""
+
+
+def make_fast_config(
+    device: Device,
+    asked: Mapping[str, Any],
+    *,
+    many: bool = False,
+    **settings: Any,  # noqa: ANN401
+) -> RunConfig:
+    """The configuration of these settings in the fastest way known for this machine's device
+    (--fast).
+
+    `asked` are the settings that the user gave, with `many` by the flags of a sweep. Raises
+    ValueError for one that cannot be combined with --fast, or that differs from what --fast
+    chooses. Unless --checkpoint-blocks is given, there are checkpoints where the step does not fit
+    the GPU without.
+    """
+    from ..costs.fast_memory import with_checkpoints
+
+    # a switch that needs other settings is valid only once --fast has chosen these, so it is set at
+    # the end
+    first = {name: value for name, value in settings.items() if name not in NOT_ALONE}
+    if first.get("sdpa_backend", SdpaBackend.AUTO) is not SdpaBackend.AUTO:
+        first.setdefault("attention", Attention.SDPA)
+    gpu = first_gpu() if device is Device.CUDA else None
+    fast = fastest(make_config(device, **first), None if gpu is None else gpu.name)
+    for name, (_, setting) in SETTING_FIELDS.items():
+        chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
+        if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
+            flag = _typed(name, many)
+            what = flag.removeprefix("--").replace("-", " ")
+            raise ValueError(
+                f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}"
+            )
+    switches = {name: asked[name] for name in NOT_ALONE if asked.get(name)}
+    if asked.get("fp8") or asked.get("selective_checkpoints"):
+        switches.setdefault("fused_activations", False)  # neither can be combined with it
+    if asked.get("expandable_segments") and fast.is_shared:
+        switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
+    fast = replace(fast, **switches)
+    if gpu is None or "checkpoint_blocks" in asked:
+        return fast
+    memory_bytes = gpu.usable_bytes or gpu.memory_bytes
+    if memory_bytes is None:
+        return fast
+    return with_checkpoints(fast, memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
+
+
+def explain_fast(configs: Iterable[RunConfig]) -> None:
+    """Print on standard error what --fast chose, and what it does without because a package
+    cannot be used.
+    """
+    configs = list(configs)
+    for chosen in dict.fromkeys(map(describe_fast, configs)):
+        print_aside(f"fast: {chosen}")
+    gpu = first_gpu()
+    notes: dict[str, None] = {}
+    for config in configs:
+        notes |= dict.fromkeys(missing_packages(config, None if gpu is None else gpu.name))
+    for note in notes:
+        print_aside(f"note: {note}")
+
+
+PROFILERS = {
+    "nsys": Profiler.NSYS,
+    "profile": Profiler.KINETO,
+    "memory": Profiler.MEMORY,
+    "memory_first_step": Profiler.MEMORY,
+}
+"""The profiler of each flag that asks for one."""
+
+
+def chosen_profiler(arguments: object) -> Profiler:
+    """The profiler that these flags ask for; raise ValueError for several."""
+    asked = [name for name in PROFILERS if getattr(arguments, name, False)]
+    if len(asked) > 1:
+        flags = " and ".join(map(flag_of, asked))
+        raise ValueError(f"two profilers cannot watch one process, got {flags}: choose one")
+    return PROFILERS[asked[0]] if asked else Profiler.NONE
+
+
+def profiled_config(plain: RunConfig, profiler: Profiler, first_step: bool = False) -> RunConfig:
+    """The same run under a profiler. The memory profiler records at most two steps, as steady
+    steps are alike.
+    """
+    if profiler is not Profiler.MEMORY:
+        return replace(plain, profiler=profiler)
+    # a replayed graph allocates nothing, and the analysis of the history assumes fixed segments
+    plain = replace(plain.without_graph, expandable_segments=False)
+    if first_step:
+        return replace(plain, profiler=profiler, warmup_steps=0, measured_steps=1)
+    return replace(plain, profiler=profiler, measured_steps=min(2, plain.measured_steps))
+
+
+def one_precision(precision: Precision | None, mixed_precision: bool) -> Precision:
+    """The precision asked for, by default fp32; raise ValueError if --mixed-precision
+    contradicts it.
+    """
+    if mixed_precision and precision not in (None, Precision.BF16):
+        raise ValueError(
+            f"--mixed-precision means bf16, but the precision asked for is {precision}"
+        )
+    return Precision.BF16 if mixed_precision else value_or(precision, Precision.FP32)

@@ -1,0 +1,182 @@
+"""Argv becomes a dataclass of arguments, by tyro: help that shows common flags first, and errors in
+one line.
+"""
+
+import contextlib
+import inspect
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+import tyro
+
+from ..config import SETTINGS
+from ..settings import flag_of
+from .outcome import UsageError
+
+T = TypeVar("T")
+COMMON = {
+    "mixed_precision",
+    "device",
+    "fast",
+    "profile",
+    "nsys",
+    "memory",
+    "repeats",
+    "name",
+    "output",
+    "dry_run",
+    "json",
+    "fit",
+    "memory_gib",
+    "device_name",
+    "parameters",
+    "rungs",
+    "network_gb_per_s",
+}
+for _name, _setting in SETTINGS.items():
+    if _setting.is_common:
+        COMMON |= {_setting.flag or _name, _setting.plural or _name}
+"""Flags that `--help` shows of a command with more than FEW, among them those of common settings;
+`--help-all` shows all.
+"""
+FEW = 20
+HELP, HELP_ALL = ("-h", "--help"), "--help-all"
+EXPECTED = {
+    "could not convert string to float: (.*)": "a number",
+    r"invalid literal for int\(\) with base 10: (.*)": "a whole number",
+    r"Exceeds the limit .*value has (\d+ digits)": "a shorter number",
+    r"no type matching .* could be instantiated from (\[.*?\])\.": "such values",
+}
+"""What a flag needs, by the parser's error for another text."""
+
+
+def parse(
+    kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None
+) -> T:
+    """The arguments in `argv`; raise UsageError for those that are wrong, and SystemExit after
+    help.
+    """
+    config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
+    if os.environ.get("NO_COLOR"):
+        getattr(tyro, "_experimental_options", {})["ansi_codes"] = False  # tyro has no public way
+    words = list(sys.argv[1:] if argv is None else argv)
+    names = flag_names(kind)
+    description = _unwrapped(description or inspect.getdoc(kind) or "")
+    if HELP_ALL in words:
+        words = [HELP[-1]]
+        kind = _for_help(kind, names)
+    elif not set(words).isdisjoint(HELP):
+        shown = names
+        if len(names) > FEW:
+            shown = COMMON
+            description += f"\n\n{prog} {HELP_ALL} shows {len(names)} flags."
+        kind = _for_help(kind, shown)
+    printed = io.StringIO()
+    try:
+        args = [_as_declared(word, names) for word in words]
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(kind, prog=prog, args=args, description=description, config=config)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UsageError(f"{_in_a_line(printed.getvalue())} ({prog} --help)") from None
+
+
+def _unwrapped(text: str) -> str:
+    """The text with a line for each paragraph; indented lines, such as examples, stay."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+def _in_a_line(box: str) -> str:
+    """The error in a box that the parser has drawn, which goes on with help below a line."""
+    error, hints = list[str](), list[str]()
+    for row in box.splitlines()[1:-1]:
+        text = row.strip("│ ")
+        is_rule = len(text) > 3 and set(text) <= set("─-")
+        if is_rule and not error:
+            continue  # without these characters, there is a rule above the error too
+        (hints if hints or is_rule else error).append(text)
+    message = re.sub(r"^Error parsing (\w+Arguments: )?", "", " ".join(error))
+    flag = message.partition(":")[0]
+    meant = [hint for hint in hints if re.match("--?[a-z]", hint)]
+    if not flag.startswith("-"):
+        return f"{message}; did you mean {meant[0].split()[0]}?" if meant else message
+    for pattern, needed in EXPECTED.items():
+        if wrong := re.search(pattern, message):
+            return f"{meant[0]} needs {needed}, got {wrong[1]}"
+    return message
+
+
+def flag_names(kind: Callable[..., object]) -> frozenset[str]:
+    """The fields of a class of arguments, and of its groups."""
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return frozenset()
+    names = set[str]()
+    for declared in fields(kind):
+        group = _group_of(declared)
+        names |= {declared.name} if group is None else flag_names(group)
+    return frozenset(names)
+
+
+def _group_of(declared: Field[Any]) -> type | None:
+    """The class of arguments that the field holds, or None if it is a flag."""
+    kind = declared.type
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return kind if isinstance(kind, type) and is_dataclass(kind) else None
+
+
+def _as_declared(word: str, names: Collection[str]) -> str:
+    """The word, with `--size` for `--sizes` and the other way round where the command has only
+    the other one.
+    """
+    flag, equals, value = word.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
+    is_other = flag.startswith("--") and name not in names and other in names
+    return f"{flag_of(other)}{equals}{value}" if is_other else word
+
+
+def _for_help(kind: Any, shown: Collection[str]) -> Any:  # noqa: ANN401 (a class of arguments)
+    """A class of arguments for help: without the flags that are not `shown`, and with each help
+    text in one line, which tyro wraps to the width of the terminal.
+    """
+    # slow to import, and only help needs it; tyro reads docstrings with it, and keeps their lines
+    from docstring_parser import parse_from_object
+
+    texts: dict[str, str] = {}
+    for parent in reversed(kind.__mro__[:-1]):
+        for documented in parse_from_object(parent).params:
+            texts[documented.arg_name] = documented.description or ""
+    members: dict[str, Any] = {"__annotations__": {}, "__doc__": kind.__doc__}
+    for declared in fields(kind):
+        group = _group_of(declared)
+        annotation: Any = declared.type
+        members[declared.name] = declared.default
+        if group is not None:
+            for_help: Any = _for_help(group, shown)
+            annotation = Annotated[for_help, tyro.conf.OmitArgPrefixes]
+            members[declared.name] = field(default_factory=for_help)
+        elif declared.name not in shown:
+            annotation = Annotated[annotation, tyro.conf.Suppress]
+        elif text := texts.get(declared.name):
+            annotation = Annotated[annotation, tyro.conf.arg(help=" ".join(text.split()))]
+        members["__annotations__"][declared.name] = annotation
+    return dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), members))
+
+
+def in_flags(message: str, names: Collection[str]) -> str:
+    """The message with the flags in place of the fields of these names, unless they are quoted or
+    part of a longer word.
+    """
+    long = "|".join(sorted((name for name in names if "_" in name), key=len, reverse=True))
+    return re.sub(
+        rf"(?<![\w./\"'`-])({long})(?![\w./\"'`-])", lambda name: flag_of(name[0]), message
+    )
