@@ -60,7 +60,6 @@ __all__ = (
     "SIZES",
     "UNSIZED",
     "USED_WITH",
-    "WATCHED",
     "Arch",
     "Attention",
     "CompileMode",
@@ -110,10 +109,6 @@ own.
 """
 UNSIZED = "own"
 """`size` of a user's own model whose factory takes no sizes."""
-WATCHED = "watch"
-"""Module part of `model_factory` in records of loops that were watched: watch:name has no
-factory.
-"""
 EAGER_STEPS_BEFORE_GRAPH = 3
 """Eager steps before a CUDA graph is recorded: one compiles, one makes the optimizer's state,
 one runs with both.
@@ -242,7 +237,6 @@ class RunConfig:
             ),
             csv_place=14,
             noted="always",
-            unknown_of_loop=True,
             is_common=True,
         ),
     ] = OptimizerKind.ADAMW
@@ -282,7 +276,6 @@ class RunConfig:
             note="compile {}",
             csv_place=13,
             noted="first",
-            unknown_of_loop=True,
             is_common=True,
         ),
     ] = CompileMode.NONE
@@ -860,7 +853,6 @@ class RunConfig:
                 ),
             ),
             csv_place=24,
-            unknown_of_loop=True,
             without_cost=True,
         ),
     ] = 1e-3
@@ -922,13 +914,7 @@ class RunConfig:
     ] = None
     seed: Annotated[
         int,
-        Setting(
-            "Seed of the weights and the tokens.",
-            least=0,
-            csv_place=43,
-            unknown_of_loop=True,
-            without_cost=True,
-        ),
+        Setting("Seed of the weights and the tokens.", least=0, csv_place=43, without_cost=True),
     ] = 0
     repeat: Annotated[
         int,

@@ -17,6 +17,7 @@ import msgspec
 
 from .config import Phase, RunConfig
 from .files import RECORD, FileError, encode_json, read_json, write_atomically
+from .subject import Subject, WatchedLoop, loop_of_earlier_record
 
 FORMAT_VERSION = 1
 RUNS = "runs"
@@ -335,14 +336,17 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Everything that is kept of one run.
+    """Everything that is kept of one run, which is that of a configured step or of a watched loop.
 
     Of a run on several ranks, each step and its phases are those of the rank that took longest,
     losses are means over the ranks, memory is that of the rank with the highest peak, and what else
     belongs to one process is rank 0's.
     """
 
-    config: RunConfig
+    config: RunConfig | None = None
+    """None for a watched loop."""
+    loop: WatchedLoop | None = None
+    """None for a configured step."""
     status: Status
     started_at: str
     """UTC, ISO 8601."""
@@ -394,9 +398,25 @@ class RunRecord:
     durations: Durations | None = None
     warnings: tuple[RunWarning, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.loop is None and self.config is not None:
+            loop = loop_of_earlier_record(self.config)
+            if loop is not None:
+                object.__setattr__(self, "config", None)
+                object.__setattr__(self, "loop", loop)
+        if (self.config is None) == (self.loop is None):
+            raise ValueError("needed `config` or `loop`, of which a record has one")
+
+    @property
+    def subject(self) -> Subject:
+        """The configured step or the watched loop."""
+        subject = self.config or self.loop
+        assert subject is not None
+        return subject
+
     @property
     def key(self) -> str:
-        return self.config.key
+        return self.subject.key
 
     @property
     def device_name(self) -> str | None:

@@ -116,8 +116,6 @@ class Setting:
     """The preset size decides it, so that tables show it only for runs of one size that differ."""
     binds_own_model: bool = False
     """The user's own model must keep to it; it may choose all else in `ModelConfig` itself."""
-    unknown_of_loop: bool = False
-    """It is not known of a watched loop."""
     used_with: tuple[str, tuple[StrEnum, ...]] | None = None
     """Another setting and its values with which this one has an effect. With other values it has
     its default, so that runs that do the same have the same key.

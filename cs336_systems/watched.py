@@ -34,26 +34,16 @@ from torch import Tensor, nn
 
 from .analysis.memory.notes import notes_path
 from .analysis.warnings import launched_phases, timing_warnings
-from .config import (
-    SIZES,
-    UNSIZED,
-    WATCHED,
-    CompileMode,
-    Device,
-    Mode,
-    Phase,
-    Precision,
-    Profiler,
-    RunConfig,
-)
+from .config import MODULE_DEPTH, CompileMode, Device, Mode, Phase, Precision, Profiler
 from .measure.clock import StepTimes
 from .measure.nvml import Gpu, GpuMonitor, visible_gpus
 from .measure.run import LEAST_TRAIN_WARMUP_STEPS, Progress
 from .measure.step import memory_since
-from .measure.watchers import Watch, annotator_of
+from .measure.watchers import Watch
 from .model.annotate import Annotator, annotate, set_annotator
 from .ranges import Range
 from .record import GpuState, Memory, RunRecord, Telemetry, WarningCode, read_record, write_record
+from .subject import WatchedLoop
 from .sweep.store import PROFILE_DIRECTORIES
 
 MAX_KEPT_STEPS = 10_000
@@ -134,18 +124,19 @@ class Watched:
             raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
         if profile and memory:
             raise ValueError("watch: profile and memory record different steps: give one of them")
-        several = (
-            (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers)
-        )
-        # in the wrappers of Accelerate and Lightning
-        several = tuple(getattr(each, "optimizer", each) for each in several)
-        profiler = Profiler.KINETO if profile else Profiler.MEMORY if memory else Profiler.NONE
+        if isinstance(optimizers, torch.optim.Optimizer):
+            optimizers = (optimizers,)
+        # Accelerate and Lightning wrap optimizers
+        several = tuple(getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers)
+        profiler = Profiler.NONE
+        if profile or memory:
+            profiler = Profiler.KINETO if profile else Profiler.MEMORY
         self.model, self.name, self.warmup_steps = model, name, warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
-        found = next(
-            (each.device.type for each in model.parameters() if each.device.type != "meta"), "cpu"
-        )
-        self.device = Device.CUDA if found == "cuda" else Device.CPU
+        types = [parameter.device.type for parameter in model.parameters()]
+        # parameters that are not loaded yet are on "meta", whatever the device
+        on_gpu = [*filter(lambda name: name != "meta", types)][:1] == ["cuda"]
+        self.device = Device.CUDA if on_gpu else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
         self._begun = 0
@@ -156,32 +147,24 @@ class Watched:
         self._depth = 0
         self._is_accumulating = False
         """Whether the last step had several forward passes."""
-        self._context_length = 1
+        self._context_length: int | None = None
+        self._precision: Precision | None = None
         self._written: Path | None = None
-        self._precision = Precision.FP32
         self._gpu = _Gpu() if self.device is Device.CUDA else None
         if profiler is Profiler.MEMORY and self.device is Device.CPU:
             raise ValueError(
                 "watch: memory=True needs the model on a GPU, whose allocator it records; got the "
                 "CPU"
             )
-        self._config = RunConfig(
-            size=UNSIZED,
-            model=SIZES["tiny"],
-            model_factory=f"{WATCHED}:{name}",
-            device=self.device,
-            warmup_steps=warmup_steps,
-            profiler=profiler,
+        self._loop = WatchedLoop(
+            name=name, device=self.device, profiler=profiler, warmup_steps=warmup_steps
         )
-        self._progress = Progress(config=self._config, gpu=self._gpu.gpu if self._gpu else None)
-        self._profiled = _Profiled(model, several, self._config, self.directory)
-        self._handles = [
-            model.register_forward_pre_hook(self._forward_begins, with_kwargs=True),
-            *(
-                each.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER))
-                for each in several
-            ),
-        ]
+        self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
+        self._profiled = _Profiled(model, several, self._loop, self.directory)
+        self._handles = [model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)]
+        for optimizer in several:
+            handle = optimizer.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER))
+            self._handles.append(handle)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -235,14 +218,11 @@ class Watched:
             return  # within backward, a checkpoint calls the model again
         self._begin(Phase.FORWARD)
         self._step.forwards += 1
-        given = [
-            each for each in (*inputs, *named.values()) if isinstance(each, Tensor) and each.ndim
-        ]
-        if (
-            tokens := next((each for each in given if not each.is_floating_point()), None)
-        ) is not None:
-            self._step.tokens += tokens.numel()
-            self._context_length = max(1, tokens.shape[-1])
+        for given in (*inputs, *named.values()):
+            if isinstance(given, Tensor) and given.ndim and not given.is_floating_point():
+                self._step.tokens += given.numel()
+                self._context_length = given.shape[-1]
+                break
         self._precision = _precision(self.model, self.device)
 
     def _timed(self, backward: Callable[..., None]) -> Callable[..., None]:
@@ -296,39 +276,26 @@ class Watched:
             )
         progress = replace(
             self._progress,
-            num_parameters=sum(each.numel() for each in self.model.parameters()),
+            num_parameters=sum(map(Tensor.numel, self.model.parameters())),
             warmup=[step.times for step in self.warmup],
             measured=[step.times for step in steps],
             warnings=[],
         )
         telemetry = self._gpu.telemetry() if self._gpu else None
         self._judge(progress, telemetry)
-        record = progress.finished()
+        progress.subject = replace(
+            self._loop,
+            measured_steps=len(steps),
+            mode=_mode({measurement.phase for measurement in progress.measurements()}),
+            precision=self._precision,
+            context_length=self._context_length,
+            tokens_per_step=statistics.median_low([step.tokens for step in steps]) or None,
+        )
         return replace(
-            record,
-            config=self._config_of(steps, {each.phase for each in record.measurements}),
+            progress.finished(),
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
-        )
-
-    def _config_of(self, steps: list[WatchedStep], seen: set[Phase]) -> RunConfig:
-        """What is known of the loop; of its model's shape, the batch and the context alone."""
-        tokens = statistics.median_low([step.tokens for step in steps])
-        mode = (
-            Mode.TRAIN
-            if Phase.OPTIMIZER in seen
-            else Mode.FORWARD_BACKWARD
-            if Phase.BACKWARD in seen
-            else Mode.FORWARD
-        )
-        return replace(
-            self._config,
-            model=replace(self._config.model, context_length=self._context_length),
-            batch_size=max(1, tokens // self._context_length),
-            mode=mode,
-            precision=self._precision,
-            measured_steps=len(steps),
         )
 
     def _judge(self, progress: Progress, telemetry: Telemetry | None) -> None:
@@ -365,7 +332,7 @@ class Watched:
         """
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             return None
-        from .commands.benchmark import print_measured
+        from .report.terminal import print_measured
         from .sweep.keep import explain_run
         from .sweep.store import raw_profile_path
 
@@ -381,13 +348,14 @@ class Watched:
             with contextlib.suppress(FileExistsError):
                 path.touch(exist_ok=False)  # so that no other process takes this name
                 break
-            record = replace(record, config=replace(record.config, repeat=record.config.repeat + 1))
+            assert record.loop is not None
+            record = replace(record, loop=replace(record.loop, repeat=record.loop.repeat + 1))
         self._written = write_record(record, runs)
         if earlier is not None and earlier != path:
             earlier.unlink(missing_ok=True)  # this loop's own, with fewer steps
         if self._profiled.is_asked:
-            self._profiled.move(raw_profile_path(record.config, runs))
-            explain_run(record.config, runs)
+            self._profiled.move(raw_profile_path(record.subject, runs))
+            explain_run(record.subject, runs)
         print_measured(record, runs)
         return self._written
 
@@ -395,18 +363,25 @@ class Watched:
 watch = Watched
 
 
+def _mode(phases: set[Phase]) -> Mode | None:
+    """How much of a training step the loop runs; None if no forward pass was seen."""
+    if Phase.FORWARD not in phases:
+        return None
+    if Phase.OPTIMIZER in phases:
+        return Mode.TRAIN
+    return Mode.FORWARD_BACKWARD if Phase.BACKWARD in phases else Mode.FORWARD
+
+
 def _precision(model: nn.Module, device: Device) -> Precision:
     """The precision of the model's matmuls, from autocast, else from its parameters, else from
     the mode of fp32.
     """
-    kind = device.value
-    found = (
-        torch.get_autocast_dtype(kind)
-        if torch.is_autocast_enabled(kind)
-        else next(model.parameters()).dtype
-    )
-    if found in (torch.bfloat16, torch.float16):
-        return Precision.BF16 if found is torch.bfloat16 else Precision.FP16
+    if torch.is_autocast_enabled(device.value):
+        dtype = torch.get_autocast_dtype(device.value)
+    else:
+        dtype = next(model.parameters()).dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        return Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
     is_tf32 = device is Device.CUDA and torch.get_float32_matmul_precision() != "highest"
     return Precision.TF32 if is_tf32 else Precision.FP32
 
@@ -420,16 +395,26 @@ class _Profiled:
         self,
         model: nn.Module,
         optimizers: tuple[torch.optim.Optimizer, ...],
-        config: RunConfig,
+        loop: WatchedLoop,
         directory: Path,
     ) -> None:
-        if hasattr(model, "_orig_mod"):  # torch.compile's wrapper, whose modules have no ranges
-            config = replace(config, compile=CompileMode.DEFAULT)
-        state = ChainMap(*(each.state for each in optimizers))
+        self._loop = loop
+        # the settings of a run that decide what Watch records
+        config = SimpleNamespace(
+            profiler=loop.profiler,
+            device=loop.device,
+            ranges=True,
+            # modules within torch.compile's wrapper run no hooks, so they have no ranges
+            compile=CompileMode.DEFAULT if hasattr(model, "_orig_mod") else CompileMode.NONE,
+            model_factory=loop.name,
+            module_depth=MODULE_DEPTH,
+            checkpoint_blocks=0,
+        )
+        state = ChainMap(*(optimizer.state for optimizer in optimizers))
         self._step = SimpleNamespace(
             model=model, optimizer=SimpleNamespace(state=state), way=None, phase=None, config=config
         )
-        self.is_asked = config.profiler is not Profiler.NONE
+        self.is_asked = loop.profiler is not Profiler.NONE
         self.trace = directory / "traces" / f".{os.getpid()}.json.gz"
         self._watch: Watch
         self._session: contextlib.ExitStack | None = None
@@ -469,7 +454,7 @@ class _Profiled:
     def finish(self) -> None:
         """Write the trace, if steps are being recorded."""
         if self._session is not None:
-            if self._step.config.device is Device.CUDA:
+            if self._loop.device is Device.CUDA:
                 torch.cuda.synchronize()
             self._leave(0)
             self._session.close()
@@ -478,13 +463,15 @@ class _Profiled:
     def move(self, target: Path) -> None:
         """Move what was recorded to where the analysis looks for it."""
         self.trace.replace(target)
-        if self._step.config.profiler is Profiler.MEMORY:
+        if self._loop.profiler is Profiler.MEMORY:
             notes_path(self.trace).replace(notes_path(target))
 
     def _begin(self) -> None:
         self.trace.parent.mkdir(parents=True, exist_ok=True)
         self._session = session = contextlib.ExitStack()
-        set_annotator(annotator_of(self._step.config))
+        set_annotator(
+            Annotator.PATH if self._loop.profiler is Profiler.MEMORY else Annotator.RECORD_FUNCTION
+        )
         session.callback(set_annotator, Annotator.NONE)
         self._watch = Watch(self._step, self.trace)
         session.enter_context(self._watch.whole_run())
@@ -507,7 +494,7 @@ class _Gpu:
 
     def __init__(self) -> None:
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-        self.gpu: Gpu | None = next((each for each in visible_gpus() if each.uuid == uuid), None)
+        self.gpu: Gpu | None = next((gpu for gpu in visible_gpus() if gpu.uuid == uuid), None)
         self._monitor = GpuMonitor(uuid) if self.gpu else None
         self._states: list[GpuState] = []
         self._before = torch.cuda.memory_stats()

@@ -24,9 +24,12 @@ FOLDERS = (
     "sweep",
     "studies",
     "report",
+    "watched",
     "commands",
 )
-"""From the bottom up: each imports from itself, from those before it, and from BASE."""
+"""From the bottom up, with a module that has a place among folders: each imports from itself, from
+those before it, and from BASE.
+"""
 BASE = (
     "torch_needed",
     "",
@@ -41,10 +44,11 @@ BASE = (
     "shapes",
     "rules",
     "config",
+    "subject",
     "record",
 )
 """Modules of the package root that every folder may import, from the bottom up."""
-TOP = ("watched", "cli", "start", "__main__")
+TOP = ("cli", "start", "__main__")
 TORCH_FREE = ("costs", "analysis", "sweep", "report", "commands")
 """Folders whose modules start where there is no torch, as those of the package root do."""
 ELSEWHERE = (

@@ -213,7 +213,8 @@ def at_default(value: object, path: str = "record") -> list[str]:
 
 def test_a_record_with_every_field_survives_the_way_to_disk_and_back(tmp_path: Path) -> None:
     assert [name for name in at_default(FULL) if not name.startswith("record.config.")] == [
-        "record.format_version"
+        "record.loop",
+        "record.format_version",
     ]
     for config in {FULL.config, *each_configuration()}:
         record = replace(FULL, config=config)

@@ -4,8 +4,10 @@ the same.
 
 import contextlib
 import copy
+import csv
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from cs336.analysis.kernels.phases import LaunchPhase
 from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.analysis.memory.notes import SightingKind, notes_path, read_notes
 from cs336.cli import main
-from cs336.config import Device, Mode, Phase, Profiler
+from cs336.config import SIZES, Mode, Phase, Profiler, RunConfig
 from cs336.model.annotate import annotate
 from cs336.record import WarningCode, load_records, read_record, write_record
 from cs336.watched import PROFILED_STEPS, _Profiled
@@ -126,9 +128,46 @@ def test_phases_are_what_was_slept_in_them(clock, tmp_path, micro_batches, is_ch
     expected[Phase.STEP] = sum(expected.values())
     assert phases(record) == {phase: pytest.approx([time] * 3) for phase, time in expected.items()}
     assert record.between_s == pytest.approx([100 * MS] * 3)
-    assert record.config.mode is Mode.TRAIN
-    assert (record.config.batch_size, record.config.model.context_length) == (4 * micro_batches, 8)
+    assert record.loop.mode is Mode.TRAIN
+    assert (record.loop.batch_size, record.loop.context_length) == (4 * micro_batches, 8)
     assert record.num_parameters == 11 * 8 + 8 * 11 + 11
+
+
+def test_of_a_loop_nothing_is_said_that_was_not_seen(clock, tmp_path, capsys, no_pictures):
+    """Neither tokens, as of a model of images, nor an optimizer, nor the settings of a run."""
+    model = nn.Linear(2, 2)
+    watched = watch(model, name="images", warmup_steps=0, output=tmp_path)
+    with watched.step():
+        model(torch.zeros(5, 2))
+        clock.sleep(FORWARD)
+    watched.report()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "tokens/s" not in capsys.readouterr().out
+    text = (tmp_path / "e2e_benchmark/images/results.csv").read_text()
+    (row,) = csv.DictReader(text.splitlines())
+    timed = {name for name in row if name.startswith(("forward_", "step_", "data_"))}
+    seen = {"size", "mode", "precision", "device_name", "device", "status", "processes"}
+    assert {name for name, cell in row.items() if cell} - timed == seen | {
+        "warmup_steps",
+        "measured_steps",
+    }
+
+
+def test_loops_that_earlier_versions_recorded_as_runs_are_loops(clock, tmp_path):
+    watched = watch(model := Model(clock), warmup_steps=1, output=tmp_path)
+    loop(model, clock, watched)
+    loop_now = watched.record()
+    shape = replace(SIZES["tiny"], context_length=8)
+    config = RunConfig(
+        size="own", model=shape, model_factory="watch:mine", warmup_steps=1, measured_steps=3
+    )
+    earlier = msgspec.to_builtins(loop_now) | {"config": msgspec.to_builtins(config)}
+    del earlier["loop"]
+    path = tmp_path / f"{config.key}.json"
+    path.write_bytes(msgspec.json.encode(earlier))
+    record = read_record(path)
+    assert record.subject == loop_now.subject
+    assert write_record(record, tmp_path) == path, "its profile has this name too"
 
 
 def test_numbers_stay_the_same_and_nothing_is_left_behind(clock):
@@ -173,9 +212,8 @@ def test_a_recorded_loop_says_which_tensor_is_at_which_address(clock, tmp_path, 
     model = Model(clock)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     watched = watch(model, optimizer, warmup_steps=1, output=tmp_path)
-    config = replace(watched._config, device=Device.CUDA, profiler=Profiler.MEMORY)
-    object.__setattr__(config, "device", Device.CPU)  # where there is no run with this profiler
-    watched._profiled = recorded = _Profiled(model, (optimizer,), config, tmp_path)
+    loop_in_memory = replace(watched._loop, profiler=Profiler.MEMORY)
+    watched._profiled = recorded = _Profiled(model, (optimizer,), loop_in_memory, tmp_path)
     loop(model, clock, watched, optimizers=[optimizer], steps=PROFILED_STEPS + 3)
     recorded.move(tmp_path / "raw.pickle")
     notes = read_notes(notes_path(tmp_path / "raw.pickle"))
@@ -207,7 +245,7 @@ def test_several_optimizers_and_none(clock):
     without = watch(model, warmup_steps=0)
     with without.step():
         model(torch.zeros(1, 8, dtype=torch.int64))
-    assert without.record().config.mode is Mode.FORWARD
+    assert without.record().loop.mode is Mode.FORWARD
 
 
 def test_wrappers_around_the_model(clock, tmp_path):
@@ -239,7 +277,7 @@ def test_a_record_is_kept_of_each_process_and_the_report_has_its_row(
         loop(model, clock, watched, steps=2)
         path = watched.report()
     records, problems = load_records(tmp_path / "e2e_benchmark/mine/runs")
-    assert (sorted(each.config.repeat for each in records), problems) == ([0, 1], [])
+    assert (sorted(each.loop.repeat for each in records), problems) == ([0, 1], [])
     assert read_record(path).measurement(Phase.STEP).times_s == pytest.approx([76 * MS] * 3)
     row = next(
         line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mine ")

@@ -21,8 +21,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from ..config import Mode, Phase, Profiler, RunConfig
+from ..config import Mode, Phase, Profiler
 from ..record import Measurement, RunRecord, Status
+from ..subject import Subject
 from ..text import LONGEST_PART, shortened
 from .statistics import FEWEST, standard_error
 
@@ -217,10 +218,11 @@ def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> StepBlocks:
     """
     blocks = {}
     for record in records:
-        config, measured = record.config, record.measurement(Phase.STEP)
+        subject, measured = record.subject, record.measurement(Phase.STEP)
+        tokens = subject.tokens_per_step or 1  # a step's time where no tokens were seen
         if record.status is Status.OK and measured is not None and measured.mean_s:
-            times_s = tuple(time_s / config.tokens_per_step for time_s in measured.times_s)
-            blocks[config.repeat // sides] = replace(measured, times_s=times_s)
+            times_s = tuple(time_s / tokens for time_s in measured.times_s)
+            blocks[subject.repeat // sides] = replace(measured, times_s=times_s)
     return blocks
 
 
@@ -275,14 +277,14 @@ def _places(side: Sequence[Settings], names: Sequence[str]) -> dict[Hashable, in
 
 def without_profiled(side: Sequence[RunRecord]) -> Sequence[RunRecord]:
     """The runs without a profiler, whose times count; all of them where there are no others."""
-    return [record for record in side if record.config.profiler is Profiler.NONE] or side
+    return [record for record in side if record.subject.profiler is Profiler.NONE] or side
 
 
-def refuse_other_work(a: RunConfig, b: RunConfig) -> None:
+def refuse_other_work(a: Subject, b: Subject) -> None:
     """Raise ValueError, in one line, if the modes of A and B compute other phases; those of
     inference are forward's.
     """
-    work = [Mode.FORWARD if config.mode is Mode.INFERENCE else config.mode for config in (a, b)]
+    work = [Mode.FORWARD if side.mode is Mode.INFERENCE else side.mode for side in (a, b)]
     if work[0] is not work[1]:
         raise ValueError(
             f"A is of mode {a.mode} and B of mode {b.mode}, which is other work: compare runs of "
@@ -295,7 +297,7 @@ def refuse_unlike(sides: Sequence[Sequence[RunRecord]], allow_mixed: bool) -> No
     conditions.
     """
     for name, side in zip("AB", sides, strict=True):
-        if any(record.config.profiler is not Profiler.NONE for record in side):
+        if any(record.subject.profiler is not Profiler.NONE for record in side):
             raise ValueError(
                 f"{name} has times under a profiler, which makes a run slower; compare runs "
                 "without one"
@@ -335,7 +337,7 @@ def _has_changed_inputs(side: Sequence[RunRecord]) -> bool:
     """
     states: dict[object, set[object]] = {}
     for record in side:
-        states.setdefault(record.config.configuration, set()).add(record.inputs)
+        states.setdefault(record.subject.configuration, set()).add(record.inputs)
         for source in record.inputs:
             states.setdefault(source.name, set()).add(source.state)
     return any(len(versions) > 1 for versions in states.values())

@@ -21,11 +21,17 @@ from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
 from ..measure.nvml import usable_gpu_bytes, visible_gpus
 from ..settings import flag_of
-from ..studies.ceilings_files import FILE_NAME, Ceilings, ceilings_files, load_ceilings
+from ..studies.ceilings_files import (
+    FILE_NAME,
+    Ceilings,
+    ceilings_files,
+    load_ceilings,
+    load_ceilings_or_warn,
+)
 from ..text import print_aside
 from . import flags
 from .configure import checked_factory, make_config, one_precision
-from .outcome import OK, UsageError, checked, load_ceilings_or_warn, show
+from .outcome import OK, UsageError, checked, show
 
 GIB = 2**30
 USUAL_CEILINGS = Path("data/ceilings")

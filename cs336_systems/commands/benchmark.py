@@ -14,6 +14,7 @@ from ..measure.environment import lacking_memory
 from ..measure.nvml import alike, visible_gpus
 from ..record import RUNS, RunRecord, write_record
 from ..report.progress import StatusLine
+from ..subject import Subject
 from ..sweep import store
 from ..sweep.nsys import CAPTURED_STEPS, FORKED, is_under_nsys
 from ..text import counted, print_aside, print_line
@@ -29,9 +30,6 @@ from .configure import (
     profiled_config,
 )
 from .machine import explain_cpu_fallback, look_at_machine, resolve_device
-
-TOP = 10
-"""Rows of a table about a profile."""
 
 
 @flags.with_flags(*flags.FIRST)
@@ -137,7 +135,7 @@ def run(arguments: BenchmarkArguments) -> int:
             write_record(record, runs)
             record = judged(record)
             write_record(record, runs)
-            unexplained: Sequence[RunConfig] = ()
+            unexplained: Sequence[Subject] = ()
             if profile is not None:
                 from ..sweep.run import explain_again
 
@@ -147,6 +145,8 @@ def run(arguments: BenchmarkArguments) -> int:
             print_json(outcome.with_statistics(record, times_s))
             print_line(f"record: {runs / record.key}.json")
         else:
+            from ..report.terminal import print_measured
+
             print_measured(record, runs)
         outcome.print_profile_paths([config], runs)
     return outcome.status_of([record], unexplained)
@@ -183,29 +183,3 @@ def _measure(
         record = measure(config, profile=profile, say=status, until_stable=arguments.until_stable)
     os.chdir(here)  # the user's own model may have changed it
     return record
-
-
-def print_measured(record: RunRecord, runs: Path) -> None:
-    """The tables of the run, and where its time or memory went if that was recorded, also if the
-    run failed.
-    """
-    from ..report.terminal import print_run
-    from ..studies.ceilings_files import ceilings_beside
-    from ..sweep.keep import has_explanation
-
-    print_run(
-        record,
-        runs / f"{record.key}.json",
-        outcome.load_ceilings_or_warn(ceilings_beside(runs.parent)),
-    )
-    if record.config.profiler is not Profiler.NONE and has_explanation(record.config, runs):
-        from ..report.sections.kernels.entry import load_profiled
-        from ..report.sections.kernels.files import tables_of_one as kernel_tables
-        from ..report.sections.memory.entry import load_memory
-        from ..report.sections.memory.findings import answer
-        from ..report.sections.memory.tables import tables_of_one as memory_tables
-
-        for profiled in load_profiled([record], runs.parent):
-            outcome.show(kernel_tables(profiled, TOP))
-        for recorded in load_memory([record], runs.parent):
-            outcome.show(memory_tables(recorded.profile, TOP), answer=answer(recorded.profile))

@@ -167,9 +167,9 @@ def _refuse_another(configs: Sequence[RunConfig], directory: Path) -> None:
     interleaved with these runs.
     """
     for record in load_records_or_warn(directory / RUNS):
-        if record.config.configuration != configs[record.config.repeat % 2].configuration:
+        if record.subject.configuration != configs[record.subject.repeat % 2].configuration:
             raise UsageError(
-                f"{directory} holds another comparison ({record.config.label} is in it): both "
+                f"{directory} holds another comparison ({record.subject.label} is in it): both "
                 "sides are measured alternately, so none of its times can stand for one of them; "
                 "choose another --name, or --fresh"
             )

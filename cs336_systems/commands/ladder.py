@@ -13,7 +13,7 @@ from ..config import Device, RunConfig
 from ..measure.nvml import visible_gpus
 from ..record import RUNS, RunRecord
 from ..report.progress import StatusLine
-from ..studies.ceilings_files import Ceilings, ceilings_beside
+from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..sweep.ladder import (
     GATE_STEPS,
     RUNG_NAMES,
@@ -31,7 +31,7 @@ from . import flags
 from .configure import checked_factory, make_config
 from .machine import DeviceFlag, device_word, explain_cpu_fallback, resolve_device
 from .measuring import measure_all
-from .outcome import OK, UsageError, checked, load_ceilings_or_warn, load_records_or_warn, show
+from .outcome import OK, UsageError, checked, load_records_or_warn, show
 
 if TYPE_CHECKING:
     from ..report.page.directory import Climbed
@@ -206,7 +206,7 @@ def load_climbed(directory: Path, beside: Ceilings) -> "Climbed":
     ladder = read_ladder(directory / LADDER_FILE)
     names = _names(ladder)  # the directory may have runs of ladders with other flags
     records = load_records_or_warn(directory / RUNS)
-    records = [record for record in records if record.config.configuration in names]
+    records = [record for record in records if record.subject.configuration in names]
     profiled = load_profiled(records, directory)
     results = Results(records=records, kernels=profiled, ceilings=beside)
     return Climbed(results=results, rows=ladder_results(ladder, records, profiled, beside))

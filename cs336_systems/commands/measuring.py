@@ -10,21 +10,14 @@ from typing import TYPE_CHECKING
 from ..config import Device, RunConfig
 from ..record import RUNS, RunRecord
 from ..report.progress import IMPORTING, StatusLine
-from ..studies.ceilings_files import ceilings_beside
+from ..studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
 from ..sweep.nsys import is_under_nsys
 from ..sweep.store import raw_profile_path, writing
 from ..text import print_aside, print_line
 from ..torch_needed import require_torch
 from .flags import MeasuringArguments
 from .machine import look_at_machine
-from .outcome import (
-    INTERRUPTED,
-    UsageError,
-    load_ceilings_or_warn,
-    print_last,
-    print_profile_paths,
-    status_of,
-)
+from .outcome import INTERRUPTED, UsageError, print_last, print_profile_paths, status_of
 
 if TYPE_CHECKING:
     from ..report.results import Results
@@ -94,7 +87,7 @@ def show_results(
     print_sweep(results.tables(), records, directory)
     if page is not None:
         print_line(f"page: {page}")
-    print_profile_paths([record.config for record in records], directory / RUNS)
+    print_profile_paths([record.subject for record in records], directory / RUNS)
 
 
 def write_results(

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, ParamSpec, TextIO, TypeAlias, TypeVar
 import msgspec
 
 from .. import interrupt
-from ..config import Profiler, RunConfig
+from ..config import Profiler
 from ..files import encode_json, why_no_file
-from ..record import RecordError, RunRecord, load_records
+from ..record import RunRecord, load_records
+from ..subject import Subject
 from ..sweep.store import VIEWERS, raw_profile_path
 from ..text import print_aside, print_line
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
     from ..report.section import Table
-    from ..studies.ceilings_files import Ceilings
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, interrupt.STATUS
 P = ParamSpec("P")
@@ -59,12 +59,12 @@ def existing(path: Path, needed: str) -> Path:
     return path
 
 
-def status_of(records: Sequence[RunRecord], unexplained: Container[RunConfig] = ()) -> int:
+def status_of(records: Sequence[RunRecord], unexplained: Container[Subject] = ()) -> int:
     """The exit status for these records; a run in `unexplained` lacks the explanation of its
     profile.
     """
     is_well = all(
-        record.status.is_result and record.config not in unexplained for record in records
+        record.status.is_result and record.subject not in unexplained for record in records
     )
     return OK if is_well else FAILED
 
@@ -77,17 +77,6 @@ def load_records_or_warn(runs: Path) -> list[RunRecord]:
     for problem in problems:
         print_aside(f"warning: {problem}")
     return records
-
-
-def load_ceilings_or_warn(directory: Path) -> "Ceilings":
-    """The ceilings measured into `directory`; if one is damaged, print a warning and use none."""
-    from ..studies.ceilings_files import NO_CEILINGS, load_ceilings
-
-    try:
-        return load_ceilings(directory)
-    except RecordError as error:
-        print_aside(f"warning: no share of a measured ceiling: {error}")
-        return NO_CEILINGS
 
 
 @contextlib.contextmanager
@@ -124,15 +113,12 @@ def show(
     json: bytes | None = None,
 ) -> None:
     """Print the answer in sentences and the tables, or only the JSON, and where the files are."""
-    from ..report.terminal import print_sentences, print_table
+    from ..report.terminal import print_tables
 
     if json is not None:
         sys.stdout.write(json.decode())
     else:
-        print_sentences(answer)
-        for table in tables:
-            print_table(table, directory)
-            print_line("")
+        print_tables(tables, directory, answer)
     if directory is not None:
         (print_line if json is None else print_aside)(f"results: {directory}")
 
@@ -161,10 +147,10 @@ def _stdout_ends() -> None:
     os.dup2(2, 1)
 
 
-def print_profile_paths(configs: Iterable[RunConfig], runs: Path) -> None:
+def print_profile_paths(subjects: Iterable[Subject], runs: Path) -> None:
     """Print where the raw profiles of these runs are, and which viewer opens them."""
     by_profiler: dict[Profiler, list[Path]] = {}
-    for config in configs:
+    for config in subjects:
         if config.profiler is not Profiler.NONE:
             path = raw_profile_path(config, runs)
             if path.is_file():

@@ -19,13 +19,13 @@ from ..report.progress import StatusLine
 from ..report.results import STUDIES, Results, Study, StudyResults
 from ..report.sections.forecast import forecast_section, scored
 from ..report.sections.ladder import write_ladder_report
-from ..studies.ceilings_files import Ceilings, ceilings_beside
+from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..studies.records import read_study
 from ..sweep.run import explain_again
 from ..text import print_aside, print_line
 from . import ladder
 from .measuring import write_results
-from .outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
+from .outcome import FAILED, OK, UsageError, checked
 
 FORECAST_FOLDER = "forecast"
 PUBLISHED = "published"

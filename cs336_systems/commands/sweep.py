@@ -22,7 +22,7 @@ from ..measure.nvml import usable_gpu_bytes, visible_gpus
 from ..report.progress import StatusLine
 from ..report.words import DOUBTED_FORECAST, SHIPPED
 from ..settings import flag_of
-from ..studies.ceilings_files import ceilings_beside
+from ..studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
 from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import counted, plain_word, print_aside, print_line
 from . import flags
@@ -36,7 +36,7 @@ from .configure import (
 )
 from .machine import device_word, explain_cpu_fallback, resolve_device
 from .measuring import measure_all
-from .outcome import FAILED, OK, UsageError, checked, load_ceilings_or_warn
+from .outcome import FAILED, OK, UsageError, checked
 from .plan import Plan, make_plan, outlook, print_plan
 
 if TYPE_CHECKING:

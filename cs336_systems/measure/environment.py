@@ -63,8 +63,10 @@ def lacking_memory(config: RunConfig) -> str | None:
 
 def measuring_files() -> list[str]:
     """Paths of the measuring source files, relative to the package, in a fixed order."""
-    found = [path for folder in MEASURING_FOLDERS for path in (PACKAGE / folder).rglob("*.py")]
-    return sorted(path.relative_to(PACKAGE).as_posix() for path in found)
+    paths: list[Path] = []
+    for folder in MEASURING_FOLDERS:
+        paths += (PACKAGE / folder).rglob("*.py")
+    return sorted(path.relative_to(PACKAGE).as_posix() for path in paths)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
+from itertools import chain
 from pathlib import Path
 
 from .. import places_of
@@ -42,21 +43,20 @@ def inputs_of(config: RunConfig) -> tuple[Input, ...]:
     on random tokens.
     """
     named = config.model_factory, config.own_ddp, config.own_optimizer
-    found = [source_of(name) for name in named if name is not None]
+    inputs = [source_of(name) for name in named if name is not None]
     if config.tokens is not None:
-        found.append(
-            Input(name=f"token file {config.tokens}", state=_file_state(Path(config.tokens)))
-        )
-    return tuple(found)
+        state = _file_state(Path(config.tokens))
+        inputs.append(Input(name=f"token file {config.tokens}", state=state))
+    return tuple(inputs)
 
 
 def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
     """Inputs of all the runs; each is listed once and read once."""
     alike = {
-        (each.model_factory, each.own_ddp, each.own_optimizer, each.tokens): each
-        for each in configs
+        (config.model_factory, config.own_ddp, config.own_optimizer, config.tokens): config
+        for config in configs
     }
-    return tuple(dict.fromkeys(found for config in alike.values() for found in inputs_of(config)))
+    return tuple(dict.fromkeys(chain.from_iterable(map(inputs_of, alike.values()))))
 
 
 def source_of(name: str) -> Input:
@@ -81,10 +81,9 @@ def source_digest(module: str) -> str | None:
             imported = _imported(source) - known if root else set()
             waiting += _beside(root, imported) if root else []
             known |= imported
-    for name in sorted(files):
-        digest.update(
-            f"{name}\0{len(files[name])}\0".encode(errors="surrogateescape") + files[name]
-        )
+    for name, source in sorted(files.items()):
+        digest.update(f"{name}\0{len(source)}\0".encode(errors="surrogateescape"))
+        digest.update(source)
     return digest.hexdigest()[:16] if files else None
 
 
@@ -100,9 +99,8 @@ def check_factory(name: str, flag: str = "--model") -> None:
     if _find(first) is None:
         raise ValueError(f"{flag} {name}: no module {first!r}, in this directory or installed")
     file, top = _file_of(module), _file_of(first)
-    sources = [
-        each.read_text(errors="replace") for each in {file, top} if each and each.suffix == ".py"
-    ]
+    modules = [path for path in {file, top} if path and path.suffix == ".py"]
+    sources = [path.read_text(errors="replace") for path in modules]
     if not sources or any(map(_DYNAMIC.search, sources)) or _file_of(f"{module}.{wanted}"):
         return
     if file is None:
@@ -127,40 +125,39 @@ def parameters_of(name: str) -> set[str] | None:
         tree = ast.parse(file.read_bytes() if file else b"")
     except (OSError, SyntaxError, ValueError):
         return None
-    defined = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.ClassDef)]
-    makers: list[ast.AST] = [each for each in defined if each.name == attribute]
+    defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    makers: list[ast.AST] = [node for node in defined if node.name == attribute]
     if makers and makers[0] not in tree.body:
         return None
     if makers and isinstance(makers[0], ast.ClassDef) and not makers[0].decorator_list:
         makers = [
-            each
-            for each in makers[0].body
-            if getattr(each, "name", None) in ("__init__", "__new__")
+            node
+            for node in makers[0].body
+            if getattr(node, "name", None) in ("__init__", "__new__")
         ]
     if len(makers) != 1 or not isinstance(makers[0], ast.FunctionDef) or makers[0].decorator_list:
         return None
     arguments = makers[0].args
-    return {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return {argument.arg for argument in named}
 
 
 def _file_of(module: str) -> Path | None:
     """The file of a module, found without importing the packages that it is in."""
     first, *below = module.split(".")
-    spec = _find(first)
-    paths = [each.joinpath(*below) for each in (_locations_of(spec) if spec else ())]
-    files = [
-        file for each in paths for file in (each, each / "__init__.py", each.with_suffix(".py"))
-    ]
-    return next((file for file in files if file.is_file()), None)
+    for location in _locations(first):
+        path = location.joinpath(*below)
+        for file in (path, path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file():
+                return file
+    return None
 
 
 def _locations(module: str) -> list[Path]:
     """The file or the directories from which a worker would import a top-level module."""
     spec = _find(module)
-    return [] if spec is None else _locations_of(spec)
-
-
-def _locations_of(spec: ModuleSpec) -> list[Path]:
+    if spec is None:
+        return []
     if spec.submodule_search_locations is not None:
         return [Path(location) for location in spec.submodule_search_locations]
     return [Path(spec.origin)] if spec.has_location and spec.origin else []
@@ -180,29 +177,25 @@ def _sources(location: Path) -> list[tuple[str, bytes]]:
     ones are left out.
     """
     paths = sorted(location.rglob("*.py")) if location.is_dir() else [location]
-    found = []
+    sources = []
     for path in paths:
         name = path.relative_to(location.parent)
         with contextlib.suppress(OSError):
             if not any(part.startswith(".") or part in _INSTALLED for part in name.parts):
-                found.append((name.as_posix(), path.read_bytes()))
-    return found
+                sources.append((name.as_posix(), path.read_bytes()))
+    return sources
 
 
 def _beside(root: Path, names: set[str]) -> list[Path]:
     """Modules and packages of these names in `root`, without this package, which has its own
     digest.
     """
-    there = (
-        name for name in sorted(names) if (root / name).is_dir() or (root / f"{name}.py").is_file()
-    )
-    return [
-        path
-        for name in there
-        if name != _OWN_PACKAGE
-        for path in _locations(name)
-        if path.parent == root
-    ]
+    beside = []
+    for name in sorted(names - {_OWN_PACKAGE}):
+        # asked first, because finding a module elsewhere on the path takes long
+        if (root / name).is_dir() or (root / f"{name}.py").is_file():
+            beside += [path for path in _locations(name) if path.parent == root]
+    return beside
 
 
 def _imported(source: bytes) -> set[str]:
@@ -220,11 +213,9 @@ def _file_state(path: Path) -> str | None:
     no such file.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    seconds, nanoseconds = divmod(found.st_mtime_ns, 10**9)
-    written = (
-        datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None).isoformat()
-    )
-    return f"{found.st_size} bytes, written {written}.{nanoseconds:09}Z"
+    seconds, nanoseconds = divmod(status.st_mtime_ns, 10**9)
+    written = datetime.datetime.fromtimestamp(seconds, datetime.UTC).replace(tzinfo=None)
+    return f"{status.st_size} bytes, written {written.isoformat()}.{nanoseconds:09}Z"

@@ -121,9 +121,9 @@ class MemoryRecorder:
             )
         )
         if ended == (Phase.BACKWARD if self._step.way is None else Phase.COMMUNICATION):
-            gradients = [(weight_name, weight.grad) for _, weight_name, weight in self._weights]
+            gradients = [(name, weight.grad) for _, name, weight in self._weights]
             self._see_all(
-                (SightingKind.GRADIENT, each, grad) for each, grad in gradients if grad is not None
+                (SightingKind.GRADIENT, name, grad) for name, grad in gradients if grad is not None
             )
 
     def dump(self, path: Path) -> None:
@@ -150,10 +150,10 @@ class MemoryRecorder:
         """Note what is at each address; tensors that share memory are noted as the first name
         and how many more.
         """
-        found: dict[tuple[SightingKind, int], list[tuple[str, Tensor]]] = {}
+        at: dict[tuple[SightingKind, int], list[tuple[str, Tensor]]] = {}
         for kind, name, tensor in tensors:
-            found.setdefault((kind, _address(tensor)), []).append((name, tensor))
-        for (kind, _), ((name, tensor), *others) in found.items():
+            at.setdefault((kind, _address(tensor)), []).append((name, tensor))
+        for (kind, _), ((name, tensor), *others) in at.items():
             self._see(kind, f"{name} and {len(others)} more" if others else name, tensor)
 
     def _see(self, kind: SightingKind, name: str, tensor: Tensor) -> None:
@@ -256,23 +256,23 @@ class MemoryRecorder:
 
 def _weights(step: TrainingStep) -> Iterator[tuple[SightingKind, str, Tensor]]:
     """What is trained, by name, and low-precision copies if the model computes with such copies."""
-    found: dict[int, tuple[SightingKind, list[str], Tensor]] = {}
+    weights: dict[int, tuple[SightingKind, list[str], Tensor]] = {}
 
     def note(kind: SightingKind, name: str, tensor: Tensor) -> None:
         # a model on several ranks may have freed masters of which this rank keeps a part
         if tensor.numel():
-            found.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
+            weights.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
 
     for name, parameter in step.model.named_parameters():
         note(SightingKind.PARAMETER, name, parameter)
     for name, weight in _named_weights(step):
-        if id(weight.master) not in found:
+        if id(weight.master) not in weights:
             note(SightingKind.PARAMETER, name, weight.master)
         if weight.remainder is not None:
             note(SightingKind.PARAMETER, name, weight.remainder)
         if weight.copy is not None:
             note(SightingKind.AUTOCAST_COPY, name, weight.copy.leaf)
-    for kind, names, tensor in found.values():
+    for kind, names, tensor in weights.values():
         yield kind, " + ".join(names), tensor
 
 

@@ -153,10 +153,8 @@ def _devices(index: int) -> list[Gpu]:
     gpu = _gpu(index, handle)
     if not _is_sliced(handle):
         return [gpu]
-    return [
-        replace(found, name=_slice_name(found, gpu), slice_of=gpu.uuid)
-        for found in (_gpu(index, slice_) for slice_ in _slices(handle))
-    ]
+    slices = [_gpu(index, slice_handle) for slice_handle in _slices(handle)]
+    return [replace(part, name=_slice_name(part, gpu), slice_of=gpu.uuid) for part in slices]
 
 
 def _gpu(index: int, handle: object) -> Gpu:
@@ -191,13 +189,13 @@ def _slices(handle: object) -> Iterator[object]:
             yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
 
 
-def _slice_name(found: Gpu, whole: Gpu) -> str:
+def _slice_name(part: Gpu, whole: Gpu) -> str:
     """The driver's name if it differs from that of the whole GPU, whose peaks do not apply to a
     slice.
     """
-    if " MIG " in found.name:
-        return found.name
-    size = "" if found.memory_bytes is None else f" {found.memory_bytes / 2**30:.0f}gb"
+    if " MIG " in part.name:
+        return part.name
+    size = "" if part.memory_bytes is None else f" {part.memory_bytes / 2**30:.0f}gb"
     return f"{whole.name} MIG{size}"
 
 
@@ -250,17 +248,17 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     """What of this machine and of the GPUs to be used may put times in doubt, in words."""
     import psutil  # slow to import, and only needed before a measurement
 
-    found, load, memory = [], os.getloadavg()[0], psutil.virtual_memory()
+    reasons, load, memory = [], os.getloadavg()[0], psutil.virtual_memory()
     if load >= BUSY_CORES:
-        found.append(f"the load is {load:.1f} on {os.cpu_count()} cores: close other programs")
+        reasons.append(f"the load is {load:.1f} on {os.cpu_count()} cores: close other programs")
     if memory.available < LEAST_FREE * memory.total:
-        found.append(
+        reasons.append(
             f"only {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are "
             "free"
         )
     battery = psutil.sensors_battery()
     if battery is not None and battery.power_plugged is False:
-        found.append("the machine runs on its battery, which lowers its clocks: plug it in")
+        reasons.append("the machine runs on its battery, which lowers its clocks: plug it in")
     scaling = Path("/sys/devices/system/cpu/cpu0/cpufreq")
     # other systems, and most virtual machines, have no such files
     with contextlib.suppress(OSError):
@@ -269,14 +267,14 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
         )
         # whose powersave raises clocks as needed
         if governor == "powersave" and not driver.endswith("pstate"):
-            found.append(
+            reasons.append(
                 "the CPU's governor is powersave: use performance (cpupower frequency-set -g "
                 "performance)"
             )
     for gpu in gpus:
         with contextlib.suppress(pynvml.NVMLError):
             if count := GpuMonitor(gpu.uuid).processes():
-                found.append(
+                reasons.append(
                     f"{count} other process(es) use GPU {gpu.index} ({gpu.name}): end them"
                 )
-    return found
+    return reasons

@@ -67,7 +67,7 @@ def autocast(precision: Precision, device: Device) -> AbstractContextManager[Non
     return nullcontext() if dtype is None else torch.autocast(device.value, dtype=dtype)
 
 
-def check_dtypes(precision: Precision, found: Iterable[tuple[str, torch.dtype]]) -> None:
+def check_dtypes(precision: Precision, observed: Iterable[tuple[str, torch.dtype]]) -> None:
     """Raise ValueError for the first of the named types that a run of this precision does not
     compute in.
 
@@ -75,7 +75,7 @@ def check_dtypes(precision: Precision, found: Iterable[tuple[str, torch.dtype]])
     default type.
     """
     low = AUTOCAST_DTYPES.get(precision, torch.float32)
-    for what, dtype in found:
+    for what, dtype in observed:
         if dtype.is_floating_point and dtype not in (torch.float32, low):
             expected = " or ".join(dict.fromkeys(map(_word, (torch.float32, low))))
             asked = [other for other, lower in AUTOCAST_DTYPES.items() if lower is dtype]

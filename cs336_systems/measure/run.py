@@ -38,6 +38,7 @@ from ..record import (
     WarningCode,
     time_now,
 )
+from ..subject import Subject, WatchedLoop
 from ..text import LONGEST_PART, shortened
 from .clock import Clock, ObservedClock, StepTimes, make_clock
 from .environment import environment, lacking_memory
@@ -68,7 +69,7 @@ the steady state.
 class Progress:
     """What is known of a run so far. Times in seconds, `started` by `perf_counter`."""
 
-    config: RunConfig
+    subject: Subject
     started_at: str = field(default_factory=time_now)
     started: float = field(default_factory=perf_counter)
     where: str = "set-up"
@@ -109,6 +110,12 @@ class Progress:
             self.warn(WarningCode.THROTTLED, slowed)
 
     @property
+    def config(self) -> RunConfig:
+        """The configuration that is measured, which a watched loop does not have."""
+        assert isinstance(self.subject, RunConfig)
+        return self.subject
+
+    @property
     def place(self) -> str:
         """The phase and step that the run is in, or what it does outside of steps."""
         if self.step is None or " step " not in self.where:
@@ -128,14 +135,16 @@ class Progress:
 
     def record(self, status: Status) -> RunRecord:
         """What the record of any run has, however it ended."""
+        subject = self.subject
         return RunRecord(
-            config=self.config,
+            config=subject if isinstance(subject, RunConfig) else None,
+            loop=subject if isinstance(subject, WatchedLoop) else None,
             status=status,
             started_at=self.started_at,
             warmup_times_s=tuple(times.step_s for times in self.warmup),
             losses=tuple(self.losses),
             num_parameters=self.num_parameters,
-            environment=environment(self.config.device, self.gpu),
+            environment=environment(subject.device, self.gpu),
             durations=Durations(
                 setup_s=self.setup_s,
                 warmup_s=sum(times.step_s for times in self.warmup),
@@ -184,7 +193,7 @@ def measure(
     """
     # before the user's module is imported: its source may be edited at any time
     inputs = inputs_of(config)
-    progress = Progress(config=config, profile=profile, say=say, until_stable=until_stable)
+    progress = Progress(subject=config, profile=profile, say=say, until_stable=until_stable)
     try:
         with contextlib.nullcontext() if rank is None else group_of(rank, config.device):
             try:
@@ -394,7 +403,7 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
         else:
             progress.skipped_steps += 1
             _check_skipped(progress.skipped_steps, config.measured_steps)
-    progress.config = replace(config, measured_steps=len(progress.measured))
+    progress.subject = replace(config, measured_steps=len(progress.measured))
 
 
 def _is_stable(progress: Progress) -> bool:

@@ -176,9 +176,9 @@ class TrainingStep:
         """Whether `is_so` is true on any rank; all ranks of a shared step must call this."""
         if self.way is None:
             return is_so
-        found = torch.tensor(int(is_so), device=self.config.device.value)
-        dist.all_reduce(found)
-        return bool(found)
+        num_ranks = torch.tensor(int(is_so), device=self.config.device.value)
+        dist.all_reduce(num_ranks)
+        return bool(num_ranks)
 
     def loss_scale(self) -> float | None:
         """GradScaler's factor, which falls if and only if a step was skipped; None without a
@@ -205,13 +205,13 @@ class TrainingStep:
         # A compile id is frame/attempt, so attempt 0 is no recompilation. Backward has the id of
         # its forward.
         ids = {str(metrics.compile_id) for metrics in get_compilation_metrics()}
+        before = before or Compilation(seconds=0, graphs=0, graph_breaks=0, recompiles=0)
+        recompiles = sum(not name.endswith("/0") for name in ids)
         return Compilation(
-            seconds=calculate_time_spent()["total_wall_time"] - (before.seconds if before else 0),
-            graphs=self.compiled_graphs() - (before.graphs if before else 0),
-            graph_breaks=sum(counters["graph_break"].values())
-            - (before.graph_breaks if before else 0),
-            recompiles=sum(not name.endswith("/0") for name in ids)
-            - (before.recompiles if before else 0),
+            seconds=calculate_time_spent()["total_wall_time"] - before.seconds,
+            graphs=self.compiled_graphs() - before.graphs,
+            graph_breaks=sum(counters["graph_break"].values()) - before.graph_breaks,
+            recompiles=recompiles - before.recompiles,
         )
 
     def reset_memory(self) -> dict[str, int] | None:
@@ -236,33 +236,30 @@ class TrainingStep:
 
     def memory_now(self, moment: MomentName) -> MemoryMoment:
         """What the step's tensors take now."""
-        trained = list(self._trained())
-        states = [] if self.optimizer is None else self.optimizer.state.values()
+        trained = self._trained()
+        gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
+        state: list[Tensor] = []
+        for values in self.optimizer.state.values() if self.optimizer else ():
+            state += filter(torch.is_tensor, values.values())
+        on_gpu = self.config.device is Device.CUDA
         return MemoryMoment(
             moment=moment,
-            allocated_bytes=torch.cuda.memory_allocated()
-            if self.config.device is Device.CUDA
-            else None,
+            allocated_bytes=torch.cuda.memory_allocated() if on_gpu else None,
             parameters_bytes=_bytes(trained),
-            gradients_bytes=_bytes(tensor.grad for tensor in trained if tensor.grad is not None),
-            optimizer_state_bytes=_bytes(
-                each for state in states for each in state.values() if torch.is_tensor(each)
-            ),
+            gradients_bytes=_bytes(gradients),
+            optimizer_state_bytes=_bytes(state),
         )
 
-    def _trained(self) -> Iterator[Tensor]:
+    def _trained(self) -> list[Tensor]:
         """The parameters that this rank keeps, whole or in part, and their copies in low
         precision.
         """
-        found: dict[int, Tensor] = {id(each): each for each in self.model.parameters()}
+        tensors = [*self.model.parameters()]
         for weight in getattr(self.model, "weights", ()):
-            kept = (
-                weight.master,
-                weight.remainder,
-                None if weight.copy is None else weight.copy.leaf,
-            )
-            found |= {id(each): each for each in kept if each is not None}
-        yield from found.values()
+            copy = None if weight.copy is None else weight.copy.leaf
+            parts = (weight.master, weight.remainder, copy)
+            tensors += [part for part in parts if part is not None]
+        return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def memory_since(
@@ -285,9 +282,11 @@ def memory_since(
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors; a tensor that PyTorch has sharded counts with this rank's part."""
-    return sum(
-        (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in tensors
-    )
+    num_bytes = 0
+    for tensor in tensors:
+        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        num_bytes += part.nbytes
+    return num_bytes
 
 
 def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:
@@ -302,10 +301,9 @@ def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:
     )
     asked = config.model.vocab_size
     usual = SIZES.get(config.size, SIZES["tiny"]).vocab_size
-    found = vocabulary_of(
-        model, tokens, autocast(config.precision, config.device), None if asked == usual else asked
-    )
-    return replace(config, model=replace(config.model, vocab_size=found))
+    low_precision = autocast(config.precision, config.device)
+    vocab_size = vocabulary_of(model, tokens, low_precision, None if asked == usual else asked)
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))
 
 
 def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:

@@ -94,8 +94,11 @@ def _bytes_kept(parameters: Iterable[Tensor]) -> int:
     """Bytes of the parameters on this rank; tied ones, and parts of one tensor, share their
     memory.
     """
-    parts = (getattr(each, "_local_tensor", each).untyped_storage() for each in parameters)
-    return sum({address_of(part): part.nbytes() for part in parts}.values())
+    sizes = {}
+    for parameter in parameters:
+        storage = getattr(parameter, "_local_tensor", parameter).untyped_storage()
+        sizes[address_of(storage)] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
@@ -193,7 +196,7 @@ def _with_sums(trace: StepTrace, call: Dispatch) -> None:
     """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
     trace.moves([*call.ins, *call.outs])
     most = MAX_SUMS * call.ins[0].shape[-1]
-    _add_sums(trace, sum(each.numel() for each in call.outs if 1 < each.numel() <= most))
+    _add_sums(trace, sum(size for size in map(Tensor.numel, call.outs) if 1 < size <= most))
 
 
 def _add_sums(trace: StepTrace, count: int) -> None:
@@ -203,7 +206,7 @@ def _add_sums(trace: StepTrace, count: int) -> None:
 
 def _lookup_backward(trace: StepTrace, call: Dispatch) -> None:
     """Zeros, to which each token's gradient is added."""
-    gradient = max(call.ins, key=lambda each: each.nbytes)
+    gradient = max(call.ins, key=lambda tensor: tensor.nbytes)
     trace.moves(call.outs)
     trace.moves([gradient, gradient, gradient])
 
@@ -236,24 +239,20 @@ class _Clock:
 
     def __init__(self, trace: StepTrace, step: TrainingStep) -> None:
         self._trace, self._step = trace, step
-        self._next = iter(
-            [*(phase for phase in step.config.phases if phase is not Phase.DATA), Phase.STEP]
-        )
+        phases = [phase for phase in step.config.phases if phase is not Phase.DATA]
+        self._next = iter([*phases, Phase.STEP])
 
     def start(self) -> None:
         self._trace.begin(next(self._next))
 
     def lap(self, phase: Phase, end: object = None) -> None:  # noqa: ARG002 (of the protocol)
         trace, optimizer = self._trace, self._step.optimizer
-        gradients = [each.grad for each in self._step.model.parameters()]
-        trace.note(Category.GRADIENTS, (each for each in gradients if each is not None))
+        gradients = [parameter.grad for parameter in self._step.model.parameters()]
+        trace.note(Category.GRADIENTS, (grad for grad in gradients if grad is not None))
         if phase is Phase.OPTIMIZER and optimizer is not None:
-            states = itertools.chain.from_iterable(
-                state.values() for state in optimizer.state.values()
-            )
-            trace.note(
-                Category.OPTIMIZER_STATE, (each for each in states if isinstance(each, Tensor))
-            )
+            for state in optimizer.state.values():
+                tensors = [value for value in state.values() if isinstance(value, Tensor)]
+                trace.note(Category.OPTIMIZER_STATE, tensors)
         trace.begin(next(self._next))
 
     def stop(self) -> StepTimes:
@@ -278,20 +277,24 @@ def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Itera
     from ..parallel import collectives, data_parallel, exchange
 
     gather, scatter = exchange.start_gather, exchange.CollectiveExchange.scatter
+
+    def of_all_ranks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+        return [[*tensors] for _ in range(config.ranks)]
+
+    def start_gather(*tensors: Any) -> list[_Started]:  # noqa: ANN401
+        return [_Started(work, *tensors) for work in gather(*tensors)]
+
+    def start_scatter(*tensors: Any) -> _Started:  # noqa: ANN401
+        return _Started(scatter(*tensors), *tensors)
+
     instead: list[tuple[object, str, object]] = [
         (dist, "get_backend", lambda *_: "nccl"),
         (dist, "broadcast_object_list", lambda *_, **__: None),
         (collectives, "check_same_gradients", lambda *_: None),
-        *(
-            (each, "of_all_ranks", lambda tensors: [[*tensors] for _ in range(config.ranks)])
-            for each in (data_parallel, exchange)
-        ),
-        (
-            exchange,
-            "start_gather",
-            lambda *tensors: [_Started(work, *tensors) for work in gather(*tensors)],
-        ),
-        (exchange.CollectiveExchange, "scatter", lambda *each: _Started(scatter(*each), *each)),
+        (data_parallel, "of_all_ranks", of_all_ranks),
+        (exchange, "of_all_ranks", of_all_ranks),
+        (exchange, "start_gather", start_gather),
+        (exchange.CollectiveExchange, "scatter", start_scatter),
         (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
     ]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=config.ranks)
@@ -321,7 +324,7 @@ def _average_at_once(step: TrainingStep) -> None:
     """
     ddp, kept = getattr(step.way, "module", None), list[Tensor]()
 
-    def averaged(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    def averaged(_: object, bucket: Any) -> torch.futures.Future[Tensor]:  # noqa: ANN401
         kept[:] = [bucket.buffer()]
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())

@@ -13,9 +13,9 @@ from pathlib import Path
 from ..analysis import compare
 from ..analysis.statistics import FEWEST
 from ..analysis.warnings import in_doubt
-from ..config import RunConfig
 from ..files import read_json
 from ..record import RUNS, RecordError, RunRecord, load_records, read_record
+from ..subject import Subject
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
 from .configurations import step_results
@@ -144,8 +144,8 @@ def by_parity(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     by repeat.
     """
     sides: list[list[RunRecord]] = [[], []]
-    for record in sorted(records, key=lambda record: record.config.repeat):
-        sides[record.config.repeat % 2].append(record)
+    for record in sorted(records, key=lambda record: record.subject.repeat):
+        sides[record.subject.repeat % 2].append(record)
     return sides
 
 
@@ -179,7 +179,7 @@ def _section(
         *known(columns_of(*rates, *SWEEPS), rows),
     ]
     notes = [*findings]
-    shared = shared_settings([(row.config, row["device_name"]) for row in chain(*results)])
+    shared = shared_settings([(row.subject, row["device_name"]) for row in chain(*results)])
     if shared:
         notes.append(f"{shared}.")
     table = make_table(
@@ -199,7 +199,7 @@ def _section(
 def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> compare.Matching:
     """Match the rows of both sides; raise ValueError for what must not be compared."""
     for name, rows in zip("AB", results, strict=True):
-        if len({row.config for row in rows}) < len(rows):
+        if len({row.subject for row in rows}) < len(rows):
             raise ValueError(
                 f"{name} has the same configuration on several devices; keep each device's runs "
                 "apart"
@@ -211,7 +211,7 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
             "no configuration of A is in B; see the results of each with `cs336 report`"
         )
     for i, j in matching.pairs:
-        compare.refuse_other_work(results[0][i].config, results[1][j].config)
+        compare.refuse_other_work(results[0][i].subject, results[1][j].subject)
         of_a, of_b = a[i]["warmup_steps"], b[j]["warmup_steps"]
         if of_a != of_b and not allow_mixed:
             raise ValueError(
@@ -227,18 +227,18 @@ def _settings(row: StepResult) -> Row:
     return settings
 
 
-def _times(side: Sequence[RunRecord], sides: int) -> dict[RunConfig, compare.StepBlocks]:
+def _times(side: Sequence[RunRecord], sides: int) -> dict[Subject, compare.StepBlocks]:
     """The times per token of each process that ended well, by configuration."""
-    repeats: dict[RunConfig, list[RunRecord]] = {}
+    repeats: dict[Subject, list[RunRecord]] = {}
     for record in side:
-        repeats.setdefault(record.config.configuration, []).append(record)
+        repeats.setdefault(record.subject.configuration, []).append(record)
     return {config: compare.measured_steps(same, sides) for config, same in repeats.items()}
 
 
 def _row(
     a: StepResult | None,
     b: StepResult | None,
-    times: Sequence[Mapping[RunConfig, compare.StepBlocks]],
+    times: Sequence[Mapping[Subject, compare.StepBlocks]],
     differing: Sequence[str],
     are_alternate: bool,
 ) -> Row:
@@ -257,11 +257,11 @@ def _row(
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
     times_a, times_b = times
-    measured = times_a.get(a.config, {}), times_b.get(b.config, {})
+    measured = times_a.get(a.subject, {}), times_b.get(b.subject, {})
     if not all(measured):
         return row | {"verdict": NOT_COMPARED}
     compared = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
-    if a.config.tokens_per_step != b.config.tokens_per_step:
+    if a.subject.tokens_per_step != b.subject.tokens_per_step:
         row["per"] = " per token"
     return row | {
         "ratio": compared.ratio,
@@ -321,7 +321,7 @@ def _what_is_what(
             "settings."
         )
     for i, j in matching.pairs:
-        a, b = (row.config.tokens_per_step for row in (results[0][i], results[1][j]))
+        a, b = (row.subject.tokens_per_step for row in (results[0][i], results[1][j]))
         if a != b:
             yield (
                 f"Unequal work, compared by tokens per second: a step of A has {a:,} tokens, "

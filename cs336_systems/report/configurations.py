@@ -4,12 +4,34 @@ from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
-from ..config import SIZES, RunConfig
+from ..config import SIZES
 from ..costs.time import prepare_forecasts
 from ..record import RunRecord
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings
+from ..subject import Subject
 from .identity import identities, settings_of, shared_settings
 from .quantities import StepResult
+
+_SORTED_BY = (
+    "d_model",
+    "num_layers",
+    "d_ff",
+    "num_heads",
+    "context_length",
+    "precision",
+    "mode",
+    "warmup_steps",
+    "checkpoint_blocks",
+    "batch_size",
+    "attention",
+    "sdpa_backend",
+    "compile",
+    "optimizer",
+    "parallel",
+    "ranks",
+    "shard_optimizer",
+)
+"""Settings by which tables are sorted, after the size."""
 
 
 def step_results(
@@ -20,9 +42,9 @@ def step_results(
     A forecast is made from the measured ceilings of the device.
     """
     groups = _by_configuration(records)
-    results = [StepResult(group[0].config.configuration, group, ceilings) for group in groups]
-    prepare_forecasts([result.config for result in results])
-    rows = identities((result.config, result.device_name) for result in results)
+    results = [StepResult(group[0].subject.configuration, group, ceilings) for group in groups]
+    prepare_forecasts([result.config for result in results if result.config is not None])
+    rows = identities((result.subject, result.device_name) for result in results)
     for result, row in zip(results, rows, strict=True):
         result.identity = row
     for entry in StepResult.speed_ups():
@@ -34,22 +56,22 @@ def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) ->
     """Give each result the one that has the first value of the first of these settings, and is
     equal in all others.
     """
-    others = [apart_from(result.config, *settings) for result in results]
+    others = [apart_from(result.subject, *settings) for result in results]
     baselines = {
         (rest, result.device_name): result
         for rest, result in zip(others, results, strict=True)
-        if _has_first_value(result.config, settings[0])
+        if _has_first_value(result.subject, settings[0])
     }
     for rest, result in zip(others, results, strict=True):
         # a run that failed before it could name its device has none
         baseline = baselines.get((rest, result.device_name)) or baselines.get((rest, None))
-        if baseline is not None and not _has_first_value(result.config, settings[0]):
+        if baseline is not None and not _has_first_value(result.subject, settings[0]):
             result.baselines[settings] = baseline
 
 
-def _has_first_value(config: RunConfig, setting: str) -> bool:
-    value: StrEnum = settings_of(config)[setting]
-    return value is next(iter(type(value)))
+def _has_first_value(subject: Subject, setting: str) -> bool:
+    value: StrEnum | None = settings_of(subject)[setting]
+    return value is not None and value is next(iter(type(value)))
 
 
 def over_warmup(results: Sequence[StepResult]) -> list[StepResult]:
@@ -66,7 +88,7 @@ def steady(results: Sequence[StepResult]) -> list[StepResult]:
 
 def _warmup_counts(results: Sequence[StepResult]) -> list[set[int]]:
     """For each result, the numbers of warm-up steps of those equal in all other settings."""
-    others = [apart_from(result.config, "warmup_steps") for result in results]
+    others = [apart_from(result.subject, "warmup_steps") for result in results]
     counts: dict[tuple[object, ...], set[int]] = {}
     for rest, result in zip(others, results, strict=True):
         counts.setdefault(rest, set()).add(result.warmup_steps)
@@ -75,15 +97,15 @@ def _warmup_counts(results: Sequence[StepResult]) -> list[set[int]]:
 
 def describe(results: Iterable[StepResult], also: Collection[str] = ()) -> str:
     """The settings that all results share; see `shared_settings`."""
-    return shared_settings([(result.config, result.device_name) for result in results], also)
+    return shared_settings([(result.subject, result.device_name) for result in results], also)
 
 
-def apart_from(config: RunConfig, *names: str) -> tuple[object, ...]:
+def apart_from(subject: Subject, *names: str) -> tuple[object, ...]:
     """The values of all settings except `names` and the repeat: equal for runs that differ in
     nothing else.
     """
     left_out = ("repeat", *names)
-    return tuple(value for name, value in settings_of(config).items() if name not in left_out)
+    return tuple(value for name, value in settings_of(subject).items() if name not in left_out)
 
 
 def _by_configuration(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
@@ -93,51 +115,35 @@ def _by_configuration(records: Iterable[RunRecord]) -> list[list[RunRecord]]:
     only one device.
     """
     kept = dict.fromkeys(records)  # the same record twice is still one process
-    devices: dict[RunConfig, set[str | None]] = {}
+    devices: dict[Subject, set[str | None]] = {}
     for record in kept:
-        devices.setdefault(record.config.configuration, {None}).add(record.device_name)
-    groups: dict[tuple[RunConfig, str | None], list[RunRecord]] = {}
+        devices.setdefault(record.subject.configuration, {None}).add(record.device_name)
+    groups: dict[tuple[Subject, str | None], list[RunRecord]] = {}
     for record in kept:
-        config = record.config.configuration
-        device_name = record.device_name if len(devices[config]) > 2 else None
-        groups.setdefault((config, device_name), []).append(record)
+        subject = record.subject.configuration
+        device_name = record.device_name if len(devices[subject]) > 2 else None
+        groups.setdefault((subject, device_name), []).append(record)
     ordered = sorted(groups, key=lambda key: (*order(key[0]), key[1] is None, key[1] or ""))
     return [
-        sorted(groups[key], key=lambda record: (record.config.repeat, record.started_at))
+        sorted(groups[key], key=lambda record: (record.subject.repeat, record.started_at))
         for key in ordered
     ]
 
 
-def order(config: RunConfig) -> tuple[Any, ...]:
+def order(subject: Subject) -> tuple[Any, ...]:
     """Key to sort configurations by, in the order of tables: by size, then shape, context,
     precision, mode.
 
-    Attention, compilation and optimizer come last, their values in the order in which they are
-    declared.
+    Presets come in the order of their sizes, and values that have names in the order in which they
+    are declared. What is not known of a watched loop comes first.
     """
-    model, sizes = config.model, list(SIZES)
-    return (
-        sizes.index(config.size) if config.size in sizes else len(sizes),
-        config.size,
-        model.d_model,
-        model.num_layers,
-        model.d_ff,
-        model.num_heads,
-        model.context_length,
-        _declared_rank(config.precision),
-        _declared_rank(config.mode),
-        config.warmup_steps,
-        config.checkpoint_blocks,
-        config.batch_size,
-        _declared_rank(model.attention),
-        _declared_rank(model.sdpa_backend),
-        _declared_rank(config.compile),
-        _declared_rank(config.optimizer),
-        _declared_rank(config.parallel),
-        config.ranks,
-        config.shard_optimizer,
-    )
+    settings, sizes = settings_of(subject), list(SIZES)
+    size = settings["size"]
+    place = sizes.index(size) if size in sizes else len(sizes)
+    return (place, size, *(_rank(settings[name]) for name in _SORTED_BY))
 
 
-def _declared_rank(value: StrEnum) -> int:
-    return list(type(value)).index(value)
+def _rank(value: StrEnum | int | None) -> int:
+    if isinstance(value, StrEnum):
+        return list(type(value)).index(value)
+    return -1 if value is None else value

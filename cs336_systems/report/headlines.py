@@ -123,7 +123,8 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
         text = f"A step takes {times} {told.part('step_mean_ms')}"
     late = [n for n, result in enumerate(results) if WarningCode.LAUNCH_BOUND in result.codes]
     more = f"{told.count(LIMITED, late)}." if late else ""
-    if late and all(results[index].config.compile is CompileMode.NONE for index in late):
+    configs = [results[index].config for index in late]
+    if late and all(config and config.compile is CompileMode.NONE for config in configs):
         more += " Try --compile there."
     return f"{text}{told.failures()}.", more
 

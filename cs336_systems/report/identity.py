@@ -23,7 +23,6 @@ from ..config import (
     SETTINGS,
     SIZES,
     UNSIZED,
-    WATCHED,
     Attention,
     CompileMode,
     Mode,
@@ -32,6 +31,7 @@ from ..config import (
     SdpaBackend,
 )
 from ..settings import Setting, heading_of, in_note, in_words
+from ..subject import Subject, WatchedLoop
 from ..text import LONGEST_PART, shortened, text_of
 from .column import Column
 
@@ -108,47 +108,56 @@ _USUALLY_OFF = {name for name, default in _DEFAULTS.items() if default is False}
 """Settings that names leave out where they are off."""
 
 
-def identities(runs: Iterable[tuple[RunConfig, str | None]]) -> list[Identity]:
+def identities(runs: Iterable[tuple[Subject, str | None]]) -> list[Identity]:
     """The identity of each run, given with the name of its device.
 
     If all known names are the same, runs without a name get it too.
     """
-    rows = [identity(config, device_name) for config, device_name in runs]
+    rows = [identity(subject, device_name) for subject, device_name in runs]
     devices = {row["device_name"] for row in rows} - {None}
     if len(devices) != 1:
         return rows
     return [row | {"device_name": next(iter(devices))} for row in rows]
 
 
-def identity(config: RunConfig, device_name: str | None) -> Identity:
+def identity(subject: Subject, device_name: str | None) -> Identity:
     """The identity of a run: the columns with a place, then all other settings, then the digest."""
-    return {**_settings(config), "device_name": device_name}
+    return {**_settings(subject), "device_name": device_name}
 
 
 @cache
-def _settings(config: RunConfig) -> Identity:
-    cells = _by_columns(settings_of(config))
-    cells |= {"size": size_text(config), "digest": config.digest}
+def _settings(subject: Subject) -> Identity:
+    cells = _by_columns(settings_of(subject))
+    if isinstance(subject, WatchedLoop):
+        cells["tokens"] = None  # of a run None means random tokens
+    else:
+        cells["size"] = size_text(subject)
+    cells["digest"] = subject.digest
     placed = [name for name in _ORDERED if _setting(name).csv_place is not None]
     return {name: cells.get(name) for name in (*placed, *cells)}
 
 
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """The values of all settings, those of the model among them."""
+def settings_of(subject: Subject) -> dict[str, Any]:
+    """The values of all settings, those of the model among them; None for those that were not seen
+    of a watched loop, whose size is its name.
+    """
+    if isinstance(subject, WatchedLoop):
+        values = {name: getattr(subject, name, None) for name in SETTINGS}
+        return values | {"size": subject.name}
     return {
         field.name: getattr(part, field.name)
-        for part in (config, config.model)
+        for part in (subject, subject.model)
         for field in fields(part)
         if field.name != "model"
     }
 
 
-def usual_settings(config: RunConfig) -> dict[str, Any]:
+def usual_settings(subject: Subject) -> dict[str, Any]:
     """The default values of all settings for a run of this size."""
-    preset = SIZES.get(config.size)
-    usual = {field.name: field.default for field in fields(config) if field.name != "model"}
+    preset = SIZES.get(subject.size) if isinstance(subject, RunConfig) else None
+    usual = {field.name: field.default for field in fields(RunConfig) if field.name != "model"}
     return usual | {
-        field.name: getattr(preset, field.name, field.default) for field in fields(config.model)
+        field.name: getattr(preset, field.name, field.default) for field in fields(ModelConfig)
     }
 
 
@@ -162,16 +171,13 @@ def _by_columns(values: Mapping[str, Any]) -> Identity:
     if values["compile_blocks"] and values["compile"] is not CompileMode.NONE:
         shown["compile"] = f"{values['compile']}-blocks"
     has_backend = values["sdpa_backend"] is not SdpaBackend.AUTO
-    if values["attention"] is not Attention.NAIVE and has_backend:
+    if values["attention"] is Attention.SDPA and has_backend:
         shown["attention"] = f"{values['attention']}-{values['sdpa_backend']}"
     if values["size"] == UNSIZED:
         shown["vocab_size"] = None
     factory = values["model_factory"]
     if factory is not None:
         shown |= dict.fromkeys((*SHAPE, "attention")) | {"arch": factory}
-        if factory.startswith(f"{WATCHED}:"):
-            shown["arch"] = None
-            shown |= {name: None for name, setting in SETTINGS.items() if setting.unknown_of_loop}
     cells = {}
     for name, value in shown.items():
         setting = SETTINGS.get(name, Setting())
@@ -225,7 +231,7 @@ def _is_listed(name: str, rows: Sequence[Identity]) -> bool:
     setting = _setting(name)
     if setting.csv_place is not None or setting.always_in_csv:
         return True
-    return any(row.get(name) != _DEFAULTS.get(name) for row in rows)
+    return any(row.get(name) not in (None, _DEFAULTS.get(name)) for row in rows)
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
@@ -334,16 +340,14 @@ def _word(name: str, value: object) -> str:
     return "" if value is False and name in _USUALLY_OFF else in_words(name, _setting(name), value)
 
 
-def shared_settings(
-    runs: Sequence[tuple[RunConfig, str | None]], also: Collection[str] = ()
-) -> str:
+def shared_settings(runs: Sequence[tuple[Subject, str | None]], also: Collection[str] = ()) -> str:
     """The settings that all runs share, in words; each run is given with the name of its device.
 
     Settings with their default values are left out unless they are in `also`.
     """
-    rows, usual = identities(runs), [_by_columns(usual_settings(config)) for config, _ in runs]
+    rows, usual = identities(runs), [_by_columns(usual_settings(subject)) for subject, _ in runs]
     phrased = [name for name, setting in SETTINGS.items() if setting.note]
-    is_trained = any(config.mode is Mode.TRAIN for config, _ in runs)
+    is_trained = any(subject.mode is Mode.TRAIN for subject, _ in runs)
     texts = []
     for name in dict.fromkeys((*_NOTED_FIRST, *phrased, *(rows[0] if rows else ()))):
         setting, values = _setting(name), {row[name] for row in rows} - {None}

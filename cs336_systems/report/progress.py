@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..config import Phase, RunConfig
 from ..measure.nvml import Gpu
 from ..record import RecordError, RunRecord
+from ..subject import Subject
 from ..sweep.keep import Listener
 from ..text import counted, inert_line, print_aside
 from .words import STATUS_WORDS
@@ -42,9 +43,7 @@ class StatusLine(Listener):
     terminal.
     """
 
-    def __init__(
-        self, names: Mapping[RunConfig, str] | None = None, first: str = IMPORTING
-    ) -> None:
+    def __init__(self, names: Mapping[Any, str] | None = None, first: str = IMPORTING) -> None:
         """`names` are names of configurations that replace the list of their settings; repeats
         share a name.
 
@@ -142,30 +141,30 @@ class StatusLine(Listener):
         """Print the result in one line."""
         self._running.pop(record.key, None)
         self._done += 1
-        print_aside(describe_run(record, self._label(record.config)))
+        print_aside(describe_run(record, self._label(record.subject)))
 
-    def explaining(self, config: RunConfig) -> None:
+    def explaining(self, subject: Subject) -> None:
         """Show whose profile is being explained."""
-        self._show(config, f"explaining the profile of {self._label(config)}")
+        self._show(subject, f"explaining the profile of {self._label(subject)}")
 
-    def explained(self, config: RunConfig, failure: str | None) -> None:
+    def explained(self, subject: Subject, failure: str | None) -> None:
         """Print in one line why a profile could not be explained, if so."""
-        self._running.pop(config.key, None)
+        self._running.pop(subject.key, None)
         if failure is not None:
-            print_aside(f"not explained {self._label(config)}: {failure}")
+            print_aside(f"not explained {self._label(subject)}: {failure}")
 
     def noted(self, line: str) -> None:
         """Print the line."""
         print_aside(line)
 
-    def _label(self, config: RunConfig) -> str:
-        name = self._names.get(config.configuration)
+    def _label(self, subject: Subject) -> str:
+        name = self._names.get(subject.configuration)
         if name is None:
-            return config.label
-        return f"{name} #{config.repeat}" if config.repeat else name
+            return subject.label
+        return f"{name} #{subject.repeat}" if subject.repeat else name
 
-    def _show(self, config: RunConfig, doing: str) -> None:
-        self._running[config.key] = doing
+    def _show(self, subject: Subject, doing: str) -> None:
+        self._running[subject.key] = doing
         now = " | ".join(self._running.values())
         if len(self._running) > MOST_NAMED:
             now = f"{len(self._running)} runs in progress"

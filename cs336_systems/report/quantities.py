@@ -23,6 +23,7 @@ from ..costs.ranks_time import predicted_time
 from ..costs.time import TimePrediction
 from ..record import Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
+from ..subject import Subject
 from .column import Quantity, Written, quantity, signed, three_digits, two_digits
 from .identity import Identity, identity, placed_settings
 from .words import (
@@ -157,13 +158,15 @@ class StepResult(Mapping[str, Any]):
     Its quantities are attributes. Code for any table reads them, and the settings, by key.
     """
 
-    def __init__(self, config: RunConfig, records: Sequence[RunRecord], ceilings: Ceilings) -> None:
-        self.config = config
+    def __init__(self, subject: Subject, records: Sequence[RunRecord], ceilings: Ceilings) -> None:
+        self.subject = subject
+        self.config = subject if isinstance(subject, RunConfig) else None
+        """None for a watched loop."""
         self.records = records
         self.ceilings = ceilings
         self.done = [record for record in records if record.status is Status.OK]
         self.failed = [record for record in records if record.status is not Status.OK]
-        self.identity: Identity = identity(self.config, self.device_name)
+        self.identity: Identity = identity(self.subject, self.device_name)
         self.baselines: dict[tuple[str, ...], StepResult] = {}
         """The result that a speed-up is over, by the settings in which they differ."""
 
@@ -193,7 +196,7 @@ class StepResult(Mapping[str, Any]):
     def csv_keys(cls, results: Sequence["StepResult"]) -> list[str]:
         """Keys of the columns of the CSV file that have a place in the class, in order."""
         written = {"always"}
-        if any(result.config.is_shared for result in results):
+        if any(result.is_shared for result in results):
             written.add("shared")
         keys: list[str] = []
         for entry in vars(cls).values():
@@ -204,6 +207,11 @@ class StepResult(Mapping[str, Any]):
         return keys
 
     # what the quantities are computed from
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks share each step; of a watched loop that is not known."""
+        return self.config is not None and self.config.is_shared
 
     def measured(self, phase: Phase) -> list[Measurement]:
         """The times of the phase in each process that has any."""
@@ -245,7 +253,7 @@ class StepResult(Mapping[str, Any]):
     @cached_property
     def flops_per_s(self) -> Value:
         """The model's FLOPs of one rank over the mean step."""
-        if not self.step.mean_s:
+        if self.config is None or not self.step.mean_s:
             return None
         flops = step_flops(self.config)
         return None if flops is None else flops / self.step.mean_s
@@ -253,7 +261,9 @@ class StepResult(Mapping[str, Any]):
     @cached_property
     def forecast(self) -> TimePrediction | None:
         """The step as predicted from the measured ceilings of the device."""
-        curves = None if self.device_name is None else self.ceilings.curves(self.device_name)
+        if self.config is None or self.device_name is None:
+            return None
+        curves = self.ceilings.curves(self.device_name)
         return None if curves is None else predicted_time(self.config, curves)
 
     @cached_property
@@ -286,9 +296,9 @@ class StepResult(Mapping[str, Any]):
     _model_and_step = OtherColumns(*placed_settings(1, 19))
 
     @quantity("world size")
-    def world_size(self) -> int:
+    def world_size(self) -> int | None:
         """Processes that share a step."""
-        return self.config.ranks
+        return None if self.config is None else self.config.ranks
 
     @quantity(numeric=False)
     def device_name(self) -> str | None:
@@ -299,12 +309,12 @@ class StepResult(Mapping[str, Any]):
     @quantity()
     def warmup_steps(self) -> int:
         """Steps before the measured ones."""
-        return self.config.warmup_steps
+        return self.subject.warmup_steps
 
     @quantity()
     def measured_steps(self) -> int:
         """Measured steps of a process."""
-        return self.config.measured_steps
+        return self.subject.measured_steps
 
     @quantity("status", numeric=False, write=status_text)
     def status(self) -> Status | None:
@@ -365,17 +375,20 @@ class StepResult(Mapping[str, Any]):
     @quantity("tokens/s", place=130, drop_order=5)
     def tokens_per_s(self) -> Value:
         """Tokens of a step over its mean time."""
-        return self.config.tokens_per_step / self.step.mean_s if self.step.mean_s else None
+        tokens = self.subject.tokens_per_step
+        return tokens / self.step.mean_s if tokens and self.step.mean_s else None
 
     @quantity("model FLOPs", "TFLOP/s")
     def model_tflops_per_s(self) -> Value:
         """The model's FLOPs per second, those of all ranks together."""
+        if self.config is None:
+            return None
         return scaled(self.flops_per_s, self.config.ranks / TERA)
 
     @quantity("MFU", "%", place=140, drop_order=3, scale=100, write=three_digits)
     def mfu(self) -> Value:
         """The model's FLOPs per second over the peak of the data sheet at this precision."""
-        if self.flops_per_s is None or self.device_name is None:
+        if self.config is None or self.flops_per_s is None or self.device_name is None:
             return None
         return mfu(self.flops_per_s, self.device_name, self.config.precision)
 
@@ -399,12 +412,13 @@ class StepResult(Mapping[str, Any]):
     @quantity("predicted", "GiB", place=170, drop_order=11, write=three_digits)
     def predicted_peak_gib(self) -> Value:
         """The peak that the configuration was predicted to have."""
-        return scaled(predicted_peak_bytes(self.config), 1 / GIB)
+        peak_bytes = None if self.config is None else predicted_peak_bytes(self.config)
+        return scaled(peak_bytes, 1 / GIB)
 
     @quantity("of ceiling", "%", place=150, drop_order=12, scale=100, write=three_digits)
     def ceiling_share(self) -> Value:
         """The model's FLOPs per second over the highest measured rate."""
-        if self.flops_per_s is None or self.device_name is None:
+        if self.config is None or self.flops_per_s is None or self.device_name is None:
             return None
         ceiling = self.ceilings.flops_per_s(self.device_name, self.config.precision)
         return None if ceiling is None else self.flops_per_s / ceiling
@@ -449,7 +463,7 @@ class StepResult(Mapping[str, Any]):
     @quantity("sent", "MiB", place=110, drop_order=11, write=three_digits, in_csv="shared")
     def sent_mib(self) -> Value:
         """What one rank sends in a step, if the ranks form a ring."""
-        if not self.config.is_shared:
+        if not self.is_shared:
             return None
         sent_bytes = []
         for record in self.done:
@@ -463,8 +477,10 @@ class StepResult(Mapping[str, Any]):
         """Time of the step's collectives one after the other, by measured times of such
         collectives.
         """
+        if self.config is None or self.device_name is None:
+            return None
         collectives = calls(self.config)
-        if collectives is None or self.device_name is None:
+        if collectives is None:
             return None
         curves = self.ceilings.collective_times(self.device_name, self.config.ranks)
         return scaled(time_s(collectives, curves), MS)

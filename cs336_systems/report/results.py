@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-from ..config import Profiler, RunConfig
+from ..config import Profiler
 from ..record import RunRecord, Status
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings
 from ..studies.ceilings_records import CeilingsStudy
 from ..studies.operators import AttentionStudy, FusionStudy
 from ..studies.records import PrecisionStudy
+from ..subject import Subject
 from .configurations import step_results
 from .formats import pngs_of, texts_of, write_files
 from .quantities import StepResult
@@ -60,21 +61,22 @@ class Results:
     @property
     def published(self) -> list[RunRecord]:
         """The records of runs without a profiler. Only their times are published."""
-        return [record for record in self.records if record.config.profiler is Profiler.NONE]
+        return [record for record in self.records if record.subject.profiler is Profiler.NONE]
 
     @property
-    def _profiled(self) -> list[RunConfig]:
+    def _profiled(self) -> list[Subject]:
         """Runs under a profiler with status ok; one that ran out of memory need not have a
         profile.
         """
-        done = [record.config for record in self.records if record.status is Status.OK]
+        done = [record.subject for record in self.records if record.status is Status.OK]
         return [config for config in done if config.profiler is not Profiler.NONE]
 
     @property
-    def without_profile(self) -> list[RunConfig]:
+    def without_profile(self) -> list[Subject]:
         """Runs under a profiler with status ok whose explained profile is missing."""
-        loaded = {entry.config for entry in self.kernels} | {entry.config for entry in self.memory}
-        return [config for config in self._profiled if config not in loaded]
+        loaded = {entry.subject for entry in self.kernels}
+        loaded |= {entry.subject for entry in self.memory}
+        return [subject for subject in self._profiled if subject not in loaded]
 
     @property
     def lost(self) -> str:

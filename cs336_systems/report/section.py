@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..analysis.columns import ProfileError
-from ..config import Profiler, RunConfig
+from ..config import Profiler
 from ..record import RunRecord, Status
+from ..subject import Subject
 from ..text import print_aside
 from . import identity
 from .column import Column, Row
@@ -154,8 +155,8 @@ class Entry(Protocol):
     """An explained profile, with what is known of its run."""
 
     @property
-    def config(self) -> RunConfig | None:
-        """Configuration of the profiled run; None for a file without a record."""
+    def subject(self) -> Subject | None:
+        """What was profiled; None for a file without a record."""
 
     @property
     def device_name(self) -> str | None:
@@ -174,13 +175,13 @@ def load_entries(
     and names the first.
     """
     entries, problems = [], []
-    for record in sorted(records, key=lambda record: order(record.config)):
-        if record.config.profiler in profilers:
+    for record in sorted(records, key=lambda record: order(record.subject)):
+        if record.subject.profiler in profilers:
             try:
                 entries.append(load(record))
             except ProfileError as error:
                 ended = "" if record.status is Status.OK else f"; the run ended as {record.status}"
-                problems.append(f"{record.config.label}: {error}{ended}")
+                problems.append(f"{record.subject.label}: {error}{ended}")
     if problems:
         others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         print_aside(f"warning: no explained profile{others}: {problems[0]}")
@@ -190,11 +191,11 @@ def load_entries(
 def identities_of(entries: Sequence[Entry]) -> list[identity.Identity]:
     """The identity of each entry; empty for a file without a record."""
     identities = iter(identity.identities(_runs(entries)))
-    return [{} if entry.config is None else next(identities) for entry in entries]
+    return [{} if entry.subject is None else next(identities) for entry in entries]
 
 
-def _runs(entries: Iterable[Entry]) -> list[tuple[RunConfig, str | None]]:
-    return [(entry.config, entry.device_name) for entry in entries if entry.config is not None]
+def _runs(entries: Iterable[Entry]) -> list[tuple[Subject, str | None]]:
+    return [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
 
 
 def labels(

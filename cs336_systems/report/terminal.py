@@ -16,8 +16,10 @@ from rich.console import Console, Group, JustifyMethod
 from rich.markup import escape
 from rich.text import Text
 
+from ..config import Profiler
 from ..record import RunRecord
-from ..studies.ceilings_files import NO_CEILINGS, Ceilings
+from ..studies.ceilings_files import NO_CEILINGS, Ceilings, ceilings_beside, load_ceilings_or_warn
+from ..sweep.keep import has_explanation
 from ..text import inert_line, print_line, shortened
 from .column import Column
 from .configurations import step_results
@@ -38,6 +40,8 @@ LONGEST_ON_TERMINAL = 1000
 """Longest text of a cell in the terminal, in characters; the longest cell sets the width of its
 column.
 """
+TOP = 10
+"""Rows of a table about the profile of one run."""
 FAILED_STYLE = "dim red"
 
 
@@ -107,6 +111,36 @@ def print_run(
     print_line(f"record: {path}")
 
 
+def print_measured(record: RunRecord, runs: Path) -> None:
+    """Print the tables of a run that was measured into `runs`, and where its time or memory went
+    if that was recorded, also if the run failed.
+    """
+    ceilings = load_ceilings_or_warn(ceilings_beside(runs.parent))
+    print_run(record, runs / f"{record.key}.json", ceilings)
+    if record.subject.profiler is Profiler.NONE or not has_explanation(record.subject, runs):
+        return
+    from .sections.kernels.entry import load_profiled
+    from .sections.kernels.files import tables_of_one as kernel_tables
+    from .sections.memory.entry import load_memory
+    from .sections.memory.findings import answer
+    from .sections.memory.tables import tables_of_one as memory_tables
+
+    for explained in load_profiled([record], runs.parent):
+        print_tables(kernel_tables(explained, TOP))
+    for entry in load_memory([record], runs.parent):
+        print_tables(memory_tables(entry.profile, TOP), answer=answer(entry.profile))
+
+
+def print_tables(
+    tables: Iterable[Table], directory: Path | None = None, answer: Iterable[str] = ()
+) -> None:
+    """Print the answer in sentences, then each table with an empty line behind it."""
+    print_sentences(answer)
+    for table in tables:
+        print_table(table, directory)
+        print_line("")
+
+
 def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory: Path) -> None:
     """Print the tables of a sweep, its failed runs, and its directory."""
     for table in tables:
@@ -116,7 +150,7 @@ def print_sweep(tables: Iterable[Table], records: Sequence[RunRecord], directory
         if record.failure is not None:
             place = own_place(record)
             message = f"{record.failure.message} ({place})" if place else record.failure.message
-            console.print(f"[red]{plain(record.config.label)}[/]: {plain(message)}")
+            console.print(f"[red]{plain(record.subject.label)}[/]: {plain(message)}")
     print_line(f"results: {directory}")
 
 

@@ -208,15 +208,20 @@ def own_traceback(record: RunRecord) -> str:
     """The traceback of a failed run of the user's own model, reduced to the user's files; empty
     for other runs.
     """
-    return _of_the_user(record.failure) if record.config.model_factory else ""
+    return _of_the_user(record.failure) if _factory(record) else ""
 
 
 def own_place(record: RunRecord) -> str:
     """The innermost file and line of the user's own code, in the model's package if possible;
     empty for other runs.
     """
-    factory = record.config.model_factory
+    factory = _factory(record)
     return place_in(factory, record.failure) if factory else ""
+
+
+def _factory(record: RunRecord) -> str | None:
+    """Where the user's own model comes from; None for this project's model."""
+    return None if record.config is None else record.config.model_factory
 
 
 def _of_the_user(failure: Failure | None) -> str:

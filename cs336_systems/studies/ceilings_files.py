@@ -18,6 +18,8 @@ from ..config import Precision
 from ..costs.communication import Collective
 from ..costs.curves import Curves
 from ..costs.hardware import bare_name
+from ..record import RecordError
+from ..text import print_aside
 from .ceilings_records import CeilingsStudy, LaunchKind, ProductPrecision
 from .records import read_study
 
@@ -181,6 +183,15 @@ def load_ceilings(directory: Path) -> Ceilings:
     """
     studies = tuple(read_study(path, CeilingsStudy) for path in ceilings_files(directory))
     return Ceilings(studies, has_shipped=True)
+
+
+def load_ceilings_or_warn(directory: Path) -> Ceilings:
+    """The ceilings measured into `directory`; if one is damaged, print a warning and use none."""
+    try:
+        return load_ceilings(directory)
+    except RecordError as error:
+        print_aside(f"warning: no share of a measured ceiling: {error}")
+        return NO_CEILINGS
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
@@ -174,18 +175,16 @@ def measure(request: bytes) -> bytes:
                 config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False
             )
             paths = [path for path in _paths(config, runs) if path.is_file()]
-            reply = Reply(files=tuple((path.name, path.stat().st_size) for path in paths))
-            return b"".join(
-                [msgspec.json.encode(reply), b"\n", *(path.read_bytes() for path in paths)]
-            )
+            contents = [path.read_bytes() for path in paths]
+            sizes = zip([path.name for path in paths], map(len, contents), strict=True)
+            head = msgspec.json.encode(Reply(files=tuple(sizes)))
+            return b"".join([head, b"\n", *contents])
     except KeyboardInterrupt:
         os._exit(1)  # Ray ends this process, and starts the run elsewhere
     except Exception as error:  # the driver would unpickle an exception
-        why = (
-            error_in_words(error)
-            if isinstance(error, OSError)
-            else str(error) or type(error).__name__
-        )
+        why = str(error) or type(error).__name__
+        if isinstance(error, OSError):
+            why = error_in_words(error)
         return msgspec.json.encode(Reply(refused=why)) + b"\n"
 
 
@@ -322,7 +321,9 @@ class Machine:
 
     def runs_at_once(self, device: Device) -> int:
         """How many ranks the machine runs at a time: one on each GPU, or one on its CPU."""
-        return 0 if self.refused is not None else int(self.count) if device is Device.CUDA else 1
+        if self.refused is not None:
+            return 0
+        return int(self.count) if device is Device.CUDA else 1
 
 
 def look(
@@ -347,23 +348,20 @@ def look(
     }
     ready = _ready([*answers.values()], _ANSWER_S)
 
-    def found(needs: Needs) -> list[Machine]:
+    def machines(needs: Needs) -> list[Machine]:
         return [
             _machine(name, alive[name], answer, device, needs) for name, answer in answers.items()
         ]
 
     slots: Counter[Identity] = Counter()
-    for machine in found(needs):
+    for machine in machines(needs):
         if machine.node is not None and machine.refused is None:
             slots[machine.node.identity] += machine.runs_at_once(device)
     if needs.identity is None and not allow_mixed and slots:
         needs = msgspec.structs.replace(needs, identity=slots.most_common(1)[0][0])
-    in_order = sorted(found(needs), key=lambda each: (each.host, each.address, each.id))
-    return (
-        in_order,
-        needs,
-        {name: answer for name, answer in answers.items() if answer not in ready},
-    )
+    in_order = sorted(machines(needs), key=attrgetter("host", "address", "id"))
+    late = {name: answer for name, answer in answers.items() if answer not in ready}
+    return in_order, needs, late
 
 
 def _ready(references: list[Any], patience_s: float, least: int | None = None) -> list[Any]:
@@ -385,7 +383,7 @@ def _alive() -> dict[str, dict[str, Any]]:
     def find() -> dict[str, dict[str, Any]]:
         context = ray.get_runtime_context()
         _checked(context.gcs_address)
-        alive = {found["NodeID"]: found for found in ray.nodes() if found["Alive"]}
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         if (here := alive.get(context.get_node_id())) is None:
             raise OSError(
                 "Ray has died on this machine, and takes along what was started from here"
@@ -398,15 +396,15 @@ def _alive() -> dict[str, dict[str, Any]]:
 
 def _machine(
     name: str,
-    found: dict[str, Any],
+    listed: dict[str, Any],
     answer: Any,  # noqa: ANN401
     device: Device,
     needs: Needs,
 ) -> Machine:
-    """The machine that Ray has `found`, with its answer to `describe`, and whether the sweep
+    """The machine as Ray has `listed` it, with its answer to `describe`, and whether the sweep
     uses it.
     """
-    node, count = None, _count(found, device)
+    node, count = None, _count(listed, device)
     try:
         node = msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None)
         refused = "it has no NVIDIA GPU" if node is None else needs.why_left_out(node)
@@ -418,16 +416,17 @@ def _machine(
         refused = f"Ray counts none of its {'GPUs' if device is Device.CUDA else 'cores'}"
     return Machine(
         id=name,
-        host=str(found["NodeManagerHostname"]),
-        address=str(found["NodeManagerAddress"]),
+        host=str(listed["NodeManagerHostname"]),
+        address=str(listed["NodeManagerAddress"]),
         count=count,
         node=node,
         refused=refused,
     )
 
 
-def _count(found: dict[str, Any], device: Device) -> float:
-    return float(found["Resources"].get("GPU" if device is Device.CUDA else "CPU", 0))
+def _count(listed: dict[str, Any], device: Device) -> float:
+    """How many of its GPUs, or of its cores if CPUs are measured, Ray counts."""
+    return float(listed["Resources"].get("GPU" if device is Device.CUDA else "CPU", 0))
 
 
 def sweep_on_cluster(
@@ -522,14 +521,12 @@ class _Driver:
                 self._device, self.needs, allow_mixed=self.allow_mixed
             )
             used = [machine for machine in machines if self._is_used(machine)]
-            self._check_patience(
-                max((machine.runs_at_once(self._device) for machine in used), default=0)
-            )
+            widths = [machine.runs_at_once(self._device) for machine in used]
+            self._check_patience(max(widths, default=0))
             if not used:
                 time.sleep(_TICK_S)
-        self._cores = max(
-            Counter(machine.count for machine in used).most_common(1), default=(0.0, 0)
-        )[0]
+        for cores, _ in Counter(machine.count for machine in used).most_common(1):
+            self._cores = cores
         measure_task = ray.remote(max_calls=0)(measure)
         while (self._waiting or self._running) and not self.interrupts.count:
             alive = _alive()
@@ -576,9 +573,8 @@ class _Driver:
         """Ids of the machines where the run with this key has begun, the last being where it is;
         none if it waits.
         """
-        return (
-            (_promptly(ray.experimental.internal_kv._internal_kv_get, key) or b"").decode().split()
-        )
+        noted = _promptly(ray.experimental.internal_kv._internal_kv_get, key) or b""
+        return noted.decode().split()
 
     def _ask_again(self) -> None:
         """Give Ray again what does not end, although its machine was lost a while ago, or it must
@@ -607,8 +603,8 @@ class _Driver:
         that are lost.
         """
         slots, on_gpu = {}, self._device is Device.CUDA
-        for name, found in alive.items():
-            host, count = str(found["NodeManagerHostname"]), _count(found, self._device)
+        for name, listed in alive.items():
+            host, count = str(listed["NodeManagerHostname"]), _count(listed, self._device)
             if not on_gpu and count not in (0, self._cores):
                 why = f"Ray counts {count:g} of its cores, needed {self._cores:g} as of the others"
                 self._leave_out(name, host, why)
@@ -634,9 +630,9 @@ class _Driver:
         """
         free = sum(slots.values()) - sum(num_slots(config) for config, *_ in self._running.values())
         most = max(slots.values(), default=0)
-        selector = (
-            {"ray.io/node-id": f"!in({','.join(self._left_out)})"} if self._left_out else None
-        )
+        selector = None
+        if self._left_out:
+            selector = {"ray.io/node-id": f"!in({','.join(self._left_out)})"}
         for config in [config for config in self._waiting if num_slots(config) <= most]:
             if (width := num_slots(config)) > free:
                 # a narrower run may fit, and the machine for this one may be held by another job
@@ -648,9 +644,8 @@ class _Driver:
             key = f"{self._keys}{uuid4()}"
             request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, key))
             retries = MAX_TRIES - 1 - self._deaths[config]
-            reference = task.options(**needed, max_retries=retries, label_selector=selector).remote(
-                request
-            )
+            options = {**needed, "max_retries": retries, "label_selector": selector}
+            reference = task.options(**options).remote(request)
             self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
@@ -665,13 +660,9 @@ class _Driver:
         except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
             raise
         except RayError as error:
-            message = (
-                f"given up by Ray, which starts a run {MAX_TRIES} times at most: "
-                f"{_in_a_line(error)}"
-            )
-            self.keeper.finish(
-                self.keeper.fail(config, Status.KILLED, Failure(message=message), elapsed_s)
-            )
+            tries = f"given up by Ray, which starts a run {MAX_TRIES} times at most"
+            failure = Failure(message=f"{tries}: {_in_a_line(error)}")
+            self.keeper.finish(self.keeper.fail(config, Status.KILLED, failure, elapsed_s))
             return
         except (ValueError, RecursionError) as error:
             why = f"no reply of a run: {error}"

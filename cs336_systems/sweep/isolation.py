@@ -21,13 +21,13 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from time import monotonic
 from types import FrameType
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import psutil
 
-from ..config import RunConfig
 from ..interrupt import end_at_once
 from ..record import Failure, Status
+from ..subject import Subject
 from ..temporary import shared_directory
 from .process import FORKER_VARIABLE, STOP_SIGNALS, child_environment
 from .store import SweepError
@@ -68,9 +68,9 @@ _PRELOAD = ("cs336.sweep.server", "cs336.sweep.worker")
 """Imported once for all workers, in this order. It must not touch CUDA."""
 EXPLAINING = ("cs336.analysis.kernels.explain", "cs336.analysis.memory.explain")
 """Modules that explain profiles, none of which needs torch."""
-Entry: TypeAlias = Callable[[RunConfig, Path, Connection], None]
-"""Function that a worker calls with a run, the directory of records, and the connection for its
-output.
+Entry: TypeAlias = Callable[[Any, Path, Connection], None]
+"""Function that a worker calls with the subject of a record, the directory of records, and the
+connection for its output.
 """
 
 
@@ -393,10 +393,11 @@ class Worker(WorkerProcess):
     """One run, measured or explained by `entry`."""
 
     def __init__(
-        self, config: RunConfig, directory: Path, entry: Entry, timeout_s: float | None = None
+        self, subject: Subject, directory: Path, entry: Entry, timeout_s: float | None = None
     ) -> None:
-        super().__init__(entry, config, directory.absolute(), name=config.key, timeout_s=timeout_s)
-        self.config = config
+        name = subject.key
+        super().__init__(entry, subject, directory.absolute(), name=name, timeout_s=timeout_s)
+        self.subject = subject
 
 
 def end_in_words(exit_code: int) -> str:

@@ -34,6 +34,7 @@ from ..record import (
     time_now,
     write_record,
 )
+from ..subject import Subject
 from ..text import print_aside
 from . import store
 from .process import NOT_EXPLAINED, begin_worker
@@ -62,10 +63,10 @@ class Listener:
     def finished(self, record: RunRecord) -> None:
         """A run has ended, and this is its record."""
 
-    def explaining(self, config: RunConfig) -> None:
+    def explaining(self, subject: Subject) -> None:
         """A worker has been started that explains the raw profile of this run."""
 
-    def explained(self, config: RunConfig, failure: str | None) -> None:
+    def explained(self, subject: Subject, failure: str | None) -> None:
         """That worker has ended; `failure` says in one line why there is no explanation; None if
         there is one.
         """
@@ -181,9 +182,8 @@ def resume(
     kept = [record for record in records if record.key not in wanted or record.status.is_result]
     done = {record.key for record in kept}
     todo = [config for config in configs if config.key not in done]
-    unexplained = [
-        record.config for record in kept if record.key in wanted and can_be_explained(record, runs)
-    ]
+    waiting = {record.key for record in kept if can_be_explained(record, runs)}
+    unexplained = [config for config in configs if config.key in waiting]
     inputs: tuple[Input, ...] = ()
     if not allow_mixed:
         inputs = all_inputs(configs)
@@ -205,38 +205,40 @@ def lacks_explanation(record: RunRecord, runs: Path) -> bool:
     A failed run can be explained only if it left a memory snapshot, which shows how it ran out of
     memory.
     """
-    config = record.config
-    if config.profiler is Profiler.NONE:
+    subject = record.subject
+    if subject.profiler is Profiler.NONE:
         return False
-    has_snapshot = (
-        config.profiler is Profiler.MEMORY and store.raw_profile_path(config, runs).is_file()
-    )
-    return (record.status is Status.OK or has_snapshot) and not has_explanation(config, runs)
+    is_explicable = record.status is Status.OK
+    if subject.profiler is Profiler.MEMORY and store.raw_profile_path(subject, runs).is_file():
+        is_explicable = True
+    return is_explicable and not has_explanation(subject, runs)
 
 
 def can_be_explained(record: RunRecord, runs: Path) -> bool:
     """Whether the run lacks an explanation and has the raw profile to make one from."""
-    return lacks_explanation(record, runs) and store.raw_profile_path(record.config, runs).is_file()
+    return (
+        lacks_explanation(record, runs) and store.raw_profile_path(record.subject, runs).is_file()
+    )
 
 
 def has_trace(record: RunRecord, runs: Path) -> bool:
     """Whether the raw profile of the run is a trace of kernels, and still there."""
-    config = record.config
-    if config.profiler in (Profiler.NONE, Profiler.MEMORY) or record.status is not Status.OK:
+    subject = record.subject
+    if subject.profiler in (Profiler.NONE, Profiler.MEMORY) or record.status is not Status.OK:
         return False
-    return store.raw_profile_path(config, runs).is_file()
+    return store.raw_profile_path(subject, runs).is_file()
 
 
-def has_explanation(config: RunConfig, runs: Path) -> bool:
+def has_explanation(subject: Subject, runs: Path) -> bool:
     """Whether this run has an explanation that this or a later version of the program can read."""
-    path = store.explanation_path(config, runs)
+    path = store.explanation_path(subject, runs)
     if not path.is_file():
         return False
     from ..analysis.kernels.step_profile import decode_profile
     from ..analysis.memory.profile import read_memory_profile
 
     try:
-        if config.profiler is Profiler.MEMORY:
+        if subject.profiler is Profiler.MEMORY:
             read_memory_profile(path)
         else:
             decode_profile(path.read_bytes())
@@ -245,14 +247,14 @@ def has_explanation(config: RunConfig, runs: Path) -> bool:
     return True
 
 
-def explain_run(config: RunConfig, runs: Path, rules: KernelRules | None = None) -> None:
+def explain_run(subject: Subject, runs: Path, rules: KernelRules | None = None) -> None:
     """Read the raw profile of the run and write its explanation; with `rules` for names of kernels.
 
     Raises what the analysis raises.
     """
-    raw, target = store.raw_profile_path(config, runs), store.explanation_path(config, runs)
+    raw, target = store.raw_profile_path(subject, runs), store.explanation_path(subject, runs)
     target.parent.mkdir(parents=True, exist_ok=True)
-    if config.profiler is Profiler.MEMORY:
+    if subject.profiler is Profiler.MEMORY:
         from ..analysis.memory.explain import explain_memory
         from ..analysis.memory.profile import write_memory_profile
 
@@ -261,11 +263,12 @@ def explain_run(config: RunConfig, runs: Path, rules: KernelRules | None = None)
         from ..analysis.kernels.explain import explain
         from ..analysis.kernels.step_profile import write_profile
 
+        config = subject if isinstance(subject, RunConfig) else None
         write_profile(explain(raw, config, rules=rules), target)
 
 
 def explain_in_worker(
-    config: RunConfig, runs: Path, log: Connection, rules: KernelRules | None = None
+    subject: Subject, runs: Path, log: Connection, rules: KernelRules | None = None
 ) -> None:
     """Entry of a forked worker that explains one run. If it fails, the last line of its output
     says why.
@@ -273,7 +276,7 @@ def explain_in_worker(
     begin_worker(log)
     _limit_memory()
     try:
-        explain_run(config, runs, rules)
+        explain_run(subject, runs, rules)
     except Exception as error:
         print(file=sys.stderr)
         print_aside(in_one_line(error))

@@ -223,18 +223,13 @@ def rungs(base: RunConfig, device_name: str | None = None) -> tuple[Rung, ...]:
         optimizer=OptimizerKind.FOREACH,
         sync_phases=False,
     )
-    found = [
-        Rung(
-            name="fp32",
-            change="true fp32, eager, attention written out, foreach AdamW",
-            config=config,
-        )
-    ]
+    words = "true fp32, eager, attention written out, foreach AdamW"
+    rungs = [Rung(name="fp32", change=words, config=config)]
     for change in _changes(config, device_name):
         if change.applies:
             config = replace(config, **change.fields)
-            found.append(Rung(name=change.name, change=change.words, config=config))
-    return tuple(found)
+            rungs.append(Rung(name=change.name, change=change.words, config=config))
+    return tuple(rungs)
 
 
 def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
@@ -246,20 +241,18 @@ def chosen(ladder: Sequence[Rung], names: Sequence[str]) -> tuple[Rung, ...]:
     """
     known = [rung.name for rung in ladder]
     if unknown := [name for name in names if name not in known]:
-        why = (
-            " for this model, on this device and with what is installed"
-            if unknown[0] in RUNG_NAMES
-            else ""
-        )
+        why = ""
+        if unknown[0] in RUNG_NAMES:
+            why = " for this model, on this device and with what is installed"
         raise ValueError(f"there is no rung {unknown[0]!r}{why}; there are: {', '.join(known)}")
-    found: list[Rung] = []
+    rungs: list[Rung] = []
     changes: list[str] = []
     for rung in ladder:
         changes.append(rung.change)
-        if not found or rung.name in names:
-            found.append(replace(rung, change=", ".join(changes)))
+        if not rungs or rung.name in names:
+            rungs.append(replace(rung, change=", ".join(changes)))
             changes = []
-    return tuple(found)
+    return tuple(rungs)
 
 
 def reason_run(rung: Rung) -> RunConfig:
@@ -327,20 +320,13 @@ def judge(
     mean = _mean_losses(processes)
     if mean is None:
         return Gate(bound=bound)
-    distances = [
-        [
-            abs(loss - wanted) / fall
-            for loss, wanted in zip(losses, expected, strict=False)
-            if loss is not None
-        ]
-        for losses in processes
-    ]
-    return Gate(
-        bound=bound,
-        loss=mean[-1],
-        last=max(each[-1] for each in distances),
-        largest=max(max(each) for each in distances),
-    )
+    last = largest = 0.0
+    for losses in processes:
+        known = [loss for loss in losses[:GATE_STEPS] if loss is not None]
+        distances = [abs(loss - other) / fall for loss, other in zip(known, expected, strict=True)]
+        last = max(last, distances[-1])
+        largest = max(largest, *distances)
+    return Gate(bound=bound, loss=mean[-1], last=last, largest=largest)
 
 
 def _mean_losses(processes: Sequence[Losses]) -> list[float] | None:
@@ -363,7 +349,7 @@ def write_ladder(ladder: Sequence[Rung], path: Path) -> None:
 
 def read_ladder(path: Path) -> tuple[Rung, ...]:
     """The rungs in `path`; raise FileError if there are none."""
-    found = read_json(path, _LadderFile, LADDER, version=FORMAT_VERSION, error=FileError).rungs
-    if not found:
+    rungs = read_json(path, _LadderFile, LADDER, version=FORMAT_VERSION, error=FileError).rungs
+    if not rungs:
         raise FileError(path, "a ladder needs at least one rung, found none")
-    return found
+    return rungs

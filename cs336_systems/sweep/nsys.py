@@ -54,17 +54,11 @@ def run_under_nsys(
     """
     nsys = find_nsys()
     report.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *(
-            nsys,
-            "profile",
-            *CAPTURE,
-            *([FORKED] if config.is_shared else []),
-            f"--output={report.with_suffix('')}",
-        ),
-        *(sys.executable, "-m", "cs336.sweep.worker"),
-        *(msgspec.json.encode(config).decode(), str(runs), str(os.getpid()), *gpu_uuids),
-    ]
+    command = [nsys, "profile", *CAPTURE, f"--output={report.with_suffix('')}"]
+    if config.is_shared:
+        command.append(FORKED)
+    command += [sys.executable, "-m", "cs336.sweep.worker"]
+    command += [msgspec.json.encode(config).decode(), str(runs), str(os.getpid()), *gpu_uuids]
     die_with_parent = functools.partial(die_with_forker, signal.SIGKILL)
     done = subprocess.run(
         command, env=child_environment(), stdin=subprocess.DEVNULL, preexec_fn=die_with_parent

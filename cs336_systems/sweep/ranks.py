@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from operator import gt, sub
 from pathlib import Path
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
@@ -31,6 +32,7 @@ from ..record import (
     RunRecord,
     RunWarning,
     Status,
+    Traffic,
     WarningCode,
     time_now,
 )
@@ -180,18 +182,18 @@ def run_ranks(
                 ends.append(RankEnd(rank=number, process=process, pipe=pipe))
             _watch(ends, kind)
         finally:
-            for each in ends:
-                each.process.kill()
-            for each in ends:
-                each.process.join()
-                each.pipe.close()
+            for end in ends:
+                end.process.kill()
+            for end in ends:
+                end.process.join()
+                end.pipe.close()
     return ends
 
 
 def first_failed(ends: Sequence[RankEnd[AnswerT]]) -> RankEnd[AnswerT] | None:
     """The rank whose failure is the cause of the others'; None if all ended well."""
-    failed = [each for each in ends if not each.is_pending and each.status is not Status.OK]
-    return min(failed, key=lambda each: each.blame, default=None)
+    failed = [end for end in ends if not end.is_pending and end.status is not Status.OK]
+    return min(failed, key=lambda end: end.blame, default=None)
 
 
 def _answer(
@@ -211,15 +213,15 @@ def _answer(
 def _watch(ends: Sequence[RankEnd[AnswerT]], kind: type[AnswerT]) -> None:
     """Wait until no rank is pending, but not longer than _GRACE_S after one has failed."""
     deadline = math.inf
-    while (pending := [each for each in ends if each.is_pending]) and monotonic() < deadline:
-        ready = wait([each.pipe for each in pending], min(_LOOK_S, deadline - monotonic()))
-        for each in pending:
-            if each.pipe in ready:
-                each.receive(kind)
+    while (pending := [end for end in ends if end.is_pending]) and monotonic() < deadline:
+        ready = wait([end.pipe for end in pending], min(_LOOK_S, deadline - monotonic()))
+        for end in pending:
+            if end.pipe in ready:
+                end.receive(kind)
             else:
-                each.look()
-            if not each.is_pending:
-                each.order = sum(not other.is_pending for other in ends)
+                end.look()
+            if not end.is_pending:
+                end.order = sum(not other.is_pending for other in ends)
         if first_failed(ends) is not None:
             deadline = min(deadline, monotonic() + _GRACE_S)
 
@@ -239,7 +241,7 @@ def measure_on_ranks(
         partial(_measure_rank, config, profile), RunRecord, config.ranks, devices, _COLLECTIVE_S
     )
     if (failed := first_failed(ends)) is None:
-        return merge([each.answer for each in ends if each.answer is not None])
+        return merge([end.answer for end in ends if end.answer is not None])
     record = failed.answer or RunRecord(config=config, status=failed.status, started_at=started_at)
     return replace(record, failure=failed.failure, failed_rank=failed.rank)
 
@@ -263,31 +265,27 @@ STEADY_SHARE = 0.9
 
 def merge(records: Sequence[RunRecord]) -> RunRecord:
     """One record of the ranks' records, all of which ended well, in the order of the ranks."""
-    first = records[0]
+    warmup = zip(*(record.warmup_times_s for record in records), strict=False)
+    launches = zip(*(record.host_times_s for record in records), strict=True)
+    losses = zip(*(record.losses for record in records), strict=False)
+    memories = [record.memory for record in records if record.memory is not None]
+    traffics = [record.traffic for record in records if record.traffic is not None]
     return replace(
-        first,
+        records[0],
         measurements=_slowest(records, [record.measurements for record in records]),
-        warmup_times_s=tuple(
-            map(max, zip(*(record.warmup_times_s for record in records), strict=False))
-        ),
-        host_times_s=tuple(
-            map(max, zip(*(record.host_times_s for record in records), strict=True))
-        ),
+        warmup_times_s=tuple(map(max, warmup)),
+        host_times_s=tuple(map(max, launches)),
         host_phases=_slowest(records, [record.host_phases for record in records]),
-        losses=tuple(map(_mean, zip(*(record.losses for record in records), strict=False))),
-        memory=max(
-            (record.memory for record in records if record.memory),
-            key=lambda memory: memory.peak_allocated_bytes,
-            default=None,
-        ),
-        traffic=max(
-            (record.traffic for record in records if record.traffic is not None),
-            key=lambda traffic: sum(each.sent_bytes for each in traffic),
-            default=None,
-        ),
+        losses=tuple(map(_mean, losses)),
+        memory=max(memories, key=lambda memory: memory.peak_allocated_bytes, default=None),
+        traffic=max(traffics, key=_sent_bytes, default=None),
         warnings=(*_warnings(records), *_uneven(records)),
         ranks=tuple(_of_rank(rank, record) for rank, record in enumerate(records)),
     )
+
+
+def _sent_bytes(traffic: Sequence[Traffic]) -> int:
+    return sum(collectives.sent_bytes for collectives in traffic)
 
 
 def _slowest(
@@ -297,15 +295,12 @@ def _slowest(
     measurements of each rank.
     """
     steps = [_times(record, Phase.STEP) for record in records]
-    slowest = [
-        max(range(len(records)), key=times.__getitem__) for times in zip(*steps, strict=True)
-    ]
-    return tuple(
-        Measurement(
-            own[0].phase, tuple(own[rank].times_s[step] for step, rank in enumerate(slowest))
-        )
-        for own in zip(*parts, strict=True)
-    )
+    slowest = [times.index(max(times)) for times in zip(*steps, strict=True)]
+    merged = []
+    for of_phase in zip(*parts, strict=True):
+        times_s = tuple(of_phase[rank].times_s[step] for step, rank in enumerate(slowest))
+        merged.append(Measurement(of_phase[0].phase, times_s))
+    return tuple(merged)
 
 
 def _times(record: RunRecord, phase: Phase) -> tuple[float, ...]:
@@ -323,20 +318,17 @@ def _mean(losses: Sequence[float | None]) -> float | None:
 
 def _warnings(records: Sequence[RunRecord]) -> list[RunWarning]:
     """The first warning of each kind, which names its rank unless all ranks have one."""
-    found = []
-    for code in dict.fromkeys(warning.code for record in records for warning in record.warnings):
-        own = [
-            (rank, each)
-            for rank, record in enumerate(records)
-            for each in record.warnings
-            if each.code is code
-        ]
-        rank, warning = own[0]
-        is_of_all = len({rank for rank, _ in own}) == len(records)
-        found.append(
-            warning if is_of_all else replace(warning, message=f"rank {rank}: {warning.message}")
-        )
-    return found
+    ranks_warned: dict[WarningCode, dict[int, RunWarning]] = {}
+    for rank, record in enumerate(records):
+        for warning in record.warnings:
+            ranks_warned.setdefault(warning.code, {}).setdefault(rank, warning)
+    warnings = []
+    for by_rank in ranks_warned.values():
+        rank, warning = next(iter(by_rank.items()))
+        if len(by_rank) < len(records):
+            warning = replace(warning, message=f"rank {rank}: {warning.message}")
+        warnings.append(warning)
+    return warnings
 
 
 def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
@@ -346,17 +338,13 @@ def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
     PyTorch's DDP and FSDP hide such a difference, because they wait for the other ranks inside of
     backward.
     """
-    steps, waits = (
-        [_times(record, phase) for record in records] for phase in (Phase.STEP, Phase.COMMUNICATION)
-    )
-    own = [
-        [step - wait for step, wait in zip(*both, strict=True)]
-        for both in zip(steps, waits, strict=True)
-    ]
-    medians = [statistics.median(times) for times in own]
-    slow, quick = (medians.index(choose(medians)) for choose in (max, min))
-    differences = [one - other for one, other in zip(own[slow], own[quick], strict=True)]
-    is_steady = sum(each > 0 for each in differences) >= STEADY_SHARE * len(differences)
+    steps = [_times(record, Phase.STEP) for record in records]
+    waits = [_times(record, Phase.COMMUNICATION) for record in records]
+    work = [[*map(sub, step, wait)] for step, wait in zip(steps, waits, strict=True)]
+    medians = [statistics.median(times) for times in work]
+    slow, quick = medians.index(max(medians)), medians.index(min(medians))
+    num_slower = sum(map(gt, work[slow], work[quick]))
+    is_steady = num_slower >= STEADY_SHARE * len(work[slow])
     whole = statistics.median(map(max, zip(*steps, strict=True)))
     if medians[slow] - medians[quick] <= UNEVEN_SHARE * whole or not is_steady:
         return []
@@ -369,8 +357,8 @@ def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
 
 
 def _of_rank(rank: int, record: RunRecord) -> RankRecord:
-    shared = {each.name for each in fields(RankRecord)} & {each.name for each in fields(RunRecord)}
+    names = {field.name for field in fields(RankRecord)}
+    names &= {field.name for field in fields(RunRecord)}
+    shared = {name: getattr(record, name) for name in names}
     device_uuid = record.environment.device_uuid if record.environment else None
-    return RankRecord(
-        rank=rank, device_uuid=device_uuid, **{name: getattr(record, name) for name in shared}
-    )
+    return RankRecord(rank=rank, device_uuid=device_uuid, **shared)

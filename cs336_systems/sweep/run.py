@@ -21,6 +21,7 @@ from ..config import CompileMode, Device, Mode, OptimizerKind, Parallel, Profile
 from ..measure.environment import identity
 from ..measure.nvml import Gpu, alike, visible_gpus
 from ..record import RunRecord, Status, load_records
+from ..subject import Subject
 from . import isolation, keep, store
 from .process import NOT_EXPLAINED, RECORD_NOT_WRITTEN, adopt_orphans
 
@@ -38,7 +39,7 @@ class Outcome:
     """Every record in the directory, including those of earlier sweeps."""
     measured: tuple[RunRecord, ...]
     """Records that this sweep added."""
-    unexplained: tuple[RunConfig, ...] = ()
+    unexplained: tuple[Subject, ...] = ()
     """Profiled runs in the directory that have no readable explanation."""
     interrupted: bool
 
@@ -96,7 +97,7 @@ def outcome(keeper: keep.Keeper, *, interrupted: bool) -> Outcome:
         records=tuple(every),
         measured=tuple(keeper.measured),
         unexplained=tuple(
-            record.config for record in every if keep.lacks_explanation(record, keeper.runs)
+            record.subject for record in every if keep.lacks_explanation(record, keeper.runs)
         ),
         interrupted=interrupted,
     )
@@ -109,7 +110,7 @@ def explain_again(
     *,
     timeout_s: float = 600.0,
     rules: KernelRules | None = None,
-) -> tuple[RunConfig, ...]:
+) -> tuple[Subject, ...]:
     """Explain those of `records` in `runs` that have a raw profile and no explanation; measure
     nothing.
 
@@ -120,7 +121,7 @@ def explain_again(
     for record in records:
         is_new = rules is not None and keep.has_trace(record, runs)
         if is_new or keep.can_be_explained(record, runs):
-            waiting.append(record.config)
+            waiting.append(record.subject)
     if waiting:
         isolation.preload_to_explain()
         isolation.spare_children()
@@ -130,7 +131,7 @@ def explain_again(
             Loop(keeper, (None,), timeout_s, interrupts, deque(waiting), rules=rules).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
-    return tuple(config for config in waiting if not keep.has_explanation(config, runs))
+    return tuple(subject for subject in waiting if not keep.has_explanation(subject, runs))
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class Loop:
     gpus: Sequence[Gpu | None]
     timeout_s: float
     interrupts: isolation.Interrupts
-    unexplained: deque[RunConfig] = field(default_factory=deque)
+    unexplained: deque[Subject] = field(default_factory=deque)
     """Runs to explain. A free slot explains the first of them before it measures another run."""
     explaining: set[isolation.Worker] = field(default_factory=set)
     explains: bool = True
@@ -204,24 +205,23 @@ class Loop:
         """Start to explain the first run that waits for it; if none does, to measure the first
         on these GPUs.
         """
-        explains, runs = bool(self.unexplained), self.keeper.runs
-        config = (self.unexplained if explains else self.waiting).popleft()
-        entry: isolation.Entry = keep.explain_in_worker
-        if explains and self.rules is not None:
-            entry = functools.partial(keep.explain_in_worker, rules=self.rules)
-        if not explains:
+        runs, listener = self.keeper.runs, self.keeper.listener
+        if self.unexplained:
+            subject = self.unexplained.popleft()
+            explain = functools.partial(keep.explain_in_worker, rules=self.rules)
+            worker = isolation.Worker(subject, runs, explain, self.timeout_s)
+            self.explaining.add(worker)
+            tell = functools.partial(listener.explaining, subject)
+        else:
+            config = self.waiting.popleft()
             (runs / f"{config.key}.json").unlink(missing_ok=True)
-            entry = functools.partial(
-                measure_in_worker, gpu_uuids=[gpu.uuid for gpu in gpus if gpu]
-            )
-        worker = isolation.Worker(config, runs, entry, self.timeout_s)
+            uuids = [gpu.uuid for gpu in gpus if gpu]
+            measure = functools.partial(measure_in_worker, gpu_uuids=uuids)
+            worker = isolation.Worker(config, runs, measure, self.timeout_s)
+            tell = functools.partial(listener.started, config, gpus[0])
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
-        if explains:
-            self.explaining.add(worker)
-            self.keeper.listener.explaining(config)
-        else:
-            self.keeper.listener.started(config, gpus[0])
+        tell()
         return worker
 
     def _ended(
@@ -245,7 +245,7 @@ class Loop:
                 exit_code = worker.reap()
                 if worker in self.explaining:
                     why = self._why_unexplained(worker, exit_code, timed_out)
-                    self.keeper.listener.explained(worker.config, why)
+                    self.keeper.listener.explained(worker.subject, why)
                 else:
                     record = self._collect(worker, exit_code, timed_out)
                     self.keeper.finish(record)
@@ -256,7 +256,7 @@ class Loop:
     def explain_later(self, record: RunRecord) -> None:
         """Queue the raw profile of a run that has ended to be explained, if there is one."""
         if keep.can_be_explained(record, self.keeper.runs):
-            self.unexplained.append(record.config)
+            self.unexplained.append(record.subject)
 
     def _why_unexplained(
         self, worker: isolation.Worker, exit_code: int, timed_out: bool
@@ -264,7 +264,7 @@ class Loop:
         """In one line, why a worker that has ended left no explanation, and what to do; None if
         it left one.
         """
-        if keep.has_explanation(worker.config, self.keeper.runs):
+        if keep.has_explanation(worker.subject, self.keeper.runs):
             return None
         if timed_out:
             why = f"not done within {self.timeout_s:g} s"
@@ -279,7 +279,9 @@ class Loop:
 
     def _collect(self, worker: isolation.Worker, exit_code: int, timed_out: bool) -> RunRecord:
         """The record of a worker that has ended: the one that it wrote, or one of its failure."""
-        config, path = worker.config, self.keeper.runs / f"{worker.config.key}.json"
+        config = worker.subject
+        assert isinstance(config, RunConfig), "a watched loop is only explained"
+        path = self.keeper.runs / f"{config.key}.json"
         if path.exists():
             record = self.keeper.read(config, worker.elapsed_s, worker.log_tail())
             if record.status is Status.INVALID:

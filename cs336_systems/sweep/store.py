@@ -21,6 +21,7 @@ import msgspec
 from ..config import Profiler, RunConfig
 from ..files import encode_json, remedy, write_atomically
 from ..record import Identity, Input, RecordError, RunRecord, published_runs
+from ..subject import Subject
 from ..text import LONGEST_PART, shorten, shortened
 
 _PROBE_BYTES = 2**16
@@ -75,20 +76,18 @@ def make_writable(runs: Path) -> Path:
     return runs
 
 
-def raw_profile_path(config: RunConfig, runs: Path) -> Path:
+def raw_profile_path(subject: Subject, runs: Path) -> Path:
     """Path of this run's raw profile; `runs` is the directory of records."""
-    folder, ending = _RAW_PROFILES[config.profiler]
-    return runs.with_name(folder) / f"{config.key}{ending}"
+    folder, ending = _RAW_PROFILES[subject.profiler]
+    return runs.with_name(folder) / f"{subject.key}{ending}"
 
 
-def explanation_path(config: RunConfig, runs: Path) -> Path:
+def explanation_path(subject: Subject, runs: Path) -> Path:
     """Path of the explanation of this run's raw profile: a `MemoryProfile` of a snapshot, a
     `StepProfile` of others.
     """
-    return (
-        runs.with_name(_MEMORY if config.profiler is Profiler.MEMORY else _KERNELS)
-        / f"{config.key}.json"
-    )
+    folder = _MEMORY if subject.profiler is Profiler.MEMORY else _KERNELS
+    return runs.with_name(folder) / f"{subject.key}.json"
 
 
 def raw_profile_paths(config: RunConfig, runs: Path) -> tuple[Path, ...]:

@@ -517,7 +517,7 @@ def test_a_gpu_that_says_little_is_measured_all_the_same(
     monkeypatch.setattr(Monitor, "unsupported", unsupported)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    progress = Progress(config=replace(CONFIG, device=Device.CUDA), started_at="", started=0.0)
+    progress = Progress(subject=replace(CONFIG, device=Device.CUDA), started_at="", started=0.0)
     monitor = measurement._find_gpu(progress)
     assert [warning.code for warning in progress.warnings] == ([code] if code else [])
     assert (monitor is None) == (code is WarningCode.NO_TELEMETRY)

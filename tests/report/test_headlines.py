@@ -50,7 +50,7 @@ def test_a_headline_of_runs_leaves_none_out() -> None:
     for runs in (list(draw_runs(rng)) for _ in range(60)):
         rows = (step_results(runs)) if runs else []
         ends = Counter(run.status for run in runs if run.status is not Status.OK)
-        entries = [MemoryEntry(profile=make_memory(), config=run.config) for run in runs[2:4]]
+        entries = [MemoryEntry(profile=make_memory(), subject=run.config) for run in runs[2:4]]
         steps, more = of_steps(rows)
         check(
             steps,

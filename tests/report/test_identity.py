@@ -74,7 +74,7 @@ def kernel_entry(config, **changes):
 
 
 def memory_entry(config, **changes):
-    return MemoryEntry(config=config, profile=make_memory(**changes), device_name="NVIDIA H200")
+    return MemoryEntry(subject=config, profile=make_memory(**changes), device_name="NVIDIA H200")
 
 
 def assert_apart(sections, pair):

@@ -92,7 +92,7 @@ def kinds():
     profiled = [make_record(make_config(size), (0.1, 0.11)) for size in sizes]
     entries = [Explained(profile=make_profile(), plain=r, profiled=r) for r in profiled]
     memory = [
-        MemoryEntry(config=r.config, profile=make_memory(), device_name=r.device_name)
+        MemoryEntry(subject=r.config, profile=make_memory(), device_name=r.device_name)
         for r in profiled
     ]
     fusion = make_fusion(*(make_row(version=version) for version in Version))

@@ -59,7 +59,7 @@ class Directory:
         if self.compared is not None:
             return "comparisons"
         records = () if self.sweep is None else self.sweep.records
-        profilers = {record.config.profiler for record in records}
+        profilers = {record.subject.profiler for record in records}
         if Profiler.MEMORY in profilers:
             return "memory"
         return "kernels" if profilers - {Profiler.NONE} else "steps"

@@ -74,9 +74,11 @@ def glance_at(directory: Directory) -> Glance:
 
 def _failed_profiles(results: Results) -> Iterator[str]:
     """How runs under a profiler failed, where the headline is of runs without one."""
-    profiled = [record for record in results.records if record.config.profiler is not Profiler.NONE]
+    profiled = [
+        record for record in results.records if record.subject.profiler is not Profiler.NONE
+    ]
     rows = [{"status": record.status} for record in profiled]
-    failures = NamedRows(rows, [record.config.label for record in profiled]).failures()
+    failures = NamedRows(rows, [record.subject.label for record in profiled]).failures()
     if failures and results.published:
         yield f"Under the profiler: {failures.removeprefix('; ')}."
 
@@ -88,7 +90,7 @@ def times_of(results: Results) -> Sequence[StepResult]:
     if results.published:
         return results.configurations
     of_kernels = [
-        record for record in results.records if record.config.profiler is not Profiler.MEMORY
+        record for record in results.records if record.subject.profiler is not Profiler.MEMORY
     ]
     return step_results(of_kernels or results.records, results.ceilings)
 

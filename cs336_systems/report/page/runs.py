@@ -52,7 +52,7 @@ def run_blocks(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]
     joined = published_runs(directory / RUNS)
     ordered = sorted(
         records,
-        key=lambda record: (*order(record.config), record.config.profiler, record.config.repeat),
+        key=lambda record: (*order(record.subject), record.subject.profiler, record.subject.repeat),
     )
     rows = [_run(record) for record in ordered]
     for row, record in zip(rows, ordered, strict=True):
@@ -68,16 +68,16 @@ def run_blocks(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]
         traceback = shortened(failure.traceback or "", LONGEST_TEXT)
         texts = filter(None, (failure.message, traceback, failure.log_tail))
         yield Closed(
-            title=f"{record.config.label}: {status_text(record.status)}{where}",
+            title=f"{record.subject.label}: {status_text(record.status)}{where}",
             text="\n\n".join(texts),
         )
 
 
 def _run(record: RunRecord) -> Row:
     """The row of one run; None for what it has none of."""
-    step, config = record.measurement(Phase.STEP), record.config
+    step, subject = record.measurement(Phase.STEP), record.subject
     row: Row = dict.fromkeys(column.key for column in RUN) | {
-        "run": config.label,
+        "run": subject.label,
         "status": str(record.status),
         "step_std_ms": None,
         "warnings": ", ".join(warning.code for warning in record.warnings) or None,
@@ -88,10 +88,10 @@ def _run(record: RunRecord) -> Row:
         row["times_ms"] = [time_s * 1e3 for time_s in step.times_s]
         if step.stdev_s is not None:
             row["step_std_ms"] = step.stdev_s * 1e3
-    if config.profiler is not Profiler.NONE:
-        row["run"] += f", under {config.profiler}"
-        row["profile"] = str(raw_profile_path(config, Path(RUNS)))
-        row["viewer"] = VIEWERS[config.profiler]
+    if subject.profiler is not Profiler.NONE:
+        row["run"] += f", under {subject.profiler}"
+        row["profile"] = str(raw_profile_path(subject, Path(RUNS)))
+        row["viewer"] = VIEWERS[subject.profiler]
     return row
 
 

@@ -97,8 +97,11 @@ def scored(
     for directory, records in sorted(sweeps.items()):
         repeats: dict[RunConfig, list[RunRecord]] = {}
         for record in records:
-            if record.status is Status.OK and record.config.profiler is Profiler.NONE:
-                repeats.setdefault(replace(record.config, repeat=0), []).append(record)
+            config = record.config
+            if config is None or config.profiler is not Profiler.NONE:
+                continue
+            if record.status is Status.OK:
+                repeats.setdefault(config.configuration, []).append(record)
         for config, same in repeats.items():
             curves = ceilings_of(directory).curves(same[0].device_name or "")
             prediction = None if curves is None else predicted_time(config, curves)

@@ -16,6 +16,7 @@ from ...analysis.statistics import FEWEST
 from ...config import SETTINGS, Device, RunConfig
 from ...record import Compilation, RunRecord, Status
 from ...studies.ceilings_files import NO_CEILINGS, Ceilings
+from ...subject import Subject
 from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
 from ..column import Column, Quantity, quantity, short, six_digits
@@ -124,6 +125,7 @@ class RungResult(StepResult):
     A rung that fails its gate, or has no verdict, is not credited.
     """
 
+    config: RunConfig
     before: "RungResult | None" = None
     """The last credited rung before this one."""
     first: "RungResult | None" = None
@@ -340,9 +342,9 @@ def ladder_results(
 
     Each rung is compared with the last credited rung before it, and with the first.
     """
-    measured: dict[RunConfig, StepResult] = {}
+    measured: dict[Subject, StepResult] = {}
     for result in step_results(records, ceilings):
-        measured.setdefault(result.config, result)
+        measured.setdefault(result.subject, result)
 
     def records_of(rung: Rung) -> Sequence[RunRecord]:
         result = measured.get(rung.config.configuration)

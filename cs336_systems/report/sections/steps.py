@@ -9,8 +9,9 @@ from typing import Any
 
 from ...analysis.statistics import FEWEST
 from ...analysis.warnings import DOUBTFUL, in_doubt
-from ...config import UNSIZED, Phase, Profiler, RunConfig
+from ...config import UNSIZED, Phase, Profiler
 from ...record import RunRecord, WarningCode
+from ...subject import Subject
 from ...text import counted, text_of
 from ..charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
 from ..column import Quantity, Row, three_digits
@@ -51,12 +52,13 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
         if text := entry.cell(result):
             speed.append(f"{entry.label} {text}")
     doubts = ", ".join(w.code for w in record.warnings if w.code in DOUBTFUL)
-    under = "" if record.config.profiler is Profiler.NONE else " with the profiler running"
+    under = "" if record.subject.profiler is Profiler.NONE else " with the profiler running"
     step = StepResult.step_mean_ms.cell(result)
+    steps = counted(len(measured.times_s), "step")
+    spread = f"Minimum {low}, median {median}, maximum {high} ms in {steps}"
     return [
         f"A step takes {step} ms{under}: {', '.join(phases)}.",
-        f"Minimum {low}, median {median}, maximum {high} ms in "
-        f"{counted(len(measured.times_s), 'step')}; {', '.join(speed)}.",
+        f"{spread}; {', '.join(speed)}." if speed else f"{spread}.",
         f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
     ]
 
@@ -83,7 +85,8 @@ def results_table(results: Sequence[StepResult], *, has_csv: bool = True) -> Tab
 
 def _notes(results: Sequence[StepResult], *, has_csv: bool) -> Iterator[str]:
     """How to read the table of step times, and what its marks mean."""
-    if any(result.config.model_factory and result.config.size != UNSIZED for result in results):
+    configs = [result.config for result in results if result.config is not None]
+    if any(config.model_factory and config.size != UNSIZED for config in configs):
         yield OFFERED
     yield "Times are mean ± standard deviation over the measured steps of a process."
     yield from too_few_note(result.processes for result in results)
@@ -175,7 +178,7 @@ def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
     setting = entry.settings[0]
     for value in dict.fromkeys(result[setting] for result in results):
         faster = [result for result in results if result[setting] == value]
-        values: type[StrEnum] = type(settings_of(faster[0].config)[setting])
+        values: type[StrEnum] = type(settings_of(faster[0].subject)[setting])
         baseline = next(iter(values))
         number = sum(result.gain(entry.settings).is_doubted for result in faster)
         doubt = f"; in {number} of {len(faster)} a time is in doubt ({DOUBT})" if number else ""
@@ -189,7 +192,7 @@ def _names(results: Sequence[StepResult]) -> list[str]:
 
 def results_section(
     results: Sequence[StepResult],
-    of_profiles: Mapping[RunConfig, Mapping[str, float]] = MappingProxyType({}),
+    of_profiles: Mapping[Subject, Mapping[str, float]] = MappingProxyType({}),
 ) -> Section:
     """The tables and pictures of step times, and for results.csv a row with every value of each
     configuration.
@@ -205,7 +208,7 @@ def results_section(
     for result in results:
         row: Row = {key: result[key] for key in keys}
         row |= {name: text_of(row[name]) for name in as_texts}
-        row |= {**added, **of_profiles.get(result.config, {})}
+        row |= {**added, **of_profiles.get(result.subject, {})}
         rows.append(row | {name: result.identity[name] for name in others})
     tables = [results_table(results)]
     if by_warmup := warmup_table(results):

@@ -69,7 +69,7 @@ def tiny(name="a"):
         "memory_profiles": {
             "sweep": Results(
                 records=[make_record(memory, (0.1, 0.1))],
-                memory=[MemoryEntry(profile=make_memory(), config=memory)],
+                memory=[MemoryEntry(profile=make_memory(), subject=memory)],
             )
         },
         "comparisons": {

@@ -77,7 +77,7 @@ def test_a_plugin_adds_to_explained_files(
     else:
         file.write_bytes(encode_memory_profile(make_memory()))
         config = make_config(profiler=Profiler.MEMORY)
-        memory = MemoryEntry(profile=make_memory(), config=config)
+        memory = MemoryEntry(profile=make_memory(), subject=config)
         page = page_text(records=[make_record(config, (0.1, 0.1))], memory=[memory])
     assert main([command, str(file), "--output", str(output)]) == 0
     printed = capsys.readouterr().out

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import RankTimes, StepProfile
-from ....config import RunConfig
 from ....costs.communication import Collective
+from ....subject import Subject
 from ...columns import Column, Row, column, columns_of
 from ...section import Section, over_configurations, rows_of
 from ...words import ratio, rounded
@@ -85,18 +85,18 @@ OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")
 """What `by_configuration` says of each; the share is that of the profiled step's wall time."""
 
 
-def by_configuration(entries: Iterable[Explained]) -> dict[RunConfig, Row]:
+def by_configuration(entries: Iterable[Explained]) -> dict[Subject, Row]:
     """For each configuration on several ranks, the values OF_CONFIGURATION of its profiled runs.
 
     Times are means over the steps, the ranks and the runs. Both are those of the profiled step,
     which is slower.
     """
-    runs: dict[RunConfig, list[Row]] = {}
+    runs: dict[Subject, list[Row]] = {}
     for entry in entries:
-        if entry.config is not None and entry.profile.communication:
-            config = entry.config.unprofiled.configuration
-            runs.setdefault(config, []).append(_of_run(entry.profile))
-    return {config: _means(rows) for config, rows in runs.items()}
+        if entry.subject is not None and entry.profile.communication:
+            subject = entry.subject.unprofiled.configuration
+            runs.setdefault(subject, []).append(_of_run(entry.profile))
+    return {subject: _means(rows) for subject, rows in runs.items()}
 
 
 def _of_run(profile: StepProfile) -> Row:

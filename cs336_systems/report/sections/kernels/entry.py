@@ -11,6 +11,7 @@ from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import StepProfile, decode_profile
 from ....config import Phase, Profiler, RunConfig
 from ....record import RunRecord, Status
+from ....subject import Subject
 from ....sweep.store import explanation_path
 from ...section import load_entries
 from .sums import total
@@ -65,8 +66,13 @@ class Explained:
     """The same run without a profiler; None if there is none that finished."""
 
     @property
-    def config(self) -> RunConfig | None:
+    def subject(self) -> Subject | None:
         """None if the record of the run is not known."""
+        return None if self.profiled is None else self.profiled.subject
+
+    @property
+    def config(self) -> RunConfig | None:
+        """None if the record is not known, or that of a watched loop."""
         return None if self.profiled is None else self.profiled.config
 
     @property
@@ -116,7 +122,7 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Explain
     """
 
     def load(record: RunRecord) -> Explained:
-        path = explanation_path(record.config, directory / "runs")
+        path = explanation_path(record.subject, directory / "runs")
         try:
             profile = decode_profile(path.read_bytes())
         except (OSError, ValueError) as error:
@@ -129,9 +135,9 @@ def load_profiled(records: Sequence[RunRecord], directory: Path) -> list[Explain
 
 def plain_run(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:
     """The finished run of the same configuration on the same device, without a profiler."""
-    wanted = record.config.unprofiled
+    wanted = record.subject.unprofiled
     for other in records:
-        is_same = other.config == wanted and other.device_name == record.device_name
+        is_same = other.subject == wanted and other.device_name == record.device_name
         if is_same and other.status is Status.OK:
             return other
     return None

@@ -602,7 +602,8 @@ class _Findings:
         """
         if not self.on_device or not kernels:
             return ()
-        if self.config and self.config.precision is not Precision.FP32:
+        subject = self.entry.subject
+        if subject is not None and subject.precision is not Precision.FP32:
             return ()
         for device in filter(None, map(find_device, self.profile.device_names)):
             return faster_precisions(device)

@@ -17,6 +17,7 @@ from ....analysis.memory.profile import (
 from ....config import Profiler, RunConfig
 from ....costs.memory import predicted_peak_bytes, residual_stream_bytes
 from ....record import RunRecord
+from ....subject import Subject
 from ....sweep.store import explanation_path
 from ...section import load_entries
 
@@ -31,9 +32,14 @@ class MemoryEntry:
     """
 
     profile: MemoryProfile
-    config: RunConfig | None = None
+    subject: Subject | None = None
     """None for a single snapshot, which has no columns of settings."""
     device_name: str | None = None
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The run's configuration; None for a single snapshot and for a watched loop."""
+        return self.subject if isinstance(self.subject, RunConfig) else None
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -65,8 +71,8 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
     """
 
     def load(record: RunRecord) -> MemoryEntry:
-        profile = read_memory_profile(explanation_path(record.config, directory / "runs"))
-        return MemoryEntry(config=record.config, profile=profile, device_name=record.device_name)
+        profile = read_memory_profile(explanation_path(record.subject, directory / "runs"))
+        return MemoryEntry(subject=record.subject, profile=profile, device_name=record.device_name)
 
     return load_entries(records, (Profiler.MEMORY,), load)
 

@@ -134,7 +134,7 @@ def _category_columns(rows: Sequence[Row], unit: MemoryUnit, whole: str) -> list
 
 def _unit(entries: Sequence[MemoryEntry]) -> MemoryUnit:
     """GiB for runs of a sweep; for a single snapshot what suits its size."""
-    return GIB_CELL if entries[0].config else unit_for(entries[0].profile.peak_reserved_bytes)
+    return GIB_CELL if entries[0].subject else unit_for(entries[0].profile.peak_reserved_bytes)
 
 
 def peaks(entries: Sequence[MemoryEntry]) -> Section:
@@ -243,7 +243,7 @@ def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
 
     The CSV of one snapshot has all that the profile keeps.
     """
-    if entries[0].config is None:
+    if entries[0].subject is None:
         return _largest_at_peak(entries[0].profile, top)
     shown = columns_of(
         column("requested_bytes", unit="bytes", write=count, drop_order=4),
@@ -361,7 +361,7 @@ def sections_of(entries: Sequence[MemoryEntry], top: int = TOP_OF_RUNS) -> list[
     sections = [peaks(entries), boundaries(entries), largest(entries, top)]
     added = added_sections(MemoryEntry, entries)
     profile = entries[0].profile
-    if entries[0].config is None:
+    if entries[0].subject is None:
         timeline = Drawing("timeline", partial(draw_memory, profile))
         sections += [blocks(profile), Section(name="timeline", pictures=[timeline])]
         return sections + added
@@ -409,7 +409,7 @@ def write_memory(
 
 def _in_order(entries: Sequence[MemoryEntry]) -> list[MemoryEntry]:
     """Runs in the order of tables; a single snapshot as it is."""
-    return sorted(entries, key=lambda entry: order(entry.config) if entry.config else ())
+    return sorted(entries, key=lambda entry: order(entry.subject) if entry.subject else ())
 
 
 def _findings(profile: MemoryProfile) -> Table:
@@ -420,7 +420,7 @@ def _findings(profile: MemoryProfile) -> Table:
 def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
     """The picture of each run."""
     titles = labels(entries, always=("size", "context_length", "mode", "precision"))
-    stems = file_names(entry.config.key for entry in entries if entry.config)
+    stems = file_names(entry.subject.key for entry in entries if entry.subject)
     drawings = []
     for entry, title, stem in zip(entries, titles, stems, strict=True):
         draw = partial(draw_memory, entry.profile, settings([entry]), title)

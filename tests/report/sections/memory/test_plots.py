@@ -27,7 +27,7 @@ SIZES = {"other.pickle": "large"}
 def draw_peaks(*profiles):
     entries = [
         MemoryEntry(
-            config=make_config(
+            subject=make_config(
                 "large" if profile.source == "other.pickle" else "small", 128 << place
             ),
             profile=profile,

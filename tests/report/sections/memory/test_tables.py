@@ -34,7 +34,7 @@ def alone(profile):
 
 def entry(profile=None, size="small", context_length=128, **fields):
     config = make_config(size, context_length, profiler=Profiler.MEMORY, **fields)
-    return MemoryEntry(config=config, profile=profile or make_memory())
+    return MemoryEntry(subject=config, profile=profile or make_memory())
 
 
 def mixed_profile():
