@@ -13,14 +13,14 @@ def needs(needed: str, is_met: Callable[[Any], bool], got: str, subject: str = "
 
 
 def not_with(
-    flag: str, is_used: Callable[[Any], bool], only: Callable[[Any], bool] = lambda _: True
+    other: str, is_used: Callable[[Any], bool], only: Callable[[Any], bool] = lambda _: True
 ) -> Rule:
-    """A rule against a flag that does not work on several ranks yet; it holds for the runs that
-    `only` accepts.
+    """A rule of the setting `parallel`: with several ranks the flag `other` does not work yet; it
+    holds for the runs that `only` accepts.
     """
     return Rule(
         lambda run: not (only(run) and is_used(run)),
-        f"{{flag}} {{config.parallel}} cannot be combined with {flag} yet: leave out one of them",
+        f"{{flag}} {{config.parallel}} cannot be combined with {other} yet: leave out one of them",
     )
 
 

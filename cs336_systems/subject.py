@@ -87,7 +87,7 @@ Subject: TypeAlias = RunConfig | WatchedLoop
 def loop_of_earlier_record(config: RunConfig) -> WatchedLoop | None:
     """The loop that an earlier version of this program recorded as a run; None for a run.
 
-    Such a record has one sequence of one token if no tokens were seen, which so says nothing.
+    Where no tokens were seen, such a record has one sequence of one token as a stand-in.
     """
     prefix, _, name = (config.model_factory or "").partition(":")
     if prefix != _MODULE_OF_EARLIER_LOOPS:

@@ -336,6 +336,8 @@ READS = {
     "compare, model": ("x.py", "compare '--device cpu' '--model x:make --device cpu'"),
     "benchmark, tokens": ("x.npy", "benchmark --device cpu --tokens x.npy"),
     "benchmark, model": ("x.py", "benchmark --device cpu --model x:make"),
+    "kernels, rules": ("x.toml", "kernels kernels.json --rules x.toml"),
+    "report, rules": ("x.toml", "report . --rules x.toml"),
     "sweep, tokens": ("x.npy", "sweep --device cpu --tokens x.npy"),
     "sweep, model": ("x.py", "sweep --device cpu --model x.y:make"),
 }

@@ -207,7 +207,9 @@ class AccountArguments(flags.Flags, ForecastArguments):
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
 
     def _of_a_configuration(self) -> list[str]:
-        """Flags that describe a step, which a number of parameters alone has not."""
+        """The flags given (--precision aside) that describe a model's step: they contradict
+        --parameters, which tells only a number.
+        """
         unchanged = AccountArguments().given()
         names = []
         for name, value in self.given().items():

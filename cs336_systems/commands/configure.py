@@ -144,12 +144,12 @@ def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
-    """The run itself; raise ValueError for a flag of the model's shape that the user's own factory
-    does not take.
+    """The run, with the size `UNSIZED` if the user's own factory takes no size but the context;
+    raise ValueError for a flag of the model's shape that the factory does not take.
 
-    `given` are the names of the settings that the user gave, with `many` by the flags of a sweep.
-    The vocabulary and the context shape the tokens of any model, so they always have an effect. A
-    factory whose source does not tell its parameters is accepted.
+    `given` are the names of the settings that the user gave; messages name the flags of a sweep if
+    `many`. The vocabulary and the context shape the tokens of any model, so they always have an
+    effect. A factory whose source does not tell its parameters is accepted.
     """
     taken = None if config.model_factory is None else parameters_of(config.model_factory)
     if taken is None:

@@ -67,11 +67,14 @@ def _is_too_large(config: RunConfig, memory_bytes: int) -> bool:
 
 
 def print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
-    """Print a line for each run: its predicted peak and, by the ceilings, its predicted time."""
+    """Print a line for each run: its predicted peak and, by the ceilings, its predicted time; then
+    those that will not fit, and how many runs there are.
+    """
     doubt = f" {DOUBT}" if curves is not None and curves.is_in_doubt else ""
     for config in plan.configs:
-        is_slowed = config.profiler is not Profiler.NONE or config in plan.too_large
-        time = None if curves is None or is_slowed else predicted_time(config, curves)
+        # a profiler makes steps longer, and a run that does not fit ends in none
+        has_no_time = config.profiler is not Profiler.NONE or config in plan.too_large
+        time = None if curves is None or has_no_time else predicted_time(config, curves)
         step = ""
         if time is not None:
             step = f", predicted step {significant(1e3 * time.step_s)} ms{doubt}"
@@ -90,7 +93,7 @@ def outlook(config: RunConfig) -> str:
     """
     if (lacking := lacking_memory(config)) is not None:
         return f"is not run, and gets a row that says so: it {lacking}"
-    return f"will not fit on this GPU, and comes last{_predicted(config)}"
+    return f"exceeds this GPU's memory, and comes last{_predicted(config)}"
 
 
 def _predicted(config: RunConfig) -> str:

@@ -81,8 +81,8 @@ def peak_bytes(config: RunConfig) -> int:
     beside = of_head if config.loss_chunks == 1 else _logits(config)
     return held_bytes(config) + max(
         saved + beside + tokens * HALF_BYTES * model.d_model,
-        saved - ends + of_head + _recomputed_bytes(config),
-        gradient_bytes(config) + _recomputed_bytes(config),
+        saved - ends + of_head + _more_in_backward(config),
+        gradient_bytes(config) + _more_in_backward(config),
     )
 
 
@@ -152,16 +152,20 @@ def _more_in_fp8(config: RunConfig) -> int:
     return _of_one_block(config) - _tokens(config) * (config.model.d_model + config.model.d_ff)
 
 
-def _recomputed_bytes(config: RunConfig) -> int:
-    """Bytes that one block's backward holds: recomputed activations, and equally large
-    gradients.
+def _more_in_backward(config: RunConfig) -> int:
+    """Bytes that a block's backward needs beside what forward saved: gradients of what `_between`
+    counts, and activations that are computed again.
+
+    Computed again are, with checkpoints, those of the whole group; with selective ones, those that
+    `_between` counts; without checkpoints none.
     """
-    again = _tokens(config) * _between(config)
+    gradients = _tokens(config) * _between(config)
     if not config.checkpoint_blocks:
-        return again
+        return gradients
     if config.selective_checkpoints:
-        return 2 * again + _more_in_fp8(config)
-    return config.checkpoint_blocks * _saved_of_group(replace(config, checkpoint_blocks=0)) + again
+        return gradients + gradients + _more_in_fp8(config)  # as much is computed again
+    group = config.checkpoint_blocks * _saved_of_group(replace(config, checkpoint_blocks=0))
+    return group + gradients
 
 
 def _saved_at_ends(config: RunConfig) -> int:

@@ -40,6 +40,7 @@ def one_pass(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _matmul(trace: StepTrace, call: Dispatch) -> None:
+    """One matmul; its form is told by which factor is transposed: has contiguous columns."""
     a, b = call.ins[-2:]
     form = Form.INPUT
     if b.stride(-2) == 1 and b.shape[-2] > 1:
@@ -48,6 +49,7 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
         form = Form.WEIGHT
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
     trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+    # as many rows as the tokens that an expert was given: taken for a matmul of that expert
     if trace.is_first_forward and sides[0] in trace.routing.counts:
         trace.routing.note_experts(sides[0], b.numel())
 

@@ -295,11 +295,11 @@ class Tape:
         return other
 
     def repeat(self) -> None:
-        """Append a repetition of the last step, which frees what the step before has left, and
-        leaves the like.
+        """Append a copy of the last step: where that frees a tensor of the step before, the copy
+        frees the tensor of the same kind that the last step left.
         """
-        _, begin, first = self.steps[-1][0]
-        events, launches = self.events[begin:], self.launches[first:]
+        _, first_event, first_launch = self.steps[-1][0]
+        events, launches = self.events[first_event:], self.launches[first_launch:]
         start, end = min(event for event in events if event >= 0), len(self.tensors)
         freed = {~event for event in self.events if event < 0}
         old = sorted(~event for event in events if event < 0 and ~event < start)
@@ -307,14 +307,14 @@ class Tape:
         old_kinds = [self.tensors[handle] for handle in old]
         new_kinds = [self.tensors[handle] for handle in new]
         assert old_kinds == new_kinds, "the last step is not in the steady state"
-        places = {~before: ~after for before, after in zip(old, new, strict=True)}
+        successors = {~before: ~after for before, after in zip(old, new, strict=True)}
         made = end - start
         self.events += [
-            event + made if event >= 0 else places.get(event, event - made) for event in events
+            event + made if event >= 0 else successors.get(event, event - made) for event in events
         ]
         self.tensors += self.tensors[start:]
         self.launches += launches
-        self.places += self.places[first:]
+        self.places += self.places[first_launch:]
         self.steps.append(
             [(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]]
         )

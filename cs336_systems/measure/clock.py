@@ -81,6 +81,7 @@ class EventClock:
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
+        """All that were made; every step records them again, in this order."""
 
     def start(self) -> None:
         torch.cuda.synchronize()

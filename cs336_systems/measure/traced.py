@@ -281,11 +281,12 @@ def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Itera
     def of_all_ranks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         return [[*tensors] for _ in range(config.ranks)]
 
-    def start_gather(*tensors: Any) -> list[_Started]:  # noqa: ANN401
-        return [_Started(work, *tensors) for work in gather(*tensors)]
+    def start_gather(*tensors: Any) -> list[_KeepsTensors]:  # noqa: ANN401
+        return [_KeepsTensors(work, *tensors) for work in gather(*tensors)]
 
-    def start_scatter(*tensors: Any) -> _Started:  # noqa: ANN401
-        return _Started(scatter(*tensors), *tensors)
+    def start_scatter(*tensors: Any) -> _KeepsTensors:  # noqa: ANN401
+        """Scatter; what is returned keeps the tensors until it is waited for, as NCCL does."""
+        return _KeepsTensors(scatter(*tensors), *tensors)
 
     instead: list[tuple[object, str, object]] = [
         (dist, "get_backend", lambda *_: "nccl"),
@@ -307,7 +308,7 @@ def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Itera
         dist.destroy_process_group()
 
 
-class _Started:
+class _KeepsTensors:
     """A collective that keeps its tensors until it is waited for, as NCCL's do."""
 
     def __init__(self, work: Any, *tensors: object) -> None:  # noqa: ANN401
@@ -324,7 +325,11 @@ def _average_at_once(step: TrainingStep) -> None:
     """
     ddp, kept = getattr(step.way, "module", None), list[Tensor]()
 
-    def averaged(_: object, bucket: Any) -> torch.futures.Future[Tensor]:  # noqa: ANN401
+    # register_comm_hook wants these very annotations
+    def averaged(
+        _: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
         kept[:] = [bucket.buffer()]
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -346,6 +351,8 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
         return
 
     class Chunked:
+        """Stands in for ChunkedAdamW: tells the trace what an update reads and writes."""
+
         def __init__(
             self,
             masters: Sequence[Tensor],
@@ -354,12 +361,12 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
             copies: Sequence[Tensor],
             *_: object,
         ) -> None:
-            is_split = masters[0].dtype is torch.int16
-            both = [*masters, *firsts, *seconds, *(copies if is_split else ())]
-            self._tensors = [*both, *both, *(() if is_split else copies)]
+            is_split = masters[0].dtype is torch.int16  # then the copy is read too (weights.py)
+            updated = [*masters, *firsts, *seconds, *(copies if is_split else ())]
+            self._moved = [*updated, *updated, *(() if is_split else copies)]  # read, then written
 
         def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
-            trace.moves([*self._tensors, *itertools.chain.from_iterable(gradients)])
+            trace.moves([*self._moved, *itertools.chain.from_iterable(gradients)])
 
         def upload(self) -> None: ...
 

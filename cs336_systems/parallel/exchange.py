@@ -312,7 +312,7 @@ class PeerCopies:
         return copy
 
     def begin(self) -> None:
-        """Wait until the parts of all ranks are those of this step."""
+        """Cast the parts that are sent in another type, and wait until all ranks have done so."""
         for parts, sent in self._cast:
             sent.copy_(parts.masters)
         self._pulls.barrier()

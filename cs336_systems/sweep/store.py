@@ -133,7 +133,7 @@ def set_aside_unreadable(problems: Sequence[RecordError]) -> None:
     if newer := [problem for problem in problems if problem.is_newer]:
         raise SweepError(f"{newer[0]}, or choose another --name")
     for problem in problems:
-        if not problem.path.is_file():  # a line of published records
+        if problem.path.suffix != ".json":  # a line of published records
             raise SweepError(f"{problem}; mend or remove that line, or choose another --name")
         quarantine(problem.path)
 

@@ -25,7 +25,7 @@ from cs336.costs.traces import tape_of
 from cs336.measure.step import TrainingStep
 from cs336.measure.traced import one_of_the_ranks
 from cs336.model.trainable import make_model
-from cs336.parallel.collectives import KINDS, TrafficCounter
+from cs336.parallel.collectives import COLLECTIVE_OF_OPERATOR, TrafficCounter
 
 MIB = 2**20
 WAYS = [way for way in Parallel if way not in (Parallel.NONE, Parallel.OWN)]
@@ -80,7 +80,8 @@ def counted(config: RunConfig) -> Counter[CollectiveCall]:
     averaged = Counter(CollectiveCall(Collective.ALL_REDUCE, num_bytes) for num_bytes in buckets)
     for name, payloads in counter._payloads.items():
         averaged.update(
-            CollectiveCall(KINDS.get(name, Collective.PUSH), payload) for payload in payloads
+            CollectiveCall(COLLECTIVE_OF_OPERATOR.get(name, Collective.PUSH), payload)
+            for payload in payloads
         )
     return averaged
 

@@ -56,14 +56,14 @@ def _by_block(
     is_chosen: Mask,
     block_of: Callable[[str], int | None],
 ) -> dict[int, list[int]]:
-    """The chosen sightings of this kind in each block; of several of a storage the first."""
+    """Indices of the chosen sightings of this kind, by block; of each allocation only the first."""
     by_block: dict[int, list[int]] = {}
-    rows = set[int]()
+    seen_rows = set[int]()
     for index in np.flatnonzero(is_chosen & (snapshot.row_of != NOT_SIGHTED)).tolist():
         sighting, row = snapshot.sightings[index], int(snapshot.row_of[index])
         block = block_of(sighting.name)
-        if sighting.kind is kind and block is not None and row not in rows:
-            rows.add(row)
+        if sighting.kind is kind and block is not None and row not in seen_rows:
+            seen_rows.add(row)
             by_block.setdefault(block, []).append(index)
     return by_block
 

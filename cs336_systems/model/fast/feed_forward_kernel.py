@@ -36,7 +36,7 @@ def _tiles(rows: int, columns: int, device: torch.device) -> GemmConfig:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
 
     def time(width: int) -> int:
-        """Time of the whole result in tiles of this width, in that of a column."""
+        """Time of the whole result in tiles of this width; one column of a tile takes 1."""
         tiles = -(-rows // TILE_ROWS) * -(-columns // width)
         return -(-tiles // processors) * (width + FIXED_COLUMNS)
 

@@ -231,6 +231,7 @@ class _Findings:
         self.on_device = profile.work is Work.KERNELS
         self.span, self.kernel_s = entry.span(), kernel_s(profile)
         self.step_s = self.span.whole_s
+        # of the whole step; rows with a phase have the same launches again
         self.kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
         if _matters(self.copies_s, MIN_SHARE, self.step_s):

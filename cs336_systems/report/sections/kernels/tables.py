@@ -144,7 +144,7 @@ def _phase_row(entry: Explained, name: str, parts: Sequence[PhaseTimes]) -> Row:
 def _by_clock(entry: Explained, name: str, wall_ms: float) -> Row:
     """Times of a phase by the clocks of the runs with and without a profiler, and the slowdown."""
     clock_ms = profiled_ms = None
-    if name in set(Phase):  # the whole step has one name in profiles and records
+    if name in set(Phase):  # no clock for loss and unattributed; WHOLE_STEP is named as Phase.STEP
         clock_s = entry.clock_s(Phase(name), entry.plain)
         profiled_s = entry.clock_s(Phase(name), entry.profiled)
         clock_ms = None if clock_s is None else clock_s * 1e3
@@ -153,7 +153,7 @@ def _by_clock(entry: Explained, name: str, wall_ms: float) -> Row:
         "clock_mean_ms": clock_ms,
         "wall_over_clock": ratio(wall_ms, clock_ms),
         "profiled_mean_ms": profiled_ms,
-        "slowdown": ratio(profiled_ms or None, clock_ms),
+        "slowdown": ratio(profiled_ms or None, clock_ms),  # none of a phase of 0 ms
     }
 
 
