@@ -64,8 +64,8 @@ def test_a_trainer_of_hugging_face_is_watched(tmp_path):
     transformers.Trainer(
         model=model, args=arguments, train_dataset=Tokens(), callbacks=[watched]
     ).train()
-    config = step_of(tmp_path).config
-    assert (config.measured_steps, config.batch_size, config.model.context_length) == (4, 4, 8)
+    loop = step_of(tmp_path).loop
+    assert (loop.measured_steps, loop.batch_size, loop.context_length) == (4, 4, 8)
 
 
 def test_a_trainer_of_lightning_is_watched(tmp_path):
@@ -94,8 +94,8 @@ def test_a_trainer_of_lightning_is_watched(tmp_path):
         default_root_dir=tmp_path,
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(Tokens(), batch_size=2))
-    config = step_of(tmp_path).config
-    assert (config.measured_steps, config.batch_size, config.model.context_length) == (4, 2, 8)
+    loop = step_of(tmp_path).loop
+    assert (loop.measured_steps, loop.batch_size, loop.context_length) == (4, 2, 8)
 
 
 def test_the_loop_of_the_example_is_watched(tmp_path, monkeypatch):
@@ -105,6 +105,6 @@ def test_the_loop_of_the_example_is_watched(tmp_path, monkeypatch):
     loop.train(steps=4, width=64, layers=1, warmup_steps=1, output=tmp_path)
     (path,) = (tmp_path / "e2e_benchmark/loop/runs").glob("*.json")
     record = read_record(path)
-    assert (record.config.batch_size, record.config.model.context_length) == (16, 8)
+    assert (record.loop.batch_size, record.loop.context_length) == (16, 8)
     attention, feed_forward, norms = 4 * (64 * 64 + 64), 2 * 4 * 64 * 64 + 5 * 64, 2 * 2 * 64
     assert record.num_parameters == attention + feed_forward + norms + 10_000 * (64 + 65)

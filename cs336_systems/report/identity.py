@@ -154,11 +154,12 @@ def settings_of(subject: Subject) -> dict[str, Any]:
 
 def usual_settings(subject: Subject) -> dict[str, Any]:
     """The default values of all settings for a run of this size."""
-    preset = SIZES.get(subject.size) if isinstance(subject, RunConfig) else None
-    usual = {field.name: field.default for field in fields(RunConfig) if field.name != "model"}
-    return usual | {
-        field.name: getattr(preset, field.name, field.default) for field in fields(ModelConfig)
-    }
+    of_run, of_model, preset = fields(RunConfig), fields(ModelConfig), None
+    if isinstance(subject, RunConfig):
+        of_run, of_model = fields(subject), fields(subject.model)
+        preset = SIZES.get(subject.size)
+    usual = {field.name: field.default for field in of_run if field.name != "model"}
+    return usual | {field.name: getattr(preset, field.name, field.default) for field in of_model}
 
 
 def _by_columns(values: Mapping[str, Any]) -> Identity:

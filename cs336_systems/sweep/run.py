@@ -208,7 +208,9 @@ class Loop:
         runs, listener = self.keeper.runs, self.keeper.listener
         if self.unexplained:
             subject = self.unexplained.popleft()
-            explain = functools.partial(keep.explain_in_worker, rules=self.rules)
+            explain: isolation.Entry = keep.explain_in_worker
+            if self.rules is not None:
+                explain = functools.partial(keep.explain_in_worker, rules=self.rules)
             worker = isolation.Worker(subject, runs, explain, self.timeout_s)
             self.explaining.add(worker)
             tell = functools.partial(listener.explaining, subject)

@@ -56,10 +56,10 @@ def survived(tmp_path_factory, preloaded):
     runs = [good, *map(config, FAULTS), config(seed=2)]
 
     def is_over(worker):
-        fault = worker.config.model_factory.partition(":")[2]
+        fault = worker.subject.model_factory.partition(":")[2]
         if fault in HANGS:
             return HANGING.exists()
-        return fault in TEARDOWNS[1:] and path_of(worker.config, directory).exists()
+        return fault in TEARDOWNS[1:] and path_of(worker.subject, directory).exists()
 
     with contextlib.chdir(directory), time_is_up(is_over):
         lay_out_models(directory)
@@ -101,7 +101,7 @@ def test_death_by_a_signal_names_it(record_of, fault):
 def test_a_fork_server_that_dies_or_hangs_is_replaced(place, monkeypatch, fault):
     monkeypatch.setattr(isolation, "_ANSWER_S", 2.0)
     faulty, after = config(fault), config()
-    with time_is_up(lambda worker: worker.config == faulty and HANGING.exists()):
+    with time_is_up(lambda worker: worker.subject == faulty and HANGING.exists()):
         records = {record.config: record for record in sweep(place, faulty, after).measured}
     assert records[faulty].status in (Status.CRASHED, Status.KILLED, Status.TIMEOUT)
     assert records[after].status is Status.OK

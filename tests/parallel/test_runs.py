@@ -51,7 +51,7 @@ def swept(tmp_path_factory):
     directory = tmp_path_factory.mktemp("shared")
     with (
         contextlib.chdir(directory),
-        time_is_up(lambda worker: worker.config == faulty("hangs") and Path("hangs").exists()),
+        time_is_up(lambda worker: worker.subject == faulty("hangs") and Path("hangs").exists()),
     ):
         (directory / "parallel_models.py").symlink_to(Path(__file__).with_name("models.py"))
         faults = {name: faulty(name) for name in (*FAULTS, "hangs")}
