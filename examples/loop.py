@@ -29,7 +29,12 @@ class LanguageModel(nn.Module):
         return logits
 
 
-def train(steps: int = 30, width: int = 1024, layers: int = 12, **options: Any) -> None:  # noqa: ANN401
+def train(
+    steps: int = 30,
+    width: int = 1024,
+    layers: int = 12,
+    **options: Any,  # noqa: ANN401
+) -> None:
     """Train on random tokens; `options` are those of `watch`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LanguageModel(width, layers).to(device)

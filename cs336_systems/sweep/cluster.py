@@ -258,7 +258,7 @@ def _promptly(call: Callable[..., T], *arguments: Any, **options: Any) -> T:  # 
     return _within(_RAY_S, call, *arguments, **options)
 
 
-def _within(patience_s: float, call: Callable[..., T], *arguments: Any, **options: Any) -> T:  # noqa: ANN401
+def _within(patience_s: float, call: Callable[..., T], *arguments: object, **options: object) -> T:
     future: Future[T] = Future()
 
     def answer() -> None:
@@ -649,7 +649,7 @@ class _Driver:
             self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
-    def _take(self, reference: Any, config: RunConfig, started_s: float, key: str) -> None:  # noqa: ANN401
+    def _take(self, reference: object, config: RunConfig, started_s: float, key: str) -> None:
         """Keep the record and the profile of a run that has ended, or give the run to another
         machine.
         """

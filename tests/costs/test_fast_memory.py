@@ -64,7 +64,7 @@ def of(model: ModelConfig, **changes: object) -> RunConfig:
         "fused_loss": True,
         **changes,
     }
-    return RunConfig(size="custom", model=model, **settings)  # type: ignore[arg-type]
+    return RunConfig(size="custom", model=model, **settings)
 
 
 ON_TWO = {"parallel": Parallel.DDP_OVERLAP, "ranks": 2, "shard_optimizer": True}
@@ -82,11 +82,11 @@ def test_state_and_gradients_are_those_of_a_step(
     config = of(replace(SMALL, arch=arch), pad_vocabulary=padding, split_masters=split_masters)
     step = TrainingStep(config)
     step(HostClock())
-    leaves = {id(w.copy.leaf): w.copy.leaf for w in step.model.weights if w.copy is not None}  # type: ignore[union-attr]
+    leaves = {id(w.copy.leaf): w.copy.leaf for w in step.model.weights if w.copy is not None}
     leaves |= {id(parameter): parameter for parameter in step.model.parameters()}
     assert step.optimizer is not None
     moments = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
-    remainders = [weight.remainder for weight in step.model.weights if weight.remainder is not None]  # type: ignore[union-attr]
+    remainders = [weight.remainder for weight in step.model.weights if weight.remainder is not None]
     assert held_bytes(config) == sum(
         tensor.nbytes for tensor in (*leaves.values(), *remainders, *moments)
     )
@@ -146,7 +146,7 @@ def test_the_8b_step_fits_two_h200_with_selective_checkpoints() -> None:
 )
 def test_checkpoints_are_those_that_fit(memory_bytes: float, changes: dict[str, object]) -> None:
     plain = of(EIGHT_B, **ON_TWO)
-    assert with_checkpoints(plain, int(memory_bytes)) == replace(plain, **changes)  # type: ignore[arg-type]
+    assert with_checkpoints(plain, int(memory_bytes)) == replace(plain, **changes)
 
 
 def test_in_fixed_segments_more_is_left_free() -> None:

@@ -109,7 +109,7 @@ def run_of(name: str, length: int = LENGTH, **settings: object) -> RunConfig:
         batch_size=4,
         device=Device.CUDA,
         model_factory=f"{__name__}:{name}",
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
     traces.prepare([config])
     return config
@@ -370,7 +370,7 @@ def test_no_model_of_a_user_is_traced_unless_that_is_asked_for() -> None:
 
 
 class LossAlone(NanoGPT):
-    def forward(self, idx: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, idx: Tensor) -> Tensor:
         return super().forward(idx)[0].sum()
 
 

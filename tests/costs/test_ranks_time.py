@@ -69,7 +69,7 @@ def links(bytes_per_s: float, gpus: int = 8, network: float | None = None) -> Li
 
 
 def on(way: Parallel, ranks: int = 4, **changes: object) -> RunConfig:
-    return replace(RUN, parallel=way, ranks=ranks, **changes)  # type: ignore[arg-type]
+    return replace(RUN, parallel=way, ranks=ranks, **changes)
 
 
 def predicted(config: RunConfig, rate: float) -> RanksTime:

@@ -40,7 +40,7 @@ def run(size: str = "small", **changes: object) -> RunConfig:
         precision=Precision.BF16,
         optimizer=OptimizerKind.FUSED,
     )
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
 
 
 def step(scheme: Scheme, ranks: int, config: RunConfig | None = None) -> ScaleStep:
@@ -87,7 +87,7 @@ def test_a_data_sheet_s_device_reaches_the_stated_shares() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.names[0])
-def test_no_data_sheet_gives_a_time_at_a_precision_that_it_lacks(device) -> None:  # type: ignore[no-untyped-def]
+def test_no_data_sheet_gives_a_time_at_a_precision_that_it_lacks(device) -> None:
     curves = data_sheet_curves(device)
     for precision in Precision:
         assert (curves.matmul_s(precision, 64, 64, 64) is not None) is (
@@ -120,7 +120,7 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
     links, tokens = paper.links, paper.tokens / data
 
     def weights_s(kind: Collective, element_bytes: int) -> float:
-        call = CollectiveCall(kind, element_bytes * elements / tensor)  # type: ignore[arg-type]
+        call = CollectiveCall(kind, element_bytes * elements / tensor)
         return replace(links, gpus_per_node=max(1, links.gpus_per_node // tensor)).call_s(
             call, data
         )
@@ -128,7 +128,7 @@ def times_s(paper: Paper, scheme: Scheme, data: int, tensor: int) -> list[tuple[
     def activations_s() -> float:
         kinds = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) * 2
         size = paper.element_bytes * tokens * d_model
-        return sum(links.call_s(CollectiveCall(kind, size), tensor) for kind in kinds)  # type: ignore[arg-type]
+        return sum(links.call_s(CollectiveCall(kind, size), tensor) for kind in kinds)
 
     forward = 2 * tokens * elements / tensor / paper.flops_per_s
     gather, scatter = (

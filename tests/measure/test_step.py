@@ -77,7 +77,7 @@ def test_a_mode_is_what_its_name_says(mode: Mode) -> None:
     step = TrainingStep(config, model)
     losses: list[Tensor] = []
     forward = step.forward
-    step.forward = lambda batch: losses.append(forward(batch)) or losses[-1]  # type: ignore[method-assign]
+    step.forward = lambda batch: losses.append(forward(batch)) or losses[-1]
     for _ in range(3):
         times, _ = step(HostClock())
         assert tuple(times.phases_s) == config.phases
@@ -192,7 +192,10 @@ def test_the_end_of_the_graph_is_a_part_of_backward(
 
     step = TrainingStep(replace(CONFIG, precision=precision))
     step(HostClock())
-    slow = lambda _module, _inputs, output: output.grad_fn.metadata.update(slow=SlowToEnd())  # noqa: E731
+
+    def slow(_module, _inputs, output):
+        output.grad_fn.metadata.update(slow=SlowToEnd())
+
     step.model.register_forward_hook(slow)
     times, _ = step(HostClock())
     assert times.phases_s[Phase.BACKWARD] == times.step_s == 0.05

@@ -27,7 +27,7 @@ def config(
         model=replace(SIZES[size], context_length=context_length),
         device=device,
         **fields,
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_the_smallest_measured_peak_runs_first() -> None:
