@@ -78,12 +78,12 @@ def read_json(
     if_older: str | None = None,
     data: bytes | None = None,
 ) -> T:
-    """Decode a file with a `format_version` as `kind`; raise `error`, which names the first thing
-    wrong in it.
+    """Read a JSON file that has a `format_version`, and decode it as `kind`.
 
-    `what` names the expected content in that message, with an article. Files of earlier versions
-    are read, unless `if_older` says what the user should do instead. `data` is the content, if the
-    caller has it already.
+    Raise `error`, which names the first thing wrong in the file. `what` names the expected content
+    in that message, with an article. `version` is the newest format version that can be read; files
+    of earlier versions are read too, unless `if_older` says what the user should do instead. `data`
+    is the content, if the caller has it already.
     """
     if data is None and (problem := why_no_file(path)) is not None:
         raise error(path, f"{problem}; needed {what}, in JSON")
@@ -91,17 +91,18 @@ def read_json(
         raise error(path, f"{size} bytes are more than {what} ever has ({max_bytes})")
     data = path.read_bytes() if data is None else data
     try:
-        of_file = msgspec.json.decode(data, type=_Versioned).format_version
-        if of_file != version:
+        file_version = msgspec.json.decode(data, type=_Versioned).format_version
+        if file_version != version:
+            # each kind of file counts its own versions: another version may mean another kind
             refuse_another_kind(path, data, what, error)
-        if of_file > version:
+        if file_version > version:
             raise error(
                 path,
-                f"format version {of_file} is newer than this program's {version}; update it",
+                f"format version {file_version} is newer than this program's {version}; update it",
                 is_newer=True,
             )
-        if of_file < version and if_older is not None:
-            raise error(path, f"needed format version {version}, got {of_file}: {if_older}")
+        if file_version < version and if_older is not None:
+            raise error(path, f"needed format version {version}, got {file_version}: {if_older}")
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as reason:
         refuse_another_kind(path, data, what, error)

@@ -387,8 +387,10 @@ def _precision(model: nn.Module, device: Device) -> Precision:
 
 
 class _Profiled:
-    """Has the profiler of a run, if any, record some steps, with ranges of the phases and of the
-    model's modules.
+    """The profiler of a watched loop; it does nothing if the loop has none.
+
+    It records PROFILED_STEPS measured steps, with ranges around the phases and the model's modules,
+    by means of `Watch`, which records the runs of a benchmark too.
     """
 
     def __init__(
@@ -399,7 +401,7 @@ class _Profiled:
         directory: Path,
     ) -> None:
         self._loop = loop
-        # the settings of a run that decide what Watch records
+        # Watch reads these settings of a RunConfig, and below these attributes of a TrainingStep
         config = SimpleNamespace(
             profiler=loop.profiler,
             device=loop.device,
@@ -423,8 +425,10 @@ class _Profiled:
         """The open ranges: around the steps, the step, its phase."""
 
     def before(self, number: int) -> None:
-        """Before measured step `number` (from 0): the first one warms the profiler up, after the
-        last it writes.
+        """Call this before measured step `number`, which is negative in the warm-up.
+
+        Step 0 warms the profiler up, the PROFILED_STEPS after it are recorded, and before the next
+        one the trace is written.
         """
         if number == 0 and self.is_asked:
             self._begin()

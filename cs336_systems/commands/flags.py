@@ -162,11 +162,16 @@ def _add_flags(kind: type[T], flags: Mapping[str, tuple[str, object, object]]) -
 def _flag(
     attribute: Field[Any], setting: Setting, default: object, many: bool, rule: str
 ) -> tuple[str, object, object]:
-    """Name, annotated type and default of the flag of a setting, for several values if `many`;
-    the default is None where a rule chooses.
+    """Name, annotated type and default of the flag of a setting; with `many` the flag takes
+    several values.
+
+    `rule` is the rule by which the command chooses the default, in the words of the help; if it is
+    empty, the setting's own rule holds, if any. With either rule the returned default is None,
+    which means that the flag was not given.
     """
     declared_type, *_ = get_args(attribute.type)
-    kind = next(iter(get_args(declared_type)), declared_type)  # of `str | None`, str
+    # the first member of a union such as `str | None`, or the element type of a tuple
+    kind = next(iter(get_args(declared_type)), declared_type)
     text = f"{setting.help} {setting.several}" if many and setting.several else setting.help
     flag = (setting.plural if many else setting.flag) or attribute.name
     if isinstance(default, bool):
@@ -175,6 +180,7 @@ def _flag(
     values = tuple[kind, ...] if many else kind  # type: ignore[valid-type]
     rule = rule or _rule(setting, many)
     if not rule and setting.chosen_by_fast:
+        # None, unlike the default value, shows --fast that the flag was not given
         rule = str(default)
     if not rule:
         if many and not isinstance(default, tuple):

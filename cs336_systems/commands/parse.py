@@ -95,22 +95,26 @@ def _unwrapped(text: str) -> str:
 
 
 def _in_a_line(box: str) -> str:
-    """The error in a box that the parser has drawn, which goes on with help below a line."""
+    """The error message of tyro as one line, from the box that tyro prints.
+
+    In the box the error comes first. Below a horizontal rule follow hints: the help of the flag at
+    fault, or similar flags if the flag is unknown.
+    """
     error, hints = list[str](), list[str]()
     for row in box.splitlines()[1:-1]:
         text = row.strip("│ ")
         is_rule = len(text) > 3 and set(text) <= set("─-")
         if is_rule and not error:
-            continue  # without these characters, there is a rule above the error too
+            continue  # a box drawn in ASCII has a rule above the error too
         (hints if hints or is_rule else error).append(text)
     message = re.sub(r"^Error parsing (\w+Arguments: )?", "", " ".join(error))
     flag = message.partition(":")[0]
-    meant = [hint for hint in hints if re.match("--?[a-z]", hint)]
+    flag_hints = [hint for hint in hints if re.match("--?[a-z]", hint)]
     if not flag.startswith("-"):
-        return f"{message}; did you mean {meant[0].split()[0]}?" if meant else message
+        return f"{message}; did you mean {flag_hints[0].split()[0]}?" if flag_hints else message
     for pattern, needed in EXPECTED.items():
         if wrong := re.search(pattern, message):
-            return f"{meant[0]} needs {needed}, got {wrong[1]}"
+            return f"{flag_hints[0]} needs {needed}, got {wrong[1]}"
     return message
 
 

@@ -26,8 +26,8 @@ MAX_GROWTH = 8
 largest goes on.
 """
 INTERPOLATED = 12
-"""Steps that are traced before the search halves what is left, as the model's tensors do not
-grow evenly.
+"""Number of traced steps after which the search no longer interpolates between them, as the model's
+tensors do not grow evenly.
 """
 
 
@@ -195,15 +195,21 @@ def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: 
 
 
 def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes: int) -> int:
-    """A number between `below`, which fits, and `above`, which does not."""
-    middle = min(above - 1, 2 * max(below, 1))
-    # the longest context that a model takes is mostly a round number
-    while (rounder := middle & (middle - 1)) > below:
-        middle = rounder
+    """The number whose step the search for the largest that fits traces next.
+
+    It lies between `below`, which fits, and `above`, which does not. It is the largest number that
+    is estimated to fit, by interpolation between the last traced steps (`tapes`, by number). If
+    they allow no such estimate, it is a round number, at most twice `below`.
+    """
+    round_number = min(above - 1, 2 * max(below, 1))
+    # clear low bits: the longest context that a model takes is mostly a multiple of a power of 2
+    while (rounder := round_number & (round_number - 1)) > below:
+        round_number = rounder
     recent = dict([*tapes.items()][-3:])
+    # only steps that make the same tensors can be interpolated
     is_alike = len({len(tape.tensors) for tape in recent.values()}) == 1
     if not is_alike or len(recent) < 2 or len(tapes) > INTERPOLATED:
-        return middle
+        return round_number
 
     def tape_at(number: int) -> Tape:
         if number > MAX_GROWTH * max(recent):
@@ -211,8 +217,8 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
         return interpolated(recent, number)
 
     estimate = _last_that_fits(tape_at, room_bytes)
-    # the last that fits is known when the one after it was traced too
-    return max(estimate, below + 1) if below <= estimate < above else middle
+    # if `below` itself is the estimate, the next number is traced to confirm that it does not fit
+    return max(estimate, below + 1) if below <= estimate < above else round_number
 
 
 def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:

@@ -227,11 +227,16 @@ class _Timeline:
     def run(
         self, steps: Sequence[Stage], compute: TimePrediction, call_s: CallTime
     ) -> dict[Phase, float]:
-        """Run the stages of a step; return how much longer each phase takes."""
+        """Simulate the stages of a step; return how much longer each phase takes than its kernels
+        alone.
+
+        `compute` has the times of the kernels without collectives. A stage's share of its phase is
+        its share of the elements of matrices that the phase multiplies.
+        """
         computed = [stage for stage in steps if stage.phase is not Phase.OPTIMIZER]
-        multiplied = Counter[Phase]()
+        phase_elements = Counter[Phase]()
         for stage in computed:
-            multiplied[stage.phase] += stage.multiplied_elements
+            phase_elements[stage.phase] += stage.multiplied_elements
         more_s = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION), 0.0)
         alone_s, launched, arrivals_s = 0.0, 0, dict[int, float]()
         for place, stage in enumerate(computed):
@@ -241,15 +246,17 @@ class _Timeline:
                 launched = ahead + 1
             if stage.gathers:
                 self.now_s = max(self.now_s, arrivals_s[place])
-            share = stage.multiplied_elements / (multiplied[stage.phase] or 1)
+            share = stage.multiplied_elements / (phase_elements[stage.phase] or 1)
             stage_s = share * compute.phases_s[stage.phase]
             self._compute(stage_s)
             self._send(stage.sends, call_s)
             alone_s += stage_s
             more_s[stage.phase] = self.now_s - alone_s
+        # delays are counted from the start of the step, so that of backward includes forward's
         more_s[Phase.BACKWARD] -= more_s[Phase.FORWARD]
-        late = Phase.BACKWARD if self._rules.ends_in_backward else Phase.COMMUNICATION
-        more_s[late] += max(0.0, self.sent_s - self.now_s)
+        # the phase that waits for the collectives that are still running after the last kernel
+        waiting = Phase.BACKWARD if self._rules.ends_in_backward else Phase.COMMUNICATION
+        more_s[waiting] += max(0.0, self.sent_s - self.now_s)
         for stage in steps:
             # the optimizer has nothing to compute while it waits for parameters of other ranks
             if stage.phase is Phase.OPTIMIZER and stage.sends:

@@ -422,8 +422,11 @@ class _Maker:
         )
 
     def foreach(self, tensors: int, element_bytes: int, shapes: Sequence[str]) -> Operation:
-        """A pass over many tensors, in launches that each cover as many elements as PyTorch
-        gives to one.
+        """A pass of a foreach operation over lists of tensors of these shapes, of which it reads or
+        writes `tensors` lists.
+
+        One launch of PyTorch covers a limited number of elements; the operation's `moved_bytes` are
+        those of one launch.
         """
         counts = [*map(self.names.size, shapes)]
         launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)

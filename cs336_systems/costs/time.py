@@ -229,8 +229,10 @@ def is_fast_step(config: RunConfig) -> bool:
 
 
 def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
-    """Whether a matmul was measured that is large enough to tell the rate of those of a
-    feed-forward network.
+    """Whether a measured matmul is large enough to tell the rate of the step's large matmuls
+    (MAX_EXTRAPOLATION).
+
+    These are those of the feed-forward network, or the largest of a user's own model.
     """
     model = config.model
     if config.model_factory is None:

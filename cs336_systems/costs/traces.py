@@ -258,22 +258,23 @@ def prepare(configs: Iterable[RunConfig]) -> None:
 
 
 def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
-    """Trace the steps of which no tape is at hand, all in one process; return the configurations
-    that were traced.
+    """Trace the steps of which no tape is at hand, all in one process.
+
+    Return, of all configurations that share a newly traced tape, the first.
     """
     asked: Asked = {}
     missing: dict[str, RunConfig] = {}
     for config in configs:
-        key, known = traced_as(config)
+        key, sizes = traced_as(config)
         if _kept(_name(key)) is None:
-            asked[_name(key)] = key, known
+            asked[_name(key)] = key, sizes
             missing.setdefault(_name(key), config)
     if not asked:
         return []
     with one_tracer() as trace:
-        for name, (key, known) in asked.items():
-            _traced.update(trace({name: (key, known)}))
-            # the code of others may change
+        for name, (key, sizes) in asked.items():
+            _traced.update(trace({name: (key, sizes)}))
+            # no file is written for a user's own model, whose code may change, or for a failure
             if key.model_factory is not None or not is_at_hand(key):
                 continue
             with contextlib.suppress(OSError):  # without a cache it is traced again

@@ -109,7 +109,7 @@ _META = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 class _Recorder(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else PyTorch would import its compiler, for 2 s
+        return False  # nothing here is compiled; True would import torch.compile, which takes 2 s
 
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,8 +190,12 @@ def _form_of(value: Any) -> Any:
 def tracing(
     axes: Mapping[str, int], launchers: Mapping[str, Launcher] = MappingProxyType({})
 ) -> Iterator[StepTrace]:
-    """While open, all that runs is recorded, as if it ran on a GPU; `launchers`
-    note what operators of others launch, by name.
+    """Yield a trace that records all operations in this context, as if they ran on a GPU.
+
+    PyTorch is patched meanwhile: tensors of a GPU are made as meta tensors, which have no data, and
+    code that asks is told that they are on a GPU. `axes` has the sizes of the axes that the trace
+    describes shapes by. `launchers` has, for operators that are not PyTorch's, functions that note
+    the kernels which these launch, by the operator's name.
     """
     trace = StepTrace(axes, {**LAUNCHERS, **launchers}, one_pass)
     clear = torch.clear_autocast_cache
@@ -204,13 +208,15 @@ def tracing(
         return False
 
     def is_capturing() -> bool:
-        """What transformers asks before it looks at values: yes, unless it asks whether to mask
-        without any padding.
+        """Answer yes within modules, so that transformers does not look at values, which meta
+        tensors lack.
 
-        Outside of modules no: optimizers of torch 2.11 would refuse to run.
+        The answer is no where transformers decides whether it needs a mask and there is no padding
+        mask. It is no outside of modules too, where optimizers of torch 2.11 would refuse to run.
         """
-        asks = sys._getframe(3).f_locals  # is_cuda_stream_capturing and is_tracing are between
-        return bool(trace.place) and asks.get("padding_mask", trace) is not None
+        # the third caller: is_tracing and is_cuda_stream_capturing of transformers are between
+        asker = sys._getframe(3).f_locals
+        return bool(trace.place) and asker.get("padding_mask", trace) is not None
 
     resize_storage = torch.UntypedStorage.resize_
 
@@ -225,13 +231,13 @@ def tracing(
     initialisers = [
         name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")
     ]
-    harmless: dict[str, Any] = dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)
+    no_ops: dict[str, Any] = dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)
     hooks = [
         modules.register_module_forward_pre_hook(trace.enter),
         modules.register_module_forward_hook(trace.leave, always_call=True),
     ]
     with (
-        mock.patch.multiple(nn.init, **harmless),
+        mock.patch.multiple(nn.init, **no_ops),
         mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_all),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
         mock.patch.multiple(
@@ -248,6 +254,7 @@ def tracing(
     ):
         with suppress(ImportError):
             patches.enter_context(mock.patch("triton.runtime.jit.JITFunction.run", run_triton))
+        # functions written in Python run as usual, and only what they call gets to the modes below
         for module in (F, tensor_module, torch.autograd, torch.functional):
             for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
                 patches.enter_context(mock.patch.object(module, name, never))

@@ -68,7 +68,7 @@ class MemoryRecorder:
             self._gathered = step.way.watch_gathers(
                 lambda unit, memory: self._see(SightingKind.GATHERED, unit, memory)
             )
-        self._again: list[saved_tensors_hooks] = []
+        self._recomputing: list[saved_tensors_hooks] = []
         """Hooks of the blocks that backward is recomputing."""
         self.restart()
 
@@ -157,6 +157,7 @@ class MemoryRecorder:
             self._see(kind, f"{name} and {len(others)} more" if others else name, tensor)
 
     def _see(self, kind: SightingKind, name: str, tensor: Tensor) -> None:
+        """Note where this tensor is now, if it has memory on the device."""
         storage = tensor.untyped_storage()
         if tensor.device.type == self._step.config.device.value and storage.nbytes():
             self._sightings.append(
@@ -182,6 +183,7 @@ class MemoryRecorder:
                     self._see(SightingKind.OPTIMIZER_STATE, f"{key} of {name}", value)
 
     def _saved(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd saves in forward; return what autograd keeps."""
         path = current_path()
         # a checkpoint's input, saved outside of all blocks, is noted by `_see_input` with the block
         # that reads it
@@ -192,6 +194,9 @@ class MemoryRecorder:
         return tensor.detach()
 
     def _see_saved(self, tensor: Tensor, *path: str) -> None:
+        """Note a saved tensor by the ranges around it, or as a parameter's copy, unless it is a
+        weight itself.
+        """
         address = _address(tensor)
         is_gathered = any(address == _address(memory) for memory in self._gathered)
         if address not in self._known and not is_gathered:
@@ -212,29 +217,37 @@ class MemoryRecorder:
         for index, block in enumerate(cast("FastLM", model).layers):
             if index % self._checkpoint_blocks == 0:
                 yield block.register_forward_pre_hook(self._see_input)
-            yield block.register_forward_pre_hook(self._begin_again)
+            yield block.register_forward_pre_hook(self._begin_recomputation)
             # a checkpoint ends by an exception
-            yield block.register_forward_hook(self._end_again, always_call=True)
+            yield block.register_forward_hook(self._end_recomputation, always_call=True)
 
     def _see_input(self, _block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note what a checkpoint keeps in forward: the input of its first block."""
         if self._step.phase is Phase.FORWARD and torch.is_grad_enabled():
             kept = inputs[0] if isinstance(inputs[0], tuple) else inputs[:1]
             for tensor in kept:
                 if tensor is not None:
                     self._see_saved(tensor, *current_path(), CHECKPOINT)
 
-    def _begin_again(self, _block: nn.Module, _inputs: tuple[Any, ...]) -> None:
+    def _begin_recomputation(self, _block: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        """If backward calls the block, wrap the checkpoint's own hooks: each saved tensor is noted
+        before they get it.
+        """
         if self._step.phase is Phase.BACKWARD:
             pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
             hooks = saved_tensors_hooks(functools.partial(self._saved_again, pack), unpack)
             hooks.__enter__()
-            self._again.append(hooks)
+            self._recomputing.append(hooks)
 
-    def _end_again(self, _block: nn.Module, _inputs: tuple[Any, ...], _output: object) -> None:
-        if self._again:
-            self._again.pop().__exit__()
+    def _end_recomputation(
+        self, _block: nn.Module, _inputs: tuple[Any, ...], _output: object
+    ) -> None:
+        """Remove the hooks that `_begin_recomputation` set, if it did."""
+        if self._recomputing:
+            self._recomputing.pop().__exit__()
 
     def _saved_again(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        """Note a tensor that a recomputed block saves, and give it to the checkpoint's hook."""
         self._see_saved(tensor, *current_path())
         return pack(tensor)
 

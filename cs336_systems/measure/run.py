@@ -217,6 +217,7 @@ def measure(
 
 
 def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecord:
+    """Measure this rank's part of the run and return its record; a failure is raised."""
     config = progress.config
     # a machine without enough memory would hardly answer any more, or end any of its processes
     if model is None and (lacking := lacking_memory(config)) is not None:
@@ -359,8 +360,9 @@ def _warm_up(
 
 
 def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:
-    """Collect garbage and read the GPU's state. Done before the last warm-up step: a step after
-    a pause is slower.
+    """Announce the timed steps, collect garbage, and read the GPU's state.
+
+    All this comes before the last warm-up step, since the step after a pause is slower.
     """
     steps = progress.config.measured_steps
     seconds = steps * progress.warmup[-1].step_s if progress.warmup else 0
@@ -407,6 +409,7 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
 
 
 def _is_stable(progress: Progress) -> bool:
+    """Whether `until_stable` needs no further step."""
     times_s = [times.step_s for times in progress.measured]
     half = steady_interval(times_s)
     return len(times_s) >= MAX_STABLE_STEPS or (half is not None and half <= STABLE)
@@ -517,6 +520,7 @@ def _judge(
 
 
 def _failed(progress: Progress, error: BaseException) -> RunRecord:
+    """The record of a run that `error` ended; the memory snapshot is written, if one is taken."""
     status = classify(error)
     try:
         if progress.watch is not None:

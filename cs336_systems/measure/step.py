@@ -290,8 +290,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:
-    """The run with the vocabulary of a user's own model, unless another one than the usual was
-    asked for.
+    """The configuration with the vocabulary that the user's own model turns out to have.
+
+    A vocabulary that was asked for, other than the size's usual one, is kept.
     """
     tokens = torch.zeros(
         config.batch_size,

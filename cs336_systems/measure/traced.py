@@ -78,8 +78,8 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
 
 
 def _noted_order(parameters: Iterable[nn.Parameter]) -> tuple[list[int], list[RemovableHandle]]:
-    """A list that gets the place of each parameter when backward has made its gradient, and the
-    hooks that write it.
+    """An empty list, and hooks that append to it the index of each parameter whose gradient
+    backward has made.
     """
     order: list[int] = []
     hooks = [
@@ -140,11 +140,10 @@ def _parameters(model: nn.Module, trace: StepTrace) -> list[tuple[list[str], lis
 
 @contextmanager
 def _as_of_whole_sequences() -> Iterator[None]:
-    """Let transformers find what it finds in eager training: that no row of a batch has several
-    sequences.
+    """Let transformers find that no row of a batch has several sequences, as in eager training.
 
-    It reads positions to find that out (find_packed_sequence_indices in masking_utils.py), and else
-    makes a mask.
+    It reads the values of positions to find that out (find_packed_sequence_indices in
+    masking_utils.py). A trace has no values, and transformers would then make a mask.
     """
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
@@ -179,7 +178,9 @@ def _attend(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _attend_backward(trace: StepTrace, call: Dispatch) -> None:
-    """Then a pass turns q and k back, or two add up the gradient of a bias."""
+    """Note attention's backward, then the pass that turns q and k back, or else the two passes that
+    add up the gradient of a bias.
+    """
     gradient, packed, *_ = call.ins
     (batch, seq, width), rotations, heads = packed.shape, call.args[4], call.args[5]
     trace.attention(
@@ -193,26 +194,29 @@ def _attend_backward(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _with_sums(trace: StepTrace, call: Dispatch) -> None:
-    """A pass, and a kernel that adds up partial sums over rows for the gradients of vectors."""
+    """Note a pass over all tensors, and the kernel that adds up partial sums over rows for the
+    gradients of vectors.
+    """
     trace.moves([*call.ins, *call.outs])
     most = MAX_SUMS * call.ins[0].shape[-1]
     _add_sums(trace, sum(size for size in map(Tensor.numel, call.outs) if 1 < size <= most))
 
 
 def _add_sums(trace: StepTrace, count: int) -> None:
+    """Note that a kernel reads partial sums of `count` columns, if there are any."""
     if count:
         trace.moves([torch.empty(PARTIAL_ROWS, count, device="meta")])
 
 
 def _lookup_backward(trace: StepTrace, call: Dispatch) -> None:
-    """Zeros, to which each token's gradient is added."""
+    """Note that the weight's gradient is filled with zeros, to which each token's is added."""
     gradient = max(call.ins, key=lambda tensor: tensor.nbytes)
     trace.moves(call.outs)
     trace.moves([gradient, gradient, gradient])
 
 
 def _losses(trace: StepTrace, call: Dispatch) -> None:
-    """Logits become their own gradients."""
+    """Note what the kernel moves; it moves logits twice if it overwrites them with gradients."""
     trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
 
 
@@ -235,7 +239,9 @@ their tensors once.
 
 
 class _Clock:
-    """Notes the phases of a step, in the place of their times, and what tensors are for."""
+    """A clock that takes no times: it tells the trace which phase begins, and which tensors are
+    gradients or the optimizer's state.
+    """
 
     def __init__(self, trace: StepTrace, step: TrainingStep) -> None:
         self._trace, self._step = trace, step
@@ -261,8 +267,11 @@ class _Clock:
 
 @contextmanager
 def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Iterator[int]:
-    """Be one of several ranks, of which the others are not there: the one whose share of the
-    model's optimizer state is largest.
+    """Context in which this process acts as one of the run's ranks, without the others; it yields
+    the number of that rank.
+
+    With a sharded optimizer and a `model`, that is the rank with the largest share of the
+    optimizer's state, else rank 0.
     """
     rank = 0
     if config.shard_optimizer and model is not None:
@@ -341,8 +350,8 @@ def _average_at_once(step: TrainingStep) -> None:
 
 @contextmanager
 def _with_chunks(trace: StepTrace) -> Iterator[None]:
-    """Let the fast model run without its packages. Its AdamW finds tensors by their addresses,
-    and here says them.
+    """Let the fast model run without its packages, and its AdamW tell the trace which tensors an
+    update moves: its kernel finds tensors by addresses, so the trace does not see them.
     """
     try:
         from ..model.fast import adamw_kernel, model

@@ -256,16 +256,18 @@ class _UsesOf(TorchFunctionMode):
 def vocabulary_of(
     model: nn.Module, tokens: Tensor, precision: AbstractContextManager[None], asked: int | None
 ) -> int:
-    """Tokens that the model knows: the last axis of its logits, or the entries of its token
-    embedding if fewer.
+    """Size of the vocabulary to run the user's own model with: `asked`, or if that is None, the
+    number of tokens that the model knows.
 
-    The model runs once, without gradients, on `tokens` (all 0), which show the form of a batch.
-    `asked` is the vocabulary that the user wants. Raise ValueError if the model does not take
-    tokens, or knows fewer than asked for. What else the model raises is raised as it is.
+    A model knows as many tokens as its logits have entries in the last axis, or as its token
+    embedding has, if those are fewer. To find them, the model runs once, without gradients, on
+    `tokens`: a batch of the run's shape, all 0. Raise ValueError if the model does not take tokens,
+    or knows fewer than asked for. What else the model raises is raised as it is.
     """
     entries: list[int] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        # embeddings of anything else, such as positions, do not limit the vocabulary
         if isinstance(module, nn.Embedding) and inputs and inputs[0] is tokens:
             entries.append(module.num_embeddings)
 
@@ -296,7 +298,7 @@ def vocabulary_of(
             handle.remove()
     logits = logits_of(output)
     if logits is None or logits.ndim == 0:
-        logits = check_logits(output, tokens, asked)  # which raises
+        logits = check_logits(output, tokens, asked)  # raises the error that fits the output
     known = min([*entries, logits.shape[-1]])
     if asked is not None and asked > known:
         raise ValueError(

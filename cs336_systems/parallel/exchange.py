@@ -251,7 +251,7 @@ class CollectiveExchange:
             means.div_(self._divisor)
 
     def average(self, gradients: Sequence[Tensor]) -> None:
-        """Average gradients that every rank needs whole."""
+        """Average over all ranks, in place, gradients that every rank needs whole."""
         Averaging(gradients).wait()
 
 

@@ -159,8 +159,8 @@ class FSDP(nn.Module):
         return [flat.gathered for flat in self._flats]
 
     def shard_of(self, parameter: Tensor) -> Tensor:
-        """This rank's part of a parameter that the module had before wrapping, or of another
-        tensor of a unit.
+        """This rank's part of a whole tensor that a unit shards: a parameter that the module had
+        before wrapping, or another tensor that the caller has put into the units.
         """
         parameters = chain.from_iterable(unit.parameters for unit in self._units)
         return next(sharded.shard for sharded in parameters if sharded.full is parameter)

@@ -90,12 +90,18 @@ class Pack:
         return [leaf.detach().view(-1)[:elements] for leaf in leaves]
 
     def part(self, places: Mapping[Tensor, LeafSlice], length: int) -> Weight:
-        """This rank's part of the matrices, of this length; `places` has its part of each leaf."""
+        """This rank's part of all the pack's matrices, joined as one axis, as a single weight.
+
+        `length` is the number of elements of the part. `places` has, for each of the pack's
+        `leaves`, where this rank's part of it is.
+        """
         copy = None if self.copy is None else places[self.copy]
         if self.is_read:
+            # the part of the master shares the leaf's memory, so that updates reach the model
             [weight] = self.weights
             read = places[weight.master]
             return Weight(master=read.values.requires_grad_(self.is_trained), read=read, copy=copy)
+        # new memory for this part alone, as the whole masters are freed (`free_masters`)
         masters = torch.cat([weight.master.detach().view(-1) for weight in self.weights])
         master = padded_part(masters, length).requires_grad_(self.is_trained)
         return Weight(master=master, read=None, copy=copy)

@@ -65,7 +65,11 @@ class Column:
         return f"{self.name} ({self.unit})" if self.unit else self.name
 
     def cell(self, row: Mapping[str, Any]) -> str:
-        """The text of this column's cell in a row; empty for an unknown value."""
+        """The text of this column's cell in a row; for an unknown value what `instead` names, or
+        nothing.
+
+        A derived value has its deviation only if it is in doubt.
+        """
         if self.text is not None:
             return self.text(row)
         value, std = row[self.key], row[self.std] if self.std else None

@@ -53,8 +53,8 @@ def step_results(
 
 
 def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) -> None:
-    """Give each result the one that has the first value of the first of these settings, and is
-    equal in all others.
+    """Give each result its baseline over these settings: the result on the same device that has
+    the first value of the first of them, and equals it in all settings but these.
     """
     others = [apart_from(result.subject, *settings) for result in results]
     baselines = {
@@ -63,13 +63,14 @@ def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) ->
         if _has_first_value(result.subject, settings[0])
     }
     for rest, result in zip(others, results, strict=True):
-        # a run that failed before it could name its device has none
+        # a run that failed before it could name its device is the baseline of runs on any device
         baseline = baselines.get((rest, result.device_name)) or baselines.get((rest, None))
         if baseline is not None and not _has_first_value(result.subject, settings[0]):
             result.baselines[settings] = baseline
 
 
 def _has_first_value(subject: Subject, setting: str) -> bool:
+    """Whether the setting has the first value of its type, as it is declared."""
     value: StrEnum | None = settings_of(subject)[setting]
     return value is not None and value is next(iter(type(value)))
 
@@ -144,6 +145,7 @@ def order(subject: Subject) -> tuple[Any, ...]:
 
 
 def _rank(value: StrEnum | int | None) -> int:
+    """Key to sort by one setting; a value that is not known comes first."""
     if isinstance(value, StrEnum):
         return list(type(value)).index(value)
     return -1 if value is None else value

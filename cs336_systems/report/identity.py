@@ -236,11 +236,12 @@ def _is_listed(name: str, rows: Sequence[Identity]) -> bool:
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
-    """The columns that distinguish the rows: `always`, and every setting of which the rows have
-    several values.
+    """The columns that distinguish the rows: first `always`, then every setting of which the rows
+    have several values.
 
-    Settings that follow from a size count only if rows of one size differ in them. Columns that are
-    named last are added until no two different rows look the same.
+    Settings that a size implies are shown only if rows of one size differ in them. As long as rows
+    that differ still look the same, further columns are added, at last those that are named last,
+    such as the digest.
     """
     names = [name for name in (rows[0] if rows else ()) if name not in always]
     names = [name for name in names if name not in (*_IMPLIED, *_NAMED_LAST)]
@@ -252,10 +253,11 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
     for name in _IMPLIED:
         if any(_varies(of_one_size, name) for of_one_size in by_size.values()):
             shown.append(name)
+    # cells cut long values, and a value may be unknown, so rows that differ can look the same
     num_different = len({tuple(row.values()) for row in rows})
-    left = iter(name for name in (*ordered, *_IMPLIED, *_NAMED_LAST) if name not in shown)
+    candidates = iter(name for name in (*ordered, *_IMPLIED, *_NAMED_LAST) if name not in shown)
     while len({tuple(_cell(row.get(name)) for name in shown) for row in rows}) < num_different:
-        candidate = next(left, None)
+        candidate = next(candidates, None)
         if candidate is None:
             break
         if len({row.get(candidate) for row in rows}) > 1:

@@ -236,17 +236,17 @@ def over_configurations(
     *,
     shown: Callable[[Row], bool] = lambda _: True,
 ) -> Section:
-    """A section with one table of the rows that are `shown`, and with all rows and the columns
-    `csv` in the CSV file.
+    """A section about several configurations: a table for people, and a CSV file of all rows.
 
-    In the table, the columns that distinguish the configurations come first. Columns whose values
-    are all 0 or unknown are left out. A note names the settings that all configurations share, and
-    for a single configuration its size and context too. The CSV file has all settings of each row.
-    Without shown rows there is no table.
+    The rows are those of `rows_of`. The table has the rows for which `shown` is true; without such
+    rows there is no table. Its first columns distinguish the configurations; then come `columns`,
+    except those whose values are all 0 or unknown. Below `notes`, a note names the settings that
+    all configurations share, and for a single configuration its size and context too. The CSV file
+    has the columns `csv` and all settings; without `csv` it has no rows.
     """
     kept = [row for row in rows if shown(row)]
     is_single = all(row["identity"] == kept[0]["identity"] for row in kept)
-    before = [] if is_single else identity.identity_columns(kept)
+    identity_columns = [] if is_single else identity.identity_columns(kept)
     filled = [
         column for column in columns if not column.key or any(row[column.key] for row in kept)
     ]
@@ -254,7 +254,7 @@ def over_configurations(
     also = identity.ALWAYS if is_single else ()
     if shared := settings([row["entry"] for row in kept], also):
         all_notes.append(f"{shared}.")
-    table = make_table(title, [*before, *filled], kept, all_notes, _has_failed)
+    table = make_table(title, [*identity_columns, *filled], kept, all_notes, _has_failed)
     runs = [row["identity"] for row in rows]
     leading = [name for name in identity.LEADING if rows and name in runs[0]]
     return Section(
@@ -272,7 +272,7 @@ def _has_failed(row: Mapping[str, Any]) -> bool:
 def findings_section(
     name: str, entries: Sequence[E], find: Callable[[E], Iterable[str]]
 ) -> Section:
-    """What `find` says of each profile, in rows."""
+    """The sentences that `find` returns for each profile, one in a row."""
     rows = rows_of(entries, lambda entry: finding_rows(find(entry)))
     return over_configurations(
         name, "Findings", rows, FINDING, [column.key for column in FINDING], ()

@@ -188,22 +188,23 @@ def _fit(
     cells of each column.
 
     If all cells fit on one line each, nothing is wrapped. Otherwise headings and texts wrap, and
-    columns are left out by their `drop_order`. There are no widths if even that is too wide: then
-    each cell has a line of its own.
+    columns are left out, those with the highest `drop_order` first, until the others fit. There are
+    no widths if even the columns without a `drop_order` do not fit: `to_rich` then writes a list.
     """
     shown: Sequence[int] = range(len(headings))
     heads = [[*_lines(heading), *cells] for heading, cells in zip(headings, texts, strict=True)]
-    whole = [*map(_widest, heads)]
+    whole = [*map(_widest, heads)]  # the width of each column if nothing wraps
     if width is None or sum(whole) + 2 * (len(whole) - 1) <= width:
         return shown, whole, 2
-    least = []
+    least = []  # the width of each column if all texts wrap; numbers never do
     for heading, head, cells in zip(headings, heads, texts, strict=True):
         unbroken = cells if heading.numeric else ()
         least.append(_widest([*_words(head), *unbroken]))
-    by_worth = sorted(shown, key=lambda column: headings[column].drop_order)
+    by_drop_order = sorted(shown, key=lambda column: headings[column].drop_order)
     fewest = max(1, sum(not heading.drop_order for heading in headings))
+    # narrow gaps are tried before a column is left out
     for number, gap in itertools.product(range(len(headings), fewest - 1, -1), (2, 1)):
-        shown, room = sorted(by_worth[:number]), width - gap * (number - 1)
+        shown, room = sorted(by_drop_order[:number]), width - gap * (number - 1)
         if sum(least[column] for column in shown) <= room:
             return shown, _stretched(least, whole, shown, room), gap
     return shown, (), 0

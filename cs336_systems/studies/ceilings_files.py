@@ -79,8 +79,12 @@ class Ceilings:
         name = bare_name(device_name)
         return tuple(study for study in self.studies if bare_name(study.device_name) == name)
 
-    def _first(self, device_name: str, take: Callable[[tuple[CeilingsStudy, ...]], T]) -> T:
-        """What `take` finds in the user's studies of the device, or else in the shipped ones."""
+    def _user_or_shipped(
+        self, device_name: str, take: Callable[[tuple[CeilingsStudy, ...]], T]
+    ) -> T:
+        """What `take` returns for the user's studies of the device. If that is empty or None, and
+        shipped studies may stand in, what it returns for those.
+        """
         measured = take(self._measured(device_name))
         if measured or not self.has_shipped:
             return measured
@@ -97,7 +101,7 @@ class Ceilings:
             rates = [matmul.flops_per_s for matmul in matmuls if matmul.precision is wanted]
             return max((rate for rate in rates if rate is not None), default=None)
 
-        return self._first(device_name, best)
+        return self._user_or_shipped(device_name, best)
 
     def curves(self, device_name: str) -> Curves | None:
         """The times from which those of steps are predicted: of the first study of this device that
@@ -130,7 +134,7 @@ class Ceilings:
                     of_ranks[collective] = max(of_ranks.get(collective, {}), times_s, key=len)
             return by_ranks
 
-        return self._first(device_name, longest)
+        return self._user_or_shipped(device_name, longest)
 
     def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
         """Times of each collective among `ranks` devices of this name, by bytes."""

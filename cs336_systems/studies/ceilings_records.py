@@ -593,15 +593,21 @@ class CeilingsStudy:
         return times_s
 
     def curves(self) -> Curves | None:
-        """The times from which steps are predicted; None if some of them were not measured."""
+        """The measured times from which steps are predicted.
+
+        None unless launches, copies and AdamW were measured. Times of matmuls, of other passes and
+        of the gap between kernels may be missing.
+        """
         on_host = self.grid.device is Device.CPU
         launch_s = self.host_call_s
+        # a CPU runs a kernel as soon as it is called, so a launch and an empty kernel are the same
         kernel_s = launch_s if on_host else self.launch_s(LaunchKind.GRAPH)
         copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
         if launch_s is None or kernel_s is None or not copies or not adamw:
             return None
-        queued_s, alone_s = self.launch_s(LaunchKind.QUEUED), copies.get(QUEUED_BYTES)
-        gap_s = None if queued_s is None or alone_s is None else max(0.0, queued_s - alone_s)
+        # one copy of the same size, launched by the host and in a CUDA graph
+        queued_s, in_graph_s = self.launch_s(LaunchKind.QUEUED), copies.get(QUEUED_BYTES)
+        gap_s = None if queued_s is None or in_graph_s is None else max(0.0, queued_s - in_graph_s)
         passes: dict[Pass, dict[int, float]] = {}
         for cell in self.passes:
             if (time_s := cell.timing.time_s) is not None:

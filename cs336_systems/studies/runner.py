@@ -151,21 +151,23 @@ def resume(
 
 
 def _keyed(grid: Grid[RowT, StudyT]) -> Iterator[dict[str, Cell[RowT]]]:
-    """The groups of the grid, each cell by its key, which no other cell of any grid has.
+    """The groups of the grid, each as its cells by key.
 
-    Fields with several values choose the cells; most others are conditions of each.
+    A key is made from the cell's rows and from those fields of the grid that influence its
+    measurement. So equal cells of different grids have one key, and are measured once.
     """
-    fields: dict[str, object] = asdict(grid)  # type: ignore[call-overload]
-    chosen = {name for name, value in fields.items() if isinstance(value, tuple | None)}
-    for name in (*chosen, "timeout_s", "world_size"):
-        fields.pop(name, None)
+    conditions: dict[str, object] = asdict(grid)  # type: ignore[call-overload]
+    # fields with several values, which may be None instead, only say which cells the grid has
+    selecting = {name for name, value in conditions.items() if isinstance(value, tuple | None)}
+    for name in (*selecting, "timeout_s", "world_size"):
+        conditions.pop(name, None)
     numbers: Counter[bytes] = Counter()  # a grid may have the same cell several times
     for group in grid.groups():
         keyed = {}
         for cell in group:
-            conditions = msgspec.json.encode((fields, cell.rows))
-            numbers[conditions] += 1
-            digest = hashlib.sha256(conditions + b"%d" % numbers[conditions]).hexdigest()[:12]
+            content = msgspec.json.encode((conditions, cell.rows))
+            numbers[content] += 1
+            digest = hashlib.sha256(content + b"%d" % numbers[content]).hexdigest()[:12]
             keyed[f"{plain_word(cell.label)[:80]}_{digest}"] = cell
         yield keyed
 

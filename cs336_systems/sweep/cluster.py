@@ -212,11 +212,11 @@ def _paths(config: RunConfig, runs: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[None]:
-    """Be the driver of the cluster at `address`; "auto" is the cluster that this machine belongs
-    to.
+    """While open, this process is connected, as a driver, to the Ray cluster at `address`; "auto"
+    is the cluster that this machine belongs to.
 
-    Raises SweepError without a cluster there, and for errors of Ray meanwhile. Ray prints to
-    standard output, which is for results: that is dropped.
+    Raises SweepError if no cluster is there, and for errors of Ray while the connection is open.
+    What Ray prints to standard output is dropped, because standard output is for results.
     """
     hint = ""
     try:
@@ -231,7 +231,7 @@ def connected(address: str) -> Iterator[None]:
             folder.symlink_to(Path(__file__).parents[1])
             hint = " (if it asks for a token: RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN)"
             package = {"py_modules": [str(folder)]}
-            # it warns that it sets no handler of signals in a thread
+            # Ray warns that it sets no handler of signals, as it is not called in the main thread
             logging.getLogger("ray").setLevel(logging.ERROR)
             _promptly(
                 ray.init, address, configure_logging=False, log_to_driver=False, runtime_env=package
@@ -240,7 +240,7 @@ def connected(address: str) -> Iterator[None]:
             try:
                 yield
             finally:
-                with contextlib.suppress(OSError):  # after an error, it often hangs too
+                with contextlib.suppress(OSError):  # after an error, ray.shutdown often hangs too
                     _within(_HEAD_S if sys.exc_info()[0] is None else _TICK_S, ray.shutdown)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, store.SweepError):
@@ -303,6 +303,7 @@ def _checked(address: str) -> str:
 
 
 def _in_a_line(error: BaseException) -> str:
+    """The first line of the error's message, or the name of its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 

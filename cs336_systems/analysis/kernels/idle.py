@@ -132,6 +132,7 @@ class _Causes:
         called = Union(calls.start_ns, calls.end_ns)
         quiet_start, quiet_end = called.end[:-1], called.start[1:]
         is_pause = quiet_end - quiet_start > _PAUSE_NS
+        # times longer than _PAUSE_NS in which no thread is in a call
         self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])
         waits = np.flatnonzero(calls.is_wait)
         self._waits = [
@@ -140,14 +141,18 @@ class _Causes:
         ]
 
     def of(self, gaps: Gaps, jobs: Jobs) -> Codes:
-        """The causes of idle times that a job follows."""
+        """The causes of these idle times, each of which ends with a job."""
         start, end, after = gaps.start_ns, gaps.end_ns, gaps.after
         launch = jobs.launch_ns[after]
         returned = self._host.returned(jobs.call[after], launch)
-        late_until = np.clip(returned + _LATENCY_NS, start, end)
+        # rule 2: the host had launched the job in time. From `could_begin` on, the device could
+        # have begun it
+        could_begin = np.clip(returned + _LATENCY_NS, start, end)
+        in_time = (returned <= start) | (2 * (could_begin - start) < end - start)
+        # rule 3: the device waited for the host from `start` to `waited_until`
         waited_until = np.clip(launch, start, end)
-        in_time = (returned <= start) | (2 * (late_until - start) < end - start)
         is_pause = 2 * self._pauses.within(start, waited_until) > waited_until - start
+        # rule 4, which needs an earlier job in the step
         is_wait = (gaps.before >= 0) & self._was_waiting(start, launch)
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
         # from the last rule to the first, since an earlier rule overrides a later one
@@ -158,6 +163,9 @@ class _Causes:
         return cause
 
     def _was_waiting(self, start: Ints, launch: Ints) -> Mask:
+        """Whether, when each idle time began, the host was in a call that waits or had just left
+        one, and that call was over at the launch.
+        """
         calls = self._host.calls
         waiting = np.zeros(len(start), dtype=np.bool_)
         # the calls of one thread, of which only the last to begin can still be open

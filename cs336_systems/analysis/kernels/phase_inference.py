@@ -149,15 +149,19 @@ def _windows_of_step(
 def _between_optimizers(
     trace: Trace, optimizers: MarkedWindows, backward: Ints, main: int
 ) -> tuple[Ints, Ints]:
-    """Start and end of the steps that end with an optimizer; several optimizers after one backward
-    are of one step.
+    """Start and end of the steps, of which each ends with an optimizer and begins where the one
+    before it ended.
 
-    The first begins with zero_grad, or with as many launches of the main thread before its backward
-    as the second has, so that the making of the model is not a part of it.
+    `backward` is when each backward starts. Where several optimizers follow one backward, the step
+    ends with the last of them. The first step begins with the last zero_grad before its backward.
+    Without a zero_grad it begins at a launch of the main thread, chosen so that as many launches
+    lie before its backward as in the second step, since the making of the model is not a part of
+    it; a single step begins at the first launch.
     """
     is_zero_grad = optimizers.is_zero_grad
     start, end = optimizers.start_ns[~is_zero_grad], optimizers.end_ns[~is_zero_grad]
     if len(backward):
+        # an optimizer ends a step if another backward starts before the next optimizer
         num_backwards = np.searchsorted(backward, start)
         end = end[np.append(num_backwards[1:] > num_backwards[:-1], True)[: len(end)]]
     if not len(end):
@@ -165,15 +169,16 @@ def _between_optimizers(
     first_backward = backward[0] if len(backward) else start[0]
     zero_grads = optimizers.start_ns[is_zero_grad & (optimizers.start_ns < first_backward)]
     work = trace.kernels
-    time = np.sort(work.launch_ns[work.is_launched & (work.thread == main)])
+    launches = np.sort(work.launch_ns[work.is_launched & (work.thread == main)])
     if len(zero_grads):
         first = zero_grads[-1]
-    elif len(time):
-        num_before = count = np.searchsorted(time, first_backward)
+    elif len(launches):
+        num_before = num_of_step = np.searchsorted(launches, first_backward)
         if len(end) > 1 and len(backward) > 1:
-            second = backward[np.searchsorted(backward, end[0])]
-            count = np.searchsorted(time, second) - np.searchsorted(time, end[0])
-        first = time[max(num_before - count, 0)]
+            second_backward = backward[np.searchsorted(backward, end[0])]
+            num_of_step = np.searchsorted(launches, second_backward)
+            num_of_step -= np.searchsorted(launches, end[0])
+        first = launches[max(num_before - num_of_step, 0)]
     else:
         first = start[0]
     return np.append(first, end[:-1]), end

@@ -166,9 +166,9 @@ def _is_backward(trace: Trace, launched: Ints, main: int) -> Mask:
 
 def _steps_between(windows: MarkedWindows) -> tuple[Ints, Ints]:
     """Start and end of steps in a sequence of phases: a step begins with the first forward after
-    an optimizer, or `zero_grad` before it.
+    an optimizer, or with a `zero_grad` just before that forward.
 
-    Without any optimizer, a step begins with each forward.
+    Without any optimizer, each forward begins a step.
     """
     is_zero_grad = windows.is_zero_grad
     is_optimizer = (windows.phase == CODES[LaunchPhase.OPTIMIZER]) & ~is_zero_grad

@@ -215,25 +215,31 @@ class Nesting:
 
 
 class GroupNesting:
-    """Looks up the innermost interval at a time among those of one group, such as a thread or a
-    process.
+    """The nesting of intervals that belong to groups, such as threads: intervals nest only within
+    their group.
     """
 
     def __init__(self, group: Ints, start: Ints, end: Ints) -> None:
         self.parent: Ints = np.full(len(group), -1, dtype=np.int64)
-        """The innermost interval of the same group around each, -1 for none."""
-        self._of: dict[int, tuple[Ints, Nesting]] = {}
+        """For each interval, the index of the innermost interval of its group around it, -1 for
+        none.
+        """
+        self._by_group: dict[int, tuple[Ints, Nesting]] = {}
         for number, rows in groups(group):
+            # `nesting` numbers the group's intervals from 0, and `row_of` has their rows; its last
+            # element leaves -1, for none, as it is
             nesting, row_of = Nesting(start[rows], end[rows]), np.append(rows, -1)
             self.parent[rows] = row_of[nesting.parent]
-            self._of[number] = row_of, nesting
+            self._by_group[number] = row_of, nesting
 
     def at(self, group: Ints, time: Ints) -> Ints:
-        """Index of the innermost interval of each group at its time, -1 for none."""
+        """For each pair of a group and a time, the index of the innermost interval of that group
+        at that time, -1 for none.
+        """
         innermost: Ints = np.full(len(group), -1, dtype=np.int64)
         for number, rows in groups(group):
-            if number in self._of:
-                row_of, nesting = self._of[number]
+            if number in self._by_group:
+                row_of, nesting = self._by_group[number]
                 innermost[rows] = row_of[nesting.at(time[rows])]
         return innermost
 
@@ -331,7 +337,7 @@ class Union:
         self.start: Ints = starts[first]
         self.end: Ints = reached[last]
         length = self.end - self.start
-        # before no stretch, before each
+        # the length of all stretches before each; a time before all stretches reads the 0 in front
         self._before: Ints = np.append(0, np.cumsum(length) - length)
         self._first: Ints = order[first]
         # the interval that ended last in each stretch is the last one that raised the running
@@ -352,13 +358,21 @@ class Union:
         return self.until(end) - self.until(start)
 
     def holes(self, start: Ints, end: Ints) -> Holes:
-        """The parts of each window that the union does not cover."""
+        """The parts of each window that the union does not cover, by window and then by time.
+
+        An empty window has none. At the edge of a window, a part may be only a piece of a hole.
+        """
+        # hole i lies before stretch i; the last hole follows the last stretch
         hole_start = np.append(-MAX_TIME_NS, self.end)
         hole_end = np.append(self.start, MAX_TIME_NS)
-        low = np.searchsorted(hole_end, start, side="right")
-        count = np.where(end > start, np.searchsorted(hole_start, end) - low, 0)
+        # a window has the holes from the first that ends after the window's start to the last that
+        # starts before the window's end
+        first = np.searchsorted(hole_end, start, side="right")
+        count = np.where(end > start, np.searchsorted(hole_start, end) - first, 0)
+        # one row for each pair of a window and a hole in it
         window = np.repeat(np.arange(len(start)), count)
-        hole = np.arange(len(window)) - np.repeat(np.cumsum(count) - count, count) + low[window]
+        place_in_window = np.arange(len(window)) - np.repeat(np.cumsum(count) - count, count)
+        hole = first[window] + place_in_window
         before = np.where(hole_start[hole] > start[window], np.append(-1, self._last)[hole], -1)
         after = np.where(hole_end[hole] < end[window], np.append(self._first, -1)[hole], -1)
         return Holes(

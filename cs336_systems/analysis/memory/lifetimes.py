@@ -139,15 +139,23 @@ class LifetimeReader:
         )
 
     def _ends(self, start: Ints) -> tuple[Ints, Ints]:
-        """The events that request the free and that complete it."""
+        """For each life, the events that request the free and that complete it, as
+        `free_requested` and `end` of `Lifetimes`.
+
+        `start` is that of the lives. What contradicts itself is counted.
+        """
         never, end = self._num_events, self._event_of(self._free)
         requested = end if self._request_free is None else self._event_of(self._request_free)
         if not self._has(self._free):
+            # where no event completes a free, memory ends with the request
             end = requested.copy()
         elif self._request_free is not None and self._has(self._request_free):
-            is_early = requested > end
-            requested[is_early & (start == BEFORE)] = BEFORE
-            self._count(is_early & (start != BEFORE))
+            # a free that completes without an earlier request: of memory from before the recording
+            # the request may be from before it too
+            is_unrequested = requested > end
+            requested[is_unrequested & (start == BEFORE)] = BEFORE
+            self._count(is_unrequested & (start != BEFORE))
+        # memory without a free, at an address that is allocated again, ends with that allocation
         is_lost = self._is_followed & (end == never)
         self._count(is_lost)
         end[is_lost] = np.append(start[1:], never)[is_lost]

@@ -244,8 +244,10 @@ def _held_throughout(memory: DeviceMemory, recorded: Lifetimes) -> tuple[Lifetim
     """
     blocks, never, notes = memory.blocks, len(memory.events), []
     is_left, is_used = recorded.end == never, blocks.state != BlockState.INACTIVE
+    # recorded memory that was freed between the end of the recording and the snapshot
     is_gone = is_left & ~np.isin(recorded.address, blocks.address[is_used])
     is_unrecorded = is_used & ~np.isin(blocks.address, recorded.address[is_left])
+    # recorded memory was at these addresses once, so the block is from after the recording
     is_late = is_unrecorded & _overlap(blocks.address, blocks.num_bytes, recorded)
     gone, late = int(recorded.num_bytes[is_gone].sum()), int(blocks.requested_bytes[is_late].sum())
     if gone or late:

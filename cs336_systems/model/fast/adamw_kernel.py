@@ -47,8 +47,12 @@ def _adamw_chunks(
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Update one chunk of one tensor. A row of `pointers` has a tensor's addresses, in the order of
-    `ChunkedAdamW`'s columns.
+    """Update one chunk of CHUNK elements of one tensor per program.
+
+    Program i updates chunk `chunk_numbers[i]` of tensor `chunk_tensors[i]`. A row of `pointers` has
+    a tensor's addresses, in the order of `ChunkedAdamW`'s columns; `sizes` has the tensors' numbers
+    of elements. `steps` is one element, the number of this step. Each tensor has NUM_WIDE gradients
+    in fp32 and NUM_NARROW in bf16. A tensor's last chunk is updated in pieces of PIECE elements.
     """
     number = tl.program_id(0)
     tensor = tl.load(chunk_tensors + number)

@@ -225,15 +225,18 @@ class CopiedBlock(Block):
 
 
 class Deferred(NamedTuple):
-    """A residual stream, and the branch and bias (if any) that the next norm's kernel adds to it
-    before normalising.
+    """A residual addition that is left to the next norm: the norm's kernel adds the branch, and the
+    bias if there is one, to the stream before it normalises the sum.
     """
 
     stream: Float[Tensor, "batch seq d_model"]
     branch: Float[Tensor, "batch seq d_model"]
     bias: Float[Tensor, " d_model"] | None
     tag: Tag | None = None
-    """Tag of the branch (fp8.py), if its last matmul is in fp8."""
+    """Tag of the branch's last matmul (see `Tag` in fp8.py), for the kernel that adds the branch.
+
+    None if the branch is not the result of a matmul in fp8, or if a plain addition reads it.
+    """
 
 
 class AddNorm(nn.Module):

@@ -82,7 +82,9 @@ def _cross_entropy_losses(
     WRITE_GRADIENTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Handle every n-th row, where n is the number of programs."""
+    """Write the losses of every n-th row, where n is the number of programs; with WRITE_GRADIENTS
+    overwrite the row's logits with their gradient, times `share`.
+    """
     at = logits + tl.program_id(0).to(tl.int64) * stride
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         _cross_entropy_row(

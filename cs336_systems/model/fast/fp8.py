@@ -40,7 +40,9 @@ is not.
 Fp8Scale = Float[Tensor, ""]
 """The scale in fp32 that a tensor is divided by."""
 Tag = Float[Tensor, "1"]
-"""An element beside the result of a layer, whose gradient is the scale of the result's gradient."""
+"""Dummy second output of a layer in fp8. Its value is never read; in backward, its gradient carries
+the scale of the gradient of the layer's result.
+"""
 
 
 def fp8_linear(

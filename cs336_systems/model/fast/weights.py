@@ -145,7 +145,10 @@ class Weight:
                 self.largest.copy_(self.copy.values.abs().amax())
 
     def refresh(self) -> None:
-        """Copy the master again, which must not be empty; split it again if it is a split one."""
+        """Update the copy from the master, which must hold its values.
+
+        If there is a remainder, renew it too, and empty the master, as it is split again.
+        """
         self.store(self.master.detach())
         if self.remainder is not None:
             self.master.data = self.master.new_empty(0)

@@ -121,7 +121,7 @@ class Bars:
         return f"{100 * value / longest:.3f}%" if longest else "0"
 
     def spoken(self, bar: Bar) -> str:
-        """The bar in words, for those who do not see it."""
+        """The bar in words: its tooltip, and what a screen reader says in its place."""
         parts = [f"{name} {self.words(bar, name)}" for name in bar.parts]
         return f"{bar.name}: {', '.join([bar.words, *parts, bar.failure])}"
 

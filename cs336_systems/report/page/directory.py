@@ -25,10 +25,12 @@ SUBJECTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Climbed:
-    """A ladder that was run: the records and profiles of its rungs, and the result of each rung."""
+    """The results of a ladder, which `cs336 ladder` measures rung by rung."""
 
     results: Results
+    """The records and profiles of the runs of all rungs."""
     rows: Sequence[RungResult]
+    """The result of each rung, from the slow step to the fast one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,8 +96,10 @@ def times_of(results: Results) -> Sequence[StepResult]:
 
 
 def _with_profiles(glance: Glance, entries: Sequence[Explained]) -> Glance:
-    """Instead of several bars by phase those by kind of work; to those of a single profile come
-    its kinds of work.
+    """Add what the profiles say: bars by kind of work, and a doubt if the profiler slowed a step
+    much.
+
+    With several profiles, these bars replace those by phase; with one, they stand below them.
     """
     # the last row of each profile is that of the whole step
     of_steps = [list(phase_rows(entry))[-1] for entry in entries]

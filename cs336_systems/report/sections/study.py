@@ -96,12 +96,13 @@ def promised_bandwidth(device_name: str) -> float | None:
 def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
     """Pivot the rows: one row for each combination of the values under the keys `index`.
 
-    `name` is the key whose values become columns. A pivoted row holds the original row under its
-    value of `name`, for `across`, and every value of the original row under `NAME KEY`; None where
-    there is no such row.
+    `name` is the key whose values become columns. With `name` "implementation", a pivoted row has
+    the original row of naive attention under "naive", from which `across` writes a cell, and the
+    values of that row under keys such as "naive forward_mean_ms". Where there is no such row, these
+    values are None, and "naive" is missing.
     """
     kept = list(rows)
-    unknown: dict[Any, Any] = {}
+    unknown: dict[Any, Any] = {}  # None under every key of a value that some pivoted row has
     for row in kept:
         unknown |= dict.fromkeys(f"{row[name]} {key}" for key in row)
     table: dict[tuple[object, ...], Row] = {}

@@ -70,18 +70,18 @@ def answer(profile: MemoryProfile) -> tuple[str, ...]:
 
 
 def _most(profile: MemoryProfile) -> Iterator[str]:
-    """The code that made most of what was there at the peak, or the tensors where their names
-    are known.
+    """A sentence that names the largest parts of the memory at the peak: a tensor by its name if
+    that is known, else by the code that made it.
     """
-    made_by = Counter[str]()
+    bytes_of = Counter[str]()
     for group in profile.at_peak:
         name = f"made at {innermost(group.places)}" if group.places else ""
         if group.name:
             name = f"{group.name} ({group.category})"
-        made_by[name] += group.bytes_at_peak
+        bytes_of[name] += group.bytes_at_peak
     parts = [
         f"{size(num_bytes)} {label(name)}"
-        for name, num_bytes in made_by.most_common(NUM_PLACES)
+        for name, num_bytes in bytes_of.most_common(NUM_PLACES)
         if name
     ]
     if parts:

@@ -258,12 +258,14 @@ def largest(entries: Sequence[MemoryEntry], top: int) -> Section:
 
 
 def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
-    """The groups of like allocations at the peak, by the bytes of each group; the CSV has others
-    of much memory too.
+    """The `top` groups of like allocations that take most of the peak, in a table.
+
+    The CSV file has all groups at the peak, and then the largest of those that were not there.
     """
     whole_bytes = profile.peak.allocated_bytes
-    every = [_like(group) for group in dict.fromkeys((*profile.at_peak, *profile.largest))]
-    at_peak = every[: len(profile.at_peak)]
+    # a group that is in both stays in its place among those at the peak
+    groups = [_like(group) for group in dict.fromkeys((*profile.at_peak, *profile.largest))]
+    at_peak = groups[: len(profile.at_peak)]
     rows = [
         row | {"share_of_peak": ratio(row["bytes_at_peak"], whole_bytes)} for row in at_peak[:top]
     ]
@@ -277,7 +279,7 @@ def _largest_at_peak(profile: MemoryProfile, top: int) -> Section:
     shown = percent(sum(row["bytes_at_peak"] for row in rows), whole_bytes)
     notes = [f"Together: in blocks; each: what was asked for. Shown are {shown} % of the peak."]
     table = make_table("Largest allocations at the peak", known(columns, rows), rows, notes)
-    return Section(name="largest", tables=(table,) if rows else (), rows=every, keys=_LIKE_KEYS)
+    return Section(name="largest", tables=(table,) if rows else (), rows=groups, keys=_LIKE_KEYS)
 
 
 def _like(group: LikeAllocations) -> Row:
