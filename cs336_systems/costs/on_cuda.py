@@ -231,7 +231,7 @@ def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | No
 
 
 def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    """Since cuDNN 9.15.1 PyTorch asks it first on Hopper."""
+    """Whether cuDNN takes this attention; PyTorch asks it first on Hopper, since cuDNN 9.15.1."""
     widths = q.shape[-1], v.shape[-1]
     return (
         torch.backends.cuda.cudnn_sdp_enabled()

@@ -126,7 +126,7 @@ def compare_sides(
     findings = [
         *_counted(rows),
         *_what_is_what(sides, results, matching, when),
-        *_rules(rows, are_alternate),
+        *_ratio_notes(rows, are_alternate),
     ]
     section = _section(rows, results, matching.differing, findings)
     return Compared(sides=sides, records=plain, section=section, left_out=left_out)
@@ -340,8 +340,10 @@ def _counted(rows: Sequence[Row]) -> Iterator[str]:
         yield f"B against A in {counted(len(rows), 'configuration')}: {verdicts}."
 
 
-def _rules(rows: Sequence[Row], are_alternate: bool) -> Iterator[str]:
-    """Whether ratios are in doubt, and what their interval rests on."""
+def _ratio_notes(rows: Sequence[Row], are_alternate: bool) -> Iterator[str]:
+    """Notes on the ratios: the mark of those in doubt, and how their interval is computed, which
+    differs for processes measured alternately and for fewer than FEWEST processes.
+    """
     if any(row["ratio_is_doubted"] for row in rows):
         yield f"{DOUBT} marks a ratio of times that are in doubt; the CSV names the warnings."
     fewest = min(

@@ -123,7 +123,7 @@ class Bars:
     def spoken(self, bar: Bar) -> str:
         """The bar in words: its tooltip, and what a screen reader says in its place."""
         parts = [f"{name} {self.words(bar, name)}" for name in bar.parts]
-        return f"{bar.name}: {', '.join([bar.words, *parts, bar.failure])}"
+        return f"{bar.name}: {', '.join(filter(None, [bar.words, *parts, bar.failure]))}"
 
     @classmethod
     def of(cls, chart: Chart) -> "Bars":
