@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from cs336.torch_needed import LEAST
 from tests.faults.test_installed import new_environment, ours, run
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +115,13 @@ def test_watch_names_what_it_needs(python: Path, tmp_path: Path) -> None:
 
 def run_all(python: Path, place: Path, *commands: list[str]) -> subprocess.CompletedProcess[str]:
     return run([python, "-c", IN_ONE_PROCESS, json.dumps(commands)], place)
+
+
+def test_the_extra_asks_for_the_version_that_steps_need() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    major, minor = LEAST
+    assert project["optional-dependencies"]["torch"] == [f"torch>={major}.{minor}"]
+    assert not [name for name in project["dependencies"] if name.startswith("torch")]
 
 
 @pytest.mark.old_torch
