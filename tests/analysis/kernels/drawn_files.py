@@ -141,7 +141,7 @@ def _annotations(recorded: Recorded) -> Iterator[Event]:
             yield complete("gpu_user_annotation", span.name, device, stream, start, end - start)
 
 
-_HOST_COPY, _DEVICE_COPY = 1, 2
+_UPLOAD, _DOWNLOAD, _PEERS = 1, 2, 10
 _COPY_TABLE = (
     "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, "
     "streamId INTEGER, globalPid INTEGER, correlationId INTEGER, bytes INTEGER, "
@@ -149,7 +149,11 @@ _COPY_TABLE = (
 )
 _ENUMS = {
     "ENUM_NSYS_EVENT_TYPE": {59: "NvtxPushPopRange", 60: "NvtxStartEndRange", 34: "NvtxMark"},
-    "ENUM_CUDA_MEMCPY_OPER": {_HOST_COPY: "Host-to-Device", _DEVICE_COPY: "Device-to-Host"},
+    "ENUM_CUDA_MEMCPY_OPER": {
+        _UPLOAD: "Host-to-Device",
+        _DOWNLOAD: "Device-to-Host",
+        _PEERS: "Peer-to-Peer",
+    },
     "ENUM_CUDA_MEM_KIND": {0: "Pageable", 1: "Pinned", 2: "Device"},
 }
 
@@ -215,8 +219,9 @@ def _write_copies(
     rows = []
     for job in jobs:
         memory = 0 if "Pageable" in job.name else 1
-        is_upload = "HtoD" in job.name
-        kinds = (_HOST_COPY, memory, 2) if is_upload else (_DEVICE_COPY, 2, memory)
+        kinds = (_PEERS, 2, 2)
+        if "PtoP" not in job.name:
+            kinds = (_UPLOAD, memory, 2) if "HtoD" in job.name else (_DOWNLOAD, 2, memory)
         times = (job.start_ns, job.end_ns, job.device, job.stream)
         rows.append((*times, PROCESS, correlation_of[id(job.launch)], 4096, *kinds))
     marks = ",".join("?" * 10)

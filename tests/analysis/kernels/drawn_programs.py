@@ -170,6 +170,16 @@ class Job:
     collective_bytes: int = 0
 
 
+@dataclass(slots=True)
+class Doing:
+    """A time in which the host did something besides launching."""
+
+    start_ns: int
+    end_ns: int
+    what: str
+    phase: str
+
+
 @dataclass
 class Machine:
     """One rank: a host that launches work, and devices whose streams run it in order."""
@@ -181,8 +191,7 @@ class Machine:
     spans: list[Span] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     free: defaultdict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
-    doing: list[tuple[int, int, str]] = field(default_factory=list)
-    """When the host did something besides launching, and what."""
+    doing: list["Doing"] = field(default_factory=list)
     graph: Span | None = None
 
     def call(self, name: str, duration_ns: int) -> Span:
@@ -191,14 +200,14 @@ class Machine:
         self.now += duration_ns
         return call
 
-    def wait(self, until: int, name: str) -> None:
+    def wait(self, until: int, name: str, phase: str) -> None:
         """A call that returns when the device has come so far."""
         begun = self.now
         self.call(name, max(until - self.now, 0) + 2 * MICROSECOND)
-        self.doing.append((begun, self.now, WAITING))
+        self.doing.append(Doing(begun, self.now, WAITING, phase))
 
-    def spend(self, duration_ns: int, what: str) -> None:
-        self.doing.append((self.now, self.now + duration_ns, what))
+    def spend(self, duration_ns: int, what: str, phase: str) -> None:
+        self.doing.append(Doing(self.now, self.now + duration_ns, what, phase))
         self.now += duration_ns
 
     @property
@@ -276,20 +285,23 @@ class Run:
     @contextmanager
     def captured(self, is_captured: bool) -> Iterator[None]:
         """Launch all work within as one CUDA graph."""
-        if is_captured:
-            for machine in self.machines:
-                machine.graph = machine.call("cudaGraphLaunch", 12 * MICROSECOND)
+        if not is_captured:
+            yield
+            return
+        for machine in self.machines:
+            machine.graph = machine.call("cudaGraphLaunch", 12 * MICROSECOND)
         yield
         for machine in self.machines:
             machine.graph = None
 
     def spend(self, duration_ns: int, what: str) -> None:
         for machine in self.machines:
-            machine.spend(int(duration_ns * self.random.uniform(0.9, 1.1)), what)
+            duration = int(duration_ns * self.random.uniform(0.9, 1.1))
+            machine.spend(duration, what, self.phase)
 
     def wait(self, name: str = "cudaDeviceSynchronize") -> None:
         for machine in self.machines:
-            machine.wait(machine.done, name)
+            machine.wait(machine.done, name, self.phase)
 
     def join(self, stream: int, other: int) -> None:
         """Let one stream wait for all work of another."""
@@ -351,7 +363,20 @@ class Run:
         )
         if "Pageable" in name:
             for machine, job in zip(self.machines, jobs, strict=True):
-                machine.wait(job.end_ns, "cudaStreamSynchronize")
+                machine.wait(job.end_ns, "cudaStreamSynchronize", self.phase)
+
+    def move_to(self, device: int) -> None:
+        """Copy what was computed to another device, whose work waits for it."""
+        if device == self.device:
+            return
+        peers = f"Device {self.device} -> Device {device}"
+        jobs = self.launch(
+            f"Memcpy PtoP ({peers})", 4 * MICROSECOND, kind="copy", call="cudaMemcpyPeerAsync"
+        )
+        self.device = device
+        for machine, job in zip(self.machines, jobs, strict=True):
+            key = device, COMPUTE
+            machine.free[key] = max(machine.free[key], job.end_ns)
 
     def reduce(self, num_bytes: int) -> None:
         """An all-reduce, which ends on all ranks together: they have one clock here."""
@@ -384,10 +409,10 @@ def _forward(run: Run) -> None:
             stack.enter_context(run.span("operator", "Torch-Compiled Region: 0/0"))
         run.launch(PLAIN, operator="aten::embedding")
         for layer in range(plan.layers):
-            run.device = layer * plan.devices // plan.layers
+            run.move_to(layer * plan.devices // plan.layers)
             with run.module(f"Block_{layer}"):
                 _layer(run, layer)
-        run.device = 0
+        run.move_to(0)
 
 
 def _layer(run: Run, layer: int) -> None:
@@ -416,7 +441,7 @@ def _backward(run: Run) -> None:
         with run.span("operator", NODE.format("NllLoss"), BACKWARD):
             run.launch("void at::native::nll_loss_backward_reduce_cuda_kernel_2d<float>")
         for layer in reversed(range(plan.layers)):
-            run.device = layer * plan.devices // plan.layers
+            run.move_to(layer * plan.devices // plan.layers)
             name = "CompiledFunction" if plan.compiled else "Addmm"
             with run.module(f"Block_{layer}"), run.span("operator", NODE.format(name), BACKWARD):
                 if plan.checkpoints:
@@ -426,7 +451,7 @@ def _backward(run: Run) -> None:
                 run.launch(MATMULS[1], operator="aten::mm")
             if plan.ranks > 1 and run.micro == plan.micro_batches - 1:
                 run.reduce(run.random.randrange(4, 12) * 2_000_000)
-        run.device = 0
+        run.move_to(0)
 
 
 def _optimizer(run: Run) -> None:
@@ -485,7 +510,7 @@ def _hidden(run: Run) -> None:
             run.spend(duration, what)
     elif what == ALLOCATION:
         for machine in run.machines:
-            machine.doing.append((machine.now, machine.now + duration, what))
+            machine.doing.append(Doing(machine.now, machine.now + duration, what, run.phase))
             machine.call("cudaMalloc", duration)
     elif what == PAUSE:
         run.spend(duration, what)
@@ -719,7 +744,7 @@ class Recorded:
     rank: int
     spans: list[Span]
     jobs: list[Job]
-    doing: list[tuple[int, int, str]]
+    doing: list[Doing]
     """What the host did besides launching, the whole truth."""
     kinds: list[str]
 

@@ -12,7 +12,7 @@ from cs336.analysis.kernels.phases import PHASES
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.sections.kernels.entry import Explained
-from cs336.report.sections.kernels.findings import findings
+from cs336.report.sections.kernels.findings import WHERE, findings
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_programs import (
     ALLOCATION,
@@ -83,10 +83,15 @@ def _sums(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     yield _compared("sums", modules, in_steps, "kernels of modules")
 
 
+def _is_of_file(profile: StepProfile) -> bool:
+    """Whether the whole file is said to be one step, because no steps were seen."""
+    return profile.is_whole_trace or (profile.num_steps == 1 and _is_complete(profile))
+
+
 def _steps(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     right, is_shown = truth.step_counts()
     said = profile.num_steps
-    if profile.is_whole_trace:
+    if _is_of_file(profile):
         cause = "ranges of steps not seen" if is_shown else "no range of steps"
         yield Score("steps", NOT_SEEN, cause, "the whole file", str(right))
         return
@@ -94,7 +99,7 @@ def _steps(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     cause = f"{truth.plan.style}, {'ranges of steps' if is_shown else 'no ranges of steps'}"
     yield Score("steps", verdict, cause, str(said), str(sorted(right)))
     spans = truth.step_ranges
-    if is_shown and said == len(spans):
+    if is_shown and said == len(spans) and truth.is_listed:
         durations = [span.end_ns - span.start_ns for span in spans]
         yield _compared("step times", [ns(time) for time in profile.step_s], durations)
         launches = [0] * said
@@ -141,9 +146,9 @@ def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Sco
     busy = sum(ns(time) for phase in profile.phases for time in phase.busy_s)
     wall = sum(ns(time) for phase in profile.phases for time in phase.wall_s)
     true, (first, last) = length(truth.busy()), truth.bounds
-    if profile.is_whole_trace:
+    if _is_of_file(profile):
         yield _compared("busy", wall, last - first, "bounds of the file")
-    if is_whole and not profile.left.warmup:
+    if is_whole and not profile.left.warmup and not truth.plan.shift_ns:
         yield _compared("busy", busy, true, "busy time")
     elif busy > true:
         yield Score("busy", FALSE, "more than there is", str(busy), str(true))
@@ -214,6 +219,7 @@ def _ranks(profile: StepProfile, waited: list[int]) -> Iterator[Score]:
     yield _compared("ranks", said, waited, "waits")
 
 
+_PLACES = {place: "" if phase == "unattributed" else phase.value for phase, place in WHERE.items()}
 _PERCENT = r"([\d.]+) %"
 _MILLISECONDS = r"([\d.,]+) ms"
 
@@ -260,6 +266,13 @@ def _claims(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
         said = float(re.findall(rf"One idle time of {_MILLISECONDS}", text)[0].replace(",", ""))
         gaps = [gap.length_ns / 1e6 for device in range(truth.plan.devices) for gap in truth.gaps(device)]
         yield "a gap stands out", any(abs(gap - said) < 0.01 * said for gap in gaps), "no such gap"
+    if place := re.search(r"The GPU idles [\d.,]+ ms in (.*?) while the host pauses", text):
+        phase = _PLACES[place[1]]
+        true = truth.phases_doing(*_CAUSES["host pause"])
+        yield "where the host pauses", phase in true or not phase, f"in {true}"
+    if place := re.match(r"The host waits for the device in (.*?), ", text):
+        true = truth.phases_doing(WAITING)
+        yield "where the host waits", _PLACES[place[1]] in true, f"in {true}"
     yield from _advice(text, truth)
 
 

@@ -136,8 +136,13 @@ class Truth:
             return right, True
         if num_optimizers:
             return {num_optimizers - 1, num_optimizers, num_optimizers + 1}, False
-        steps = {job.step for job in self.jobs if job.step >= 0}
-        return {len(steps) - 1, len(steps), len(steps) + 1}, False
+        right = set()
+        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
+        steps = {step for step, _ in passes}
+        right |= {len(steps) - 1, len(steps), len(steps) + 1}
+        if not any(job.name == ADAM for job in self.jobs):  # nothing tells passes from steps
+            right |= {len(passes) - 1, len(passes), len(passes) + 1}
+        return right, False
 
     # phases
 
@@ -217,9 +222,9 @@ class Truth:
         if launched < end:
             reasons[QUEUED] = end - launched
         rest = launched - start
-        for low, high, what in self.recorded.doing:
-            if part := overlap((low, high), (start, launched)):
-                reasons[what] += part
+        for doing in self.recorded.doing:
+            if part := overlap((doing.start_ns, doing.end_ns), (start, launched)):
+                reasons[doing.what] += part
                 rest -= part
         if rest > 0:
             reasons[LAUNCHING] = rest
@@ -237,6 +242,14 @@ class Truth:
     def idle_ns(self, *reasons: str) -> int:
         gaps = self.gaps()
         return sum(gap.reasons.get(reason, 0) for gap in gaps for reason in reasons)
+
+    def phases_doing(self, *what: str) -> set[str]:
+        """The phases in which the host did one of these for a while."""
+        return {
+            doing.phase
+            for doing in self.recorded.doing
+            if doing.what in what and doing.end_ns - doing.start_ns > 10_000
+        }
 
     @property
     def is_timed(self) -> bool:
