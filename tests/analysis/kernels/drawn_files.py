@@ -212,9 +212,7 @@ def _write_kernels(
     db.executemany(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL ({columns}) VALUES ({marks})", rows)
 
 
-def _write_copies(
-    db: sqlite3.Connection, jobs: list[Job], correlation_of: dict[int, int]
-) -> None:
+def _write_copies(db: sqlite3.Connection, jobs: list[Job], correlation_of: dict[int, int]) -> None:
     db.execute(_COPY_TABLE)
     rows = []
     for job in jobs:

@@ -109,10 +109,7 @@ STYLES: Mapping[str, Mapping[str, str]] = {
         PREFILL: "execute_context_{batch}({tokens})_generation_0(0)",
         DECODE: "execute_context_0(0)_generation_{batch}({batch})",
     },
-    "sglang": {
-        PREFILL: "step[EXTEND bs={batch} toks={tokens}]",
-        DECODE: "step[DECODE bs={batch}]",
-    },
+    "sglang": {PREFILL: "step[EXTEND bs={batch} toks={tokens}]", DECODE: "step[DECODE bs={batch}]"},
     "deepseek": {"attention": "attn({pass})", "mlp": "mlp({pass})"},
 }
 """The name of the range around each kind of region that a program of this kind has."""
@@ -358,7 +355,11 @@ class Run:
     def copy(self, name: str, duration_ns: int, stream: int = COMPUTE) -> None:
         """A copy; one of pageable memory returns when it is done."""
         jobs = self.launch(
-            name, duration_ns, stream=stream, kind="copy", call="cudaMemcpyAsync",
+            name,
+            duration_ns,
+            stream=stream,
+            kind="copy",
+            call="cudaMemcpyAsync",
             operator="aten::copy_",
         )
         if "Pageable" in name:
@@ -691,8 +692,11 @@ def draw(seed: int) -> Plan:
     plan = Plan(
         seed=seed,
         kind=kind,
-        style=pick({"server": ("vllm", "sglang", "none"), "pipeline": ("deepseek", "none")}.get(
-            kind, ("none", "torch", "ours"))),
+        style=pick(
+            {"server": ("vllm", "sglang", "none"), "pipeline": ("deepseek", "none")}.get(
+                kind, ("none", "torch", "ours")
+            )
+        ),
         limit=pick(("gpu", "gpu", "host", "data", "copies")),
         is_nsys=chance() < 0.25,
         steps=random_.randint(2, 5),
@@ -722,11 +726,15 @@ def _trained(plan: Plan, random_: random.Random) -> Plan:
         micro_batches=micro_batches,
         steps_of_micro=micro_batches > 1 and style in ("torch", "hashes") and chance() < 0.3,
         zero_grad=pick(("", "first", "last")),
-        optimizer="torch" if style == "lightning" else pick(("torch", "torch", "kernels", "plain", "")),
+        optimizer="torch"
+        if style == "lightning"
+        else pick(("torch", "torch", "kernels", "plain", "")),
         clips=chance() < 0.3,
         evaluates=chance() < 0.2,
         checkpoints=chance() < 0.2,
-        graph="" if style == "lightning" or ranks > 1 or micro_batches > 1 else pick(("", "", "", "step", "parts")),
+        graph=""
+        if style == "lightning" or ranks > 1 or micro_batches > 1
+        else pick(("", "", "", "step", "parts")),
         side_stream=chance() < 0.2,
         ranks=ranks,
         slow_rank=random_.randrange(ranks),

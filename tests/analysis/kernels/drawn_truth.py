@@ -1,7 +1,7 @@
 """What is true of a recorded program, and which events of its file show it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.analysis.kernels.drawn_programs import (
@@ -131,18 +131,24 @@ class Truth:
         if spans:
             with_work = sum(bool(self.launched_in(span)) for span in spans)
             right = set(range(with_work, len(spans) + 1))
-            if self.plan.steps_of_micro:
+            if self.plan.steps_of_micro or not self.is_listed:
                 right |= {num_optimizers - 1, num_optimizers, num_optimizers + 1}
+            if not self.is_listed:
+                right |= self._passes()
             return right, True
         if num_optimizers:
             return {num_optimizers - 1, num_optimizers, num_optimizers + 1}, False
-        right = set()
-        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
-        steps = {step for step, _ in passes}
-        right |= {len(steps) - 1, len(steps), len(steps) + 1}
-        if not any(job.name == ADAM for job in self.jobs):  # nothing tells passes from steps
-            right |= {len(passes) - 1, len(passes), len(passes) + 1}
+        steps = {job.step for job in self.jobs if job.step >= 0}
+        right = {len(steps) - 1, len(steps), len(steps) + 1}
+        if not any(job.name == ADAM for job in self.jobs):
+            right |= self._passes()  # nothing tells passes from steps
         return right, False
+
+    def _passes(self) -> set[int]:
+        """The numbers of micro-batches, the first and the last of which may be cut."""
+        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
+        ranges = sum(span.means == FORWARD for span in self.ranges)
+        return {ranges, len(passes) - 2, len(passes) - 1, len(passes), len(passes) + 1}
 
     # phases
 
@@ -236,8 +242,22 @@ class Truth:
         for device in range(self.plan.devices):
             for gap in self.gaps(device):
                 part = sum(gap.reasons.get(reason, 0) for reason in reasons)
-                limit += gap.length_ns if part >= 0.3 * gap.length_ns else part
+                is_main = part >= 0.3 * gap.length_ns or (WAITING in reasons and part)
+                limit += gap.length_ns if is_main else part
         return limit
+
+    def idle_lengths(self) -> Iterator[int]:
+        """Idle times of each device, and those before its first job and after its last in a whole
+        program.
+        """
+        begin, end = self.bounds
+        host = [span.start_ns for span in self.recorded.spans]
+        if self.plan.cut == (0.0, 1.0):
+            begin, end = min(begin, *host), max(end, *(s.end_ns for s in self.recorded.spans))
+        for device in range(self.plan.devices):
+            busy = self.busy(device)
+            yield from (gap.length_ns for gap in self.gaps(device))
+            yield from (busy[0][0] - begin, end - busy[-1][1]) if busy else ()
 
     def idle_ns(self, *reasons: str) -> int:
         gaps = self.gaps()
