@@ -24,10 +24,10 @@ from ...ranges import PhaseNames
 from ..columns import Columns, Ints, Mask, chosen, joined
 from .calls import ApiCallKind
 from .collectives import NO_COLLECTIVE, collective_codes
-from .phase_inference import plan_from_backward
-from .phase_plan import PhasePlan, PhaseWindows, StepTimes, plan_from_ranges
+from .phase_plan import PhaseWindows
 from .phase_ranges import PhaseRanges, phase_ranges
-from .phases import CODES, PHASES, Codes, LaunchPhase, PhaseSource
+from .phases import CODES, PHASES, Codes, LaunchPhase
+from .steps import PhasePlan, StepTimes, plan_of
 from .trace import DeviceWork, GroupNesting, Nesting, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -64,8 +64,7 @@ class Attribution:
 
     trace: Trace
     jobs: Jobs
-    steps: StepTimes
-    windows: PhaseWindows
+    plan: PhasePlan
     parent: Ints
     """For each range of the trace, the innermost module's range around it on its thread; -1 for
     none.
@@ -73,22 +72,19 @@ class Attribution:
     A forward range inside backward, a gather and a scatter have no parent, and so begin a path of
     their own.
     """
-    source: PhaseSource
     notes: tuple[str, ...]
 
 
 def attribute(trace: Trace, phases: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy."""
     names = phase_ranges(trace, phases or PhaseNames())
-    plan = plan_from_ranges(trace, names) or plan_from_backward(trace, names)
+    plan = plan_of(trace, names)
     modules = _Modules(trace, names, plan)
     return Attribution(
         trace=trace,
         jobs=_placed(trace, plan, modules),
-        steps=plan.steps,
-        windows=plan.windows,
+        plan=plan,
         parent=modules.parent,
-        source=plan.source,
         notes=(*trace.notes, *plan.notes, *_what_is_missing(trace)),
     )
 
@@ -237,7 +233,7 @@ def select_steps(attribution: Attribution) -> Selection:
     launched some, or that lie before or after all calls of the host. A step that launched nothing
     is one.
     """
-    steps = attribution.steps
+    steps = attribution.plan.steps
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
     is_empty, is_recorded = _recorded(attribution)
     used = np.flatnonzero((~steps.is_warmup | is_warmup) & is_recorded)
@@ -253,7 +249,7 @@ def select_steps(attribution: Attribution) -> Selection:
     profiled = replace(profiled, end_ns=end_ns)
     return Selection(
         steps=profiled,
-        windows=_windows(attribution.windows, profiled),
+        windows=_windows(attribution.plan.windows, profiled),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
         notes=tuple(_notes_on_steps(is_empty, is_recorded)),
@@ -263,7 +259,7 @@ def select_steps(attribution: Attribution) -> Selection:
 
 def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     """Whether each step has no kernel or copy, and whether the profiler recorded it."""
-    steps, calls = attribution.steps, attribution.trace.api_calls
+    steps, calls = attribution.plan.steps, attribution.trace.api_calls
     in_step = attribution.jobs.step
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
     if is_empty.all() or not len(calls):

@@ -21,8 +21,8 @@ from .attribution import HostWindows, Jobs, Selection
 from .calls import ApiCallKind
 from .collectives import NO_COLLECTIVE
 from .host_calls import Host
-from .phase_plan import StepTimes
 from .phases import CODES, Codes, LaunchPhase
+from .steps import StepTimes
 from .trace import MAX_TIME_NS, DeviceWork, Union
 
 
@@ -109,18 +109,25 @@ def times_on_device(
 
 
 def _with_rest(windows: HostWindows, steps: StepTimes) -> HostWindows:
-    """The windows, and in each step the time after the last of them, which is the whole of a
-    step without phases.
+    """The windows, and in each step the times before the first of them and after the last, of
+    which the latter is the whole of a step without phases.
     """
-    last_end = steps.start_ns.copy()
+    number, last_end = np.arange(len(steps)), steps.start_ns.copy()
     last_end[windows.step] = windows.end_ns  # the last assignment stays
+    first_start = steps.start_ns.copy()
+    first_start[windows.step[::-1]] = windows.start_ns[::-1]
+    unattributed = np.full(len(steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    before = HostWindows(
+        step=number, phase=unattributed, start_ns=steps.start_ns, end_ns=first_start
+    )
+    before = chosen(before, first_start > steps.start_ns)
     rest = HostWindows(
-        step=np.arange(len(steps)),
-        phase=np.full(len(steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8),
+        step=number,
+        phase=unattributed,
         start_ns=last_end,
         end_ns=np.maximum(last_end, steps.end_ns),
     )
-    both = joined(windows, rest)
+    both = joined(before, windows, rest)
     return chosen(both, np.argsort(both.step, kind="stable"))
 
 

@@ -68,7 +68,7 @@ def summarise(
         source=source,
         work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
         device_names=trace.device_names,
-        phases_from=(attribution.source,),
+        phases_from=(attribution.plan.source,),
         num_steps=num_steps,
         is_whole_trace=selection.is_whole_trace,
         is_warmup=selection.is_warmup,

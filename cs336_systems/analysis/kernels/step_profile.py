@@ -41,6 +41,19 @@ class Work(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepLabel:
+    """What is known of one step beside its times."""
+
+    kind: str = ""
+    """Tells steps of one file apart that do different work: `prefill` and `decode`, `with the
+    optimizer` and `without the optimizer`; empty where all are alike.
+    """
+    batch: Count | None = None
+    """Requests or sequences, where a range's name says it."""
+    tokens: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
     """Times of one phase; each tuple has one entry per step."""
 
@@ -328,7 +341,9 @@ class StepProfile:
     """The evidence for the phases of each process."""
     num_steps: Count
     is_whole_trace: bool
-    """The file has no steps, so the whole file counts as one."""
+    """The file has no steps, so it counts as one, from the first event of the device to the
+    last.
+    """
     is_warmup: bool
     """The file has only warm-up steps, which are shown."""
     num_kernels: Count
@@ -367,6 +382,14 @@ class StepProfile:
     """What cannot be in so many events that no verdict is sure."""
     rank: Count | None = None
     """Rank of the process, if the file or its ranges name it."""
+    steps_from: str = ""
+    """What showed the steps, in words: the name of their ranges, for example."""
+    step_labels: tuple[StepLabel, ...] = ()
+    """One for each step; empty where no step has any."""
+    passes_per_step: Count | None = None
+    """Passes of backward before each step of the optimizer; None where steps differ, or where
+    either was not seen.
+    """
     format_version: int = PROFILE_FORMAT_VERSION
 
 

@@ -103,7 +103,9 @@ def test_every_kernel_is_in_one_place_and_in_the_module_of_its_path(seed: int) -
         assert sum(row.count for row in rows) == in_steps
     assert decode_profile(encode_profile(explained)) == explained
     durations: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
-    used = (attribution.jobs.step >= 0) if len(attribution.steps) else (attribution.jobs.step < 0)
+    used = (
+        (attribution.jobs.step >= 0) if len(attribution.plan.steps) else (attribution.jobs.step < 0)
+    )
     for i in used.nonzero()[0].tolist():
         key = (
             module_path(attribution, int(attribution.jobs.module[i])),
@@ -124,7 +126,10 @@ def test_warm_up_is_left_out_unless_there_is_nothing_else() -> None:
     steps = sorted(s.start_ns for s in made.spans if s.name == "step")
     made.spans.append(Span("warmup", steps[0] - 1, steps[3] - 1))
     explained = profile(made)
-    assert launches(explained) == {"data": (1,), **{name: (count,) for name, count in STEP.items()}}
+    assert launches(explained) == {
+        "unattributed": (1,),
+        **{name: (count,) for name, count in STEP.items()},
+    }
     per_step = 1 + sum(STEP.values())
     assert (explained.left.warmup, explained.is_warmup, explained.num_steps) == (
         3 * per_step,
@@ -248,7 +253,7 @@ def test_a_host_without_a_device_has_operators() -> None:
     explained = profile(replace(make_trace(made), is_of_host=True))
     assert explained.work is Work.OPERATORS
     assert {t.phase.value: (ns(t.wall_s[0]), ns(t.busy_s[0])) for t in explained.phases} == {
-        "data": (10, 0),
+        "unattributed": (10, 0),
         "forward": (90, 50),
         "backward": (90, 60),
     }
