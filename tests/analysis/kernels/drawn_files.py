@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.analysis.kernels.drawn_programs import Job, Recorded, Span
+from tests.analysis.kernels.drawn_machine import Job, Span
+from tests.analysis.kernels.drawn_programs import Recorded
 from tests.analysis.kernels.kineto_files import BASE_NS, Event, complete, microseconds, write_trace
 from tests.analysis.kernels.tracing import CALL_COLUMNS, KERNEL_COLUMNS, PROCESS, RANGE_COLUMNS
 
@@ -109,8 +110,8 @@ def _device_events(
         args |= {"queued": 0, "registers per thread": 64, "shared memory": 0, "grid": [132, 1, 1]}
     else:
         args |= {"bytes": 4096, "memory bandwidth (GB/s)": 1.0}
-    if job.collective_bytes:
-        args |= {"Collective name": "allreduce", "In msg nelems": job.collective_bytes // 2}
+    if job.collective:
+        args |= {"Collective name": job.collective, "In msg nelems": job.num_bytes // 2}
     category = "kernel" if job.kind == "kernel" else "gpu_memcpy"
     duration = job.end_ns - job.start_ns
     yield complete(category, job.name, job.device, job.stream, job.start_ns, duration, **args)

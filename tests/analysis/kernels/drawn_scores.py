@@ -17,19 +17,8 @@ from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import WHERE, findings
 from tests.analysis.kernels.drawn_files import write
-from tests.analysis.kernels.drawn_programs import (
-    ALLOCATION,
-    COLLECTOR,
-    COMPILING,
-    DATA,
-    PAUSE,
-    WAITING,
-    Job,
-    Plan,
-    draw,
-    recorded,
-    simulate,
-)
+from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
+from tests.analysis.kernels.drawn_programs import recorded, simulate
 from tests.analysis.kernels.drawn_truth import LAUNCHING, QUEUED, Truth, length, waits
 from tests.analysis.kernels.kineto_files import BASE_NS
 from tests.analysis.kernels.tracing import ns
@@ -172,8 +161,9 @@ def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Sco
 
 _CAUSES = {
     "late launch": (LAUNCHING,),
-    "host pause": (DATA, PAUSE, "range", COLLECTOR, COMPILING, ALLOCATION, "prepare", LAUNCHING),
-    "host waited": (WAITING, LAUNCHING),
+    "host pause": (*Pause, LAUNCHING),
+    "waiting for data": (Pause.DATA,),
+    "host waited": (Pause.WAITING, LAUNCHING),
     "between kernels": (QUEUED,),
 }
 
@@ -245,8 +235,8 @@ def _sentences(sentences: Sequence[str], profile: StepProfile, truth: Truth) -> 
         for code, is_right, true in _claims(text, truth):
             yield Score("sentences", RIGHT if is_right else FALSE, code, text, true)
     first, last = truth.bounds
-    if truth.is_timed and truth.idle_ns(DATA) > 0.25 * (last - first):
-        is_shown = any(span.means == DATA for span in truth.ranges)
+    if truth.is_timed and truth.idle_ns(Pause.DATA) > 0.25 * (last - first):
+        is_shown = any(span.means == Part.DATA for span in truth.ranges)
         if is_shown and not any("data" in text.lower() for text in sentences):
             yield Score("data", NOT_SEEN, "data limits", "nothing", "data limits the step")
         elif is_shown:
@@ -288,7 +278,7 @@ def _claims(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
         true = truth.phases_doing(*_CAUSES["host pause"])
         yield "where the host pauses", phase in true or not phase, f"in {true}"
     if place := re.match(r"The host waits for the device in (.*?), ", text):
-        true = truth.phases_doing(WAITING)
+        true = truth.phases_doing(Pause.WAITING)
         yield "where the host waits", _PLACES[place[1]] in true, f"in {true}"
     yield from _advice(text, truth)
 
@@ -331,10 +321,8 @@ def table(made: Sequence[tuple[int, Score]]) -> str:
         rows = [(key, value) for key, value in failures.items() if key[0] == wanted]
         for (_, kind, cause), seen in sorted(rows, key=lambda row: -len(row[1])):
             seeds = " ".join(str(seed) for seed, _ in seen[:4])
-            score = seen[0][1]
-            lines.append(
-                f"| {kind} | {cause} | {len(seen)} | {seeds} | {score.said[:160]} | {score.true[:120]} |"
-            )
+            said, true = seen[0][1].said[:160], seen[0][1].true[:120]
+            lines.append(f"| {kind} | {cause} | {len(seen)} | {seeds} | {said} | {true} |")
     return "\n".join(lines)
 
 

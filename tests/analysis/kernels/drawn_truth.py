@@ -3,34 +3,15 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from tests.analysis.kernels.drawn_programs import (
-    ADAM,
-    AUTOGRAD,
-    BACKWARD,
-    CLOSURE,
-    COMMUNICATION,
-    DATA,
-    DECODE,
-    EVALUATION,
-    FORWARD,
-    LOSS,
-    MAIN,
-    OPTIMIZER,
-    PREFILL,
-    STEP,
-    WAITING,
-    WEIGHTS,
-    ZERO_GRAD,
-    Job,
-    Recorded,
-    Span,
-)
+from tests.analysis.kernels.drawn_machine import Job, Span
+from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, Part, Pause
+from tests.analysis.kernels.drawn_programs import ADAM, Recorded
 
 Interval = tuple[int, int]
 
-PHASES_OF_RANGES = (FORWARD, LOSS, BACKWARD, OPTIMIZER, ZERO_GRAD, DATA)
-STEPS_OF_RANGES = (STEP, PREFILL, DECODE)
+STEPS_OF_RANGES = (Part.STEP, Part.PREFILL, Part.DECODE)
 UNLISTED = ("iteration", "deepspeed")
 """Styles whose names a reader need not know."""
 LAUNCHING, QUEUED = "launch", "queued"
@@ -82,7 +63,9 @@ class Truth:
         self.kernels = [job for job in self.jobs if job.kind == "kernel"]
         self.kept = set(map(id, recorded.spans))
         self.ranges = [span for span in recorded.spans if span.kind == "range"]
-        self.nodes = [s for s in recorded.spans if s.kind == "operator" and s.means == BACKWARD]
+        self.nodes = [
+            s for s in recorded.spans if s.kind == "operator" and s.means == Part.BACKWARD
+        ]
         self.is_listed = self.plan.style not in UNLISTED
 
     # sums
@@ -110,7 +93,7 @@ class Truth:
     def optimizers(self) -> list[Span]:
         """Ranges around calls of the optimizer, without those inside of others."""
         outermost: list[Span] = []
-        spans = [span for span in self.ranges if span.means in (OPTIMIZER, CLOSURE)]
+        spans = [span for span in self.ranges if span.means in (Part.OPTIMIZER, Part.CLOSURE)]
         for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
             if not outermost or span.start_ns >= outermost[-1].end_ns:
                 outermost.append(span)
@@ -147,7 +130,7 @@ class Truth:
     def _passes(self) -> set[int]:
         """The numbers of micro-batches, the first and the last of which may be cut."""
         passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
-        ranges = sum(span.means == FORWARD for span in self.ranges)
+        ranges = sum(span.means == Part.FORWARD for span in self.ranges)
         return {ranges, len(passes) - 2, len(passes) - 1, len(passes), len(passes) + 1}
 
     # phases
@@ -157,12 +140,14 @@ class Truth:
         nothing.
         """
         right = {job.phase}
-        if job.phase in (FORWARD, LOSS, EVALUATION):
-            right = {FORWARD, LOSS}
-        elif job.phase == WEIGHTS:
-            right = {BACKWARD, WEIGHTS}
-        elif job.phase in (ZERO_GRAD, "clip") and self._is_inside(job, OPTIMIZER, ZERO_GRAD):
-            right = {OPTIMIZER}
+        if job.phase in (Part.FORWARD, Part.LOSS, Part.EVALUATION):
+            right = {Part.FORWARD, Part.LOSS}
+        elif job.phase == Part.WEIGHTS:
+            right = {Part.BACKWARD, Part.WEIGHTS}
+        elif job.phase in (Part.ZERO_GRAD, Part.CLIP) and self._is_inside(
+            job, Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE
+        ):
+            right = {Part.OPTIMIZER}
         return right, self._evidence(job)
 
     def _is_inside(self, job: Job, *means: str) -> bool:
@@ -179,24 +164,25 @@ class Truth:
         ]
 
     def _evidence(self, job: Job) -> str:
-        if job.phase == OPTIMIZER and job.name == ADAM:
+        if job.phase == Part.OPTIMIZER and job.name == ADAM:
             return "shown"
         if id(job.launch) not in self.kept:
             return ""
-        phase = {EVALUATION: FORWARD}.get(job.phase, job.phase)
-        is_named = self._around(job, phase) or (phase == LOSS and self._around(job, FORWARD))
-        if is_named and not job.is_in_graph or is_named and self.plan.graph == "parts":
+        phase = {Part.EVALUATION: Part.FORWARD}.get(job.phase, job.phase)
+        is_named = self._around(job, Part.FORWARD if phase == Part.LOSS else phase)
+        is_named = is_named or self._around(job, phase)
+        if is_named and (not job.is_in_graph or self.plan.graph == "parts"):
             return "shown" if self.is_listed else "hinted"
         if self.plan.style in ("vllm", "sglang", "deepseek") and self._in_server(job):
             return "shown"
         now = job.launch.start_ns
-        if phase == BACKWARD and any(s.start_ns <= now < s.end_ns for s in self.nodes):
+        if phase == Part.BACKWARD and any(s.start_ns <= now < s.end_ns for s in self.nodes):
             return "shown"
-        if phase == BACKWARD and job.launch.thread == AUTOGRAD:
+        if phase == Part.BACKWARD and job.launch.thread == AUTOGRAD:
             return "hinted"
-        if phase in (FORWARD, LOSS) and not job.is_in_graph:
+        if phase in (Part.FORWARD, Part.LOSS) and not job.is_in_graph:
             return "hinted" if self.has_backward or self.plan.kind != "training" else ""
-        if phase in (FORWARD, LOSS) and self.plan.kind in ("inference", "server"):
+        if phase in (Part.FORWARD, Part.LOSS) and self.plan.kind in ("inference", "server"):
             return "hinted"
         return ""
 
@@ -218,7 +204,7 @@ class Truth:
         jobs = [job for job in self.jobs if job.device == device]
         next_of = {job.start_ns: job for job in reversed(jobs)}
         gaps = []
-        for (_, start), (end, _) in zip(busy, busy[1:], strict=False):
+        for (_, start), (end, _) in pairwise(busy):
             gaps.append(Gap(start, end, self._reasons(start, end, next_of[end])))
         return gaps
 
@@ -242,7 +228,7 @@ class Truth:
         for device in range(self.plan.devices):
             for gap in self.gaps(device):
                 part = sum(gap.reasons.get(reason, 0) for reason in reasons)
-                is_main = part >= 0.3 * gap.length_ns or (WAITING in reasons and part)
+                is_main = part >= 0.3 * gap.length_ns or (Pause.WAITING in reasons and part)
                 limit += gap.length_ns if is_main else part
         return limit
 
@@ -263,7 +249,7 @@ class Truth:
         gaps = self.gaps()
         return sum(gap.reasons.get(reason, 0) for gap in gaps for reason in reasons)
 
-    def phases_doing(self, *what: str) -> set[str]:
+    def phases_doing(self, *what: Pause) -> set[str]:
         """The phases in which the host did one of these for a while."""
         return {
             doing.phase
@@ -296,7 +282,7 @@ class Truth:
 def waits(files: Sequence[Recorded]) -> list[int]:
     """How long each rank waits for the last in all collectives."""
     rows = [
-        sorted((job for job in file.jobs if job.collective_bytes), key=lambda job: job.start_ns)
+        sorted((job for job in file.jobs if job.collective), key=lambda job: job.start_ns)
         for file in files
     ]
     waited = [0] * len(files)
@@ -305,6 +291,3 @@ def waits(files: Sequence[Recorded]) -> list[int]:
         for rank, job in enumerate(jobs):
             waited[rank] += last - job.start_ns
     return waited
-
-
-__all__ = ["DATA", "MAIN", "WAITING", "Gap", "Truth", "waits"]

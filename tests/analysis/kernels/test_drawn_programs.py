@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.analysis.kernels.drawn_programs import draw, recorded, simulate
+from tests.analysis.kernels.drawn_plans import draw
+from tests.analysis.kernels.drawn_programs import recorded, simulate
 from tests.analysis.kernels.drawn_scores import FALSE, scored
 from tests.analysis.kernels.drawn_truth import union
 
