@@ -142,7 +142,7 @@ def _of_phase(claim: str, right: set[str], evidence: str) -> str:
 
 def _is_complete(profile: StepProfile) -> bool:
     left = profile.left
-    return not (left.outside or left.warmup or left.no_launch)
+    return not (left.outside or left.warmup or left.no_launch or left.cut)
 
 
 def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Score]:
@@ -153,7 +153,8 @@ def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Sco
     true, (first, last) = length(truth.busy()), truth.bounds
     if _is_of_file(profile, truth):
         yield _compared("busy", wall, last - first, "bounds of the file")
-    if is_whole and not profile.left.warmup and not truth.plan.shift_ns:
+    is_whole = is_whole and _is_complete(profile)
+    if is_whole and not truth.plan.shift_ns:
         yield _compared("busy", busy, true, "busy time")
     elif busy > true:
         yield Score("busy", FALSE, "more than there is", str(busy), str(true))
@@ -271,7 +272,7 @@ def _claims(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
         yield "there is an optimizer", bool(evidence), "no evidence of an optimizer"
     if "stands out" in text and truth.is_timed:
         said = float(re.findall(rf"One idle time of {_MILLISECONDS}", text)[0].replace(",", ""))
-        longest = max(truth.idle_lengths(), default=0) / 1e6  # a step may begin within one
+        longest = truth.longest_idle() / 1e6  # a step may begin within one
         yield "a gap stands out", said < 1.01 * longest, f"the longest has {longest} ms"
     if place := re.search(r"The GPU idles [\d.,]+ ms in (.*?) while the host pauses", text):
         phase = _PLACES[place[1]]
