@@ -15,7 +15,8 @@ from cs336.analysis.kernels.phases import PHASES
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.sections.kernels.entry import Explained
-from cs336.report.sections.kernels.findings import WHERE, findings
+from cs336.report.sections.kernels.figures import WHERE
+from cs336.report.sections.kernels.findings import findings
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
 from tests.analysis.kernels.drawn_programs import recorded, simulate
@@ -48,7 +49,7 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
         return []
     attribution = attribute(read_trace(paths[0]))
     profile = summarise(attribution, source="drawn")
-    sentences = findings(Explained(profile=profile))
+    sentences = [finding.text for finding in findings(Explained(profile=profile))]
     made = [
         *_sums(profile, truth),
         *_steps(profile, truth),
@@ -274,7 +275,7 @@ def _claims(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
         said = float(re.findall(rf"One idle time of {_MILLISECONDS}", text)[0].replace(",", ""))
         longest = truth.longest_idle() / 1e6  # a step may begin within one
         yield "a gap stands out", said < 1.01 * longest, f"the longest has {longest} ms"
-    if place := re.search(r"The GPU idles [\d.,]+ ms in (.*?) while the host pauses", text):
+    if place := re.search(r"The GPU idles [\d.,]+ ms before kernels of (.*?) while the host", text):
         phase = _PLACES[place[1]]
         true = truth.phases_doing(*_CAUSES["host pause"])
         yield "where the host pauses", phase in true or not phase, f"in {true}"
