@@ -299,6 +299,34 @@ class Truth:
             if doing.what in what and doing.end_ns - doing.start_ns > 10_000
         }
 
+    def phases_after_gaps(self, least_ns: int) -> set[str]:
+        """The phases of the jobs and of the next kernels that end idle times."""
+        phases = set()
+        for device in range(self.plan.devices):
+            jobs = [job for job in self.jobs if job.device == device]
+            for gap in self.gaps(device, edges=True):
+                after = [job for job in jobs if job.start_ns >= gap.end_ns]
+                kernels = [job for job in after if job.kind == "kernel"]
+                if gap.length_ns >= least_ns:
+                    phases |= {job.phase for job in after[:1] + kernels[:1]}
+        return phases
+
+    def count_of_kind(self, kind: str) -> set[int]:
+        """How many steps of the kind are in the file, where those at edges may be left out."""
+        if kind in (Part.PREFILL, Part.DECODE):
+            spans = [span for span in self.step_ranges if span.means == kind]
+            lacking = sum(self._lacks_kernels(span) for span in spans)
+            worked = sum(bool(self.launched_in(span)) for span in spans)
+            return set(range(worked - lacking, len(spans) + 1))
+        with_optimizer = kind.startswith("with the")
+        steps, updates = set(), set()
+        for job in self.jobs:
+            steps.add((job.step, job.micro))
+            if job.phase == Part.OPTIMIZER:
+                updates.add((job.step, job.micro))
+        count = len(updates) if with_optimizer else len(steps - updates)
+        return set(range(count - 2, count + 3))
+
     @property
     def is_timed(self) -> bool:
         """Whether idle times can be explained from the file: clocks agree, and nothing is lost."""
