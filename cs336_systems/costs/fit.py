@@ -145,7 +145,7 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
     if not is_predictable(config_of(asked)):
         return None
     room_bytes = memory_bytes - outside_bytes(config_of(asked))
-    if tape_of(config_of(asked)).names.axes:
+    if tape_of(config_of(asked)).axes:
         return _last_that_fits(lambda number: tape_of(config_of(number)), room_bytes)
     return _last_traced(config_of, asked, room_bytes)
 

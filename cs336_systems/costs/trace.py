@@ -86,8 +86,7 @@ class StepTrace:
     def __init__(
         self, axes: Mapping[str, int], launchers: Mapping[str, Launcher], usual: Launcher
     ) -> None:
-        self.axes = axes
-        self.names: Names = Names(axes)
+        self.names = Names(axes)
         self.launchers = launchers
         """Functions that note what an operation launches, by its name."""
         self.usual = usual
@@ -322,7 +321,7 @@ class StepTrace:
     def _sizes_of(self, tensor: Tensor) -> str | None:
         """The sizes of a new tensor as they are, if no names stand for them."""
         is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
-        return " ".join(map(str, tensor.shape)) if is_whole and not self.axes else None
+        return " ".join(map(str, tensor.shape)) if is_whole and not self.names.axes else None
 
     def _follow_positions(self, name: str, args: Any, outs: Sequence[Tensor]) -> None:
         """Know the positions of tokens, which are no data, and refuse those that a table does
@@ -391,16 +390,19 @@ class StepTrace:
         for category, label, shape, element_bytes, stream, phase, in_module in self.made:
             key = (category or _category(phase, in_module), label, shape, element_bytes, stream)
             tensors.append(kinds.setdefault(key, len(kinds)))
-        tape = Tape(self.axes, [*kinds], [*self._operations])
-        tape.tensors, tape.events, tape.launches, tape.steps = (
-            tensors,
-            [*self.events],
-            [*self.launches],
-            self.steps,
-        )
+        idle_parameters = None
         if self.routing.is_assumed:
-            tape.idle_parameters = round(self.routing.idle_parameters)
-        return tape
+            idle_parameters = round(self.routing.idle_parameters)
+        return Tape(
+            axes=self.names.axes,
+            kinds=[*kinds],
+            makes=[*self._operations],
+            tensors=tensors,
+            events=[*self.events],
+            launches=[*self.launches],
+            steps=self.steps,
+            idle_parameters=idle_parameters,
+        )
 
     def matmul(
         self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1

@@ -2,7 +2,6 @@
 its tapes.
 """
 
-import json
 import lzma
 import random
 import subprocess
@@ -223,7 +222,7 @@ def test_widths_of_ranks_are_not_taken_for_other_sizes(parallel: Parallel) -> No
 
 def test_a_kept_tape_is_the_same_tape() -> None:
     tape = traced(*traces.traced_as(RunConfig(size="custom", model=TINY)))
-    again = Tape.from_json(json.loads(json.dumps(tape.to_json())))
+    again = Tape.from_json(tape.to_json())
     assert (again.events, again.tensors, again.launches, again.steps) == (
         tape.events,
         tape.tensors,
@@ -359,8 +358,8 @@ def test_shipped_tapes_are_those_of_this_code(attention: Attention) -> None:
     )
     shipped, fresh = traces.tape_of(config), traced(*traces.traced_as(config))
     fresh.repeat()
-    assert (shipped.events, shipped.kinds) == (fresh.events, [[*key] for key in fresh.kinds])
-    assert shipped.parameters == [[*parameter] for parameter in fresh.parameters]
+    assert (shipped.events, shipped.kinds) == (fresh.events, fresh.kinds)
+    assert shipped.parameters == fresh.parameters
     assert shipped.gradient_order == fresh.gradient_order
     assert [phase for phase, _, _ in phases_of(shipped, -1)] == [*config.phases, Phase.STEP]
 
