@@ -8,7 +8,7 @@ need in addition.
 from dataclasses import replace
 
 from ..config import Arch, Attention, Device, Mode, Profiler, RunConfig
-from .accounting import Component, parameters_by_component
+from .accounting import INT64_BYTES, Component, count_parameters, parameters_by_component
 from .fit import CUDA_CONTEXT_BYTES
 from .shards import FP32_BYTES, HALF_BYTES
 
@@ -46,26 +46,25 @@ def with_checkpoints(
         or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
     ):
         return config
-    # ranks that write to each other's memory open it by handles of fixed segments
-    is_fixed = config.profiler is Profiler.MEMORY or config.parallel.writes_to_others
-    # NCCL registers the buffers of graphs, which fails in expandable segments; steps this large
-    # need no graphs
-    is_fixed = is_fixed or (keeps_graph and config.is_shared)
+    # ranks that write to each other's memory open it by handles of fixed segments, and NCCL
+    # cannot register the buffers of graphs in expandable ones; steps this large need no graphs
+    is_fixed = (
+        config.profiler is Profiler.MEMORY
+        or config.parallel.writes_to_others
+        or (keeps_graph and config.is_shared)
+    )
     expands = config.device is Device.CUDA and not is_fixed
     graph = config.cuda_graph and not (expands and config.is_shared)
-    chunks = (
-        max(config.loss_chunks, -(-_tokens(config) // LOSS_TOKENS))
-        if config.fused_loss
-        else config.loss_chunks
-    )
+    chunks = config.loss_chunks
+    if config.fused_loss:
+        chunks = max(chunks, -(-_tokens(config) // LOSS_TOKENS))
     chunked = replace(config, loss_chunks=chunks)
     whole = replace(chunked, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
     choices = [config, chunked]
     if config.model.attention is Attention.SDPA:
         selective = replace(whole, selective_checkpoints=True, fused_activations=False)
-        choices += [
-            replace(selective, keep_hidden=kept) for kept in range(config.model.num_layers, -1, -1)
-        ]
+        for kept in range(config.model.num_layers, -1, -1):
+            choices.append(replace(selective, keep_hidden=kept))
     usable_bytes = (USABLE_FIXED if is_fixed else USABLE) * (memory_bytes - CUDA_CONTEXT_BYTES)
     return next((choice for choice in choices if peak_bytes(choice) <= usable_bytes), whole)
 
@@ -74,15 +73,18 @@ def peak_bytes(config: RunConfig) -> int:
     """The most memory of a step with fused blocks and fused loss, without the allocator's
     rounding.
     """
-    model, tokens = config.model, _tokens(config)
-    saved, ends, of_head = saved_bytes(config), _saved_at_ends(config), _of_head(config)
-    # at three moments: backward of the head (the logits hold their gradients), of the last block,
-    # end of backward
-    beside = of_head if config.loss_chunks == 1 else _logits(config)
+    saved, head_bytes = saved_bytes(config), _head_gradient_bytes(config)
+    # beside what is saved: the gradient of the head, or one part of the logits
+    beside_bytes = head_bytes if config.loss_chunks == 1 else _logits_bytes(config)
+    stream_gradient_bytes = _tokens(config) * HALF_BYTES * config.model.d_model
+    in_block_bytes = _more_in_backward(config)
     return held_bytes(config) + max(
-        saved + beside + tokens * HALF_BYTES * model.d_model,
-        saved - ends + of_head + _more_in_backward(config),
-        gradient_bytes(config) + _more_in_backward(config),
+        # backward of the head, in which the logits hold their gradients
+        saved + beside_bytes + stream_gradient_bytes,
+        # backward of the last block
+        saved - _saved_at_ends(config) + head_bytes + in_block_bytes,
+        # the end of backward
+        gradient_bytes(config) + in_block_bytes,
     )
 
 
@@ -90,35 +92,26 @@ def saved_bytes(config: RunConfig) -> int:
     """Bytes that forward saves for backward, each tensor once: activations, and casts of weights
     to fp8.
     """
-    model = config.model
-    groups = (
-        -(-model.num_layers // config.checkpoint_blocks)
-        if config.checkpoint_blocks
-        else model.num_layers
-    )
+    groups = config.model.num_layers
+    if config.checkpoint_blocks:
+        groups = -(-groups // config.checkpoint_blocks)
     kept = _tokens(config) * config.keep_hidden * _hidden(config)
     return groups * _saved_of_group(config) + kept + _saved_at_ends(config)
 
 
 def _saved_of_group(config: RunConfig) -> int:
     """Bytes that a block, or a group of blocks between checkpoints, saves."""
-    casts = 0 if config.checkpoint_blocks else _more_in_fp8(config)
-    return _tokens(config) * _saved_per_token(config) + casts
-
-
-def _saved_per_token(config: RunConfig) -> int:
-    """Bytes per token that a block, or a group of blocks between checkpoints, saves, if no layer
-    is in fp8.
-    """
     d_model = config.model.d_model
     stream, narrow = FP32_BYTES * d_model, HALF_BYTES * d_model
-    if config.checkpoint_blocks and not config.selective_checkpoints:
-        return stream + narrow  # the residual stream, and the branch that the next norm adds to it
     # q, k, v, the result, and its log-sum-exp
     attention = 4 * narrow + FP32_BYTES * config.model.num_heads
     if config.selective_checkpoints:
-        return stream + attention
-    return stream + _statistics(config) + narrow + attention + _between(config)
+        return _tokens(config) * (stream + attention)
+    if config.checkpoint_blocks:
+        # the residual stream, and the branch that the next norm adds to it
+        return _tokens(config) * (stream + narrow)
+    of_token = stream + _statistics(config) + narrow + attention + _between(config)
+    return _tokens(config) * of_token + _more_in_fp8(config)
 
 
 def _between(config: RunConfig) -> int:
@@ -126,12 +119,12 @@ def _between(config: RunConfig) -> int:
     hidden activations.
     """
     activations = HALF_BYTES * config.model.d_ff
-    return (
-        (FP32_BYTES + HALF_BYTES) * config.model.d_model
-        + _statistics(config)
-        + _hidden(config)
-        + activations
-    )
+    return _normed(config) + _hidden(config) + activations
+
+
+def _normed(config: RunConfig) -> int:
+    """Bytes per token that a norm saves: its input in fp32, its result and its statistics."""
+    return (FP32_BYTES + HALF_BYTES) * config.model.d_model + _statistics(config)
 
 
 def _hidden(config: RunConfig) -> int:
@@ -149,7 +142,8 @@ def _more_in_fp8(config: RunConfig) -> int:
     """
     if not config.fp8:
         return 0
-    return _of_one_block(config) - _tokens(config) * (config.model.d_model + config.model.d_ff)
+    of_block, _, _ = _parameters(config)
+    return of_block - _tokens(config) * (config.model.d_model + config.model.d_ff)
 
 
 def _more_in_backward(config: RunConfig) -> int:
@@ -175,20 +169,18 @@ def _saved_at_ends(config: RunConfig) -> int:
     If the loss is computed in parts, the gradients of the last norm's result and of the head's
     weight take the place of that result and of the logits.
     """
-    d_model = config.model.d_model
-    normed = (FP32_BYTES + HALF_BYTES) * d_model + _statistics(config)
-    return _tokens(config) * (normed + 8) + (
-        _logits(config) if config.loss_chunks == 1 else _of_head(config)
-    )
+    ends_bytes = _tokens(config) * (_normed(config) + INT64_BYTES)
+    if config.loss_chunks == 1:
+        return ends_bytes + _logits_bytes(config)
+    return ends_bytes + _head_gradient_bytes(config)
 
 
-def _logits(config: RunConfig) -> int:
+def _logits_bytes(config: RunConfig) -> int:
     """Bytes of the logits that are in memory at once."""
     return HALF_BYTES * _padded_vocabulary(config) * -(-_tokens(config) // config.loss_chunks)
 
 
-def _of_head(config: RunConfig) -> int:
-    """Bytes of the head's gradient."""
+def _head_gradient_bytes(config: RunConfig) -> int:
     return HALF_BYTES * _padded_vocabulary(config) * config.model.d_model
 
 
@@ -207,65 +199,49 @@ def held_bytes(config: RunConfig) -> int:
     copies that are currently gathered, and as much again for gradients in transit. Gradients that
     other ranks push have memory of their own.
     """
-    parts = parameters_by_component(config.model)
-    linear, read, every = _with_copies(config), _read(config), sum(parts.values())
+    of_block, linear, read = _parameters(config)
+    every = count_parameters(config.model)
     masters = (HALF_BYTES if config.split_masters else FP32_BYTES) * (every - read)
     moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
     moments = 2 * moment_bytes * every if config.mode is Mode.TRAIN else 0
+    copies, whole_masters = HALF_BYTES * linear, FP32_BYTES * read
+    others = config.ranks - 1 if config.parallel.writes_to_others else 0
     if config.parallel.shards_parameters:
-        gathered = 2 * (
-            parts[Component.HEAD]
-            + (config.parallel.exchange.units_ahead + 1) * _of_one_block(config)
-        )
-        received = (
-            (HALF_BYTES * linear + FP32_BYTES * read)
-            * (config.ranks - 1)
-            * config.parallel.writes_to_others
-        )
-        part = (
-            masters + FP32_BYTES * read + moments + HALF_BYTES * linear + received
-        ) // config.ranks
-        return part + HALF_BYTES * gathered
+        units = config.parallel.exchange.units_ahead + 1
+        gathered = 2 * (config.model.vocab_size * config.model.d_model + units * of_block)
+        received = others * (copies + whole_masters)
+        sharded = masters + whole_masters + moments + copies + received
+        return sharded // config.ranks + HALF_BYTES * gathered
     shards = config.ranks if config.shard_optimizer else 1
-    pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel.writes_to_others else 0
-    return (masters + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear
+    pushed = others * gradient_bytes(config)
+    return (masters + moments + pushed) // shards + whole_masters + copies
 
 
 def gradient_bytes(config: RunConfig) -> int:
     """Bytes of all gradients at the end of backward, whole on every rank unless parameters are
     sharded.
     """
-    gradients = HALF_BYTES * _with_copies(config) + FP32_BYTES * _read(config)
+    of_block, linear, read = _parameters(config)
+    gradients = HALF_BYTES * linear + FP32_BYTES * read
     if config.parallel.shards_parameters:
-        return gradients // config.ranks + HALF_BYTES * _of_one_block(config)
+        return gradients // config.ranks + HALF_BYTES * of_block
     return gradients
 
 
-def _of_one_block(config: RunConfig) -> int:
-    """Parameters of the linear layers of one block."""
-    parts = parameters_by_component(config.model)
-    return (
-        sum(parts[part] for part in (Component.QKV, Component.OUTPUT, Component.FFN))
-        // config.model.num_layers
-    )
+def _parameters(config: RunConfig) -> tuple[int, int, int]:
+    """Parameters of the linear layers of one block; those of all linear layers, with the rows
+    that pad the vocabulary; and those that the model reads in fp32.
 
-
-def _with_copies(config: RunConfig) -> int:
-    """Parameters of the linear layers, with the rows that pad the vocabulary."""
-    parts = parameters_by_component(config.model)
-    surplus = (_padded_vocabulary(config) - config.model.vocab_size) * config.model.d_model
-    return sum(parts.values()) - parts[Component.EMBEDDING] - parts[Component.NORMS] + surplus
-
-
-def _read(config: RunConfig) -> int:
-    """Parameters that the model reads in fp32: the embedding, which may be the head's table too,
-    and the norms.
-
-    Of all others `cast_once` reads the copies only.
+    In fp32 it reads the embedding, which may be the head's table too, and the norms. Of all
+    others `cast_once` reads the copies only.
     """
     parts = parameters_by_component(config.model)
-    table = parts[Component.HEAD] if config.model.arch is Arch.GPT2 else 0
-    return parts[Component.EMBEDDING] + parts[Component.NORMS] + table
+    blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
+    head = _padded_vocabulary(config) * config.model.d_model
+    read = parts[Component.EMBEDDING] + parts[Component.NORMS]
+    if config.model.arch is Arch.GPT2:
+        read += parts[Component.HEAD]
+    return blocks // config.model.num_layers, blocks + head, read
 
 
 def _padded_vocabulary(config: RunConfig) -> int:

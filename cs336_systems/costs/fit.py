@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from sys import maxsize
 
-from ..config import Attention, Device, Mode, RunConfig
+from ..config import Attention, Device, RunConfig
 from .accounting import count_parameters
 from .allocator import OutOfMemoryError
 from .memory import allocated_levels, is_predictable, placed, predict_memory, rounded_bytes
-from .shards import FP32_BYTES, HALF_BYTES
+from .shards import FP32_BYTES
 from .tape import Tape, interpolated
 from .traces import tape_of, trace_missing
 
@@ -37,43 +37,27 @@ def host_bytes(config: RunConfig, memory_bytes: int) -> int | None:
 
     The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and
     PyTorch itself, all left out, took 0 to 20 % more where it was measured. The step is traced for
-    it only where bounds do not tell whether it fits `memory_bytes`; else, and for a step with
-    shortcuts, it is the lower one.
+    it only where that may decide whether it fits `memory_bytes`. Without a trace, and for a step
+    with shortcuts, it is the memory of the parameters.
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
     prediction = predict_memory(config) if needs_tape(config, memory_bytes) else None
     if prediction is None:
-        return _least_bytes(config)
+        return _parameter_bytes(config)
     return config.ranks * prediction.peak.allocated_bytes
 
 
 def needs_tape(config: RunConfig, memory_bytes: int) -> bool:
     """Whether it takes a tape to tell if a run on the CPU fits."""
     is_known = config.device is Device.CPU and config.model_factory is None
-    return is_known and _least_bytes(config) <= memory_bytes < _most_bytes(config)
+    return is_known and _parameter_bytes(config) <= memory_bytes < _most_bytes(config)
 
 
-def _least_bytes(config: RunConfig) -> int:
-    """Parameters, gradients and AdamW's moments, of shortcuts the parameters alone; and the scores
-    of attention.
-
-    The scores are those of attention that is written out, in two bytes each. Those of every block
-    are there at once where backward needs them, unless checkpoints drop them, else those of one.
-    """
-    model, copies = config.model, 1.0
-    has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    if has_backward and config == config.without_shortcuts and config.own_ddp is None:
-        copies = 2.0
-    if copies == 2.0 and config.mode is Mode.TRAIN and config.own_optimizer is None:
-        copies += 2 / (config.ranks if config.shard_optimizer else 1)
-    blocks = model.num_layers if has_backward and not config.checkpoint_blocks else 1
-    scores = blocks * config.batch_size * model.num_heads * model.context_length**2
-    score_bytes = scores * HALF_BYTES if model.attention is Attention.NAIVE else 0
-    # all ranks together have each sharded parameter once, and else whole copies
-    holders = 1 if config.parallel.shards_parameters else config.ranks
-    weight_bytes = int(copies * FP32_BYTES * count_parameters(model))
-    return holders * weight_bytes + config.ranks * score_bytes
+def _parameter_bytes(config: RunConfig) -> int:
+    """Bytes of the parameters in fp32: of one copy that all ranks share, or of each rank's."""
+    copies = 1 if config.parallel.shards_parameters else config.ranks
+    return copies * FP32_BYTES * count_parameters(config.model)
 
 
 def _most_bytes(config: RunConfig) -> int:

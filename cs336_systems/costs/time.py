@@ -104,11 +104,9 @@ class TimePrediction:
         phases_s = {phase: [time_s] for phase, time_s in self.phases_s.items()}
         host_phases_s = {phase: [time_s] for phase, time_s in self.host_phases_s.items()}
         launched_s = sum(limited_by_launches(phases_s, host_phases_s).values())
-        return (
-            StepLimit.LAUNCHES
-            if launched_s > MIN_LAUNCHED_SHARE * self.step_s
-            else StepLimit.DEVICE
-        )
+        if launched_s > MIN_LAUNCHED_SHARE * self.step_s:
+            return StepLimit.LAUNCHES
+        return StepLimit.DEVICE
 
     @property
     def limit_of_whole(self) -> StepLimit:
@@ -151,13 +149,17 @@ def limited_by_launches(
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step of a CUDA run on the device that has these curves.
 
+    Of a step on several ranks these are the kernels of one rank, without any communication. Each
+    call of the host is assumed to take as long as one launch (`host_calls`).
+
     None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts,
-    except CUDA graphs alone and all of `--fast` together; steps of several ranks; tokens from a
-    file; fp16, whose gradient scaler waits for the device; the math backend of PyTorch's attention;
-    and precisions in which no matmul, or none that is large enough, was measured. Each call of the
-    host is assumed to take as long as one launch (`host_calls`).
+    except, on one rank, CUDA graphs alone and all of `--fast` together; tokens from a file; fp16,
+    whose gradient scaler waits for the device; the math backend of PyTorch's attention; and
+    precisions in which no matmul, or none that is large enough, was measured.
     """
-    if config.is_shared or not has_known_kernels(config, curves):
+    if not has_known_kernels(config.alone, curves):
+        return None
+    if config.is_shared and not is_predictable(config.alone):
         return None
     return _step_time(as_costed(config), curves)
 
@@ -263,7 +265,6 @@ def replay_operations(
     """Time of these operations on the device with these curves, launched one by one or as one
     graph per phase.
     """
-
     is_replayed = in_graphs and not curves.on_host
 
     @cache

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -102,7 +103,10 @@ class StepTrace:
         self.phase: Phase | None = None
         self._operations: dict[OperationKey, int] = {}
         self._views = 0
-        self._shapes: dict[tuple[int, int], tuple[str, int]] = {}
+        self.shape_of = cache(self._shape_of)
+        """Gives, for bytes in all and bytes per element, a shape that names as many axes as
+        possible, and the bytes of its elements.
+        """
         self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
@@ -239,7 +243,7 @@ class StepTrace:
         shape: str | None,
     ) -> int:
         handle = len(self.made)
-        size = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
+        size = self.shape_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
         self.made.append(
             [category, label, *size, self._name_of_stream(), self.phase, bool(self._paths)]
         )
@@ -250,16 +254,7 @@ class StepTrace:
         """A tensor that exists only within a kernel."""
         self.events.append(~self.add(Category.TEMPORARIES, label, 0, element_bytes, shape))
 
-    def bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
-        """Bytes as a shape and the bytes of its elements, with as many axes in the shape as
-        there are.
-        """
-        key = num_bytes, element_bytes
-        if key not in self._shapes:
-            self._shapes[key] = self._bytes_of(*key)
-        return self._shapes[key]
-
-    def _bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
+    def _shape_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
         of_elements = self.names.product(num_bytes // element_bytes)
         of_bytes = self.names.product(num_bytes)
         if num_bytes % element_bytes == 0 and _count_axes(of_elements) >= _count_axes(of_bytes):
@@ -273,7 +268,7 @@ class StepTrace:
         """
         sides = zip(tensor.shape, tensor.stride(), strict=True)
         count = prod(size for size, stride in sides if stride)
-        return self.bytes_of(count * tensor.element_size(), tensor.element_size())
+        return self.shape_of(count * tensor.element_size(), tensor.element_size())
 
     # operations
 

@@ -190,30 +190,23 @@ def encoded(tape: Tape) -> bytes:
 
 _traced: dict[str, bytes] = {}
 """Tapes that were traced for this process, by name."""
-SEAL_BYTES = 32
 
 
 def _kept(name: str) -> bytes | None:
     """A tape as it is kept: by this process, in the archive, or in the cache.
 
-    A file of the cache that is not as it was written, under this name and by this version, counts
-    as missing.
+    A damaged file of the cache counts as missing.
     """
     if name in _traced:
         return _traced[name]
     if (shipped := _shipped().get(name)) is not None:
         return shipped
     try:
-        sealed = (_cache() / name).read_bytes()
-    except OSError:
+        kept = (_cache() / name).read_bytes()
+        lzma.decompress(kept)  # compares its checksum
+    except (OSError, lzma.LZMAError):
         return None
-    data = sealed[SEAL_BYTES:]
-    return _traced.setdefault(name, data) if sealed == _seal(name, data) + data else None
-
-
-def _seal(name: str, data: bytes) -> bytes:
-    """What stands before a tape in a file of the cache."""
-    return hashlib.sha256(f"{_cache().name} {name} ".encode() + data).digest()
+    return _traced.setdefault(name, kept)
 
 
 @cache
@@ -279,7 +272,7 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
                 continue
             with contextlib.suppress(OSError):  # without a cache it is traced again
                 _cache().mkdir(parents=True, exist_ok=True)
-                write_atomically(_cache() / name, _seal(name, _traced[name]) + _traced[name])
+                write_atomically(_cache() / name, _traced[name])
     return [*missing.values()]
 
 
