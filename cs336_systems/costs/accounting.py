@@ -60,12 +60,12 @@ def _weights(model: ModelConfig) -> dict[Component, int]:
     return {
         Component.QKV: num_layers * 3 * d_model**2,
         Component.OUTPUT: num_layers * d_model**2,
-        Component.FFN: num_layers * _ffn_matrices(model) * d_model * model.d_ff,
+        Component.FFN: num_layers * ffn_matrices(model) * d_model * model.d_ff,
         Component.HEAD: model.vocab_size * d_model,
     }
 
 
-def _ffn_matrices(model: ModelConfig) -> int:
+def ffn_matrices(model: ModelConfig) -> int:
     """Number of weight matrices in one feed-forward layer: w1, w2 and, in SwiGLU, w3."""
     return 3 if model.arch is Arch.CS336 else 2
 
@@ -243,7 +243,7 @@ def _matmul_elements(config: RunConfig) -> dict[Component, int]:
         Component.SCORES: 2 * stream + scores,
         Component.VALUES: 2 * stream + scores,
         Component.OUTPUT: 2 * stream,
-        Component.FFN: 2 * stream + _ffn_matrices(model) * hidden,
+        Component.FFN: 2 * stream + ffn_matrices(model) * hidden,
         Component.HEAD: tokens * (model.d_model + model.vocab_size),
     }
     parameters = parameters_by_component(model)

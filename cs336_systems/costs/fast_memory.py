@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from ..config import Arch, Attention, Device, Mode, Profiler, RunConfig
 from .accounting import INT64_BYTES, Component, count_parameters, parameters_by_component
+from .allocator import round_up
 from .fit import CUDA_CONTEXT_BYTES
 from .shards import FP32_BYTES, HALF_BYTES
 
@@ -57,7 +58,7 @@ def with_checkpoints(
     graph = config.cuda_graph and not (expands and config.is_shared)
     chunks = config.loss_chunks
     if config.fused_loss:
-        chunks = max(chunks, -(-_tokens(config) // LOSS_TOKENS))
+        chunks = max(chunks, -(-FastMemory(config).tokens // LOSS_TOKENS))
     chunked = replace(config, loss_chunks=chunks)
     whole = replace(chunked, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
     choices = [config, chunked]
@@ -66,187 +67,150 @@ def with_checkpoints(
         for kept in range(config.model.num_layers, -1, -1):
             choices.append(replace(selective, keep_hidden=kept))
     usable_bytes = (USABLE_FIXED if is_fixed else USABLE) * (memory_bytes - CUDA_CONTEXT_BYTES)
-    return next((choice for choice in choices if peak_bytes(choice) <= usable_bytes), whole)
+    for choice in choices:
+        if FastMemory(choice).peak_bytes <= usable_bytes:
+            return choice
+    return whole
 
 
-def peak_bytes(config: RunConfig) -> int:
-    """The most memory of a step with fused blocks and fused loss, without the allocator's
+class FastMemory:
+    """The memory of a step with fused blocks and fused loss in bytes, without the allocator's
     rounding.
     """
-    saved, head_bytes = saved_bytes(config), _head_gradient_bytes(config)
-    # beside what is saved: the gradient of the head, or one part of the logits
-    beside_bytes = head_bytes if config.loss_chunks == 1 else _logits_bytes(config)
-    stream_gradient_bytes = _tokens(config) * HALF_BYTES * config.model.d_model
-    in_block_bytes = _more_in_backward(config)
-    return held_bytes(config) + max(
-        # backward of the head, in which the logits hold their gradients
-        saved + beside_bytes + stream_gradient_bytes,
-        # backward of the last block
-        saved - _saved_at_ends(config) + head_bytes + in_block_bytes,
-        # the end of backward
-        gradient_bytes(config) + in_block_bytes,
-    )
 
-
-def saved_bytes(config: RunConfig) -> int:
-    """Bytes that forward saves for backward, each tensor once: activations, and casts of weights
-    to fp8.
-    """
-    groups = config.model.num_layers
-    if config.checkpoint_blocks:
-        groups = -(-groups // config.checkpoint_blocks)
-    kept = _tokens(config) * config.keep_hidden * _hidden(config)
-    return groups * _saved_of_group(config) + kept + _saved_at_ends(config)
-
-
-def _saved_of_group(config: RunConfig) -> int:
-    """Bytes that a block, or a group of blocks between checkpoints, saves."""
-    d_model = config.model.d_model
-    stream, narrow = FP32_BYTES * d_model, HALF_BYTES * d_model
-    # q, k, v, the result, and its log-sum-exp
-    attention = 4 * narrow + FP32_BYTES * config.model.num_heads
-    if config.selective_checkpoints:
-        return _tokens(config) * (stream + attention)
-    if config.checkpoint_blocks:
+    def __init__(self, config: RunConfig) -> None:
+        model, is_gpt2 = config.model, config.model.arch is Arch.GPT2
+        parts = parameters_by_component(model)
+        blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
+        vocabulary = round_up(model.vocab_size, config.pad_vocabulary)
+        self.config = config
+        self.tokens = config.batch_size * model.context_length
+        self.block_parameters = blocks // model.num_layers
+        """Parameters of the linear layers of one block."""
+        self.linear_parameters = blocks + vocabulary * model.d_model
+        """Those of all linear layers, with the rows that pad the vocabulary."""
+        self.read_parameters = parts[Component.EMBEDDING] + parts[Component.NORMS]
+        """Those that the model reads in fp32: the embedding, which may be the head's table too, and
+        the norms. Of all others `cast_once` reads the copies only.
+        """
+        if is_gpt2:
+            self.read_parameters += parts[Component.HEAD]
+        # bytes for each token
+        stream, narrow = FP32_BYTES * model.d_model, HALF_BYTES * model.d_model
+        statistics = FP32_BYTES * (2 if is_gpt2 else 1)  # 1 / deviation, and LayerNorm's mean
+        normed = stream + narrow + statistics
+        attention = 4 * narrow + FP32_BYTES * model.num_heads  # q, k, v, result, log-sum-exp
+        activations = HALF_BYTES * model.d_ff
+        hidden = activations * (1 if is_gpt2 else 2)  # SwiGLU has two factors
+        self.hidden_bytes = self.tokens * hidden
+        """The result of the feed-forward network's first matmul."""
+        self.between_bytes = self.tokens * (normed + hidden + activations)
+        """What a block saves after attention: residual stream, its norm, hidden activations."""
+        self.more_in_fp8_bytes = 0
+        """What a block saves with fp8 less what it saves with bf16; may be negative."""
+        if config.fp8:
+            # in addition: casts of the weights and of attention's result; the inputs of the other
+            # linear layers are saved in fp8 instead of bf16, one byte less per element
+            one_byte_less = self.tokens * (model.d_model + model.d_ff)
+            self.more_in_fp8_bytes = self.block_parameters - one_byte_less
+        self.block_bytes = (
+            self.tokens * (normed + attention) + self.between_bytes + self.more_in_fp8_bytes
+        )
+        """What a block saves without checkpoints."""
         # the residual stream, and the branch that the next norm adds to it
-        return _tokens(config) * (stream + narrow)
-    of_token = stream + _statistics(config) + narrow + attention + _between(config)
-    return _tokens(config) * of_token + _more_in_fp8(config)
+        self.checkpoint_bytes = self.tokens * (stream + narrow)
+        """What a group of blocks between checkpoints saves."""
+        if config.selective_checkpoints:
+            self.checkpoint_bytes = self.tokens * (stream + attention)
+        self.head_bytes = HALF_BYTES * vocabulary * model.d_model
+        """The head's gradient."""
+        self.logits_bytes = HALF_BYTES * vocabulary * -(-self.tokens // config.loss_chunks)
+        """The logits that are in memory at once."""
+        is_whole_loss = config.loss_chunks == 1
+        self.ends_bytes = self.tokens * (normed + INT64_BYTES)
+        self.ends_bytes += self.logits_bytes if is_whole_loss else self.head_bytes
+        """What is saved outside of the blocks: the last norm's input and result, the logits, and
+        the tokens themselves.
 
+        If the loss is computed in parts, the gradients of the last norm's result and of the head's
+        weight take the place of that result and of the logits.
+        """
 
-def _between(config: RunConfig) -> int:
-    """Bytes per token that a block saves after attention: residual stream, its norm, and the
-    hidden activations.
-    """
-    activations = HALF_BYTES * config.model.d_ff
-    return _normed(config) + _hidden(config) + activations
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of a step."""
+        is_whole_loss = self.config.loss_chunks == 1
+        beside_bytes = self.head_bytes if is_whole_loss else self.logits_bytes
+        stream_gradient_bytes = self.tokens * HALF_BYTES * self.config.model.d_model
+        return self.held_bytes + max(
+            # backward of the head, in which the logits hold their gradients
+            self.saved_bytes + beside_bytes + stream_gradient_bytes,
+            # backward of the last block
+            self.saved_bytes - self.ends_bytes + self.head_bytes + self.more_in_backward_bytes,
+            # the end of backward
+            self.gradient_bytes + self.more_in_backward_bytes,
+        )
 
+    @property
+    def saved_bytes(self) -> int:
+        """What forward saves for backward, each tensor once: activations, and casts of weights to
+        fp8.
+        """
+        blocks, group = self.config.model.num_layers, self.config.checkpoint_blocks
+        of_blocks = blocks * self.block_bytes
+        if group:
+            of_blocks = -(-blocks // group) * self.checkpoint_bytes
+        return of_blocks + self.config.keep_hidden * self.hidden_bytes + self.ends_bytes
 
-def _normed(config: RunConfig) -> int:
-    """Bytes per token that a norm saves: its input in fp32, its result and its statistics."""
-    return (FP32_BYTES + HALF_BYTES) * config.model.d_model + _statistics(config)
+    @property
+    def more_in_backward_bytes(self) -> int:
+        """What a block's backward needs beside what forward saved: gradients of what is saved
+        after attention, and activations that are computed again.
 
+        Computed again are, with checkpoints, those of the whole group; with selective ones, those
+        after attention; without checkpoints none.
+        """
+        again_bytes = self.config.checkpoint_blocks * self.block_bytes
+        if self.config.selective_checkpoints:
+            again_bytes = self.between_bytes + self.more_in_fp8_bytes
+        return self.between_bytes + again_bytes
 
-def _hidden(config: RunConfig) -> int:
-    """Bytes for each token of the result of the feed-forward network's first matmul, which has
-    SwiGLU's two factors.
-    """
-    return (2 if config.model.arch is Arch.CS336 else 1) * HALF_BYTES * config.model.d_ff
+    @property
+    def held_bytes(self) -> int:
+        """Masters, copies and AdamW's moments; of split masters, those of their remainders.
 
+        With a sharded optimizer, a rank has its part of moments and masters, but whole copies, and
+        whole masters where the model reads those. Fully sharded, a rank has its part of
+        everything, the copies that are currently gathered, and as much again for gradients in
+        transit. Gradients that other ranks push have memory of their own.
+        """
+        config, every = self.config, count_parameters(self.config.model)
+        master_bytes = HALF_BYTES if config.split_masters else FP32_BYTES
+        moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
+        of_optimizer = master_bytes * (every - self.read_parameters)
+        if config.mode is Mode.TRAIN:
+            of_optimizer += 2 * moment_bytes * every
+        read_by_model = self._whole_gradient_bytes  # as much as their gradients
+        others = config.ranks - 1 if config.parallel.writes_to_others else 0
+        if config.parallel.shards_parameters:
+            units = config.parallel.exchange.units_ahead + 1
+            head = config.model.vocab_size * config.model.d_model
+            gathered = 2 * (head + units * self.block_parameters)
+            sharded = of_optimizer + (1 + others) * read_by_model
+            return sharded // config.ranks + HALF_BYTES * gathered
+        shards = config.ranks if config.shard_optimizer else 1
+        return (of_optimizer + others * read_by_model) // shards + read_by_model
 
-def _more_in_fp8(config: RunConfig) -> int:
-    """Bytes that a block saves with fp8 less those that it saves with bf16; may be negative.
+    @property
+    def gradient_bytes(self) -> int:
+        """All gradients at the end of backward, whole on every rank unless parameters are
+        sharded.
+        """
+        if self.config.parallel.shards_parameters:
+            of_block = HALF_BYTES * self.block_parameters
+            return self._whole_gradient_bytes // self.config.ranks + of_block
+        return self._whole_gradient_bytes
 
-    fp8 casts of the weights and of attention's result are saved in addition. The inputs of the
-    other linear layers are saved in fp8 instead of bf16, one byte less per element.
-    """
-    if not config.fp8:
-        return 0
-    of_block, _, _ = _parameters(config)
-    return of_block - _tokens(config) * (config.model.d_model + config.model.d_ff)
-
-
-def _more_in_backward(config: RunConfig) -> int:
-    """Bytes that a block's backward needs beside what forward saved: gradients of what `_between`
-    counts, and activations that are computed again.
-
-    Computed again are, with checkpoints, those of the whole group; with selective ones, those that
-    `_between` counts; without checkpoints none.
-    """
-    gradients = _tokens(config) * _between(config)
-    if not config.checkpoint_blocks:
-        return gradients
-    if config.selective_checkpoints:
-        return gradients + gradients + _more_in_fp8(config)  # as much is computed again
-    group = config.checkpoint_blocks * _saved_of_group(replace(config, checkpoint_blocks=0))
-    return group + gradients
-
-
-def _saved_at_ends(config: RunConfig) -> int:
-    """Bytes saved outside of the blocks: the last norm's input and result, the logits, and the
-    tokens themselves.
-
-    If the loss is computed in parts, the gradients of the last norm's result and of the head's
-    weight take the place of that result and of the logits.
-    """
-    ends_bytes = _tokens(config) * (_normed(config) + INT64_BYTES)
-    if config.loss_chunks == 1:
-        return ends_bytes + _logits_bytes(config)
-    return ends_bytes + _head_gradient_bytes(config)
-
-
-def _logits_bytes(config: RunConfig) -> int:
-    """Bytes of the logits that are in memory at once."""
-    return HALF_BYTES * _padded_vocabulary(config) * -(-_tokens(config) // config.loss_chunks)
-
-
-def _head_gradient_bytes(config: RunConfig) -> int:
-    return HALF_BYTES * _padded_vocabulary(config) * config.model.d_model
-
-
-def _statistics(config: RunConfig) -> int:
-    """Bytes that a norm saves for each token beside its sum: 1 / deviation, and LayerNorm's
-    mean.
-    """
-    return FP32_BYTES * (1 if config.model.arch is Arch.CS336 else 2)
-
-
-def held_bytes(config: RunConfig) -> int:
-    """Bytes of masters, copies and AdamW's moments; of split masters, those of their remainders.
-
-    With a sharded optimizer, a rank has its part of moments and masters, but whole copies, and
-    whole masters where the model reads those. Fully sharded, a rank has its part of everything, the
-    copies that are currently gathered, and as much again for gradients in transit. Gradients that
-    other ranks push have memory of their own.
-    """
-    of_block, linear, read = _parameters(config)
-    every = count_parameters(config.model)
-    masters = (HALF_BYTES if config.split_masters else FP32_BYTES) * (every - read)
-    moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
-    moments = 2 * moment_bytes * every if config.mode is Mode.TRAIN else 0
-    copies, whole_masters = HALF_BYTES * linear, FP32_BYTES * read
-    others = config.ranks - 1 if config.parallel.writes_to_others else 0
-    if config.parallel.shards_parameters:
-        units = config.parallel.exchange.units_ahead + 1
-        gathered = 2 * (config.model.vocab_size * config.model.d_model + units * of_block)
-        received = others * (copies + whole_masters)
-        sharded = masters + whole_masters + moments + copies + received
-        return sharded // config.ranks + HALF_BYTES * gathered
-    shards = config.ranks if config.shard_optimizer else 1
-    pushed = others * gradient_bytes(config)
-    return (masters + moments + pushed) // shards + whole_masters + copies
-
-
-def gradient_bytes(config: RunConfig) -> int:
-    """Bytes of all gradients at the end of backward, whole on every rank unless parameters are
-    sharded.
-    """
-    of_block, linear, read = _parameters(config)
-    gradients = HALF_BYTES * linear + FP32_BYTES * read
-    if config.parallel.shards_parameters:
-        return gradients // config.ranks + HALF_BYTES * of_block
-    return gradients
-
-
-def _parameters(config: RunConfig) -> tuple[int, int, int]:
-    """Parameters of the linear layers of one block; those of all linear layers, with the rows
-    that pad the vocabulary; and those that the model reads in fp32.
-
-    In fp32 it reads the embedding, which may be the head's table too, and the norms. Of all
-    others `cast_once` reads the copies only.
-    """
-    parts = parameters_by_component(config.model)
-    blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
-    head = _padded_vocabulary(config) * config.model.d_model
-    read = parts[Component.EMBEDDING] + parts[Component.NORMS]
-    if config.model.arch is Arch.GPT2:
-        read += parts[Component.HEAD]
-    return blocks // config.model.num_layers, blocks + head, read
-
-
-def _padded_vocabulary(config: RunConfig) -> int:
-    return -(-config.model.vocab_size // config.pad_vocabulary) * config.pad_vocabulary
-
-
-def _tokens(config: RunConfig) -> int:
-    return config.batch_size * config.model.context_length
+    @property
+    def _whole_gradient_bytes(self) -> int:
+        return HALF_BYTES * self.linear_parameters + FP32_BYTES * self.read_parameters

@@ -10,7 +10,7 @@ from sys import maxsize
 from ..config import Attention, Device, RunConfig
 from .accounting import count_parameters
 from .allocator import OutOfMemoryError
-from .memory import allocated_levels, is_predictable, placed, predict_memory, rounded_bytes
+from .memory import is_predictable, placed, predict_memory
 from .shards import FP32_BYTES
 from .tape import Tape, interpolated
 from .traces import tape_of, trace_missing
@@ -135,27 +135,25 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
 
 
 def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
-    """The last number whose tape fits; `tape_at` raises ValueError for numbers that are too large.
-
-    The search begins where the tensors alone no longer fit, which is found without the slower
-    allocator.
+    """The last number whose tape fits, found by doubling and bisection, or 0; `tape_at` raises
+    ValueError for numbers that are too large.
     """
-    if not _fits(tape_at(1), room_bytes):
-        return 0
 
-    def have_room(number: int) -> bool:
+    def has_room(number: int) -> bool:
         with suppress(ValueError):
-            return _tensor_bytes(tape_at(number)) <= room_bytes
+            return _fits(tape_at(number), room_bytes)
         return False
 
-    below = 1
-    while have_room(2 * below):
-        below *= 2
-    above = _last_before(below, 2 * below, have_room) + 1
-    below, step = above - 1, 1
-    while not _fits(tape_at(below), room_bytes):
-        above, below, step = below, max(1, below - step), 2 * step
-    return _last_before(below, above, lambda number: _fits(tape_at(number), room_bytes))
+    below, above = 0, 1
+    while has_room(above):
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        if has_room(middle):
+            below = middle
+        else:
+            above = middle
+    return below
 
 
 def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: int) -> int:
@@ -203,21 +201,3 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
     estimate = _last_that_fits(tape_at, room_bytes)
     # if `below` itself is the estimate, the next number is traced to confirm that it does not fit
     return max(estimate, below + 1) if below <= estimate < above else round_number
-
-
-def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
-    """The last number for which it holds, by bisection: it holds for `below`, and not for
-    `above`.
-    """
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if holds(middle) else (below, middle)
-    return below
-
-
-def _tensor_bytes(tape: Tape) -> int:
-    """The most bytes of tensors at any moment, without the remainders that the allocator does
-    not split off.
-    """
-    sizes = [rounded_bytes(spec.size_bytes) for spec in tape.specs]
-    return max(allocated_levels(tape, [sizes[kind] for kind in tape.tensors]))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from ..config import Phase, RunConfig
-from .communication import Collective, CollectiveCall, Stage, calls, sent_share, stages
+from .communication import Collective, CollectiveCall, Stage, sent_share, stages
 from .curves import Curves, interpolated
 from .shards import FP32_BYTES, parameters_of
 from .time import TimePrediction, step_time
@@ -51,22 +51,26 @@ class Links:
         fill their nodes.
         """
         in_node = min(ranks, self.gpus_per_node)
-        return max(self._in_node_s(call, in_node), self._across_s(call, in_node, ranks // in_node))
+        near_s, nodes = self._in_node_s(call, in_node), ranks // in_node
+        if nodes == 1:
+            return near_s
+        assert self.network_bytes_per_s is not None
+        share = sent_share(call.collective, nodes)
+        # the ranks of a node share what leaves it in a ring, and each pushes to all others
+        share = share * in_node if call.collective is Collective.PUSH else share / in_node
+        return max(near_s, call.num_bytes * share / self.network_bytes_per_s)
 
     def _in_node_s(self, call: CollectiveCall, ranks: int) -> float:
-        """Measured times are scaled by what a rank sends if another number of ranks was
-        measured.
+        """Time among ranks of one node; measured times are scaled by what a rank sends if another
+        number of ranks was measured.
         """
         share = sent_share(call.collective, ranks)
         if not share:
             return 0.0
         if not (times := self._times_of(call.collective)):
             return share * call.num_bytes / self.node_bytes_per_s
-        return (
-            interpolated(times, call.num_bytes)
-            * share
-            / sent_share(call.collective, self.measured_ranks)
-        )
+        measured_share = sent_share(call.collective, self.measured_ranks)
+        return interpolated(times, call.num_bytes) * share / measured_share
 
     def _times_of(self, kind: Collective) -> Mapping[int, float]:
         """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter
@@ -80,15 +84,6 @@ class Links:
             num_bytes: time_s / 2
             for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()
         }
-
-    def _across_s(self, call: CollectiveCall, in_node: int, nodes: int) -> float:
-        if nodes == 1:
-            return 0.0
-        assert self.network_bytes_per_s is not None
-        share = sent_share(call.collective, nodes)
-        # the ranks of a node share what leaves it in a ring, and each pushes to all others
-        share = share * in_node if call.collective is Collective.PUSH else share / in_node
-        return call.num_bytes * share / self.network_bytes_per_s
 
 
 def measured_links(
@@ -173,7 +168,8 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
         return links.call_s(call, config.ranks)
 
     line = _Timeline(config, call_s)
-    more_s = line.run(stages(config), compute)
+    steps = stages(config)
+    more_s = line.run(steps, compute)
     # passes over gradients after backward: they are copied into one tensor, or those of all ranks
     # are added up
     elements = sum(parameter.elements for parameter in parameters_of(config))
@@ -189,8 +185,9 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
             kernels_s[phase] = compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0)
     step_s = compute.step_s + sum(more_s.values())
     time = replace(compute, phases_s=phases_s, kernels_s=kernels_s, step_s=step_s)
-    counts = calls(config) or Counter()
-    communication_s = sum(count * call_s(call) for call, count in counts.items())
+    communication_s = 0.0
+    for stage in steps:
+        communication_s += sum(map(call_s, (*stage.gathers, *stage.sends)))
     return RanksTime(
         time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=line.slowed_s
     )

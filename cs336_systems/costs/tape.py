@@ -251,7 +251,17 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     @cached_property
     def specs(self) -> list[TensorSpec]:
         """Each kind of tensor by its number."""
-        return [self._spec(*key) for key in self.kinds]
+        specs = []
+        for category, label, shape, element_bytes, stream in self.kinds:
+            spec = TensorSpec(
+                category=category,
+                label=label,
+                formula=" x ".join([*shape.split(), str(element_bytes)]),
+                size_bytes=self.names.size(shape) * element_bytes,
+                stream=stream,
+            )
+            specs.append(spec)
+        return specs
 
     @cached_property
     def operations(self) -> list[Operation]:
@@ -260,17 +270,6 @@ class Tape(msgspec.Struct, eq=False, dict=True):
         for views, make, *arguments in self.makes:
             operations.append(replace(getattr(maker, make)(*arguments), views=views))
         return operations
-
-    def _spec(
-        self, category: Category, label: str, shape: str, element_bytes: int, stream: str
-    ) -> TensorSpec:
-        return TensorSpec(
-            category=category,
-            label=label,
-            formula=" x ".join([*shape.split(), str(element_bytes)]),
-            size_bytes=self.names.size(shape) * element_bytes,
-            stream=stream,
-        )
 
     def spec(self, handle: int) -> TensorSpec:
         """The kind of a tensor."""

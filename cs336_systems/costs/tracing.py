@@ -125,14 +125,18 @@ class _Recorder(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # there is no data to copy to the host
         name = function.name().split("::")[1].split(".")[0]
-        if (answer := self._trace.routing.answer(name, args)) is not None:
-            self._trace.record(function, args, kwargs or {}, answer)
-            return answer
+        out = self._trace.routing.answer(name, args)
+        if out is None:
+            out = self._result(function, args, kwargs or {})
+        self._trace.record(name, args, kwargs or {}, out)
+        return out
+
+    def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation makes of meta tensors; raise TraceError if that depends on values."""
+        if _is_in_place(function) and next(tensors_in(args), None) is not None:
+            return args[0] if function._schema.returns else None
         try:
-            if _is_in_place(function) and next(tensors_in(args), None) is not None:
-                out = args[0] if function._schema.returns else None
-            else:
-                out = _META.get(function, function)(*args, **(kwargs or {}))
+            return _META.get(function, function)(*args, **kwargs)
         except RuntimeError as error:
             if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
                 raise  # it fails with values too
@@ -140,9 +144,6 @@ class _Recorder(TorchDispatchMode):
                 f"{self._trace.place}{function.name()} needs the values of a tensor, so the step "
                 "cannot be traced; its parameters and optimizer state can be counted nevertheless"
             ) from error
-        self._trace.record(function, args, kwargs or {}, out)
-        self._trace.routing.note(name, [*tensors_in(args)], args, [*tensors_in(out)])
-        return out
 
 
 @contextmanager
