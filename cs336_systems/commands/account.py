@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..config import Device, Precision, RunConfig
-from ..costs.accounting import SECONDS_PER_DAY, training_days
+from ..costs.accounting import rule_of_thumb_flops
 from ..costs.curves import Curves, data_sheet_curves
 from ..costs.hardware import (
     DEVICES,
@@ -343,7 +343,9 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     peak_flops_per_s, source = checked(known.peak, device, precision)
     days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
     del days["peak_tflops"]
-    answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
+    flops = rule_of_thumb_flops(days["parameters"], days["tokens"])
+    training_s = flops / (known.count * peak_flops_per_s * known.mfu)
+    answer = days | {"peak_source": source, "training_s": training_s}
     table = days_table(**days, peak_source=source)
     show([table], json=encode_json(answer) if arguments.json else None)
     return OK

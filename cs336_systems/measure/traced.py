@@ -120,9 +120,9 @@ def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
                 tape = _steps(config, model, trace, rank=0)
             tape.places = trace.places
     except TraceError as error:
-        tape = Tape.of_failure(_reason(error))
+        tape = Tape(failure=_reason(error))
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        return Tape.of_failure(_reason(error))
+        return Tape(failure=_reason(error))
     tape.parameters = parameters
     return tape
 
@@ -394,7 +394,7 @@ def trace_all(asked: Asked) -> dict[str, bytes]:
             make = traced if config.model_factory is None else traced_own
             tape = make(config, axes)
         except (ValueError, RuntimeError, ImportError) as error:
-            tape = Tape.of_failure(_reason(error))
+            tape = Tape(failure=_reason(error))
         made[name] = encoded(tape)
     return made
 

@@ -19,7 +19,7 @@ from ..config import SIZES, Attention, Device, Precision, RunConfig
 from ..costs.communication import TIMED, Collective
 from ..costs.curves import Curves, Matmul
 from ..costs.shards import FP32_BYTES
-from ..costs.tape import Form, OperationKind, Pass
+from ..costs.tape import Form, Pass
 from ..costs.time import is_fast_step, operations, prepare_forecasts
 from ..costs.traces import has_tape
 from ..files import CEILINGS
@@ -322,7 +322,7 @@ def kernel_cells(
 def _kernels_of(config: RunConfig) -> Iterator[KernelCell]:
     """The matmuls and the attention kernels of one step."""
     for operation in chain.from_iterable(operations(config).values()):
-        if operation.kind in (OperationKind.MATMUL, OperationKind.ATTENTION):
+        if operation.is_matmul:
             rows, inner, columns = operation.sides
             yield KernelCell(
                 precision=config.precision,

@@ -469,7 +469,7 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
     return quantity_table(title, rows, notes, ("question", "answer"))
 
 
-UNITS = (("days", accounting.SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60))
 """Units of the time of a training, the largest first."""
 
 
