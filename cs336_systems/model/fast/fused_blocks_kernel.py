@@ -52,60 +52,36 @@ FP8_MAX: tl.constexpr = tl.constexpr(MAX)
 
 def add_norm(
     stream: Tensor,
-    branch: Tensor,
-    branch_bias: Tensor | None,
-    gain: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    tag: Tensor | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each
-    row, and magnitudes.
-    """
-    del tag
-    stream, branch = stream.contiguous(), branch.contiguous()
-    total = torch.empty_like(stream)
-    return total, *_launch_norm(
-        stream, branch, branch_bias, gain, bias, eps, total, branch.dtype, measures
-    )
-
-
-def norm(
-    x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The norm of x in `dtype`, and the statistics as `add_norm` returns them."""
-    return _launch_norm(x.contiguous(), None, None, gain, bias, eps, None, dtype, False)[:2]
-
-
-def _launch_norm(
-    stream: Tensor,
     branch: Tensor | None,
     branch_bias: Tensor | None,
     gain: Tensor,
     bias: Tensor | None,
     eps: float,
-    total: Tensor | None,
     dtype: torch.dtype,
+    tag: Tensor | None,
     measures: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm each row of `stream`, after adding `branch` and its bias and writing the sum to `total`
-    if they are given.
-    """
-    vectors = [
-        None if vector is None else vector.contiguous() for vector in (branch_bias, gain, bias)
-    ]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What fused_blocks.py says of the operator."""
+    del tag
+    stream = stream.contiguous()
+    branch, branch_bias, gain, bias = (
+        None if tensor is None else tensor.contiguous()
+        for tensor in (branch, branch_bias, gain, bias)
+    )
     width = stream.shape[-1]
     rows = stream.numel() // width
+    total = stream.new_empty(0 if branch is None else stream.shape)
     normed = torch.empty_like(stream, dtype=dtype)
     statistics = torch.empty(
         1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device
     )
-    largest = torch.empty(rows if measures else 0, dtype=torch.float32, device=stream.device)
+    largest = statistics.new_empty(rows if measures else 0)
     _add_norm_values[(rows,)](
         stream,
         branch,
-        *vectors,
+        branch_bias,
+        gain,
+        bias,
         total,
         normed,
         statistics,
@@ -120,7 +96,7 @@ def _launch_norm(
         BLOCK=triton.next_power_of_2(width),
         num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
     )
-    return normed, statistics, largest
+    return total, normed, statistics, largest
 
 
 def add_norm_backward(
