@@ -50,7 +50,7 @@ class FastLM(nn.Module):
         super().__init__()
         self.config, self._settings = reference.config, settings
         check_device(settings, reference.lm_head.weight.device)
-        maker = CopyMaker(settings) if settings.cast_once else None
+        maker = CopyMaker(settings, reference) if settings.cast_once else None
         # in the reference's order, which is that of the parameters
         self.token_embeddings = reference.token_embeddings
         self.layers = nn.ModuleList(reference.layers)
@@ -70,7 +70,7 @@ class FastLM(nn.Module):
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         self._scales: Sequence[KeptScale] = ()
         if maker is not None:
-            self.weights = maker.weights(self.parameters(), self.token_embeddings.weight)
+            self.weights = maker.weights(self.token_embeddings.weight)
             self._scales = tuple(maker.scales)
         if settings.checkpoint_blocks:
             # else the first checkpoint imports it, within a step

@@ -346,7 +346,9 @@ def assert_rounded_at_random(values, exact):
 def stepped(gradient, steps, device, *, beta2=0.95, size=2**16):
     """The optimizer of `size` parameters, all of them 1, after so many steps with this gradient."""
     parameter = nn.Parameter(torch.ones(size, device=device))
-    optimizer = MasterAdamW([whole(parameter)], betas=(0.9, beta2), storage=Storage(torch.bfloat16))
+    optimizer = MasterAdamW(
+        [whole("", parameter)], betas=(0.9, beta2), storage=Storage(torch.bfloat16)
+    )
     for _ in range(steps):
         parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
