@@ -236,9 +236,6 @@ class ChunkedAdamW:
         gradient_types: Sequence[torch.dtype],
     ) -> None:
         self._is_split = masters[0].dtype is torch.int16
-        assert copies or not (largest or self._is_split), (
-            "only copies have largest magnitudes and remainders"
-        )
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
         chunks = (sizes + CHUNK - 1) // CHUNK

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from .fp8 import Largest, Tag, magnitudes, scale_if
@@ -72,15 +72,6 @@ def bias_gelu(
     assert bias.shape == x.shape[-1:]
     result, largest = _bias_gelu(x, bias, tag)
     return result, None if tag is None else largest
-
-
-def lookup(
-    weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]
-) -> Float[Tensor, "... d_model"]:
-    """The rows of `weight` that `tokens` index; like PyTorch's embedding it needs indices within
-    the table.
-    """
-    return cast(Tensor, _lookup(weight, tokens))
 
 
 @operator("fused_blocks_kernel.add_norm")
@@ -197,8 +188,10 @@ def _bias_gelu_backward(
 
 
 @operator()
-def _lookup(weight: Tensor, tokens: Tensor) -> Tensor:
-    """`lookup`; PyTorch itself computes it on a GPU too."""
+def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    """The rows of `weight` (vocab, d_model) that `tokens` index, by PyTorch's embedding on a GPU
+    too; only its backward is replaced.
+    """
     return F.embedding(tokens, weight)
 
 
@@ -282,11 +275,11 @@ def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
 
 
 def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    """Gradients of the arguments of `_lookup`, in their order."""
+    """Gradients of the arguments of `lookup`, in their order."""
     (tokens,) = ctx.saved_tensors
     return cast(Tensor, _lookup_backward(gradient, tokens, ctx.num_rows)), None
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_keep_bias_gelu)
-_lookup.register_autograd(_differentiate_lookup, setup_context=_keep_lookup)
+lookup.register_autograd(_differentiate_lookup, setup_context=_keep_lookup)
