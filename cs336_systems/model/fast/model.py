@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
 from ..annotate import annotate
-from ..trainable import Trainable, mode_of
+from ..trainable import Trainable
 from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
 from ..user_code import Loss
 from .blocks import (
@@ -246,7 +246,7 @@ class FastTrainable(Trainable):
         if not self.config.compile_blocks:
             return super()._compiled(loss)
         for block in self._fast.layers:
-            block.compile(mode=mode_of(self.config.compile))
+            block.compile(mode=self.config.compile.value)
         return loss
 
     def make_optimizer(self) -> torch.optim.Optimizer:
