@@ -6,7 +6,7 @@ The snapshot is PyTorch's own format; the notes say which tensor was at which ad
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,10 +27,10 @@ from ..analysis.memory.notes import (
 )
 from ..config import CompileMode, Phase
 from ..model.annotate import current_path
+from ..model.fast.master_adamw import MasterAdamW
 from ..model.fast.model import FastLM
 from ..model.fast.weights import Weight
 from ..parallel.fully_sharded import FSDP
-from ..parallel.packs import OwnsWeights
 from ..ranges import Range
 from .step import TrainingStep
 
@@ -54,7 +54,7 @@ class MemoryRecorder:
         self._step = step
         self._weights = list(_weights(step))
         self._known = {_address(weight): name for _, name, weight in self._weights}
-        self._names = {id(weight.master): name for name, weight in _named_weights(step)}
+        self._names = {id(weight.master): weight.name for weight in _updated_weights(step)}
         self._names |= {id(weight): name for _, name, weight in self._weights}
         self._checkpoint_blocks = (
             step.config.checkpoint_blocks if step.config.compile is CompileMode.NONE else 0
@@ -278,28 +278,22 @@ def _weights(step: TrainingStep) -> Iterator[tuple[SightingKind, str, Tensor]]:
 
     for name, parameter in step.model.named_parameters():
         note(SightingKind.PARAMETER, name, parameter)
-    for name, weight in _named_weights(step):
+    for weight in _updated_weights(step):
         if id(weight.master) not in weights:
-            note(SightingKind.PARAMETER, name, weight.master)
+            note(SightingKind.PARAMETER, weight.name, weight.master)
         if weight.remainder is not None:
-            note(SightingKind.PARAMETER, name, weight.remainder)
+            note(SightingKind.PARAMETER, weight.name, weight.remainder)
         if weight.copy is not None:
-            note(SightingKind.AUTOCAST_COPY, name, weight.copy.leaf)
+            note(SightingKind.AUTOCAST_COPY, weight.name, weight.copy.leaf)
     for kind, names, tensor in weights.values():
         yield kind, " + ".join(names), tensor
 
 
-def _named_weights(step: TrainingStep) -> Iterable[tuple[str, Weight]]:
+def _updated_weights(step: TrainingStep) -> Sequence[Weight]:
     """The weights of the fast model; on several ranks those that this rank updates."""
-    owners: tuple[object, ...] = (step.way, step.optimizer)
-    for owner in owners:
-        if isinstance(owner, OwnsWeights):
-            return owner.named_weights
-    names: dict[Tensor, str] = {
-        parameter: name for name, parameter in step.model.named_parameters()
-    }
-    weights = step.model.weights if isinstance(step.model, FastLM) else ()
-    return [(names[weight.master], weight) for weight in weights]
+    if isinstance(step.optimizer, MasterAdamW):
+        return step.optimizer.weights
+    return step.model.weights if isinstance(step.model, FastLM) else ()
 
 
 def _address(tensor: Tensor) -> int:
