@@ -5,7 +5,6 @@ draws them on a page.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Final
 
 from ..analysis.kernels.classes import KernelClass
@@ -72,12 +71,6 @@ class Chart:
     """Columns of the legend below the panels."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Parts of bars in the order of the legend."""
-
-    @property
-    def visible_styles(self) -> dict[str, Style]:
-        """Styles of the parts that can be seen in some bar."""
-        bars = chain.from_iterable(panel.bars for panel in self.panels)
-        return visible(bars, self.styles)
 
 
 def visible(bars: Iterable[Bar], styles: Mapping[str, Style]) -> dict[str, Style]:

@@ -1,10 +1,9 @@
 """All columns of tables but those that one table alone has, by key."""
 
 from dataclasses import replace
-from typing import Unpack
+from typing import Any
 
 from .column import (
-    Changes,
     Column,
     Row,
     four_decimals,
@@ -16,19 +15,8 @@ from .column import (
     two_digits,
 )
 from .profile_columns import OF_PROFILES
-from .quantities import StepResult
-from .words import (
-    DOUBT,
-    MIN_DIGITS,
-    amount,
-    count,
-    in_percent,
-    interval_digits,
-    interval_text,
-    rounded,
-    scientific,
-    significant,
-)
+from .quantities import Gain, StepResult
+from .words import amount, count, in_percent, interval_text, rounded, scientific
 
 __all__ = ["COLUMNS", "Column", "Row", "column", "columns_of", "short", "three_digits"]
 
@@ -36,7 +24,7 @@ WIDEST_RATIO = 1000
 """An interval of a ratio that reaches beyond this factor says nothing."""
 
 
-def column(key: str, **changes: Unpack[Changes]) -> Column:
+def column(key: str, **changes: Any) -> Column:  # noqa: ANN401 (fields of Column)
     """The column of this key in COLUMNS, with `changes` for a single table.
 
     If the value is derived from times, the row has its deviation and its doubt under `KEY_std` and
@@ -55,11 +43,8 @@ def columns_of(*parts: str | Column) -> list[Column]:
 
 def _ratio(row: Row) -> str:
     """A ratio to the digits of its interval, which would else seem to leave it out."""
-    if row["ratio"] is None:
-        return ""
-    low, high = row["ratio_low"], row["ratio_high"]
-    digits = MIN_DIGITS if low is None else interval_digits(low, high)
-    return f"{significant(row['ratio'], digits)}{f' {DOUBT}' if row['ratio_is_doubted'] else ''}"
+    interval = {"low": row["ratio_low"], "high": row["ratio_high"]}
+    return Gain(row["ratio"], is_doubted=row["ratio_is_doubted"], **interval).text()
 
 
 def _ratio_interval(row: Row) -> str:

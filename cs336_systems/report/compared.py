@@ -20,17 +20,9 @@ from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
 from .configurations import step_results
 from .formats import texts_of, write_files
-from .identity import (
-    ALWAYS,
-    SHAPE,
-    heading,
-    identity_columns,
-    rows_without,
-    shared_settings,
-    without_unused,
-)
+from .identity import ALWAYS, SHAPE, heading, identity_columns, without_unused
 from .quantities import StepResult
-from .section import Section, known, make_table
+from .section import Section, known, make_table, settings
 from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant, status_text
 
 COMPARISON_FILE = "comparison.json"
@@ -179,8 +171,7 @@ def _section(
         *known(columns_of(*rates, *SWEEPS), rows),
     ]
     notes = [*findings]
-    shared = shared_settings([(row.subject, row["device_name"]) for row in chain(*results)])
-    if shared:
+    if shared := settings(chain(*results)):
         notes.append(f"{shared}.")
     table = make_table(
         "A against B",
@@ -223,8 +214,7 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
 
 def _settings(row: StepResult) -> Row:
     """What tells the row from others of its sweep."""
-    (settings,) = rows_without([row["identity"]], ("repeat",))
-    return settings
+    return {name: value for name, value in row.identity.items() if name not in ("repeat", "digest")}
 
 
 def _times(side: Sequence[RunRecord], sides: int) -> dict[Subject, compare.StepBlocks]:

@@ -1,6 +1,6 @@
 """The records of finished runs by configuration, in the order of tables."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..costs.time import prepare_forecasts
 from ..record import RunRecord
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings
 from ..subject import Subject
-from .identity import identities, settings_of, shared_settings
+from .identity import identities, settings_of
 from .quantities import StepResult
 
 _SORTED_BY = (
@@ -94,11 +94,6 @@ def _warmup_counts(results: Sequence[StepResult]) -> list[set[int]]:
     for rest, result in zip(others, results, strict=True):
         counts.setdefault(rest, set()).add(result.warmup_steps)
     return [counts[rest] for rest in others]
-
-
-def describe(results: Iterable[StepResult], also: Collection[str] = ()) -> str:
-    """The settings that all results share; see `shared_settings`."""
-    return shared_settings([(result.subject, result.device_name) for result in results], also)
 
 
 def apart_from(subject: Subject, *names: str) -> tuple[object, ...]:

@@ -19,11 +19,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ..text import inert_line, shorten
-from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink
+from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink, visible
 from .words import significant
 
-Handles = dict[str, Any]
-"""Handles of the legend's entries, by their words."""
 LONGEST_LABEL = 34
 """Most characters in a line of a horizontal bar's label."""
 WIDTH = 6.5
@@ -57,12 +55,14 @@ def _figure(picture: Picture) -> Figure:
 
 def figure_of(chart: Chart) -> Figure:
     """The chart as a figure of matplotlib."""
-    bars = chain.from_iterable(panel.bars for panel in chart.panels)
+    bars = [bar for panel in chart.panels for bar in panel.bars]
     names = [wrapped(bar.name) for bar in bars]
-    handles: Handles = {
-        inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()
-    }
-    handles |= {inert(panel.mark): Line2D([], [], **MARK) for panel in chart.panels if panel.mark}
+    handles: list[Patch | Line2D] = [
+        Patch(label=inert(name), **_look(style))
+        for name, style in visible(bars, chart.styles).items()
+    ]
+    marks = dict.fromkeys(panel.mark for panel in chart.panels if panel.mark)
+    handles += [Line2D([], [], label=inert(mark), **MARK) for mark in marks]
     most_lines = max((1 + name.count("\n") for name in names), default=1)
     legend_rows = math.ceil(len(handles) / chart.legend)
     height = 0.4 * len(chart.panels) + max(0.36, 0.16 * most_lines) * len(names)
@@ -198,23 +198,14 @@ def style(axes: Axes, values: Literal["x", "y"] = "y") -> None:
     axes.tick_params(labelsize=9)
 
 
-def legend_below(
-    figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int
-) -> None:
-    """A legend below the picture that reads row by row; matplotlib fills one column by column.
-
-    The handles have labels of their own, or stand under them.
-    """
-    if isinstance(handles, Mapping):
-        named = handles
-    else:
-        named = {str(handle.get_label()): handle for handle in handles}
-    missing = -len(named) % num_columns if len(named) > num_columns else 0
-    whole = [*named.items(), *[("", Patch(alpha=0.0))] * missing]
+def legend_below(figure: Figure, handles: Sequence[Patch | Line2D], num_columns: int) -> None:
+    """A legend below the picture that reads row by row; matplotlib fills one column by column."""
+    missing = -len(handles) % num_columns if len(handles) > num_columns else 0
+    whole = [*handles, *[Patch(alpha=0.0, label="")] * missing]
     by_column = list(chain.from_iterable(whole[n::num_columns] for n in range(num_columns)))
     figure.legend(
-        [handle for _, handle in by_column],
-        [label for label, _ in by_column],
+        by_column,
+        [str(handle.get_label()) for handle in by_column],
         loc="outside lower center",
         ncols=num_columns,
         frameon=False,

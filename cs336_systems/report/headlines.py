@@ -5,19 +5,17 @@ A headline takes two lines at most: it names the extremes, and a row that stands
 below names others.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..analysis.kernels.step_profile import Work
 from ..config import CompileMode, Mode
-from ..record import Status, WarningCode
+from ..record import WarningCode
 from ..studies.operators import Version
-from ..text import counted
 from .columns import column, three_digits
 from .compared import Compared
-from .identity import names_of
 from .quantities import StepResult
-from .section import Section, labels
+from .section import Section, distinct_labels, labels
 from .sections.kernels.entry import Explained
 from .sections.kernels.findings import Limit, limit_of
 from .sections.kernels.findings import findings as kernel_findings
@@ -27,88 +25,17 @@ from .sections.memory.entry import MemoryEntry
 from .sections.memory.findings import findings as memory_findings
 from .sections.memory.words import size
 from .sections.steps import PHASES
-from .words import DOUBT, GIB, between, milliseconds, percent_of, status_text
+from .words import DOUBT, GIB, NamedRows, milliseconds, percent_of
 
 Headline: TypeAlias = tuple[str, str]
 """The answer in a sentence, and more that it needs."""
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
 LIMITED = f"Limited by {Limit.LAUNCHES}"
-
-
-class NamedRows:
-    """Rows of results, each with a name if these are short, and what a sentence says of all of
-    them.
-    """
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
-        self.rows, self.names = rows, names
-
-    def range(
-        self,
-        key: str,
-        text: Callable[[float], str],
-        chosen: Sequence[int] | None = None,
-        doubt: str = "",
-    ) -> str:
-        """The least and the largest value under the key in the chosen rows, or in all; empty if
-        none has one.
-
-        A value is marked where its row says under the key `doubt` that it is in doubt.
-        """
-        indices = range(len(self.rows)) if chosen is None else chosen
-        known = [index for index in indices if self.rows[index][key] is not None]
-        if not known:
-            return ""
-        known.sort(key=lambda index: self.rows[index][key])
-        low, high = (self._marked(known[end], key, text, doubt) for end in (0, -1))
-        if len(self.rows) == 1 or (low == high and len(known) > 1):
-            return low
-        least = f"{low} ({self.names[known[0]]})"
-        return least if len(known) == 1 else f"{least} to {high} ({self.names[known[-1]]})"
-
-    def _marked(self, index: int, key: str, text: Callable[[float], str], doubt: str) -> str:
-        row = self.rows[index]
-        words = text(float(row[key]))
-        return f"{words} {DOUBT}" if row.get(doubt) else words
-
-    def count(self, what: str, chosen: Sequence[int]) -> str:
-        """In how many of the rows this is so, and in which, if in one: `out of memory in 1 of 3
-        (xl ctx 512)`.
-        """
-        if len(self.rows) == 1:
-            return what
-        name = f" ({self.names[chosen[0]]})" if self.names and len(chosen) == 1 else ""
-        return f"{what} in {len(chosen)} of {len(self.rows)}{name}"
-
-    def counts(self, key: str) -> Iterator[str]:
-        """Each value under the key but `ok`, in words, and in how many rows it is."""
-        indices: dict[Any, list[int]] = {}
-        for index, row in enumerate(self.rows):
-            indices.setdefault(row[key], []).append(index)
-        indices.pop(Status.OK, None)
-        for value, chosen in indices.items():
-            what = str(value)
-            if key == "status":
-                what = "not run" if value is None else status_text(value)
-            yield self.count(what, chosen)
-
-    def failures(self) -> str:
-        """How the rows that did not end well ended, after semicolons."""
-        return "".join(f"; {told}" for told in self.counts("status"))
-
-    def part(self, key: str) -> str:
-        """In how many of the rows something is known: `in 2 of 3 configurations`."""
-        whole = counted(len(self.rows), "configuration")
-        number = sum(row[key] is not None for row in self.rows)
-        return f"in {whole}" if number == len(self.rows) else f"in {number} of {whole}"
-
-
-def _named(results: Sequence[StepResult]) -> NamedRows:
-    return NamedRows(results, names_of([result.identity for result in results]))
 
 
 def of_steps(results: Sequence[StepResult]) -> Headline:
     """How long a step takes, how many steps launches limit, and how the other runs failed."""
-    told = _named(results)
+    told = NamedRows(results, distinct_labels(results))
     times = told.range("step_mean_ms", milliseconds)
     text = "No step has a time"
     if times and len(results) == 1:
@@ -138,27 +65,26 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
     steps, more = of_steps(results)
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
         return steps, more  # on a CPU nothing else can be the limit
-    limits = [
-        {"limit": limit_of(entry) or "not known", "busy_share": entry.span().busy_share}
-        for entry in entries
-    ]
-    told = NamedRows(limits, labels(entries))
+    spans = [entry.span() for entry in entries]
+    busy_shares = [{"busy_share": span.busy_share} for span in spans]
+    told = NamedRows(busy_shares, distinct_labels(entries))
+    limits = told.counts(limit_of(entry) or "not known" for entry in entries)
     what = f"{len(entries)} profiled steps"
     if len(entries) == 1:
-        what = f"the profiled step of {told.names[0]}"
-    num_profiled = sum(not entry.span().by_clock for entry in entries)
+        what = f"the profiled step of {labels(entries)[0]}"
+    num_profiled = sum(not span.by_clock for span in spans)
     under = ", under the profiler" if num_profiled else ""
     if 0 < num_profiled < len(entries):
         under += f" in {num_profiled} of them"
-    ends = _named(results).failures() if len(results) > 1 else ""
+    ends = NamedRows(results, distinct_labels(results)).failures() if len(results) > 1 else ""
     busy = f"The GPU is busy {told.range('busy_share', percent_of)} of the step{under}."
-    text = f"What limits {what}: {', '.join(told.counts('limit'))}{ends}."
+    text = f"What limits {what}: {', '.join(limits)}{ends}."
     return text, f"{busy} {steps.removesuffix(f'{ends}.')}. {more}".strip()
 
 
 def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> Headline:
     """How much memory the runs need, and which ran out of it."""
-    told = _named(results)
+    told = NamedRows(results, distinct_labels(results))
     peaks = told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB)))
     ends = told.failures()
     is_first_step = bool(entries) and all(
@@ -176,9 +102,9 @@ def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> 
         text = f"Memory peaks at {peaks} {told.part('peak_allocated_gib')}"
     more = ""
     if is_first_step:
-        recorded = [float(entry.profile.peak.allocated_bytes) for entry in entries]
-        of_first_steps = dict(zip(labels(entries), recorded, strict=True))
-        at_first = between(of_first_steps, lambda value: size(round(value)))
+        first_steps = [{"bytes": entry.profile.peak.allocated_bytes} for entry in entries]
+        told_first = NamedRows(first_steps, distinct_labels(entries))
+        at_first = told_first.range("bytes", size)
         more = (
             f"The first step peaks at {at_first}: later ones hold the optimizer's state from "
             "their beginning."
@@ -214,28 +140,26 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
     """
     rows = sections[0].rows
     ends = NamedRows([row for section in sections[1:] for row in section.rows]).failures()
-    names: list[str] = []
-    rates: dict[str, list[int]] = {}
-    launches: list[int] = []
-    for index, row in enumerate(rows):
-        ceiling = str(row["ceiling"])
-        if not str(row["unit"]).endswith("/s"):
-            names.append(ceiling)
-            launches.append(index)
+    reached: dict[str, tuple[list[Mapping[str, Any]], list[str]]] = {}
+    times = []
+    for row in rows:
+        ceiling, unit = row["ceiling"], row["unit"]
+        if not unit.endswith("/s"):
+            times.append(_measured([row], [ceiling]))
             continue
         name, _, kind = ceiling.replace("(", "").replace(")", "").rpartition(" ")
+        of_kind, names = reached.setdefault(kind, ([], []))
+        of_kind.append(row)
         names.append(name)
-        rates.setdefault(kind, []).append(index)
-    told = NamedRows(rows, names)
+    rates = [f"{kind} {_measured(*named)}" for kind, named in reached.items()]
+    text = f"Reached: {', '.join(rates) or 'nothing that is known'}{ends}."
+    return _with_doubt(text, f"Times: {', '.join(times)}." if times else "")
 
-    def measured(chosen: Sequence[int]) -> str:
-        write = f"{{:,.4g}} {rows[chosen[0]]['unit']}".format
-        return told.range("measured", write, chosen, "is_doubted")
 
-    reached = ", ".join(f"{kind} {measured(chosen)}" for kind, chosen in rates.items())
-    times = ", ".join(measured([index]) for index in launches)
-    text = f"Reached: {reached or 'nothing that is known'}{ends}."
-    return _with_doubt(text, f"Times: {times}." if times else "")
+def _measured(rows: Rows, names: Sequence[str]) -> str:
+    """The least and the largest of these ceilings, which have one unit."""
+    write = f"{{:,.4g}} {rows[0]['unit']}".format
+    return NamedRows(rows, names).range("measured", write, "is_doubted")
 
 
 def of_attention(sections: Sequence[Section]) -> Headline:
@@ -243,38 +167,46 @@ def of_attention(sections: Sequence[Section]) -> Headline:
     other cells ended.
     """
     rows, key = sections[0].rows, "together_mean_ms"
-    told = NamedRows(rows, [str(row["implementation"]) for row in rows])
-    timed: dict[Any, dict[tuple[Any, Any], list[int]]] = {}
-    for index, row in enumerate(rows):
+    timed: dict[str, dict[tuple[int, int], list[Mapping[str, Any]]]] = {}
+    for row in rows:
         if row[key] is not None:
             shapes = timed.setdefault(row["precision"], {})
-            shapes.setdefault((row["context_length"], row["d_head"]), []).append(index)
+            shapes.setdefault((row["context_length"], row["d_head"]), []).append(row)
     ranges, largest_shapes = [], []
     for precision, shapes in timed.items():
         context, d_head = largest = max(shapes)
-        times = told.range(key, milliseconds, shapes[largest], "together_is_doubted")
+        times = _implementations(shapes[largest]).range(key, milliseconds, "together_is_doubted")
         ranges.append(f"{times} in {precision}")
         largest_shapes.append(f"context {context}, d_head {d_head} in {precision}")
     known = ", ".join(ranges) or "no known time"
     more = ""
     if largest_shapes:
         more = f"The largest shape that was timed: {'; '.join(largest_shapes)}."
-    text = f"Forward and backward take at the largest shape {known}{told.failures()}."
-    return _with_doubt(text, more)
+    ends = _implementations(rows).failures()
+    return _with_doubt(f"Forward and backward take at the largest shape {known}{ends}.", more)
+
+
+def _implementations(rows: Rows) -> NamedRows:
+    """Cells of the study of attention, named by their implementations."""
+    return NamedRows(rows, [row["implementation"] for row in rows])
 
 
 def of_fusion(sections: Sequence[Section]) -> Headline:
     """The least and the largest gain of fused operations, and how the other cells ended."""
     rows = sections[0].rows
-    told = NamedRows(
-        rows, [f"{row['op']} {row['version']} {row['phase']} {row['precision']}" for row in rows]
-    )
-    fused = [index for index, row in enumerate(rows) if row["version"] is not Version.EAGER]
-    gains = told.range("speed_up", three_digits, fused, "speed_up_is_doubted")
-    known = gains or "an unknown number of"
+    gains = _operations([row for row in rows if row["version"] is not Version.EAGER])
+    known = gains.range("speed_up", three_digits, "speed_up_is_doubted")
+    ends = _operations(rows).failures()
     return _with_doubt(
-        f"Fused operations are {known} times as fast as written out{told.failures()}."
+        f"Fused operations are {known or 'an unknown number of'} times as fast as written out"
+        f"{ends}."
     )
+
+
+def _operations(rows: Rows) -> NamedRows:
+    """Cells of the study of fusion with their names."""
+    keys = ("op", "version", "phase", "precision")
+    return NamedRows(rows, [" ".join(str(row[key]) for key in keys) for row in rows])
 
 
 def of_precision(sections: Sequence[Section]) -> Headline:

@@ -294,49 +294,21 @@ def _is_numeric(rows: Sequence[Identity], name: str) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def rows_without(rows: Sequence[Identity], names: Collection[str]) -> list[Identity]:
-    """The rows without these columns."""
-    return [
-        {name: value for name, value in row.items() if name not in (*names, "digest")}
-        for row in rows
-    ]
-
-
-def names_of(
-    rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, without: Sequence[str] = ()
-) -> list[str]:
+def names_of(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
     """A name for each row, of its distinguishing settings: `small ctx 128 bf16`. Different rows
     have different names.
-
-    Rows that differ only in the settings `without` have the same name.
     """
-    kept = rows_without(rows, without) if without else rows
-    shown = distinguishing(kept, [name for name in always if name not in without])
+    shown = distinguishing(rows, always)
     names = []
-    for row in kept:
+    for row in rows:
         words = [_word(name, row[name]) for name in shown]
         names.append(" ".join(word for word in words if word))
-    values = [tuple(row.values()) for row in kept]
+    values = [tuple(row.values()) for row in rows]
     same = Counter(name for name, _ in set(zip(names, values, strict=True)))
     return [
         name if same[name] == 1 else f"{name} {_hashed(repr(list(row)))}"
         for name, row in zip(names, values, strict=True)
     ]
-
-
-def by_name(
-    rows: Sequence[Mapping[str, Any]],
-    value: Callable[[Any], float | None],
-    *,
-    always: Sequence[str] = ALWAYS,
-    without: Sequence[str] = (),
-) -> dict[str, float]:
-    """The value of each row that has one, by the name of the row, which has its identity under
-    `identity`.
-    """
-    names = names_of([row["identity"] for row in rows], always=always, without=without)
-    values = zip(names, map(value, rows), strict=True)
-    return {name: number for name, number in values if number is not None}
 
 
 def _word(name: str, value: object) -> str:

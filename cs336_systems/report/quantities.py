@@ -30,8 +30,8 @@ from .words import (
     DOUBT,
     GIB,
     MIB,
-    STATUS_WORDS,
     TERA,
+    ended,
     interval_digits,
     interval_text,
     mean_and_std,
@@ -501,7 +501,7 @@ class StepResult(Mapping[str, Any]):
     @quantity(numeric=False, in_csv="never")
     def ended(self) -> str:
         """How the runs ended, in words."""
-        return "not run" if self.status is None else STATUS_WORDS[self.status]
+        return ended(self.status)
 
     @quantity("first measured step", "ms", drop_order=2, in_csv="never")
     def first_step_ms(self) -> Value:

@@ -137,7 +137,7 @@ class Section:
     """Name of the files, without an ending."""
     tables: tuple[Table, ...] = ()
     """Empty if the subject is written as CSV only."""
-    rows: Sequence[Mapping[str, object]] = ()
+    rows: Sequence[Mapping[str, Any]] = ()
     """The values by key, in the units of the CSV file; empty if nothing is known of the subject."""
     keys: Sequence[str] = ()
     """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
@@ -152,7 +152,7 @@ class Section:
 
 
 class Entry(Protocol):
-    """An explained profile, with what is known of its run."""
+    """An explained profile, or a row of results, with what is known of its run."""
 
     @property
     def subject(self) -> Subject | None:
@@ -198,14 +198,14 @@ def _runs(entries: Iterable[Entry]) -> list[tuple[Subject, str | None]]:
     return [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
 
 
-def labels(
-    entries: Sequence[Entry],
-    *,
-    always: Sequence[str] = identity.ALWAYS,
-    without: Sequence[str] = (),
-) -> list[str]:
+def labels(entries: Sequence[Entry], always: Sequence[str] = identity.ALWAYS) -> list[str]:
     """A name for each entry, of the settings that distinguish it: `small ctx 128 train bf16`."""
-    return identity.names_of(identities_of(entries), always=always, without=without)
+    return identity.names_of(identities_of(entries), always)
+
+
+def distinct_labels(entries: Sequence[Entry]) -> list[str]:
+    """Names that tell several entries apart; none for a single one."""
+    return labels(entries) if len(entries) > 1 else []
 
 
 def settings(entries: Iterable[Entry], also: Collection[str] = ()) -> str:

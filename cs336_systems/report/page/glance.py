@@ -3,17 +3,15 @@ times show.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
 from ...analysis.warnings import DOUBTFUL, in_doubt
 from ...config import Profiler
 from ...text import counted
 from .. import headlines, words
 from ..charts import Bar
-from ..columns import three_digits
 from ..configurations import step_results
-from ..headlines import Headline, NamedRows
+from ..headlines import Headline
 from ..quantities import StepResult
 from ..results import Results
 from ..section import labels
@@ -24,6 +22,7 @@ from ..sections.memory.entry import MemoryEntry, difference_bytes
 from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
 from ..sections.memory.words import check_words
 from ..sections.steps import BY_PHASE, PARTS, phase_bars
+from ..words import NamedRows
 from .blocks import Bars, Glance, Tile
 from .directory import Directory
 
@@ -51,25 +50,33 @@ def headline_of(directory: Directory, rows: Sequence[StepResult]) -> Headline:
 def glance_at(directory: Directory) -> Glance:
     """The first screen of the directory's page."""
     results = directory.sweep
-    rows: Sequence[StepResult] = () if results is None else times_of(results)
-    answer, more = headline_of(directory, rows)
-    glance = Glance(answer=answer, more=more)
     if results is None:
-        return glance
+        answer, more = headline_of(directory, ())
+        return Glance(answer=answer, more=more)
+    rows = times_of(results)
+    answer, more = headline_of(directory, rows)
     note = "" if results.published else "with the profiler running"
     title = f"{BY_PHASE}, {note}" if note else BY_PHASE
-    glance = replace(
-        glance,
-        bars=[Bars(title=title, bars=phase_bars(rows), styles=PARTS, unit="ms")],
-        tiles=_tiles(rows, note),
-        doubts=[*_failed_profiles(results), *_doubts(rows)],
-        trust=_steady(rows),
+    bars = [Bars(title=title, bars=phase_bars(rows), styles=PARTS, unit="ms")]
+    doubts = [*_failed_profiles(results), *_doubts(rows)]
+    trust = _steady(rows)
+    if directory.compared is None and results.memory:
+        bars = _bars_of_peaks(results.memory)
+        moments = [moment for entry in results.memory for moment in entry.profile.boundaries]
+        trust = check_words(moments) if moments else ""
+        if any(map(difference_bytes, moments)):
+            doubts.append(trust)
+    elif directory.compared is None and results.kernels:
+        bars = _bars_of_work(bars, results.kernels)
+        doubts += _slowdown(results.kernels)
+    return Glance(
+        answer=answer,
+        more=more,
+        bars=bars,
+        tiles=list(_tiles(rows, note)),
+        doubts=doubts,
+        trust=trust,
     )
-    if directory.compared is not None:
-        return glance
-    if results.memory:
-        return _with_memory(glance, results.memory)
-    return _with_profiles(glance, results.kernels) if results.kernels else glance
 
 
 def _failed_profiles(results: Results) -> Iterator[str]:
@@ -95,76 +102,61 @@ def times_of(results: Results) -> Sequence[StepResult]:
     return step_results(of_kernels or results.records, results.ceilings)
 
 
-def _with_profiles(glance: Glance, entries: Sequence[Explained]) -> Glance:
-    """Add what the profiles say: bars by kind of work, and a doubt if the profiler slowed a step
-    much.
-
-    With several profiles, these bars replace those by phase; with one, they stand below them.
-    """
+def _slowdown(entries: Sequence[Explained]) -> Iterator[str]:
+    """That the profiler made some step much longer, if so."""
     # the last row of each profile is that of the whole step
     of_steps = [list(phase_rows(entry))[-1] for entry in entries]
-    slowest = max((row["slowdown"] or 1.0 for row in of_steps), default=1.0)
+    slowest = max(row["slowdown"] or 1.0 for row in of_steps)
     if slowest > 1 + MAX_SLOWDOWN:
-        doubt = (
+        yield (
             f"The profiler made a step up to {words.significant(slowest, 3)} times as long as it "
             "is without."
         )
-        glance = replace(glance, doubts=[*glance.doubts, doubt])
+
+
+def _bars_of_work(by_phase: Sequence[Bars], entries: Sequence[Explained]) -> list[Bars]:
+    """Bars by kind of work: of several profiles in place of those by phase, of one below them."""
     names = labels(entries)
     profiles = [entry.profile for entry in entries]
     chart = configuration_chart(list(zip(names, profiles, strict=True)))
     if chart is not None:
-        return replace(glance, bars=[Bars.of(chart)])
+        return [Bars.of(chart)]
     work = Bars(
         title=f"Kinds of work, and how long the device is idle, in the profiled step of {names[0]}",
         bars=[Bar(name="work", parts=parts_ms(profiles[0]))],
         styles=STYLES,
         unit="ms",
     )
-    return replace(glance, bars=[*glance.bars, work])
+    return [*by_phase, work]
 
 
-def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
-    """Bars of what the peaks consist of, and whether categories agree with the allocator."""
+def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
+    """Bars of what the peaks of memory consist of."""
     bars = [Bars.of(chart) for chart in peak_charts(entries)]
-    if not bars:
-        title, peak = "What the peak consists of", peak_bar("peak", entries[0])
-        bars = [Bars(title=title, bars=[peak], styles=CATEGORIES, unit="GiB")]
-    moments = [moment for entry in entries for moment in entry.profile.boundaries]
-    checked = check_words(moments) if moments else ""
-    doubts = [checked] if any(map(difference_bytes, moments)) else []
-    return replace(glance, bars=bars, doubts=[*glance.doubts, *doubts], trust=checked)
+    if bars:
+        return bars
+    bar = peak_bar("peak", entries[0])
+    return [Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")]
 
 
-def _tiles(rows: Sequence[StepResult], note: str) -> list[Tile]:
+def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
     """Step, throughput, utilisation and memory, as ranges; of one configuration the step with
     its deviation.
     """
-    step = _range(rows, "step_mean_ms", words.milliseconds)
-    peak = _range(rows, "peak_allocated_gib", lambda gib: f"{words.significant(gib, 3)} GiB")
-    spread = f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
-    if len(rows) == 1 and rows[0].step_mean_ms is not None and rows[0].step_std_ms is not None:
-        step = f"{words.mean_and_std(rows[0].step_mean_ms, rows[0].step_std_ms)} ms"
+    spread = note or f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
+    if len(rows) == 1 and not note and rows[0].step_std_ms is not None:
         spread = "mean ± standard deviation"
-    tiles = [
-        Tile("step", step, note or spread),
-        Tile("tokens/s", _range(rows, "tokens_per_s", three_digits), "in a step over its time"),
-        Tile("MFU", _range(rows, "mfu", words.percent_of), "model FLOPs, of the data sheet's peak"),
-        Tile("peak of memory", peak, "allocated at most"),
-    ]
-    return [tile for tile in tiles if tile.value]
-
-
-def _range(rows: Sequence[StepResult], key: str, text: Callable[[float], str]) -> str:
-    """The least and the largest value under the key, the unit once; empty without any."""
-    values = [row[key] for row in rows if row[key] is not None]
-    if not values:
-        return ""
-    low, high = text(min(values)), text(max(values))
-    if low == high:
-        return low
-    number, space, unit = low.partition(" ")
-    return f"{number if high.endswith(f'{space}{unit}') else low} to {high}"
+    for name, column, about in (
+        ("step", StepResult.step_mean_ms, spread),
+        ("tokens/s", StepResult.tokens_per_s, "in a step over its time"),
+        ("MFU", StepResult.mfu, "model FLOPs, of the data sheet's peak"),
+        ("peak of memory", StepResult.peak_allocated_gib, "allocated at most"),
+    ):
+        text = NamedRows(rows).range(column.key, column.written)
+        if len(rows) == 1:
+            text = column.cell(rows[0])
+        if text:
+            yield Tile(name, f"{text} {column.unit}".strip(), about)
 
 
 def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
