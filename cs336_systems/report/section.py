@@ -42,13 +42,6 @@ class Table:
     values: tuple[Mapping[str, Any], ...] = ()
     """The values that the rows were made from, by key: unrounded, in the units of CSV files."""
 
-    def __post_init__(self) -> None:
-        for index, row in enumerate(self.rows):
-            if len(row) != len(self.headings):
-                raise ValueError(
-                    f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}"
-                )
-
 
 FINDING = (
     Column("no.", key="number", write=str),
@@ -70,17 +63,6 @@ def findings_table(findings: Sequence[str], none: str = "") -> Table:
 def with_note(table: Table, note: str) -> Table:
     """The table with one more note, before the others."""
     return replace(table, notes=(note, *table.notes))
-
-
-def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
-    """The table with only the rows that have one of these values under the key, and the columns
-    that these fill.
-    """
-    kept = [row for row in table.values if row[key] in wanted]
-    failed = {id(table.values[index]) for index in table.failed}
-    return make_table(
-        table.title, known(table.headings, kept), kept, table.notes, lambda row: id(row) in failed
-    )
 
 
 def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:

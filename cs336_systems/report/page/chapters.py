@@ -60,17 +60,19 @@ def list_of(
     """The list of all pages below `root`, by their directories relative to it and with their
     subjects.
     """
-    shelves: dict[str, list[Entry]] = {}
+    chapters = []
     for subject, title in SUBJECTS.items():
+        entries = []
         for path, (subject_of_page, page) in pages.items():
             if subject_of_page == subject:
                 link = f"{quote(os.fsencode(path.as_posix()))}/{PAGE_FILE}"
-                shelves.setdefault(title, []).append(Entry(link=link, name=str(path), page=page))
-    chapters = []
+                entries.append(Entry(link=link, name=str(path), page=page))
+        if entries:
+            chapters.append(Chapter(id=f"all-{subject}", title=title, blocks=entries))
     if unreadable:
         reasons = Prose(paragraphs=[f"{path}: {why}" for path, why in unreadable.items()])
         chapters.append(Chapter(id="unreadable", title="What cannot be read", blocks=[reasons]))
-    return Page(title=f"All results in {root.resolve().name}", chapters=chapters, shelves=shelves)
+    return Page(title=f"All results in {root.resolve().name}", chapters=chapters)
 
 
 def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
@@ -113,8 +115,8 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
     chapters: dict[str, Sequence[Section]] = {}
     if directory.compared is not None:
         chapters["B against A"] = [directory.compared.section]
-    if directory.climbed is not None:
-        chapters["Rungs"] = [ladder_section(directory.climbed.rows)]
+    if directory.rungs:
+        chapters["Rungs"] = [ladder_section(directory.rungs)]
     if directory.study is not None:
         chapters["Tables and pictures"] = directory.study.sections
     results = directory.results
@@ -122,7 +124,7 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
         return chapters
     for title in (KERNELS, MEMORY, STEPS):
         # a ladder's times and memory are those of its table of rungs
-        if title in results.sections and (title == KERNELS or directory.climbed is None):
+        if title in results.sections and (title == KERNELS or not directory.rungs):
             chapters[title] = results.sections[title]
     if len(results.kernels) == 1:
         chapters[KERNELS] = [*chapters[KERNELS], modules_section(results.kernels[0].profile)]
