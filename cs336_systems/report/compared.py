@@ -64,8 +64,6 @@ class Compared:
     """The verdict on each configuration of two sides, and the table that shows it."""
 
     sides: Sides
-    records: Sequence[Sequence[RunRecord]]
-    """Records of A, then records of B, without runs under a profiler."""
     section: Section
     left_out: Sequence[str] = ()
     """Sentences on runs that are not compared."""
@@ -121,7 +119,7 @@ def compare_sides(
         *_ratio_notes(rows, are_alternate),
     ]
     section = _section(rows, results, matching.differing, findings)
-    return Compared(sides=sides, records=plain, section=section, left_out=left_out)
+    return Compared(sides=sides, section=section, left_out=left_out)
 
 
 def load_compared(directory: Path, records: Sequence[RunRecord]) -> Compared:
