@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
 
-from .words import DOUBT, mean_and_std, significant
+from .words import DOUBT, count, mean_and_std, rounded, significant
 
 T = TypeVar("T")
 
@@ -33,13 +33,13 @@ class Column:
     unit: str = ""
     about: str = ""
     """What the values are, in a sentence."""
-    _: KW_ONLY
-    numeric: bool = True
-    """Numbers are aligned to the right, texts to the left."""
     drop_order: int = 0
     """If above 0, a terminal that is too narrow for the table leaves the column out, the highest
     number first.
     """
+    _: KW_ONLY
+    numeric: bool = True
+    """Numbers are aligned to the right, texts to the left."""
     text: Callable[[Any], str] | None = None
     """Writes the cell from the whole row, for a cell that shows more than the value under `key`."""
     key: str = ""
@@ -148,3 +148,13 @@ def text_column(
 ) -> Column:
     """A column of texts."""
     return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
+
+
+def rounded_ms(name: str, about: str, drop_order: int = 0, doubt: str = "") -> Column:
+    """A column of times in milliseconds, to four digits."""
+    return Column(name, "ms", about, drop_order, write=rounded, doubt=doubt)
+
+
+def count_column(name: str, about: str, drop_order: int = 0) -> Column:
+    """A column of counts, or of means of counts."""
+    return Column(name, "", about, drop_order, write=count)
