@@ -74,7 +74,7 @@ class Column:
             return self.text(row)
         value, std = row[self.key], row[self.std] if self.std else None
         if value is None:
-            return str(row[self.instead]) if self.instead else ""
+            return str(row[self.instead] or "") if self.instead else ""
         is_doubted = bool(self.doubt and row.get(self.doubt))
         if std is not None and value and (is_doubted or not self.derived):
             text = mean_and_std(value * self.scale, std * self.scale)

@@ -62,6 +62,7 @@ def _flops(name: str, about: str, drop_order: int) -> Column:
 
 
 _OF_STEPS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries() if entry.name}
+# in each: heading, unit, explanation, and the order in which narrow terminals drop columns
 COLUMNS = (
     _OF_STEPS
     | OF_PROFILES

@@ -5,7 +5,7 @@ What was measured alternately is kept with COMPARISON_FILE, from which the table
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,6 @@ from ..analysis.statistics import FEWEST
 from ..analysis.warnings import in_doubt
 from ..files import read_json
 from ..record import RUNS, RecordError, RunRecord, load_records, read_record
-from ..subject import Subject
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
 from .configurations import step_results
@@ -23,7 +22,7 @@ from .formats import texts_of, write_files
 from .identity import ALWAYS, SHAPE, heading, identity_columns, without_unused
 from .quantities import StepResult
 from .section import Section, known, make_table, settings
-from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant, status_text
+from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
@@ -110,8 +109,7 @@ def compare_sides(
     ]
     pairs += [(a[i], None) for i in matching.only_a]
     pairs += [(None, b[j]) for j in matching.only_b]
-    times = [_times(side, sides=2 if are_alternate else 1) for side in plain]
-    rows = [_row(*pair, times, matching.differing, are_alternate) for pair in pairs]
+    rows = [_row(*pair, matching.differing, are_alternate) for pair in pairs]
     when = "their runs alternate (A B B A)" if are_alternate else _when(plain)
     findings = [
         *_counted(rows),
@@ -215,20 +213,8 @@ def _settings(row: StepResult) -> Row:
     return {name: value for name, value in row.identity.items() if name not in ("repeat", "digest")}
 
 
-def _times(side: Sequence[RunRecord], sides: int) -> dict[Subject, compare.StepBlocks]:
-    """The times per token of each process that ended well, by configuration."""
-    repeats: dict[Subject, list[RunRecord]] = {}
-    for record in side:
-        repeats.setdefault(record.subject.configuration, []).append(record)
-    return {config: compare.measured_steps(same, sides) for config, same in repeats.items()}
-
-
 def _row(
-    a: StepResult | None,
-    b: StepResult | None,
-    times: Sequence[Mapping[Subject, compare.StepBlocks]],
-    differing: Sequence[str],
-    are_alternate: bool,
+    a: StepResult | None, b: StepResult | None, differing: Sequence[str], are_alternate: bool
 ) -> Row:
     """What is known of one configuration, which may be missing on one side."""
     whole = a or b
@@ -239,16 +225,15 @@ def _row(
     for side, result in (("a", a), ("b", b)):
         for name in differing:
             row[f"{name}_{side}"] = result and result["identity"][name]
-        for name in (*OF_A_SIDE, "tokens_per_s"):
+        for name in (*OF_A_SIDE, "tokens_per_s", "ended"):
             row[f"{side}_{name}"] = result and result[name]
-        row[f"{side}_ended"] = status_text(result["status"]) if result else ""
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
-    times_a, times_b = times
-    measured = times_a.get(a.subject, {}), times_b.get(b.subject, {})
-    if not all(measured):
+    sides = 2 if are_alternate else 1
+    times = [compare.measured_steps(side.records, sides) for side in (a, b)]
+    if not all(times):
         return row | {"verdict": NOT_COMPARED}
-    compared = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
+    compared = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*times)
     if a.subject.tokens_per_step != b.subject.tokens_per_step:
         row["per"] = " per token"
     return row | {

@@ -3,6 +3,7 @@
 from .column import Column, count_column, rounded_ms, text_column, three_digits
 from .words import change, in_percent, label
 
+# in each: heading, unit, explanation, and the order in which narrow terminals drop columns
 OF_PROFILES: dict[str, Column] = {
     # kernels, per step
     "kernels_per_step": count_column("kernels", "Kernels that were launched.", 4),

@@ -284,8 +284,8 @@ def _factory(record: RunRecord) -> str | None:
 
 def _of_the_user(failure: Failure | None) -> str:
     """The traceback reduced to the user's files; empty if it has none."""
-    traceback = failure.traceback if failure is not None else None
-    if traceback is None or not any(_is_users(frame) for frame in _FRAME.finditer(traceback)):
+    traceback = failure and failure.traceback
+    if not traceback or not any(map(_is_users, _FRAME.finditer(traceback))):
         return ""
     return _FRAME.sub(lambda frame: frame[0] if _is_users(frame) else "", traceback)
 

@@ -23,7 +23,6 @@ class Prose:
     """Sentences."""
 
     paragraphs: Sequence[str]
-    kind: str = "prose"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,6 @@ class TableBlock:
 
     id: str
     table: Table
-    kind: str = "table"
 
     @property
     def notes(self) -> list[str]:
@@ -80,7 +78,6 @@ class PictureBlock:
 
     id: str
     svg: str
-    kind: str = "picture"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +88,6 @@ class Bars:
     bars: Sequence[Bar]
     styles: Mapping[str, Style]
     unit: str
-    kind: str = "bars"
 
     @property
     def legend(self) -> list[tuple[str, Style, str]]:
@@ -139,7 +135,6 @@ class Facts:
     """Pairs of a name and a text."""
 
     rows: Sequence[tuple[str, str]]
-    kind: str = "facts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +143,6 @@ class Closed:
 
     title: str
     text: str
-    kind: str = "closed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +152,6 @@ class Entry:
     link: str
     name: str
     page: "Page"
-    kind: str = "entry"
 
     @property
     def thumbnail(self) -> Bars | PictureBlock | None:

@@ -87,7 +87,7 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
     if directory.compared is not None:
         findings += directory.compared.left_out
     if results is not None and results.lost:
-        findings.append(f"{results.lost[0].upper()}{results.lost[1:]}.")
+        findings.append(f"{results.lost.capitalize()}.")
     if findings:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=findings)])
     counts = Counter(note for table in tables for note in table.notes)
