@@ -1,6 +1,5 @@
 """A picture as a PNG, and as an SVG of the page."""
 
-import hashlib
 import io
 import math
 import re
@@ -224,8 +223,8 @@ def svg_of(picture: Picture, name: str) -> str:
     """The picture as an element of a page, in which words are texts; greys turn around on a dark
     page. `name` is its identifier there.
 
-    Its identifiers differ from those of pictures of other names. What has more points than
-    MOST_POINTS is an image.
+    Its identifiers are hashed with the name, so that they differ from those of other pictures. What
+    has more points than MOST_POINTS is an image.
     """
     figure = _figure(picture)
     for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
@@ -234,7 +233,7 @@ def svg_of(picture: Picture, name: str) -> str:
         num_points = sum(len(path.vertices) for path in paths)
         artist.set_rasterized(num_points > MOST_POINTS)
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         unnamed = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=unnamed, transparent=True, dpi=DPI)
     text = buffer.getvalue().decode().partition("<svg")[2]
@@ -242,14 +241,6 @@ def svg_of(picture: Picture, name: str) -> str:
     text = re.sub(_OF_FILES, "", text)
     # two decimals of a point are finer than a pixel
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
-    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
-    identifiers = dict.fromkeys(re.findall(r' id="(.*?)"', text))
-    renamed = {old: f"p{digest}-{number}" for number, old in enumerate(identifiers)}
-    text = re.sub(
-        r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+',
-        lambda old: renamed.get(old[0], old[0]),
-        text,
-    )
     return "<svg" + re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
 
 

@@ -101,17 +101,10 @@ class Results:
 
     @cached_property
     def sections(self) -> Mapping[str, Sequence[Section]]:
-        """The sections of each subject that these results have: findings first, then tables and
-        pictures.
+        """The sections of each subject that these results have, where time and memory go before
+        the times: findings first, then tables and pictures.
         """
         sections: dict[str, Sequence[Section]] = {}
-        steps = [self.steps] if self.published else []
-        steps += added_sections(Results, self)
-        if sentences := list(added_findings(self)):
-            table = findings_table(sentences)
-            steps.append(Section(name="plugin_findings", tables=(table,), rows=table.values))
-        if steps:
-            sections[STEPS] = steps
         if self.kernels:
             findings = findings_section("kernel_findings", self.kernels, kernel_findings)
             sections[KERNELS] = [findings, *kernel_sections(self.kernels)]
@@ -120,6 +113,13 @@ class Results:
                 "memory_findings", self.memory, lambda entry: memory_findings(entry.profile)
             )
             sections[MEMORY] = [findings, *memory_sections(self.memory)]
+        steps = [self.steps] if self.published else []
+        steps += added_sections(Results, self)
+        if sentences := list(added_findings(self)):
+            table = findings_table(sentences)
+            steps.append(Section(name="plugin_findings", tables=(table,), rows=table.values))
+        if steps:
+            sections[STEPS] = steps
         return sections
 
     def tables(self) -> list[Table]:

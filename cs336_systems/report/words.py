@@ -90,8 +90,7 @@ def significant(value: float, digits: int = 4) -> str:
     """
     if not math.isfinite(value):
         return str(value)
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+    return f"{value:,.{max(0, digits - 1 - _exponent(value, digits))}f}"
 
 
 def rounded(value: float) -> str:
@@ -149,8 +148,9 @@ def interval_digits(low: float, high: float) -> int:
     return min(MAX_DIGITS, max(MIN_DIGITS, wanted))
 
 
-def _exponent(value: float) -> int:
-    return int(f"{value:e}".partition("e")[2])
+def _exponent(value: float, digits: int = 7) -> int:
+    """The power of ten of the value, once it is rounded to this many significant digits."""
+    return int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 
 def percent(part: float, whole: float) -> str:
@@ -185,7 +185,7 @@ def amount(value: float | str) -> str:
         return f"{value:,.0f}"
     if 1e-3 <= value < 1e6:
         return significant(value)
-    exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
+    exponent = _exponent(value, 4) // 3 * 3
     return f"{value / 10.0**exponent:.4g}e{exponent}"
 
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from ..charts import Chart
 from ..draw import svg_of
-from ..results import KERNELS, MEMORY, STEPS
+from ..results import KERNELS, MEMORY
 from ..section import Section
 from ..sections.kernels.files import modules_section
 from ..sections.ladder import ladder_section
@@ -122,10 +122,10 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
     results = directory.results
     if results is None:
         return chapters
-    for title in (KERNELS, MEMORY, STEPS):
+    for title, part in results.sections.items():
         # a ladder's times and memory are those of its table of rungs
-        if title in results.sections and (title == KERNELS or not directory.rungs):
-            chapters[title] = results.sections[title]
+        if title == KERNELS or not directory.rungs:
+            chapters[title] = part
     if len(results.kernels) == 1:
         chapters[KERNELS] = [*chapters[KERNELS], modules_section(results.kernels[0].profile)]
     return chapters
