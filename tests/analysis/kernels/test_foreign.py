@@ -238,7 +238,7 @@ def test_a_step_may_be_a_pattern_and_a_name_is_of_any_case(tmp_path: Path) -> No
     trace = read_trace(write_trace(tmp_path / "t.json", plain_loop().events))
     for names, steps in (("ProfilerStep#*", 4), ("profilerstep#[23]", 2), ("ProfilerStep#3", 1)):
         check_names(trace, PhaseNames(step=names))
-        assert len(attribute(trace, PhaseNames(step=names)).steps) == steps
+        assert len(attribute(trace, PhaseNames(step=names)).plan.steps) == steps
     with pytest.raises(RangeNameError, match=r"names are: ProfilerStep#\*, Optimizer"):
         check_names(trace, PhaseNames(step="ProfilerStep*9"))
 
@@ -259,7 +259,7 @@ def test_ranges_of_unknown_names_are_proposed_as_flags(tmp_path: Path) -> None:
         read_trace(tmp_path / "t.json"),
         PhaseNames(forward="fwd pass", backward="bwd*", step="train*"),
     )
-    assert len(attributed.steps) == 2
+    assert len(attributed.plan.steps) == 2
 
 
 def test_what_is_measured_needs_no_phases(tmp_path: Path) -> None:
