@@ -77,7 +77,7 @@ def rebuild_all(
         )
     problems: dict[Path, str] = {}
     rebuilt: list[Directory] = []
-    pages: dict[Path, tuple[str, Page]] = {}
+    pages: dict[Path, Page] = {}
     is_explained, ceilings_at = True, cache(load_ceilings_or_warn)
     for number, path in enumerate(paths):
         try:
@@ -94,7 +94,7 @@ def rebuild_all(
         else:
             status.end()
             rebuilt.append(directory)
-            pages[path.relative_to(root)] = directory.subject, made
+            pages[path.relative_to(root)] = made
             print_line(f"{path}: written from {_source(path)}")
     if not rebuilt:
         status.end()

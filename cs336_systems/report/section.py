@@ -126,12 +126,6 @@ class Section:
     pictures: "Sequence[Picture]" = ()
     """Pictures in files of their names in plots/, and on the page."""
 
-    @property
-    def values(self) -> list[dict[str, object]]:
-        """The rows of the CSV file."""
-        keys = self.keys or (self.rows[0] if self.rows else ())
-        return [{key: row[key] for key in keys} for row in self.rows]
-
 
 class Entry(Protocol):
     """An explained profile, or a row of results, with what is known of its run."""

@@ -202,5 +202,7 @@ class Page:
     """What a reader sees first, then chapters."""
 
     title: str
+    subject: str = ""
+    """Key of the chapter of the list of all pages in which it stands."""
     chapters: Sequence[Chapter] = ()
     glance: Glance | None = None

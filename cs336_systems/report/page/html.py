@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import importlib.metadata
 import importlib.resources
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -39,8 +40,8 @@ def to_html(page: Page) -> str:
     blocks = [block for chapter in page.chapters for block in chapter.blocks]
     names = [chapter.id for chapter in page.chapters]
     names += [block.id for block in blocks if isinstance(block, TableBlock | PictureBlock)]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ValueError(
                 f"each part of a page needs an identifier of its own, got {name!r} twice"
             )

@@ -123,7 +123,7 @@ def test_each_kind_of_results_has_a_page_with_its_answer_and_its_tables(kind, ta
 
 
 def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_read() -> None:
-    found = {own.path: (own.subject, pages()[kind]) for kind, own in tiny().items()}
+    found = {own.path: pages()[kind] for kind, own in tiny().items()}
     text = to_html(
         list_of(Path("data"), found, {Path("attention/broken"): "attention.json: not a study"})
     )
