@@ -91,7 +91,7 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=findings)])
     counts = Counter(note for table in tables for note in table.notes)
     repeated = [note for note, count in counts.items() if count > 1]
-    headline = f"{glance.answer} {glance.more}"
+    headline = f"{glance.answer} {glance.more}".strip()
     shown = [bar.parts for bars in glance.bars for bar in bars.bars]
     for number, (title, part) in enumerate(sections.items()):
         blocks = [

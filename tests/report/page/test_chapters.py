@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from cs336.commands.measuring import show_results
 from cs336.commands.rebuild import load
@@ -168,6 +169,11 @@ def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
     for each in words:
         (sentence,) = [sentence for sentence in told if all(word in sentence for word in each)]
         assert text.count(re.sub("[<>&'\"].*", "", sentence)) == 1
+
+
+def test_a_finding_that_is_the_headline_of_a_profile_stands_once() -> None:
+    page = pages()["nsys_profiles"]
+    assert to_html(page).count(escape(page.glance.answer)) == 1
 
 
 def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_they_failed() -> None:
