@@ -7,6 +7,7 @@ What was measured alternately is kept with COMPARISON_FILE, from which the table
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -104,12 +105,10 @@ def compare_sides(
     results = [step_results(side) for side in plain]
     matching = _matched(results, allow_mixed=is_mixed)
     a, b = results
-    pairs: list[tuple[StepResult | None, StepResult | None]] = [
-        (a[i], b[j]) for i, j in matching.pairs
-    ]
-    pairs += [(a[i], None) for i in matching.only_a]
-    pairs += [(None, b[j]) for j in matching.only_b]
-    rows = [_row(*pair, matching.differing, are_alternate) for pair in pairs]
+    row_of = partial(_row, differing=matching.differing, are_alternate=are_alternate)
+    rows = [row_of(a[i], b[j]) for i, j in matching.pairs]
+    rows += [row_of(a[i], None) for i in matching.only_a]
+    rows += [row_of(None, b[j]) for j in matching.only_b]
     when = "their runs alternate (A B B A)" if are_alternate else _when(plain)
     findings = [
         *_counted(rows),

@@ -56,13 +56,13 @@ def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) ->
     """Give each result its baseline over these settings: the result on the same device that has
     the first value of the first of them, and equals it in all settings but these.
     """
-    others = [apart_from(result.subject, *settings) for result in results]
     baselines = {
-        (rest, result.device_name): result
-        for rest, result in zip(others, results, strict=True)
+        (apart_from(result.subject, *settings), result.device_name): result
+        for result in results
         if _has_first_value(result.subject, settings[0])
     }
-    for rest, result in zip(others, results, strict=True):
+    for result in results:
+        rest = apart_from(result.subject, *settings)
         # a run that failed before it could name its device is the baseline of runs on any device
         baseline = baselines.get((rest, result.device_name)) or baselines.get((rest, None))
         if baseline is not None and not _has_first_value(result.subject, settings[0]):

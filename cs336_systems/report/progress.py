@@ -5,6 +5,7 @@ It has no thread, which would disturb what is timed on the host. rich is importe
 draws: a step that is timed in this process has nothing beside it that it does not need.
 """
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ class StatusLine(Listener):
         """
         self._names, self._first = names or {}, first
         self._live: Live | None = None
-        self._printed_s: float | None = None
+        self._printed_s = -math.inf
         self._doing = ""
         self._running: dict[str, str] = {}
         self._done = self._total = 0
@@ -95,7 +96,7 @@ class StatusLine(Listener):
         now_s = monotonic()
         if self._live is not None:
             self.tick()
-        elif self._printed_s is None or now_s - self._printed_s >= LEAST_APART_S:
+        elif now_s - self._printed_s >= LEAST_APART_S:
             self._printed_s = now_s
             print_aside(f"[{now_s - _STARTED:5.1f} s] {self._doing}")
 
