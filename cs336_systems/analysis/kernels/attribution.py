@@ -227,6 +227,12 @@ class Selection:
     the last element is False.
     """
 
+    def contains(self, time_ns: Ints) -> Mask:
+        """Whether each time of the host lies in a profiled step; True for all of a whole trace."""
+        if self.is_whole_trace:
+            return np.ones(len(time_ns), dtype=np.bool_)
+        return Nesting(self.steps.start_ns, self.steps.end_ns).at(time_ns) >= 0
+
     def step_of(self, step: Ints) -> Ints:
         """Index into `steps` for kernels or copies with these steps of the attribution; -1 for
         those in no step.

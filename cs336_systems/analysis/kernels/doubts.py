@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..columns import chosen, groups, joined
+from ..columns import Mask, chosen, groups, joined
 from .calls import ApiCallKind, lost_launches
 from .device_time import Completion
 from .idle import SLACK_NS
@@ -14,13 +14,13 @@ doubtful.
 """
 
 
-def doubts(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def doubts(trace: Trace, is_profiled: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Sentences about what cannot be, with how often: those that put all times in doubt, then
-    those that do not.
+    those that do not. `is_profiled` says which of the host's calls lie in a profiled step.
     """
     grave, slight = [], []
     least = MIN_DOUBTFUL * max(len(trace.kernels), 1)
-    counts = {} if trace.is_of_host else _counts(trace)
+    counts = {} if trace.is_of_host else _counts(trace, is_profiled)
     for text, count in counts.items():
         if count >= least:
             grave.append(f"{count} {text}")
@@ -29,7 +29,7 @@ def doubts(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(grave), tuple(slight)
 
 
-def _counts(trace: Trace) -> dict[str, int]:
+def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
     """What cannot be, with the number of kernels, copies or calls of which it is said."""
     kernels, work = trace.kernels, joined(trace.kernels, trace.copies)
     is_early = work.is_launched & (work.start_ns < work.launch_ns - SLACK_NS)
@@ -49,7 +49,7 @@ def _counts(trace: Trace) -> dict[str, int]:
         "calls that wait for the device return before its work ends: some times are too "
         "long": _after_wait(trace, work),
         f"of {num_launches} launches have no kernel in the file: events were lost": (
-            int(lost_launches(trace).sum()) if len(kernels) else 0
+            int((lost_launches(trace) & is_profiled).sum()) if len(kernels) else 0
         ),
     }
 

@@ -62,7 +62,7 @@ def summarise(
     in_step = kernels[kernels["step"] >= 0]
     num_steps = len(selection.steps)
     times = frame_of(windows).assign(busy_ns=busy)
-    grave, slight = doubts(trace)
+    grave, slight = doubts(trace, selection.contains(trace.api_calls.start_ns))
     sentences = (*attribution.notes, *idle.idle_notes(gaps), *selection.notes)
     profile = step_profile.StepProfile(
         source=source,
@@ -92,6 +92,7 @@ def summarise(
         copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
+        graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,

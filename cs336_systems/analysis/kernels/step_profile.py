@@ -391,6 +391,8 @@ class StepProfile:
     """What cannot be in so many events that no verdict is sure."""
     rank: Count | None = None
     """Rank of the process, if the file or its ranges name it."""
+    graph_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of the steps' kernels that CUDA graphs launched."""
     steps_from: str = ""
     """What showed the steps, in words: the name of their ranges, for example."""
     step_labels: tuple[StepLabel, ...] = ()

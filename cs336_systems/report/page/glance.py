@@ -23,8 +23,8 @@ from ..quantities import StepResult
 from ..results import Results
 from ..section import Section, distinct_labels, labels
 from ..sections.kernels.entry import Explained
-from ..sections.kernels.findings import Limit, limit_of
 from ..sections.kernels.findings import findings as kernel_findings
+from ..sections.kernels.limits import Limit, limit_of
 from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import phase_rows
 from ..sections.ladder import RungResult
@@ -237,7 +237,7 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
     results take.
     """
     if len(entries) == 1 and len(results) <= 1 and not any(result.failed for result in results):
-        return _first_sentence(kernel_findings(entries[0]))
+        return _first_sentence([finding.text for finding in kernel_findings(entries[0])])
     steps, more = of_steps(results)
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
         return steps, more  # on a CPU nothing else can be the limit
