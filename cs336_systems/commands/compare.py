@@ -93,8 +93,8 @@ def run(arguments: CompareArguments) -> int:
         if (status := _measure(arguments, configs, directory)) != OK:
             return status
         results = load(directory)
-        assert results.sweep is not None
-        records += by_parity(results.sweep.records)
+        assert results.results is not None
+        records += by_parity(results.results.records)
     # JSON has no lone surrogates
     a, b = (name.strip().encode(errors="backslashreplace").decode() for name in names)
     compared = checked(
