@@ -346,18 +346,6 @@ COLUMNS = (
         "closed_form_mib": Column(
             "naive saves, in closed form", "", "What written-out attention must save for backward."
         ),
-        "together_mean_ms": Column(
-            "forward and backward",
-            "ms",
-            "Time of forward and backward together.",
-            std="together_std_ms",
-        ),
-        "output_error": Column(
-            "output's error", "", "Largest distance of the output from attention in float64."
-        ),
-        "gradient_error": Column(
-            "gradients' error", "", "Largest distance of a gradient from attention's in float64."
-        ),
         # ceilings
         "shape": Column(
             "rows x inner x columns", "", "Sides of the matrices that are multiplied.", write=str

@@ -3,12 +3,10 @@ picture.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from ...analysis.compare import StepBlocks, Verdict, compare_in_turn, measured_steps
 from ...analysis.kernels.step_profile import StepProfile, Work
@@ -19,13 +17,13 @@ from ...studies.ceilings_files import NO_CEILINGS, Ceilings
 from ...subject import Subject
 from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
-from ..column import Column, Quantity, quantity, short, six_digits
+from ..column import Column, quantity, short, six_digits
 from ..columns import column
 from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
 from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
-from ..words import CHANCE, DOUBT, interval_text, ratio, rounded, significant
+from ..words import CHANCE, DOUBT, ratio, rounded, significant
 from .kernels.entry import Explained
 from .steps import warning_notes
 
@@ -70,53 +68,6 @@ def distance_text(percent: float) -> str:
     if 0 < percent < LEAST_DISTANCE:
         return f"<{LEAST_DISTANCE:g}"
     return significant(percent, 2) if percent else "0"
-
-
-_OVER_LAST, _OVER_FIRST = attrgetter("over_last"), attrgetter("over_first")
-
-
-def _speed_up(name: str, about: str, gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
-    """Column of the ratio of a gain."""
-    return Quantity(
-        name,
-        "",
-        about,
-        compute=lambda rung: gain(rung).ratio,
-        text=lambda rung: gain(rung).text(),
-        drop_order=drop,
-    )
-
-
-def _low(gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
-    """Lower end of the interval of a speed-up; its cells show both ends."""
-    return Quantity(
-        "interval",
-        "",
-        "Interval of the speed-up beside it.",
-        compute=lambda rung: gain(rung).low,
-        text=lambda rung: interval_text(gain(rung).low, gain(rung).high),
-        numeric=False,
-        drop_order=drop,
-    )
-
-
-def _high(gain: Callable[[Any], Gain]) -> Quantity[Value]:
-    """Upper end of the interval of a speed-up, in CSV files only."""
-    return Quantity("", "", "Upper end of the interval.", compute=lambda rung: gain(rung).high)
-
-
-def _most(
-    name: str, about: str, count: Callable[[Compilation], int], drop: int
-) -> Quantity[int | None]:
-    """The largest count of the compilations of a rung's processes."""
-    return Quantity(
-        name,
-        "",
-        about,
-        compute=lambda rung: max(map(count, rung.compilations), default=None),
-        drop_order=drop,
-        write=str,
-    )
 
 
 class RungResult(StepResult):
@@ -212,16 +163,36 @@ class RungResult(StepResult):
         """The rung that this one is compared with."""
         return self.before.rung if self.before is not None else ""
 
-    speed_up_over_last = _speed_up(
-        "over last", "How many times faster than the last rung that counts.", _OVER_LAST, 2
-    )
-    speed_up_over_last_ci95_low = _low(_OVER_LAST, 8)
-    speed_up_over_last_ci95_high = _high(_OVER_LAST)
-    speed_up_over_first = _speed_up(
-        "over first", "How many times faster than the first rung that counts.", _OVER_FIRST, 3
-    )
-    speed_up_over_first_ci95_low = _low(_OVER_FIRST, 7)
-    speed_up_over_first_ci95_high = _high(_OVER_FIRST)
+    @quantity("over last", drop_order=2, text=lambda rung: rung.over_last.text())
+    def speed_up_over_last(self) -> Value:
+        """How many times faster than the last rung that counts."""
+        return self.over_last.ratio
+
+    @quantity("interval", numeric=False, drop_order=8, text=lambda rung: rung.over_last.interval())
+    def speed_up_over_last_ci95_low(self) -> Value:
+        """Interval of the speed-up beside it."""
+        return self.over_last.low
+
+    @quantity()
+    def speed_up_over_last_ci95_high(self) -> Value:
+        """Upper end of the interval."""
+        return self.over_last.high
+
+    @quantity("over first", drop_order=3, text=lambda rung: rung.over_first.text())
+    def speed_up_over_first(self) -> Value:
+        """How many times faster than the first rung that counts."""
+        return self.over_first.ratio
+
+    @quantity("interval", numeric=False, drop_order=7, text=lambda rung: rung.over_first.interval())
+    def speed_up_over_first_ci95_low(self) -> Value:
+        """Interval of the speed-up beside it."""
+        return self.over_first.low
+
+    @quantity()
+    def speed_up_over_first_ci95_high(self) -> Value:
+        """Upper end of the interval."""
+        return self.over_first.high
+
     _peaks = OtherColumns("peak_allocated_gib", "peak_reserved_gib")
 
     @quantity("compiling", "s", drop_order=2, write=short)
@@ -230,16 +201,20 @@ class RungResult(StepResult):
         # the process that found least in the compiler's cache
         return max((compilation.seconds for compilation in self.compilations), default=None)
 
-    graphs = _most("graphs", "Graphs that were compiled.", lambda made: made.graphs, 6)
-    graph_breaks = _most(
-        "graph breaks",
-        "Places where the compiler gave up a graph.",
-        lambda made: made.graph_breaks,
-        7,
-    )
-    recompiles = _most(
-        "recompiles", "Graphs that were compiled again.", lambda made: made.recompiles, 8
-    )
+    @quantity("graphs", drop_order=6, write=str)
+    def graphs(self) -> int | None:
+        """Graphs that were compiled."""
+        return max((made.graphs for made in self.compilations), default=None)
+
+    @quantity("graph breaks", drop_order=7, write=str)
+    def graph_breaks(self) -> int | None:
+        """Places where the compiler gave up a graph."""
+        return max((made.graph_breaks for made in self.compilations), default=None)
+
+    @quantity("recompiles", drop_order=8, write=str)
+    def recompiles(self) -> int | None:
+        """Graphs that were compiled again."""
+        return max((made.recompiles for made in self.compilations), default=None)
 
     @quantity("loss 20", drop_order=5, write=six_digits)
     def loss_20(self) -> Value:
@@ -268,13 +243,18 @@ class RungResult(StepResult):
 
     @quantity("kernels", write=short)
     def launches_per_step(self) -> Value:
-        """Kernels or operators that were launched."""
-        return None if self._profile is None else launches_per_step(self._profile)
+        """Kernels that were launched in a step; on a CPU, operators."""
+        if self._profile is None:
+            return None
+        return sum(sum(phase.launches) for phase in self._profile.phases) / self._profile.num_steps
 
     @quantity("busy", "ms", drop_order=1, write=rounded)
     def busy_ms(self) -> Value:
-        """Time in which a kernel or copy ran."""
-        return None if self._profile is None else busy_ms(self._profile)
+        """Time of a step in which a kernel or copy ran."""
+        if self._profile is None:
+            return None
+        busy_s = sum(sum(phase.busy_s) for phase in self._profile.phases)
+        return busy_s / self._profile.num_steps * 1e3
 
     @quantity("GPU busy", "%", drop_order=2, scale=100, write=short)
     def busy_share(self) -> Value:
@@ -390,16 +370,6 @@ def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, Value, Value] |
     if len(slow.keys() & fast.keys()) < FEWEST or compared.low is None or compared.high is None:
         return 1 / compared.ratio, None, None
     return 1 / compared.ratio, 1 / compared.high, 1 / compared.low
-
-
-def launches_per_step(profile: StepProfile) -> float:
-    """Kernels that were launched in a step; on a CPU, operators."""
-    return sum(sum(phase.launches) for phase in profile.phases) / profile.num_steps
-
-
-def busy_ms(profile: StepProfile) -> float:
-    """Time of a step in which a kernel or copy ran."""
-    return sum(sum(phase.busy_s) for phase in profile.phases) / profile.num_steps * 1e3
 
 
 def ladder_section(rungs: Rungs) -> Section:

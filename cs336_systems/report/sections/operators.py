@@ -3,7 +3,6 @@ values as CSV.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import product
 
 from ...analysis.warnings import PASSES
@@ -26,7 +25,7 @@ from ...studies.operators import (
 from ...text import counted
 from ..columns import Column, Row, column, columns_of, three_digits
 from ..section import Section, Table, known, make_table
-from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
+from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, significant
 from .study import (
     across,
     derived,
@@ -110,12 +109,8 @@ FUSION_COLUMNS = (
 )
 SHAPE = ("d_head", "context_length")
 TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
-TITLES = {
-    "forward": "Forward pass of attention",
-    "backward": "Backward pass of attention",
-    "together": "Forward and backward pass of attention together",
-}
-QUANTITIES = {"output": (Quantity.OUTPUT,), "gradients": (Quantity.DQ, Quantity.DK, Quantity.DV)}
+TITLES = {"forward": "Forward pass of attention", "backward": "Backward pass of attention"}
+"""Of the tables of times; those of both passes together are in the CSV."""
 BASELINES = {
     Implementation.NAIVE: "Times as fast as naive",
     Implementation.OWN: "Time of the others over that of own",
@@ -159,11 +154,10 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
         tera_ms = attention_flops(grid, cell, phase) / TERA * 1e3
         rate = ratio(tera_ms, row[f"{timed}_mean_ms"])
         row |= derived(f"{timed}_tflops_per_s", rate, row, prefix=f"{timed}_")
-    row["errors"] = {error.quantity: error for error in result.errors}
-    for quantity in Quantity:
-        error = row["errors"].get(quantity)
-        row[f"{quantity}_max_error"] = error and error.max_error
-        row[f"{quantity}_relative_error"] = error and error.relative
+    row |= dict.fromkeys(ERROR_COLUMNS)
+    for error in result.errors:
+        row[f"{error.quantity}_max_error"] = error.max_error
+        row[f"{error.quantity}_relative_error"] = error.relative
     return row
 
 
@@ -189,18 +183,14 @@ def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def attention_section(study: AttentionStudy) -> Section:
-    """For each precision tables of forward, of backward, of both, of memory and of errors, if
-    these two are known.
-    """
+    """For each precision tables of forward, of backward, and of memory if it is known."""
     rows = [_attention_row(study, result) for result in study.results]
     tables = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         cells = sorted((row for row in rows if row["precision"] is precision), key=_shape)
-        tables += [_time_table(study, cells, timed) for timed in TIMED]
+        tables += [_time_table(study, cells, timed) for timed in TITLES]
         if any(row["saved_mib"] is not None for row in cells):
             tables.append(_memory_table(study, cells))
-        if any(row["errors"] for row in cells):
-            tables += [_error_table(study, cells, name) for name in QUANTITIES]
     keys: tuple[str, ...] = CSV_COLUMNS
     if study.grid.own:
         keys += ERROR_COLUMNS
@@ -317,32 +307,6 @@ def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
             cell = derived("speed_up", speed_up, first, second, prefix=f"{timed}_")
             return f"{column('speed_up').cell(cell)} ({_at(second)})"
     return ""
-
-
-def _error_table(study: AttentionStudy, rows: Rows, name: str) -> Table:
-    """The errors of output or gradients against float64."""
-    quantities = QUANTITIES[name]
-    error = column(f"{name.removesuffix('s')}_error", text=partial(_error, quantities=quantities))
-    several = ", the largest of the three" if len(quantities) > 1 else ""
-    note = (
-        f"Largest distance of an element of {', '.join(quantities)} from written-out attention in "
-        f"float64 on the same inputs; in brackets over the largest magnitude there{several}. "
-        "Empty where float64 did not fit into memory."
-    )
-    return _table(study, rows, f"Error of attention's {name} against float64", error, [note])
-
-
-def _error(row: Row, quantities: Sequence[Quantity]) -> str:
-    """The largest distance of any of these quantities, and in brackets the largest relative one."""
-    errors = [row["errors"].get(quantity) for quantity in quantities]
-    if not all(errors):
-        return str(row["ended"])
-    mark = "WRONG " if row["status"] is Status.INVALID else ""
-    if any(error.max_error is None for error in errors):
-        return f"{mark}not finite"
-    largest = max(error.max_error for error in errors)
-    relative = max(error.relative or 0 for error in errors)
-    return f"{mark}{scientific(largest)} ({scientific(relative)})"
 
 
 def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
