@@ -263,15 +263,9 @@ COLUMNS = (
         ),
         "what": text_column("what", "What it is."),
         "size_bytes": Column("size", "MiB", "Bytes of all of them.", scale=2**-20),
-        "calls": Column(
-            "calls", "", "How often it is called in a step, for tensors of this size.", write=count
-        ),
-        "call_mib": Column("tensors", "MiB", "Those of one call together."),
-        "calls_sent_mib": Column(
-            "sent", "MiB", "By each rank in all these calls, if all form a ring."
-        ),
-        "calls_ms": Column(
-            "predicted", "ms", "Time of all these calls, by measured times of such collectives."
+        "num_bytes": Column("tensors", "MiB", "Those of one call together.", scale=2**-20),
+        "sent_bytes": Column(
+            "sent", "MiB", "By each rank in all these calls, if all form a ring.", scale=2**-20
         ),
         "formula": text_column(
             "bytes of each", "Size of one as a product of the model's dimensions.", drop_order=2

@@ -311,11 +311,9 @@ def _collectives(config: RunConfig, times: CollectiveTimes) -> list[Row]:
     """A row for each kind and size of the collectives of a step; those of one kind stand
     together.
     """
-    kinds = list(Collective)
     counts: Mapping[CollectiveCall, int] = calls(config) or {}
-    rows = []
-    for call in sorted(counts, key=lambda call: (kinds.index(call.collective), call.num_bytes)):
-        count = counts[call]
+    rows: list[Row] = []
+    for call, count in counts.items():
         row = {
             "collective": call.collective,
             "count": count,
@@ -324,20 +322,24 @@ def _collectives(config: RunConfig, times: CollectiveTimes) -> list[Row]:
             "time_s": time_s({call: count}, times),
         }
         rows.append(row)
+    kinds = list(Collective)
+    rows.sort(key=lambda row: (kinds.index(row["collective"]), row["num_bytes"]))
     return rows
 
 
 def _collectives_table(config: RunConfig, times: CollectiveTimes) -> Table:
     """The collectives of a step and their sum, with their times where all are known."""
     rows = _collectives(config, times)
-    columns = columns_of("collective", "calls", "call_mib", "calls_sent_mib")
+    called = column("count", name="calls", about="Calls in a step.", drop_order=0)
+    columns = columns_of("collective", called, "num_bytes", "sent_bytes")
     notes = ["Tensors: those of one call together. Sent: by each rank, if all form a ring."]
     sums: Row = {"collective": ALL, "num_bytes": None, "time_s": None}
     for key in ("count", "sent_bytes"):
         sums[key] = sum(row[key] for row in rows)
     if all(row["time_s"] is not None for row in rows):
         sums["time_s"] = sum(row["time_s"] for row in rows)
-        columns.append(column("calls_ms"))
+        about = "Time of all these calls, by measured times of such collectives."
+        columns.append(column("time_s", name="predicted", about=about, scale=1e3, drop_order=0))
         notes.append(
             "Time: one call after the other, interpolated between measured sizes; nothing "
             "computes meanwhile."
@@ -346,17 +348,7 @@ def _collectives_table(config: RunConfig, times: CollectiveTimes) -> Table:
         notes.append(
             f"No time: cs336 ceilings among {config.ranks} such devices gives one (--ceilings DIR)."
         )
-    shown = [
-        {
-            "collective": row["collective"],
-            "calls": row["count"],
-            "call_mib": ratio(row["num_bytes"], MIB),
-            "calls_sent_mib": row["sent_bytes"] / MIB,
-            "calls_ms": ratio(row["time_s"], 1e-3),
-        }
-        for row in (*rows, sums)
-    ]
-    return make_table("Collectives of a step", columns, shown, notes)
+    return make_table("Collectives of a step", columns, [*rows, sums], notes)
 
 
 def _time_tables(account: Account) -> Iterator[Table]:
@@ -366,18 +358,16 @@ def _time_tables(account: Account) -> Iterator[Table]:
     curves, time = account.curves, account.time
     if curves is None or time is None:
         return
-    times_s = [
-        (str(phase), phase_s, time.kernels_s[phase]) for phase, phase_s in time.phases_s.items()
-    ]
-    times_s.append((Phase.STEP, time.step_s, sum(time.kernels_s.values())))
+    predicted_s = {**time.phases_s, Phase.STEP: time.step_s}
+    kernels_s = {**time.kernels_s, Phase.STEP: sum(time.kernels_s.values())}
     rows = [
         {
             "phase": phase,
-            "predicted_ms": 1e3 * predicted_s,
-            "kernels_ms": 1e3 * kernels_s,
+            "predicted_ms": 1e3 * predicted_s[phase],
+            "kernels_ms": 1e3 * kernels_s[phase],
             "prediction_is_doubted": curves.is_in_doubt,
         }
-        for phase, predicted_s, kernels_s in times_s
+        for phase in predicted_s
     ]
     limit = "The GPU is the limit"
     if time.limit is StepLimit.LAUNCHES:

@@ -81,8 +81,6 @@ class RungResult(StepResult):
     """The last credited rung before this one."""
     first: "RungResult | None" = None
     """The first credited rung before this one."""
-    may_be_fastest = False
-    """Whether the processes do not tell it from the fastest rung."""
 
     def __init__(
         self,
@@ -271,12 +269,19 @@ class RungResult(StepResult):
 
 
 def _gain(slower: RungResult | None, faster: RungResult) -> Gain:
-    """The gain over another rung, with its interval; all unknown without one."""
-    interval = None if slower is None else speed_up(slower.blocks, faster.blocks)
-    if slower is None or interval is None:
+    """The gain over another rung, compared as `cs336 compare` does; all unknown without times of
+    both.
+
+    There is no interval without FEWEST processes, which show the scatter.
+    """
+    if slower is None or not slower.blocks or not faster.blocks:
         return Gain()
-    times, low, high = interval
-    return Gain.over(slower, faster, times)._replace(low=low, high=high)
+    compared = compare_in_turn(slower.blocks, faster.blocks)
+    gain = Gain.over(slower, faster, 1 / compared.ratio)
+    in_turn = slower.blocks.keys() & faster.blocks.keys()
+    if len(in_turn) < FEWEST or compared.low is None or compared.high is None:
+        return gain
+    return gain._replace(low=1 / compared.high, high=1 / compared.low)
 
 
 Rungs = Sequence[RungResult]
@@ -322,34 +327,23 @@ def ladder_results(
 
     Each rung is compared with the last credited rung before it, and with the first.
     """
-    measured: dict[Subject, StepResult] = {}
-    for result in step_results(records, ceilings):
-        measured.setdefault(result.subject, result)
-
-    def records_of(rung: Rung) -> Sequence[RunRecord]:
-        result = measured.get(rung.config.configuration)
-        return () if result is None else result.records
-
-    references = [record.losses for record in records_of(ladder[0]) if record.status is Status.OK]
+    records_of: dict[Subject, Sequence[RunRecord]] = {}
+    for step in step_results(records, ceilings):
+        records_of.setdefault(step.subject, step.records)
+    references: list[Sequence[float | None]] = []
     rungs: list[RungResult] = []
     for rung in ladder:
+        processes = records_of.get(rung.config.configuration, ())
+        if not rungs:
+            references = [record.losses for record in processes if record.status is Status.OK]
         profiles = [entry.profile for entry in traces if entry.config == reason_run(rung)]
         profile = profiles[-1] if profiles and profiles[-1].num_steps else None
-        result = RungResult(rung, records_of(rung), ceilings, references, profile)
+        result = RungResult(rung, processes, ceilings, references, profile)
         credited = [earlier for earlier in rungs if earlier.is_credited]
         if credited:
             result.first, result.before = credited[0], credited[-1]
         rungs.append(result)
-    best = fastest_rung(rungs)
-    if best is not None:
-        for result in rungs:
-            result.may_be_fastest = result.is_credited and _is_alike(result, best)
     return rungs
-
-
-def _is_alike(result: RungResult, best: RungResult) -> bool:
-    """Whether the processes of both rungs do not tell which is faster."""
-    return compare_in_turn(result.blocks, best.blocks).verdict is Verdict.CANNOT_TELL
 
 
 def fastest_rung(rungs: Rungs) -> RungResult | None:
@@ -358,40 +352,16 @@ def fastest_rung(rungs: Rungs) -> RungResult | None:
     return min(credited, key=lambda rung: rung.step_mean_ms or math.inf, default=None)
 
 
-def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, Value, Value] | None:
-    """The speed-up and its interval, from the processes of both sides; None if a side has none.
-
-    Both are those of `cs336 compare`, inverted; there is no interval without FEWEST processes,
-    which show the scatter.
-    """
-    if not slow or not fast:
-        return None
-    compared = compare_in_turn(slow, fast)
-    if len(slow.keys() & fast.keys()) < FEWEST or compared.low is None or compared.high is None:
-        return 1 / compared.ratio, None, None
-    return 1 / compared.ratio, 1 / compared.high, 1 / compared.low
-
-
 def ladder_section(rungs: Rungs) -> Section:
     """Speed; gate and compilation; counts, if there is a profile."""
-    told = settings(rungs)
-    tables = [
-        make_table(
-            "From the slow way to the fast way",
-            known(SPEED, rungs),
-            rungs,
-            [f"{told}.", *_speed_notes(rungs)],
-            _stands_out,
-            findings(rungs),
-        ),
-        make_table(
-            "The same training, and what compiling takes",
-            known(GATE, rungs),
-            rungs,
-            _gate_notes(rungs),
-            _stands_out,
-        ),
-    ]
+
+    def is_uncredited(rung: RungResult) -> bool:
+        return not rung.is_credited
+
+    title, columns = "From the slow way to the fast way", known(SPEED, rungs)
+    speed = make_table(title, columns, rungs, _speed_notes(rungs), is_uncredited, findings(rungs))
+    title, columns = "The same training, and what compiling takes", known(GATE, rungs)
+    tables = [speed, make_table(title, columns, rungs, _gate_notes(rungs), is_uncredited)]
     if any(rung.launches_per_step is not None for rung in rungs):
         counts: list[Column] = [RungResult.rung]
         if rungs[0].config.device is Device.CPU:
@@ -404,16 +374,15 @@ def ladder_section(rungs: Rungs) -> Section:
         tables=tuple(tables),
         rows=rungs,
         keys=RungResult.csv_keys(rungs),
-        pictures=(ladder_chart(rungs, told),),
+        pictures=(ladder_chart(rungs),),
     )
 
 
-def _stands_out(rung: RungResult) -> bool:
-    return not rung.is_credited
-
-
 def _speed_notes(rungs: Rungs) -> Iterator[str]:
-    """How many processes there are, which rung is the fastest, and what went wrong."""
+    """What all rungs share, how many processes there are, which rung is the fastest, and what
+    went wrong.
+    """
+    yield f"{settings(rungs)}."
     counts = [rung.processes for rung in rungs if rung.processes]
     if counts and min(counts) < FEWEST:
         yield CHANCE
@@ -435,7 +404,12 @@ def findings(rungs: Rungs) -> Iterator[str]:
     if best is not None and best.step_mean_ms is not None:
         first = best.first
         gain = f", {best.over_first.text()} times as fast as {first.rung}" if first else ""
-        alike = [rung.rung for rung in rungs if rung.may_be_fastest and rung is not best]
+        alike = []
+        for rung in rungs:
+            if rung is best or not rung.is_credited:
+                continue
+            if compare_in_turn(rung.blocks, best.blocks).verdict is Verdict.CANNOT_TELL:
+                alike.append(rung.rung)
         untold = f"; its processes do not tell it from {', '.join(alike)}" if alike else ""
         yield f"The fastest is {best.rung}: {significant(best.step_mean_ms)} ms{gain}{untold}."
     if failed := [rung.rung for rung in rungs if rung.processes and not rung.is_credited]:
@@ -475,13 +449,13 @@ def settings(rungs: Rungs) -> str:
     return ", ".join([*words, *devices[:1]])
 
 
-def ladder_chart(rungs: Rungs, settings: str) -> Chart:
+def ladder_chart(rungs: Rungs) -> Chart:
     """Mean time of a step by rung."""
     panel = Panel(label="step (ms)", bars=[_bar(rung) for rung in rungs])
     return Chart(
         name="ladder",
         title="Time of a training step, rung by rung",
-        settings=settings,
+        settings=settings(rungs),
         panels=[panel],
         styles=STYLES,
     )
