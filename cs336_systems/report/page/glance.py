@@ -20,7 +20,7 @@ from ..section import labels
 from ..sections.kernels.entry import Explained
 from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import phase_rows
-from ..sections.memory.entry import MemoryEntry, difference_bytes
+from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
 from ..sections.memory.words import check_words
 from ..sections.steps import BY_PHASE, PARTS, phase_bars
@@ -131,9 +131,9 @@ def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
         title, peak = "What the peak consists of", peak_bar("peak", entries[0])
         bars = [Bars(title=title, bars=[peak], styles=CATEGORIES, unit="GiB")]
     moments = [moment for entry in entries for moment in entry.profile.boundaries]
-    checked = check_words(moments) if moments else ""
-    doubts = [checked] if any(map(difference_bytes, moments)) else []
-    return replace(glance, bars=bars, doubts=[*glance.doubts, *doubts], trust=checked)
+    wrong = check_words(moments)
+    doubts = [wrong] if wrong else []
+    return replace(glance, bars=bars, doubts=[*glance.doubts, *doubts])
 
 
 def _tiles(rows: Sequence[StepResult], note: str) -> list[Tile]:

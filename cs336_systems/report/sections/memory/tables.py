@@ -212,7 +212,8 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
         *_category_columns(rows, unit, "allocated_bytes"),
         *(in_unit(key, unit) for key in whole),
     )
-    notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
+    wrong = check_words(moment for entry in entries for moment in entry.profile.boundaries)
+    notes = [wrong] if wrong else []
     title = "Memory from phase to phase"
     return over_configurations(
         "boundaries", title, rows, shown, _MOMENT_KEYS, notes, shown=itemgetter("is_shown")
