@@ -194,7 +194,11 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         rows.append(("with attention counted as causal", causal, "TFLOP"))
     rows.append(("tokens of a step", _tokens(config), ""))
     if is_own and prediction is None:
-        rows += _state_rows(config, parameters)
+        # what is known of the memory of a step that cannot be traced: its state in fp32
+        parameters_gib = FP32_BYTES * parameters / GIB
+        rows.append(("parameters", parameters_gib, "GiB"))
+        if config.mode is Mode.TRAIN:
+            rows.append(("moments of AdamW", 2 * parameters_gib, "GiB"))
     if not is_own:
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
@@ -218,14 +222,6 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     return quantity_table(f"One step of {label}", rows, notes)
 
 
-def _state_rows(config: RunConfig, parameters: int) -> Iterator[tuple[str, float, str]]:
-    """What is known of the memory of a step that cannot be traced: its state in fp32."""
-    parameters_gib = FP32_BYTES * parameters / GIB
-    yield "parameters", parameters_gib, "GiB"
-    if config.mode is Mode.TRAIN:
-        yield "moments of AdamW", 2 * parameters_gib, "GiB"
-
-
 def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:
     """Bytes at the moments of a step."""
     if prediction is None:
@@ -240,7 +236,7 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
 
 def _flops_table(parts: Mapping[str, Row]) -> Table:
     """FLOPs by part of one of this program's models."""
-    columns = columns_of(*_flops_keys(parts), "step_causal_flops")
+    columns = [*_flops_columns(parts), column("step_causal_flops")]
     note = (
         "A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after "
         "it count."
@@ -253,7 +249,7 @@ def _modules_table(parts: Mapping[str, Row]) -> Table:
     if not parts[ALL]["forward_flops"]:
         columns = columns_of("component", "parameters")
         return make_table("Parameters by module", columns, parts.values())
-    columns = columns_of(*_flops_keys(parts), "forward_moved_bytes")
+    columns = [*_flops_columns(parts), column("forward_moved_bytes")]
     if parts[ALL]["backward_flops"]:
         columns.append(column("backward_moved_bytes"))
     note = (
@@ -263,12 +259,15 @@ def _modules_table(parts: Mapping[str, Row]) -> Table:
     return make_table("FLOPs by module", columns, parts.values(), [note])
 
 
-def _flops_keys(parts: Mapping[str, Row]) -> list[str | Column]:
-    """The columns that both tables of FLOPs begin with."""
+def _flops_columns(parts: Mapping[str, Row]) -> list[Column]:
+    """The columns that both tables of FLOPs begin with; without a backward pass forward is the
+    whole step.
+    """
     if not parts[ALL]["backward_flops"]:
-        return ["component", "parameters", column("forward_flops", drop_order=0), "share"]
+        forward = column("forward_flops", drop_order=0)
+        return columns_of("component", "parameters", forward, "share")
     forward = column("forward_flops", drop_order=1)
-    return ["component", "parameters", forward, "backward_flops", "step_flops", "share"]
+    return columns_of("component", "parameters", forward, "backward_flops", "step_flops", "share")
 
 
 def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
@@ -285,7 +284,8 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
         "Every factor and result of a product moves once. Fused attention moves no scores, and "
         "computes only those of causal pairs. Norms, softmax, casts and the loss come on top."
     ]
-    has_time = device is not None and config.precision in device.peak_flops_per_s
+    if device is not None and config.precision not in device.peak_flops_per_s:
+        device = None
     rows: list[Row] = []
     for work in _work(config):
         row: Row = {
@@ -294,13 +294,13 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
             "moved_mib": work.moved_bytes / MIB,
             "flops_per_byte": work.intensity,
         }
-        if device is not None and has_time:
+        if device is not None:
             least_s = accounting.least_time_s(work, device)
             moves_s = work.moved_bytes / device.memory_bandwidth_bytes_per_s
             bound_by = "memory" if least_s == moves_s else "arithmetic"
             row |= {"bound_by": least_s and bound_by, "least_s": least_s}
         rows.append(row)
-    if device is not None and has_time:
+    if device is not None:
         columns += columns_of("bound_by", "least_s")
         notes.append(f"The least time is that of {device.names[0]} by its data sheet.")
     update = " and of the optimizer" if config.mode is Mode.TRAIN else ""

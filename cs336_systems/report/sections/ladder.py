@@ -3,7 +3,7 @@ picture.
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,7 @@ from ...studies.ceilings_files import NO_CEILINGS, Ceilings
 from ...subject import Subject
 from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
-from ..column import Column, quantity, short, six_digits
-from ..columns import column
+from ..column import Changes, Column, quantity, short, six_digits
 from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
 from ..quantities import Gain, OtherColumns, StepResult, Value
@@ -286,34 +285,43 @@ def _gain(slower: RungResult | None, faster: RungResult) -> Gain:
 
 Rungs = Sequence[RungResult]
 SPEED = (
-    RungResult.rung,
-    RungResult.change,
-    column("step_mean_ms", instead="ended"),
-    StepResult.step_ci95_low_ms,
-    # no note explains a mark of doubt here
-    column("predicted_step_ms", drop_order=5, doubt=""),
-    column("predicted_step_error", drop_order=5, doubt=""),
-    StepResult.tokens_per_s,
-    column("mfu", drop_order=6),
-    column("ceiling_share", drop_order=10),
-    RungResult.speed_up_over_last,
-    RungResult.speed_up_over_last_ci95_low,
-    RungResult.speed_up_over_first,
-    RungResult.speed_up_over_first_ci95_low,
-    column("peak_allocated_gib", drop_order=4),
-    RungResult.gate,
+    "rung",
+    "change",
+    "step_mean_ms",
+    "step_ci95_low_ms",
+    "predicted_step_ms",
+    "predicted_step_error",
+    "tokens_per_s",
+    "mfu",
+    "ceiling_share",
+    "speed_up_over_last",
+    "speed_up_over_last_ci95_low",
+    "speed_up_over_first",
+    "speed_up_over_first_ci95_low",
+    "peak_allocated_gib",
+    "gate",
 )
+SPEED_CHANGES: Mapping[str, Changes] = {
+    "step_mean_ms": {"instead": "ended"},
+    # no note explains a mark of doubt here
+    "predicted_step_ms": {"drop_order": 5, "doubt": ""},
+    "predicted_step_error": {"drop_order": 5, "doubt": ""},
+    "mfu": {"drop_order": 6},
+    "ceiling_share": {"drop_order": 10},
+    "peak_allocated_gib": {"drop_order": 4},
+}
+"""What the table of speed writes in another way than that of a sweep."""
 GATE = (
-    RungResult.rung,
-    RungResult.loss_20,
-    RungResult.distance_last,
-    RungResult.distance_largest,
-    RungResult.bound,
-    RungResult.gate,
-    RungResult.compile_s,
-    RungResult.graphs,
-    RungResult.graph_breaks,
-    RungResult.recompiles,
+    "rung",
+    "loss_20",
+    "distance_last",
+    "distance_largest",
+    "bound",
+    "gate",
+    "compile_s",
+    "graphs",
+    "graph_breaks",
+    "recompiles",
 )
 
 
@@ -352,15 +360,29 @@ def fastest_rung(rungs: Rungs) -> RungResult | None:
     return min(credited, key=lambda rung: rung.step_mean_ms or math.inf, default=None)
 
 
+def _column(key: str) -> Column:
+    """The column of a rung's quantity."""
+    column: Column = getattr(RungResult, key)
+    return column
+
+
 def ladder_section(rungs: Rungs) -> Section:
     """Speed; gate and compilation; counts, if there is a profile."""
 
     def is_uncredited(rung: RungResult) -> bool:
         return not rung.is_credited
 
-    title, columns = "From the slow way to the fast way", known(SPEED, rungs)
-    speed = make_table(title, columns, rungs, _speed_notes(rungs), is_uncredited, findings(rungs))
-    title, columns = "The same training, and what compiling takes", known(GATE, rungs)
+    columns = [replace(_column(key), **SPEED_CHANGES.get(key, {})) for key in SPEED]
+    speed = make_table(
+        "From the slow way to the fast way",
+        known(columns, rungs),
+        rungs,
+        _speed_notes(rungs),
+        is_uncredited,
+        findings(rungs),
+    )
+    columns = known([_column(key) for key in GATE], rungs)
+    title = "The same training, and what compiling takes"
     tables = [speed, make_table(title, columns, rungs, _gate_notes(rungs), is_uncredited)]
     if any(rung.launches_per_step is not None for rung in rungs):
         counts: list[Column] = [RungResult.rung]

@@ -22,7 +22,6 @@ from ...studies.operators import (
     rows_bytes,
     weights_bytes,
 )
-from ...text import counted
 from ..columns import Column, Row, column, columns_of, three_digits
 from ..section import Section, Table, known, make_table
 from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, significant
@@ -111,11 +110,6 @@ SHAPE = ("d_head", "context_length")
 TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
 TITLES = {"forward": "Forward pass of attention", "backward": "Backward pass of attention"}
 """Of the tables of times; those of both passes together are in the CSV."""
-BASELINES = {
-    Implementation.NAIVE: "Times as fast as naive",
-    Implementation.OWN: "Time of the others over that of own",
-}
-"""What the other implementations are compared with, and how it is said."""
 
 
 def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
@@ -279,20 +273,21 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
 
 
 def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
-    """How fast the implementations are beside naive, and beside own."""
-    for baseline, words in BASELINES.items():
-        of_baseline = cells_of(rows, baseline, f"{timed}_mean_ms")
-        gains = []
-        for name in study.available(rows[0]["precision"]):
-            if name is baseline:
-                continue
-            cells = cells_of(rows, name, f"{timed}_mean_ms")
-            # own is what is to be judged, so its time is the one below the line
-            pair = (cells, of_baseline) if baseline is Implementation.OWN else (of_baseline, cells)
-            if quotient := _quotient(timed, *pair):
-                gains.append(f"{name} {quotient}")
-        if gains:
-            yield f"{words}, at the largest shape that both can do: {', '.join(gains)}."
+    """How fast the implementations are beside own, or without one beside naive."""
+    baseline, words = Implementation.NAIVE, "Times as fast as naive"
+    if study.grid.own:
+        baseline, words = Implementation.OWN, "Time of the others over that of own"
+    of_baseline = cells_of(rows, baseline, f"{timed}_mean_ms")
+    gains = []
+    for name in study.available(rows[0]["precision"]):
+        cells = cells_of(rows, name, f"{timed}_mean_ms")
+        # own is what is to be judged, so its time is the one below the line
+        pair = (cells, of_baseline) if study.grid.own else (of_baseline, cells)
+        quotient = _quotient(timed, *pair)
+        if quotient and name is not baseline:
+            gains.append(f"{name} {quotient}")
+    if gains:
+        yield f"{words}, at the largest shape that both can do: {', '.join(gains)}."
 
 
 def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
@@ -370,7 +365,7 @@ def fusion_section(study: FusionStudy) -> Section:
 
 def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
     """The versions of each operation in one direction and precision."""
-    grid, findings = study.grid, list(_savings(rows))
+    grid = study.grid
     title = (
         f"Fusion op by op, {which}, batch {grid.batch_size}, context {grid.context_length}, width "
         f"{grid.width}, attention {grid.num_heads} heads of {grid.d_head}, "
@@ -379,8 +374,8 @@ def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
     failures = [
         f"{row['op']} {row['version']}: {row['error']}" for row in rows if row["error"] is not None
     ]
-    notes = [*_fusion_notes(study, rows), *findings, *failures]
-    return make_table(title, known(FUSION_COLUMNS, rows), rows, notes, has_failed, findings)
+    notes = [*_fusion_notes(study, rows), *failures]
+    return make_table(title, known(FUSION_COLUMNS, rows), rows, notes, has_failed)
 
 
 def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
@@ -422,20 +417,3 @@ def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
     yield CHANCE
-
-
-def _savings(rows: Rows) -> Iterator[str]:
-    """What fusing each operation saves."""
-    for op in dict.fromkeys(row["op"] for row in rows):
-        versions = {row["version"]: row for row in rows if row["op"] is op}
-        eager = versions.pop(Version.EAGER)
-        if eager["status"] is not Status.OK or eager["moved_mib"] is None:
-            continue
-        kernels = counted(eager["kernels"], "kernel")
-        excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
-        texts = [f"written out {kernels} that move {excess} times what must move"]
-        for version, row in versions.items():
-            if gain := column("speed_up").cell(row):
-                kernels = f"{counted(row['kernels'], 'kernel')}, " if row["kernels"] else ""
-                texts.append(f"{version} {kernels}{gain} times as fast")
-        yield f"{op}: {'; '.join(texts)}."

@@ -200,10 +200,6 @@ def test_tables_by_hand(fusion):
 
 def test_sentences_by_hand(fusion):
     forward, backward = fusion_section(fusion).tables
-    assert (
-        "gelu: written out 8 kernels that move 9.00 times what must move; compiled 1 kernel, 8.00 "
-        "times as fast; fused 1 kernel, 4.00 times as fast." in forward.notes
-    )
     assert "gelu compiled: no memory" in backward.notes
     assert not any("operators" in note for note in forward.notes)
     on_cpu = replace(fusion, grid=replace(fusion.grid, device=Device.CPU))
