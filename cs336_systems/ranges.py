@@ -45,7 +45,7 @@ class PhaseNames:
     optimizer: str = Range.OPTIMIZER
     """Range around the optimizer; without it PyTorch's own, Optimizer.step#NAME."""
     data: str = Range.DATA
-    """Range around the making of the batch; without it PyTorch's own, enumerate(DataLoader)#NAME."""
+    """Range around the making of the batch; without it that of PyTorch's DataLoader."""
     step: str = Range.STEP
     """Range around a step, or a pattern; without it torch.profiler's own, ProfilerStep#*."""
     warmup: str = Range.WARMUP

@@ -97,12 +97,14 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         notes = [_note(trace, windows, is_inference, is_named)]
     if not is_named:
         source = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
+    times = _step_times(trace, names, steps.start_ns, steps.end_ns)
+    labels = _labels(steps, names, windows)
     return PhasePlan(
         source=source,
         windows=windows,
-        steps=_step_times(trace, names, steps.start_ns, steps.end_ns),
+        steps=times,
         steps_from=steps.shown_by,
-        labels=_labels(steps, names, windows),
+        labels=labels if len(labels) == len(times) else (StepLabel(),) * len(times),
         passes_per_step=_passes_per_step(windows),
         around_steps=around,
         notes=tuple(note for note in notes if note),

@@ -155,14 +155,15 @@ def test_without_steps_the_whole_file_is_one() -> None:
         1,
         (PhaseSource.NOTHING,),
     )
-    assert [ns(t) for t in explained.step_s] == [100]
+    # from the first event of the device to the last
+    assert [ns(t) for t in explained.step_s] == [50]
     (times,) = explained.phases
     assert (times.phase, times.launches) == ("unattributed", (2,))
     assert [ns(v[0]) for v in (times.kernel_s, times.busy_s, times.wall_s, times.host_s)] == [
         40,
         40,
-        100,
-        100,
+        50,
+        50,
     ]
     assert whole(explained) == (2, 40)
 
@@ -195,7 +196,7 @@ def test_phases_without_steps() -> None:
     explained = profile(made)
     assert explained.is_whole_trace
     assert {t.phase.value: (t.launches, ns(t.wall_s[0])) for t in explained.phases} == {
-        "backward": ((1,), 220)
+        "backward": ((1,), 200)
     }
 
 
@@ -229,8 +230,11 @@ def test_statistics_of_kernels_are_pythons(seed: int) -> None:
             for k in made.kernels
             if k.name == row.name and window[0] <= k.launch_ns < window[1]
         ]
-        assert (row.count, row.min_s, row.max_s) == (len(mine), min(mine), max(mine))
+        assert row.count == len(mine)
         assert row.total_s == pytest.approx(sum(mine))
+        # a time of nothing was lost, and is in no average
+        mine = [time for time in mine if time] or [0.0]
+        assert (row.min_s, row.max_s) == (min(mine), max(mine))
         assert row.mean_s == pytest.approx(statistics.mean(mine))
         assert row.median_s == pytest.approx(statistics.median(mine))
         stdev = statistics.stdev(mine) if len(mine) > 1 else None
