@@ -138,13 +138,12 @@ def score_forecast(
     there are ceilings.
     """
     status("predicting the times of all steps")
-    results = {
-        directory.path.relative_to(root): directory.results
+    sweeps = {
+        directory.path.relative_to(root): directory.results.configurations
         for directory in directories
         if directory.results is not None
     }
-    sweeps = {path: measured.published for path, measured in results.items()}
-    rows, others = scored(sweeps, lambda path: results[path].ceilings)
+    rows, others = scored(sweeps)
     status.end()
     if rows:
         write_files(texts_of(forecast_section(rows, others)), root / FORECAST_FOLDER, formats)

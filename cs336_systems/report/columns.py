@@ -225,15 +225,9 @@ COLUMNS = (
         ),
         "what": text_column("what", "What it is."),
         "size_bytes": Column("size", "MiB", "Bytes of all of them.", scale=2**-20),
-        "calls": count_column(
-            "calls", "How often it is called in a step, for tensors of this size."
-        ),
-        "call_mib": Column("tensors", "MiB", "Those of one call together."),
-        "calls_sent_mib": Column(
-            "sent", "MiB", "By each rank in all these calls, if all form a ring."
-        ),
-        "calls_ms": Column(
-            "predicted", "ms", "Time of all these calls, by measured times of such collectives."
+        "num_bytes": Column("tensors", "MiB", "Those of one call together.", scale=2**-20),
+        "sent_bytes": Column(
+            "sent", "MiB", "By each rank in all these calls, if all form a ring.", scale=2**-20
         ),
         "formula": text_column(
             "bytes of each", "Size of one as a product of the model's dimensions.", 2
@@ -281,18 +275,6 @@ COLUMNS = (
         ),
         "closed_form_mib": Column(
             "naive saves, in closed form", "", "What written-out attention must save for backward."
-        ),
-        "together_mean_ms": Column(
-            "forward and backward",
-            "ms",
-            "Time of forward and backward together.",
-            std="together_std_ms",
-        ),
-        "output_error": Column(
-            "output's error", "", "Largest distance of the output from attention in float64."
-        ),
-        "gradient_error": Column(
-            "gradients' error", "", "Largest distance of a gradient from attention's in float64."
         ),
         # ceilings
         "shape": Column(

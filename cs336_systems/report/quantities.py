@@ -101,6 +101,10 @@ class Gain(NamedTuple):
             text = three_digits(self.ratio * scale)
         return f"{text} {DOUBT}" if self.is_doubted else text
 
+    def interval(self) -> str:
+        """The interval of the ratio, `2.56 to 2.58`; empty for unknown."""
+        return interval_text(self.low, self.high)
+
     @classmethod
     def over(cls, slow: "StepResult", fast: "StepResult", ratio: float) -> "Gain":
         """The gain without an interval."""

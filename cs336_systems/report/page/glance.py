@@ -29,7 +29,7 @@ from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import phase_rows
 from ..sections.ladder import RungResult
 from ..sections.ladder import findings as ladder_findings
-from ..sections.memory.entry import MemoryEntry, difference_bytes
+from ..sections.memory.entry import MemoryEntry
 from ..sections.memory.findings import findings as memory_findings
 from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
 from ..sections.memory.words import check_words, size
@@ -82,9 +82,8 @@ def glance_at(directory: Directory) -> Glance:
     if directory.compared is None and results.memory:
         bars = _bars_of_peaks(results.memory)
         moments = [moment for entry in results.memory for moment in entry.profile.boundaries]
-        trust = check_words(moments) if moments else ""
-        if any(map(difference_bytes, moments)):
-            doubts.append(trust)
+        if wrong := check_words(moments):
+            doubts.append(wrong)
     elif directory.compared is None and results.kernels:
         bars = _bars_of_work(bars, results.kernels)
         doubts += _slowdown(results.kernels)

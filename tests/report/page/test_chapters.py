@@ -151,7 +151,7 @@ def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_r
         (
             "study",
             lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
-            [["gelu", "must move", "4.00"]],
+            [["Fused operations are", "4.00"]],
         ),
     ],
 )
