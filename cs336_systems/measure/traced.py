@@ -15,7 +15,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..config import Parallel, Phase, RunConfig
 from ..costs.internals import address_of
@@ -57,7 +56,12 @@ def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
     step = TrainingStep(config, model, rank=rank)
     step.scaler = None  # it would read a value; its scalars are left out
-    order, hooks = _noted_order([] if config.is_shared else model.parameters())
+    order: list[int] = []  # in which backward makes the parameters' gradients
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+        for place, parameter in enumerate(model.parameters())
+        if parameter.requires_grad and not config.is_shared
+    ]
     _average_at_once(step)
     trace.note(Category.PARAMETERS, step.model.parameters())
     parameter_bytes = _bytes_kept(step.model.parameters())
@@ -75,19 +79,6 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
             f"{parameter_bytes:,}: a fault of this program"
         )
     return tape
-
-
-def _noted_order(parameters: Iterable[nn.Parameter]) -> tuple[list[int], list[RemovableHandle]]:
-    """An empty list, and hooks that append to it the index of each parameter whose gradient
-    backward has made.
-    """
-    order: list[int] = []
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
-        for place, parameter in enumerate(parameters)
-        if parameter.requires_grad
-    ]
-    return order, hooks
 
 
 def _bytes_kept(parameters: Iterable[Tensor]) -> int:
@@ -149,12 +140,9 @@ def _as_of_whole_sequences() -> Iterator[None]:
     if masks is None:
         yield
         return
-    with mock.patch.object(masks, "find_packed_sequence_indices", _finds_nothing):
+    # a Mock with a return value would keep its arguments, which are tensors of the step
+    with mock.patch.object(masks, "find_packed_sequence_indices", lambda *_, **__: None):  # noqa: PT008
         yield
-
-
-def _finds_nothing(*_: object, **__: object) -> None:
-    """No sequences within rows. A Mock would keep its arguments, which are tensors of the step."""
 
 
 def _expand(trace: StepTrace, call: Dispatch) -> None:
@@ -252,11 +240,11 @@ class _Clock:
         self._trace.begin(next(self._next))
 
     def lap(self, phase: Phase, end: object = None) -> None:  # noqa: ARG002 (of the protocol)
-        trace, optimizer = self._trace, self._step.optimizer
+        trace = self._trace
         gradients = [parameter.grad for parameter in self._step.model.parameters()]
         trace.note(Category.GRADIENTS, (grad for grad in gradients if grad is not None))
-        if phase is Phase.OPTIMIZER and optimizer is not None:
-            for state in optimizer.state.values():
+        if phase is Phase.OPTIMIZER:
+            for state in self._step.optimizer_state().values():
                 tensors = [value for value in state.values() if isinstance(value, Tensor)]
                 trace.note(Category.OPTIMIZER_STATE, tensors)
         trace.begin(next(self._next))
