@@ -53,15 +53,11 @@ class OperationObserver(TorchDispatchMode):
         """Run the operation and observe it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        self.observe(func, args, kwargs, output)
+        self.observe(func, (*args, *kwargs.values()), output)
         return output
 
     def observe(
-        self,
-        func: OpOverload[..., object],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        output: object,
+        self, func: OpOverload[..., object], operands: Sequence[object], output: object
     ) -> None:
         """Take note of an operation, its operands and its result."""
         raise NotImplementedError
@@ -83,27 +79,28 @@ def normal(
 
 
 def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
-    """Measure the cells that come over the connection until it is closed."""
+    """Send the environment, then measure the cells that come over the connection until it is
+    closed.
+    """
     function = pkgutil.resolve_name(grid.MEASURE)
     gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
+    connection.send(environment(grid.device, gpu))
     gc.disable()  # a collection during a timed pass would lengthen its time
     num_modules = 0
     with contextlib.suppress(EOFError):
         while True:
-            rows, is_fit = attempt(grid, connection.recv(), function)
+            answer = attempt(grid, connection.recv(), function)
             if len(sys.modules) > num_modules:
                 # frozen, because collecting all of PyTorch's objects before each cell takes longer
                 # than some cells
                 gc.collect()
                 gc.freeze()
                 num_modules = len(sys.modules)
-            connection.send(Answer(rows, is_fit, environment(grid.device, gpu)))
+            connection.send(answer)
 
 
-def attempt(
-    grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]
-) -> tuple[tuple[RowT, ...], bool]:
-    """The rows that `measure` returns, or rows of its failure; and whether this process is fit
+def attempt(grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]) -> Answer[RowT]:
+    """The rows that `measure` returns, or rows of its failure, after which this process is not fit
     for another cell.
     """
     gc.collect()
@@ -111,7 +108,8 @@ def attempt(
         # the next cell may need the memory that the last one left in the cache
         torch.cuda.empty_cache()
     try:
-        return tuple(measure(grid, cell.rows)) if cell.rows else (), True
+        return Answer(tuple(measure(grid, cell.rows)), is_fit=True)
     except Exception as error:
         status = classify(error)
-        return cell.failed(status, describe(error, status, cell.label, grid.device)), False
+        failure = describe(error, status, cell.label, grid.device)
+        return Answer(cell.failed(status, failure), is_fit=False)

@@ -174,25 +174,18 @@ class TrafficCounter(OperationObserver):
         self.num_bytes = 0
 
     def observe(
-        self,
-        func: OpOverload[..., object],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        output: object,
+        self, func: OpOverload[..., object], operands: Sequence[object], output: object
     ) -> None:
         """Add up what the operation reads and writes."""
         if func.is_view or str(func).startswith(_NO_NEW_VALUES):
             return
         self.operations.append(str(func))
-        for leaf in tree_leaves((args, kwargs, output)):
+        for leaf in tree_leaves((operands, output)):
             if isinstance(leaf, Tensor):
-                self.num_bytes += _distinct_elements(leaf) * leaf.element_size()
-
-
-def _distinct_elements(tensor: Tensor) -> int:
-    """Elements of the tensor that lie in memory: those that a broadcast repeats count once."""
-    axes = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(size for size, stride in axes if stride)
+                # elements that a broadcast repeats lie in memory once
+                axes = zip(leaf.shape, leaf.stride(), strict=True)
+                elements = math.prod(size for size, stride in axes if stride)
+                self.num_bytes += elements * leaf.element_size()
 
 
 def _moved(passes: Passes) -> list[TrafficCounter]:

@@ -237,23 +237,17 @@ class AttentionOps(OperationObserver):
         self._last_matmul: torch.dtype | None = None
 
     def observe(
-        self,
-        func: OpOverload[..., object],
-        args: Sequence[object],
-        _kwargs: Mapping[str, object],
-        output: object,
+        self, func: OpOverload[..., object], operands: Sequence[object], output: object
     ) -> None:
         """Note the operation's data type if it is one of attention's."""
-        if str(func) in MATMULS and isinstance(output, Tensor):
+        if not isinstance(output, Tensor):
+            return
+        if str(func) in MATMULS:
             self._last_matmul = output.dtype
-            factor = args[-2]
+            factor = operands[-2]
             if SOFTMAX in self._seen and isinstance(factor, Tensor):
                 self._seen.setdefault(WEIGHTS, short_name(factor.dtype))
-        elif (
-            str(func) == "aten._softmax.default"
-            and SOFTMAX not in self._seen
-            and isinstance(output, Tensor)
-        ):
+        elif str(func) == "aten._softmax.default" and SOFTMAX not in self._seen:
             if self._last_matmul is not None:
                 self._seen[SCORES] = short_name(self._last_matmul)
             self._seen[SOFTMAX] = short_name(output.dtype)
