@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -87,18 +86,18 @@ def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
 
 
 def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
-    """The GPU that the entry names; if it names a GPU in MIG mode as a whole, its first slice."""
+    """The GPU that the entry names by its UUID, shortened or not, if `kind` is the UUID's prefix,
+    else by its number; if it names a GPU in MIG mode as a whole, its first slice.
+    """
+    firsts = {gpu.index: gpu for gpu in reversed(gpus)}
+    if not kind:
+        return next((gpu for gpu in firsts.values() if str(gpu.index) == entry), None)
     if kind == "MIG-":
-        match = [gpu for gpu in gpus if gpu.slice_of and gpu.uuid.startswith(entry)]
+        uuids = {gpu.uuid: gpu for gpu in gpus}
     else:
-        firsts = list({gpu.index: gpu for gpu in reversed(gpus)}.values())
-        by_number = [gpu for gpu in firsts if str(gpu.index) == entry]
-        match = (
-            [gpu for gpu in firsts if (gpu.slice_of or gpu.uuid).startswith(entry)]
-            if kind
-            else by_number
-        )
-    return match[0] if len(match) == 1 and entry.startswith(kind) else None
+        uuids = {gpu.slice_of or gpu.uuid: gpu for gpu in firsts.values()}
+    match = [uuid for uuid in uuids if uuid.startswith(entry)]
+    return uuids[match[0]] if len(match) == 1 and entry.startswith(kind) else None
 
 
 def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -181,12 +180,10 @@ def _is_sliced(handle: object) -> bool:
 
 
 def _slices(handle: object) -> Iterator[object]:
-    count = 0
     with contextlib.suppress(pynvml.NVMLError):
-        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    for number in range(count):
-        with contextlib.suppress(pynvml.NVMLError):  # not every possible slice exists
-            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(pynvml.NVMLError):  # not every possible slice exists
+                yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
 
 
 def _slice_name(part: Gpu, whole: Gpu) -> str:
@@ -259,18 +256,6 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     battery = psutil.sensors_battery()
     if battery is not None and battery.power_plugged is False:
         reasons.append("the machine runs on its battery, which lowers its clocks: plug it in")
-    scaling = Path("/sys/devices/system/cpu/cpu0/cpufreq")
-    # other systems, and most virtual machines, have no such files
-    with contextlib.suppress(OSError):
-        driver, governor = (
-            (scaling / f"scaling_{name}").read_text().strip() for name in ("driver", "governor")
-        )
-        # whose powersave raises clocks as needed
-        if governor == "powersave" and not driver.endswith("pstate"):
-            reasons.append(
-                "the CPU's governor is powersave: use performance (cpupower frequency-set -g "
-                "performance)"
-            )
     for gpu in gpus:
         with contextlib.suppress(pynvml.NVMLError):
             if count := GpuMonitor(gpu.uuid).processes():

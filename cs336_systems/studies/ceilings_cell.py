@@ -72,21 +72,20 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]
         return [*measure_collectives(grid, collectives)]
     if grid.device is Device.CPU:  # measured in rounds
         grid = replace(grid, loops=1)
-    measured: list[StudyRow] = []
-    for row in rows:
-        if isinstance(row, ProductCell):
-            measured.append(measure_product(grid, row))
-        elif isinstance(row, StreamCell):
-            elements = row.moved_bytes // STREAM_BYTES[row.stream]
-            measured.append(row.with_loops(measure(make_stream(grid, row.stream, elements), grid)))
-        elif isinstance(row, KernelCell):
-            measured.append(measure_kernel(grid, row))
-        elif isinstance(row, PassCell):
-            measured.append(row.with_loops(measure(make_pass(grid, row), _brief(grid))))
-        elif isinstance(row, LaunchCell):
-            measured.append(row.with_loops(measure_launch(grid, row.launch)))
-            if grid.device is Device.CUDA and row.launch is LaunchKind.EAGER:
-                measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
+    [row] = rows
+    if isinstance(row, ProductCell):
+        return [measure_product(grid, row)]
+    if isinstance(row, KernelCell):
+        return [measure_kernel(grid, row)]
+    if isinstance(row, PassCell):
+        return [row.with_loops(measure(make_pass(grid, row), _brief(grid)))]
+    if isinstance(row, StreamCell):
+        elements = row.moved_bytes // STREAM_BYTES[row.stream]
+        return [row.with_loops(measure(make_stream(grid, row.stream, elements), grid))]
+    assert isinstance(row, LaunchCell)
+    measured: list[StudyRow] = [row.with_loops(measure_launch(grid, row.launch))]
+    if grid.device is Device.CUDA and row.launch is LaunchKind.EAGER:
+        measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
     return measured
 
 
