@@ -36,7 +36,7 @@ from .analysis.warnings import launched_phases, timing_warnings
 from .config import MODULE_DEPTH, Device, Mode, Phase, Precision, Profiler
 from .measure.clock import StepTimes
 from .measure.nvml import Gpu, GpuMonitor, visible_gpus
-from .measure.run import LEAST_TRAIN_WARMUP_STEPS, Progress
+from .measure.run import Progress
 from .measure.step import memory_since, reset_memory
 from .model.annotate import (
     Annotator,
@@ -48,7 +48,7 @@ from .model.annotate import (
     set_annotator,
 )
 from .ranges import Range
-from .record import GpuState, Memory, RunRecord, Telemetry, WarningCode, read_record, write_record
+from .record import GpuState, Memory, RunRecord, Telemetry, read_record, write_record
 from .subject import WatchedLoop
 from .sweep.store import PROFILE_DIRECTORIES
 
@@ -140,7 +140,7 @@ class Watched:
         profiler = Profiler.NONE
         if profile or memory:
             profiler = Profiler.KINETO if profile else Profiler.MEMORY
-        self.model, self.name, self.warmup_steps = model, name, warmup_steps
+        self.model, self.warmup_steps = model, warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
         types = [parameter.device.type for parameter in model.parameters()]
         # parameters that are not loaded yet are on "meta", whatever the device
@@ -313,16 +313,8 @@ class Watched:
         progress.warnings += timing_warnings(
             measured[-1].times_s, launched_phases(measured, progress.host_phases())
         )
-        if (
-            len(self.warmup) < LEAST_TRAIN_WARMUP_STEPS
-            and measured[-2:-1]
-            and measured[-2].phase is Phase.OPTIMIZER
-        ):
-            progress.warn(
-                WarningCode.FEW_WARMUP_STEPS,
-                f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the "
-                "optimizer's state",
-            )
+        if any(measurement.phase is Phase.OPTIMIZER for measurement in measured):
+            progress.warn_of_short_warmup(len(self.warmup))
         if telemetry is not None:
             progress.warn_if_throttled(telemetry)
 

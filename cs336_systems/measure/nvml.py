@@ -49,8 +49,8 @@ def _initialised() -> bool:
     return True
 
 
-def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
-    """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order; numbers count by PCI
+def visible_gpus() -> tuple[Gpu, ...]:
+    """GPUs that CUDA_VISIBLE_DEVICES names, in its order, or all without it; numbers count by PCI
     bus.
 
     As in CUDA, the first entry that names no GPU ends the list, and naming a GPU twice empties it.
@@ -58,7 +58,7 @@ def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     Empty without an NVIDIA driver.
     """
     every = _every()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return _as_cuda_counts(every) if visible is None else select(every, visible)
 
 
@@ -96,8 +96,8 @@ def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
         uuids = {gpu.uuid: gpu for gpu in gpus}
     else:
         uuids = {gpu.slice_of or gpu.uuid: gpu for gpu in firsts.values()}
-    match = [uuid for uuid in uuids if uuid.startswith(entry)]
-    return uuids[match[0]] if len(match) == 1 and entry.startswith(kind) else None
+    match = [gpu for uuid, gpu in uuids.items() if uuid.startswith(entry)]
+    return match[0] if len(match) == 1 and entry.startswith(kind) else None
 
 
 def _as_cuda_counts(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -113,11 +113,9 @@ def why_none_visible() -> str | None:
     purpose (empty or -1).
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if (
-        visible_gpus()
-        or not _initialised()
-        or (visible is not None and visible.strip() in ("", "-1"))
-    ):
+    if visible_gpus() or not _initialised():
+        return None
+    if visible is not None and visible.strip() in ("", "-1"):
         return None
     every = _every()
     if visible is not None and every:
@@ -212,8 +210,8 @@ class GpuMonitor:
         """
         return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
 
-    def state(self, own_processes: int = 1) -> GpuState:
-        """Clocks, power, temperature, throttle reasons and other processes right now."""
+    def state(self) -> GpuState:
+        """Clocks, power, temperature, throttle reasons and processes beside this one right now."""
         handle = self._handle
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return GpuState(
@@ -225,7 +223,7 @@ class GpuMonitor:
             power_w=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             temperature_c=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
-            other_processes=max(0, self.processes() - own_processes),
+            other_processes=max(0, self.processes() - 1),
         )
 
     def energy_j(self) -> float | None:

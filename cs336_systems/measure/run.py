@@ -110,6 +110,19 @@ class Progress:
         if (slowed := throttled(telemetry)) is not None:
             self.warn(WarningCode.THROTTLED, slowed)
 
+    def warn_of_short_warmup(self, taken: int, advice: str = "") -> None:
+        """Add a warning if a warm-up of so many steps leaves what only the first steps of training
+        do to the measured ones.
+        """
+        if taken < LEAST_TRAIN_WARMUP_STEPS:
+            first = "the making of the optimizer's state"
+            if taken:
+                first = "the first with the optimizer's state"
+            self.warn(
+                WarningCode.FEW_WARMUP_STEPS,
+                f"{taken} warm-up step(s): the measured ones include {first}{advice}",
+            )
+
     @property
     def config(self) -> RunConfig:
         """The configuration that is measured, which a watched loop does not have."""
@@ -351,17 +364,9 @@ def _warm_up(
             wanted += 1
     if not taken:
         _settle(progress, monitor)
-    if config.mode is Mode.TRAIN and taken < LEAST_TRAIN_WARMUP_STEPS:
-        first = (
-            "the first with the optimizer's state"
-            if taken
-            else "the making of the optimizer's state"
-        )
-        progress.warn(
-            WarningCode.FEW_WARMUP_STEPS,
-            f"{taken} warm-up step(s): the measured ones include {first}; "
-            f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
-        )
+    if config.mode is Mode.TRAIN:
+        advice = f"; use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}"
+        progress.warn_of_short_warmup(taken, advice)
 
 
 def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:

@@ -482,7 +482,7 @@ class StepResult(Mapping[str, Any]):
         collectives = calls(self.config)
         if collectives is None:
             return None
-        curves = self.ceilings.collective_times(self.device_name, self.config.ranks)
+        curves = self.ceilings.collectives(self.device_name).get(self.config.ranks, {})
         return scaled(time_s(collectives, curves), MS)
 
     # quantities that only tables have
@@ -520,7 +520,10 @@ class StepResult(Mapping[str, Any]):
     @quantity(in_csv="never")
     def prediction_is_shipped(self) -> bool:
         """Whether the ceilings of the forecast come with this program."""
-        return self.forecast is not None and self.ceilings.is_shipped(self.device_name or "")
+        if self.forecast is None or self.device_name is None:
+            return False
+        curves = self.ceilings.curves(self.device_name)
+        return curves is not None and curves.is_shipped
 
     speed_up = _speed_up(
         "vs fp32",

@@ -135,10 +135,14 @@ def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) 
     return lambda: torch.mm(left, right.t(), out=out)
 
 
+def _uniform(grid: CeilingsGrid, elements: int) -> Tensor:
+    """Random numbers from 0 to 1 in fp32."""
+    return torch.rand(elements, generator=make_generator(grid), device=grid.device.value)
+
+
 def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
     """One pass over this many elements in fp32."""
-    generator = make_generator(grid)
-    source = torch.rand(elements, generator=generator, device=grid.device.value)
+    source = _uniform(grid, elements)
     if stream is Stream.READ:
         return source.sum
     target = torch.empty_like(source)
@@ -252,10 +256,7 @@ def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
     """One pass over memory as a step makes them: a copy, a cast to fp32, a transposition, a mask or
     a softmax.
     """
-    generator = make_generator(grid)
-    source = torch.rand(
-        row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value
-    )
+    source = _uniform(grid, row.moved_bytes // PASS_BYTES[row.how])
     if row.how is Pass.COPY:
         return source.clone
     if row.how is Pass.WIDEN:

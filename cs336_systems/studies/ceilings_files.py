@@ -68,11 +68,6 @@ class Ceilings:
             names += [folder.replace("-", " ") for folder in sorted(folders)]
         return list(dict.fromkeys(names))
 
-    def is_shipped(self, device_name: str) -> bool:
-        """Whether predictions for this device rest on ceilings that come with the program."""
-        curves = self.curves(device_name)
-        return curves is not None and curves.is_shipped
-
     def _studies_of(self, device_name: str) -> Iterator[tuple[CeilingsStudy, ...]]:
         """The user's studies of the device, then the shipped ones, if these may stand in."""
         name = bare_name(device_name)
@@ -125,10 +120,6 @@ class Ceilings:
             if by_ranks:
                 break
         return by_ranks
-
-    def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of each collective among `ranks` devices of this name, by bytes."""
-        return self.collectives(device_name).get(ranks, {})
 
 
 NO_CEILINGS = Ceilings()

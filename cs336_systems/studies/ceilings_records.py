@@ -26,7 +26,7 @@ from ..files import CEILINGS
 from ..model.fast.choose import fastest
 from ..record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
 from ..settings import ByDevice, Setting, check
-from .records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, StudyRow
+from .records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, StudyRow
 
 MIN_TIME_S = 1e-9
 MAX_BYTES = 2**42
@@ -61,15 +61,9 @@ class Loops:
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    times_s: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.times_s or not all(
-            MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s
-        ):
-            raise ValueError(
-                f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s"
-            )
+    times_s: Annotated[
+        tuple[Annotated[float, msgspec.Meta(ge=MIN_TIME_S, le=MAX_TIME_S)], ...], AT_LEAST_ONE
+    ]
 
     @property
     def median_s(self) -> float:
@@ -369,9 +363,9 @@ def pass_cells(device: Device, sizes: Sequence[int]) -> Iterator[PassCell]:
         # where a step makes tensors in memory that it has already
         if how is Pass.COPY and device is not Device.CPU:
             continue
-        units = dict.fromkeys(max(1, size // (PASS_BYTES[how] * PASS_UNIT)) for size in sizes)
-        for count in units:
-            yield PassCell(how=how, moved_bytes=count * PASS_UNIT * PASS_BYTES[how], timing=UNTIMED)
+        unit_bytes = PASS_BYTES[how] * PASS_UNIT
+        for count in dict.fromkeys(max(1, size // unit_bytes) for size in sizes):
+            yield PassCell(how=how, moved_bytes=count * unit_bytes, timing=UNTIMED)
 
 
 TIMED_ROWS = {
@@ -493,7 +487,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
             yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
         for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
             # a whole number of elements
-            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]
+            moved_bytes = num_bytes - num_bytes % STREAM_BYTES[stream]
             passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=UNTIMED)
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
         for launch in LaunchKind if self.device is Device.CUDA else (LaunchKind.EAGER,):

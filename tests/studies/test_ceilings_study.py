@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336.config import SIZES, Attention, Device, Precision, RunConfig
@@ -52,7 +51,7 @@ from cs336.studies.ceilings_records import (
     kernel_cells,
     pass_cells,
 )
-from cs336.studies.cell import attempt
+from cs336.studies.cell import OperationObserver, attempt
 from cs336.studies.loops import replayed, timed_loops
 from cs336.studies.runner import run_study
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square, stream_at
@@ -271,7 +270,7 @@ def kernel(form: Form, rows: int, inner: int, columns: int, batch: int = 1) -> K
     return KernelCell(precision=Precision.FP32, form=form, **sides, timing=UNTIMED)
 
 
-class Matmuls(TorchDispatchMode):
+class Matmuls(OperationObserver):
     """Shapes of the factors of matmuls, and in which of their last two axes neighbours in memory
     lie.
     """
@@ -280,17 +279,10 @@ class Matmuls(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[tuple[tuple[int, ...], bool], ...]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, func: Any, operands: Any, _output: object) -> None:
         if func.overloadpacket.__name__ in ("mm", "bmm"):
-            factors = [(tuple(factor.shape), factor.stride(-1) == 1) for factor in args]
+            factors = [(tuple(factor.shape), factor.stride(-1) == 1) for factor in operands]
             self.seen.append(tuple(factors))
-        return func(*args, **(kwargs or {}))
 
 
 def of_cell(row: KernelCell) -> Any:
