@@ -124,7 +124,11 @@ class MemoryRecorder:
 
     def dump(self, path: Path) -> None:
         """Write the snapshot to `path` and the notes beside it, and stop recording."""
-        self._see_optimizer_state()
+        for parameter, state in self._step.optimizer_state().items():
+            name = self._names.get(id(parameter), "a tensor outside of the model")
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self._see(SightingKind.OPTIMIZER_STATE, f"{key} of {name}", value)
         counters = _counters()
         temporary = path.with_name(f".{path.name}.tmp")
         torch.cuda.memory._dump_snapshot(str(temporary))
@@ -167,13 +171,6 @@ class MemoryRecorder:
                     position=_position(_counters()),
                 )
             )
-
-    def _see_optimizer_state(self) -> None:
-        for parameter, state in self._step.optimizer_state().items():
-            name = self._names.get(id(parameter), "a tensor outside of the model")
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    self._see(SightingKind.OPTIMIZER_STATE, f"{key} of {name}", value)
 
     def _saved(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves in forward; return what autograd keeps."""

@@ -131,17 +131,17 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
     if not curves_of_studies:
         return None
     first, *others = curves_of_studies
-    matmuls = {precision: list(measured) for precision, measured in first.matmuls.items()}
-    for precision, joined in matmuls.items():
-        for other in others:
+    matmuls = dict(first.matmuls)
+    for other in others:
+        for precision, measured in other.matmuls.items():
             # matmuls with a form are kernels of a step; squares are those of the first study alone
-            joined += [matmul for matmul in other.matmuls[precision] if matmul.form is not None]
+            matmuls[precision] += tuple(matmul for matmul in measured if matmul.form is not None)
     gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
     hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None] or studies
     calls_s = [study.host_call_s for study in hosts]
     return replace(
         first,
-        matmuls={precision: tuple(joined) for precision, joined in matmuls.items()},
+        matmuls=matmuls,
         passes=next((curves.passes for curves in curves_of_studies if curves.passes), {}),
         queued_gap_s=next((gap_s for gap_s in gaps_s if gap_s is not None), None),
         is_in_doubt=_is_doubted(studies),
