@@ -148,10 +148,21 @@ def _devices(index: int) -> list[Gpu]:
     """The GPU with that number, or its slices (possibly none) in MIG mode."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     gpu = _gpu(index, handle)
-    if not _is_sliced(handle):
+    is_sliced = False
+    with contextlib.suppress(pynvml.NVMLError):  # raised by GPUs without MIG
+        is_sliced = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    if not is_sliced:
         return [gpu]
-    slices = [_gpu(index, slice_handle) for slice_handle in _slices(handle)]
-    return [replace(part, name=_slice_name(part, gpu), slice_of=gpu.uuid) for part in slices]
+    slices = []
+    for slice_handle in _slices(handle):
+        part = _gpu(index, slice_handle)
+        name = part.name
+        # the driver may give a slice the name of the whole GPU, whose peaks do not apply to it
+        if " MIG " not in name:
+            size = "" if part.memory_bytes is None else f" {part.memory_bytes / 2**30:.0f}gb"
+            name = f"{gpu.name} MIG{size}"
+        slices.append(replace(part, name=name, slice_of=gpu.uuid))
+    return slices
 
 
 def _gpu(index: int, handle: object) -> Gpu:
@@ -171,27 +182,11 @@ def _gpu(index: int, handle: object) -> Gpu:
     )
 
 
-def _is_sliced(handle: object) -> bool:
-    with contextlib.suppress(pynvml.NVMLError):  # raised by GPUs without MIG
-        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    return False
-
-
 def _slices(handle: object) -> Iterator[object]:
     with contextlib.suppress(pynvml.NVMLError):
         for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             with contextlib.suppress(pynvml.NVMLError):  # not every possible slice exists
                 yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-
-
-def _slice_name(part: Gpu, whole: Gpu) -> str:
-    """The driver's name if it differs from that of the whole GPU, whose peaks do not apply to a
-    slice.
-    """
-    if " MIG " in part.name:
-        return part.name
-    size = "" if part.memory_bytes is None else f" {part.memory_bytes / 2**30:.0f}gb"
-    return f"{whole.name} MIG{size}"
 
 
 class GpuMonitor:

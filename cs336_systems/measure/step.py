@@ -8,6 +8,7 @@ steps.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -67,24 +68,19 @@ class TrainingStep:
         self.way: "Way | None" = None
         """The wrapper that shares the step among ranks; None if it is not shared."""
         self._loss: Callable[..., Tensor] = self.trainable.loss
+        make_optimizer = self.trainable.make_optimizer
         if config.is_shared:
-            from ..parallel.ways import make_way
+            from ..parallel.ways import make_shared_optimizer, make_way
 
             self._loss = self.way = make_way(self.trainable, config)
-        self.optimizer = self._make_optimizer() if config.mode is Mode.TRAIN else None
+            make_optimizer = partial(make_shared_optimizer, self.trainable, config, self.way)
+        self.optimizer = make_optimizer() if config.mode is Mode.TRAIN else None
         self.phase = Phase.DATA
         """The phase that is running, which a failure's message names."""
         self.loss: Float[Tensor, ""]
         """Loss of the last step; a graph's next replay overwrites it."""
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
         self.graph = self._make_graph() if config.cuda_graph else None
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        if self.way is None:
-            return self.trainable.make_optimizer()
-        from ..parallel.ways import make_shared_optimizer
-
-        return make_shared_optimizer(self.trainable, self.config, self.way)
 
     def _make_graph(self) -> "StepGraph":
         from ..model.fast.master_adamw import MasterAdamW

@@ -74,7 +74,11 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]
         grid = replace(grid, loops=1)
     [row] = rows
     if isinstance(row, ProductCell):
-        return [measure_product(grid, row)]
+        if reason := why_unavailable(grid.device, row.precision, row.shape):
+            return [row.failed(Status.UNAVAILABLE, Failure(message=reason))]
+        is_tf32 = row.precision is ProductPrecision.TF32
+        apply_math_mode(Precision.TF32 if is_tf32 else Precision.FP32)
+        return [row.with_loops(measure(make_product(grid, row.precision, row.shape), grid))]
     if isinstance(row, KernelCell):
         return [measure_kernel(grid, row)]
     if isinstance(row, PassCell):
@@ -87,14 +91,6 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]
     if grid.device is Device.CUDA and row.launch is LaunchKind.EAGER:
         measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
     return measured
-
-
-def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
-    """Time one matmul of random matrices; zeros would take less power and be faster."""
-    if reason := why_unavailable(grid.device, row.precision, row.shape):
-        return row.failed(Status.UNAVAILABLE, Failure(message=reason))
-    apply_math_mode(Precision.TF32 if row.precision is ProductPrecision.TF32 else Precision.FP32)
-    return row.with_loops(measure(make_product(grid, row.precision, row.shape), grid))
 
 
 def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -> str | None:
@@ -119,6 +115,8 @@ def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
     """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a
     linear layer.
+
+    Both are random; zeros would take less power and be faster.
     """
     is_fp8 = precision is ProductPrecision.FP8
     dtype = PRODUCT_DTYPES[precision]

@@ -373,6 +373,11 @@ def test_a_grid_has_each_matmul_of_the_steps_once() -> None:
             assert (matmul.form, matmul.batch, *matmul.sides) in measured
 
 
+def launches_of(time_s: float) -> list[LaunchCell]:
+    kinds = (LaunchKind.EAGER, LaunchKind.GRAPH)
+    return [LaunchCell(launch=kind, timing=lasting(time_s)) for kind in kinds]
+
+
 def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
     """Each kernel takes a millisecond, and nothing else takes time."""
     config = RunConfig(size="tiny", model=SIZES["tiny"], device=Device.CUDA)
@@ -382,10 +387,7 @@ def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
     study = make_ceilings(
         [product_at(square(8), 1, precision=ProductPrecision.FP32)],
         [stream_at(1e9, stream=stream, num_bytes=2**40) for stream in (Stream.COPY, Stream.ADAMW)],
-        [
-            LaunchCell(launch=launch, timing=lasting(1e-9))
-            for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
-        ],
+        launches_of(1e-9),
     )
     curves = replace(
         study, kernels=tuple(replace(cell, timing=lasting(1e-3)) for cell in cells)
@@ -398,10 +400,7 @@ def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
 
 
 def test_the_gap_is_what_a_queued_copy_takes_more_than_in_a_graph() -> None:
-    launches = [
-        LaunchCell(launch=launch, timing=lasting(1e-6))
-        for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
-    ]
+    launches = launches_of(1e-6)
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     alone_s = 2**28 / 1e12
     without = make_ceilings([], streams, launches).curves()
