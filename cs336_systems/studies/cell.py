@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -19,11 +19,6 @@ from ..measure.environment import environment
 from ..measure.failure import classify, describe
 from ..measure.nvml import visible_gpus
 from .records import Answer, Cell, Grid, RowT, StudyT
-
-Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
-"""Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises
-what running raises.
-"""
 
 DTYPES = {
     Precision.FP32: torch.float32,
@@ -99,9 +94,13 @@ def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
             connection.send(answer)
 
 
-def attempt(grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]) -> Answer[RowT]:
-    """The rows that `measure` returns, or rows of its failure, after which this process is not fit
-    for another cell.
+def attempt(
+    grid: Grid[RowT, StudyT],
+    cell: Cell[RowT],
+    measure: Callable[[Any, tuple[RowT, ...]], Sequence[RowT]],
+) -> Answer[RowT]:
+    """The rows of the cell as `measure` returns them, given the grid, or rows of its failure, after
+    which this process is not fit for another cell.
     """
     gc.collect()
     if torch.cuda.is_initialized():

@@ -5,6 +5,7 @@ observed.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 
@@ -189,7 +190,7 @@ def observed_dtypes(
     """
     seen = {"parameters": _names(parameter.dtype for parameter in model.parameters())}
     hooks = [
-        model.get_submodule(name).register_forward_hook(_recorder(seen, quantity))
+        model.get_submodule(name).register_forward_hook(partial(_note_output, seen, quantity))
         for quantity, name in outputs.items()
     ]
     try:
@@ -208,11 +209,11 @@ def observed_dtypes(
     return seen
 
 
-def _recorder(seen: dict[str, str], quantity: str) -> Callable[[nn.Module, object, Tensor], None]:
-    def record(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        seen.setdefault(quantity, short_name(output.dtype))
-
-    return record
+def _note_output(
+    seen: dict[str, str], quantity: str, _module: nn.Module, _inputs: object, output: Tensor
+) -> None:
+    """Hook of a module that notes the data type of its first output in `seen`."""
+    seen.setdefault(quantity, short_name(output.dtype))
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:

@@ -18,7 +18,7 @@ from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, TypeAlias, cast
+from typing import Any, Generic, cast
 
 import msgspec
 
@@ -34,20 +34,18 @@ from ..sweep.process import adopt_orphans, begin_worker
 from ..text import counted, plain_word, print_aside
 from .records import Answer, Cell, Grid, RowT, StudyT, read_study
 
-Announce: TypeAlias = Callable[[str, int, int], object]
-"""Called before each cell with its label, how many cells are done, and how many there are."""
-
 
 def run_study(
     grid: Grid[RowT, StudyT],
-    announce: Announce = lambda *_: None,
+    announce: Callable[[str, int, int], object] = lambda *_: None,
     cells: "Cells[RowT, StudyT] | None" = None,
     on_progress: Callable[[], object] = lambda: None,
 ) -> StudyT:
     """Measure the cells of the grid that are not done; a cell that fails has rows that say so.
 
-    `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses one of the
-    GPUs, and SweepError if no worker starts.
+    `announce` is called before each cell with its label, how many cells are done, and how many
+    there are. `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses
+    one of the GPUs, and SweepError if no worker starts.
     """
     cells = cells or Cells(grid)
     groups = cells.todo()
