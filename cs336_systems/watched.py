@@ -137,9 +137,9 @@ class Watched:
             optimizers = (optimizers,)
         # Accelerate and Lightning wrap optimizers
         several = tuple(getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers)
-        profiler = Profiler.NONE
-        if profile or memory:
-            profiler = Profiler.KINETO if profile else Profiler.MEMORY
+        profiler = Profiler.KINETO if profile else Profiler.NONE
+        if memory:
+            profiler = Profiler.MEMORY
         self.model, self.warmup_steps = model, warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
         types = [parameter.device.type for parameter in model.parameters()]
@@ -426,7 +426,7 @@ class _Profiled:
         one the trace is written.
         """
         if number == 0 and self.is_asked:
-            self._begin()
+            self._start()
             self._enter(Range.WARMUP)
         elif number == 1 and self._session:
             self._leave(0)
@@ -466,7 +466,8 @@ class _Profiled:
         if self._loop.profiler is Profiler.MEMORY:
             notes_path(self.trace).replace(notes_path(target))
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
+        """Open the profiler and the hooks of the modules."""
         self.trace.parent.mkdir(parents=True, exist_ok=True)
         self._session = session = contextlib.ExitStack()
         session.callback(set_annotator, Annotator.NONE)

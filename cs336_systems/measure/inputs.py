@@ -77,9 +77,10 @@ def source_digest(module: str) -> str | None:
     while waiting:
         for name, source in _sources(waiting.pop(0)):
             files.setdefault(name, source)
-            imported = _imported(source) - known if root else set()
-            waiting += _beside(root, imported) if root else []
-            known |= imported
+            if root is not None:
+                imported = _imported(source) - known
+                waiting += _beside(root, imported)
+                known |= imported
     for name, source in sorted(files.items()):
         digest.update(f"{name}\0{len(source)}\0".encode(errors="surrogateescape"))
         digest.update(source)
