@@ -312,7 +312,7 @@ def run(arguments: AccountArguments) -> int:
         config=config,
         device=device,
         memory_bytes=memory_bytes,
-        collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
+        collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
         curves=curves_meant(name, device, config, ceilings),
         device_name=name,
     )

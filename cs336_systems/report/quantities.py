@@ -490,7 +490,7 @@ class StepResult(Mapping[str, Any]):
         collectives = calls(self.config)
         if collectives is None:
             return None
-        curves = self.ceilings.collective_times(self.device_name, self.config.ranks)
+        curves = self.ceilings.collectives(self.device_name).get(self.config.ranks, {})
         return scaled(time_s(collectives, curves), MS)
 
     # quantities that only tables have

@@ -75,7 +75,6 @@ KINDS: dict[str, Kind] = {
     "checkpoint": Kind(replace(CONFIG, checkpoint_blocks=1)),
     "checkpoints of two": Kind(replace(CONFIG, checkpoint_blocks=2, mode=Mode.FORWARD_BACKWARD)),
     "compiled": Kind(replace(CONFIG, compile=CompileMode.DEFAULT), plain),
-    "compiled by block": Kind(replace(CONFIG, **BLOCKS), plain),
     "compiled by block, checkpoint": Kind(replace(CONFIG, **BLOCKS, checkpoint_blocks=1), plain),
     "graph": Kind(replace(CONFIG, optimizer=OptimizerKind.FUSED), has_graph=True),
     "fast, checkpoint": Kind(replace(FAST, checkpoint_blocks=2)),
