@@ -332,7 +332,8 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     with StatusLine() as status, connected(arguments.cluster):
         status("asking the machines of the cluster")
         needs = Needs(require_device=arguments.require_device, nsys=arguments.nsys)
-        return look(arguments.device(), needs, allow_mixed=arguments.measuring.allow_mixed)[0]
+        machines, _ = look(arguments.device(), needs, allow_mixed=arguments.measuring.allow_mixed)
+        return machines
 
 
 def _print_machines(machines: Sequence["Machine"], device: Device) -> None:

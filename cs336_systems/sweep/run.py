@@ -68,11 +68,7 @@ def run_sweep(
             raise store.SweepError(
                 f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}"
             )
-        for gpu in gpus:
-            if gpu is not None:
-                stack.enter_context(
-                    store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
-                )
+        stack.enter_context(store.exclusive_gpus(gpus))
         present = identity(configs[0].device, gpus[0]) if configs else None
         keeper, todo, unexplained, _ = keep.resume(
             configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present

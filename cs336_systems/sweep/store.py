@@ -13,13 +13,14 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from ..config import Profiler, RunConfig
 from ..files import encode_json, remedy, write_atomically
+from ..measure.nvml import Gpu
 from ..record import Identity, Input, RecordError, RunRecord, published_runs
 from ..subject import Subject
 from ..text import LONGEST_PART, shorten, shortened
@@ -317,6 +318,17 @@ def _open(path: Path) -> int:
         descriptor = os.open(path, flags | os.O_CREAT, 0o666)
         os.fchmod(descriptor, 0o666)
         return descriptor
+
+
+@contextlib.contextmanager
+def exclusive_gpus(gpus: Iterable[Gpu | None]) -> Iterator[None]:
+    """Hold the lock of each GPU during the context; None stands for the CPU, which has no lock."""
+    with contextlib.ExitStack() as stack:
+        for gpu in gpus:
+            if gpu is not None:
+                name = f"{gpu.name} ({gpu.uuid})"
+                stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), name))
+        yield
 
 
 def gpu_lock_path(uuid: str) -> Path:
