@@ -98,11 +98,9 @@ class Needs(msgspec.Struct, frozen=True):
             return "it has no nsys on the PATH, which --nsys needs"
         if self.identity is None:
             return None
-        needed, present = msgspec.to_builtins(self.identity), msgspec.to_builtins(node.identity)
         different = [
-            f"{name} is {present[name]}, needed {needed[name]}"
-            for name in needed
-            if present[name] != needed[name]
+            f"{name} is {present}, needed {needed}"
+            for name, present, needed in store.differences(node.identity, self.identity)
         ]
         return f"{'; '.join(different)}; --allow-mixed uses it too" if different else None
 
@@ -617,9 +615,7 @@ class _Driver:
             on_cpu = self._device is Device.CPU
             needed = {"num_cpus": self._cores} if on_cpu else {"num_cpus": 0, "num_gpus": width}
             key = f"{self._keys}{uuid4()}"
-            request = msgspec.json.encode(
-                Request(config, self.explainer.timeout_s, self.needs, key)
-            )
+            request = Request(config, self.explainer.timeout_s, self.needs, key)
             retries = MAX_TRIES - 1 - self._deaths[config]
             options = {**needed, "max_retries": retries, "label_selector": selector}
             reference = task.options(**options).remote(msgspec.json.encode(request))

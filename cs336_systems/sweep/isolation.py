@@ -323,6 +323,10 @@ class WorkerProcess:
         text = self._tail.decode(errors="replace").replace("\0", "\\0").strip()
         return text or None
 
+    def last_line(self) -> str:
+        """Last line of the worker's output; empty if it printed nothing."""
+        return self._tail.decode(errors="replace").strip().rpartition("\n")[2]
+
     def kill(self) -> None:
         """Kill the worker, its process group and all its descendants."""
         pid = self.process.pid if self._exit_code is None else None

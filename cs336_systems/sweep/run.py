@@ -31,6 +31,10 @@ the host.
 """
 
 
+EXPLAIN_S = 600.0
+"""Longest time to explain a profile again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a sweep did."""
@@ -103,8 +107,6 @@ def explain_again(
     records: Sequence[RunRecord],
     runs: Path,
     listener: keep.Listener,
-    *,
-    timeout_s: float = 600.0,
     rules: KernelRules | None = None,
 ) -> tuple[Subject, ...]:
     """Explain those of `records` in `runs` that have a raw profile and no explanation; measure
@@ -115,8 +117,9 @@ def explain_again(
     """
     waiting = []
     for record in records:
-        is_new = rules is not None and keep.has_trace(record, runs)
-        if is_new or keep.can_be_explained(record, runs):
+        is_trace = record.subject.profiler is not Profiler.MEMORY
+        is_renamed = rules is not None and is_trace and keep.raw_profile(record, runs) is not None
+        if is_renamed or keep.can_be_explained(record, runs):
             waiting.append(record.subject)
     if waiting:
         isolation.preload_to_explain()
@@ -124,7 +127,7 @@ def explain_again(
         adopt_orphans()
         with isolation.Interrupts(at_once=True) as interrupts:
             keeper = keep.Keeper(runs, listener)
-            Loop(keeper, (None,), timeout_s, interrupts, deque(waiting), rules=rules).run(())
+            Loop(keeper, (None,), EXPLAIN_S, interrupts, deque(waiting), rules=rules).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(subject for subject in waiting if not keep.has_explanation(subject, runs))
@@ -267,7 +270,7 @@ class Loop:
         if timed_out:
             why = f"not done within {self.timeout_s:g} s"
         elif exit_code == NOT_EXPLAINED:
-            why = (worker.log_tail() or "").splitlines()[-1]
+            why = worker.last_line()
         else:
             why = isolation.end_in_words(exit_code)
         return (
@@ -286,20 +289,13 @@ class Loop:
                 return record
             if exit_code or timed_out:  # the worker may have ended before it judged the times
                 record = self.keeper.write(judged(record))
-            if (
-                record.failed_rank is not None
-                and record.failure is not None
-                and record.failure.log_tail is None
-            ):
-                record = self.keeper.write(
-                    replace(record, failure=replace(record.failure, log_tail=worker.log_tail()))
-                )
+            if record.failed_rank is not None and record.failure is not None:
+                failure = replace(record.failure, log_tail=worker.log_tail())
+                record = self.keeper.write(replace(record, failure=failure))
             return record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
-            why = (worker.log_tail() or "").splitlines()[-1:]
-            raise store.SweepError(
-                f"the record of {config.key} could not be written: {''.join(why)}"
-            )
+            why = worker.last_line()
+            raise store.SweepError(f"the record of {config.key} could not be written: {why}")
         status, failure = worker.failure(exit_code, self.timeout_s if timed_out else None)
         return self.keeper.fail(config, status, failure, worker.elapsed_s)
 
@@ -321,11 +317,9 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
     Dynamo and torch.compile's backend take 2 s each to import. The backend is included only if runs
     compile on a CPU, because on a GPU its imports could touch CUDA.
     """
-    modules = (
-        [*isolation.EXPLAINING]
-        if any(config.profiler is not Profiler.NONE for config in configs)
-        else []
-    )
+    modules: list[str] = []
+    if any(config.profiler is not Profiler.NONE for config in configs):
+        modules += isolation.EXPLAINING
     if any(config.profiler is Profiler.MEMORY for config in configs):
         modules.append("cs336.measure.memory")
     if any(config.needs_fast_model or config.cuda_graph for config in configs):
