@@ -149,6 +149,7 @@ class RunConfig:
         Setting(
             "Sequences in a batch.",
             plural="batch_size",
+            label=4,
             least=1,
             heading="batch",
             note="batch {}",
@@ -226,7 +227,6 @@ class RunConfig:
             plural="optimizer",
             chosen_by_fast=True,
             word="",
-            label=1,
             note="{} optimizer",
             rules=(
                 needs(
@@ -249,7 +249,6 @@ class RunConfig:
             metavar="MODULE:CLASS",
             default="none",
             word="",
-            label=1,
             column="",
             rules=(
                 Rule(
@@ -272,7 +271,6 @@ class RunConfig:
             plural="compile",
             chosen_by_fast=True,
             is_shortcut=True,
-            label=1,
             note="compile {}",
             csv_place=13,
             noted="first",
@@ -285,7 +283,6 @@ class RunConfig:
             "Compile each block on its own instead of the whole model, which takes seconds "
             "instead of tens of seconds.",
             is_shortcut=True,
-            label=1,
             column="",
             rules=(
                 OUR_MODEL,
@@ -308,7 +305,6 @@ class RunConfig:
             metavar="MODULE:FACTORY",
             default="this project's model",
             word="",
-            label=1,
             column="",
             rules=(
                 Rule(
@@ -325,7 +321,6 @@ class RunConfig:
             "cross-entropy of the logits, or model: the loss that your own model returns when its "
             "forward is given `targets` (the next tokens) or `labels` (the tokens).",
             word="loss",
-            label=1,
             note="loss of the {}",
             rules=(
                 needs(
@@ -357,7 +352,6 @@ class RunConfig:
         Profiler,
         Setting(
             word="",
-            label=1,
             rules=(
                 needs(
                     "--device cuda, whose kernels it sees (--profile has a CPU's operators)",
@@ -390,7 +384,6 @@ class RunConfig:
             least=0,
             default="0, and with --fast 1 where the step does not fit",
             word="checkpoint",
-            label=1,
             rules=(
                 needs(
                     "1 for your own model, as what it does between its blocks is not known",
@@ -412,7 +405,6 @@ class RunConfig:
             "compute attention again. Needs --checkpoint-blocks 1, --fused-blocks and fused "
             "attention.",
             is_shortcut=True,
-            label=1,
             word="selective",
             note="selective checkpoints",
             rules=(
@@ -437,7 +429,6 @@ class RunConfig:
             default="0, and with --fast as many as fit",
             is_shortcut=True,
             least=0,
-            label=1,
             word="keep hidden",
             note="{} blocks keep hidden activations",
             rules=(
@@ -462,7 +453,6 @@ class RunConfig:
             most=MAX_PADDING,
             rules=(OUR_MODEL,),
             word="padded to",
-            label=1,
             note="vocabulary padded to a multiple of {}",
             notes={1: "vocabulary not padded"},
             csv_place=21,
@@ -474,7 +464,6 @@ class RunConfig:
             "Keep a bf16 copy of each linear layer's weights beside the fp32 masters, so that "
             "autocast need not cast them in every step. The optimizer updates both.",
             is_shortcut=True,
-            label=1,
             note="weights cast once",
             rules=(
                 OUR_MODEL,
@@ -498,7 +487,6 @@ class RunConfig:
             "less to read and write in each update. Masters that the model reads itself stay "
             "whole. Needs --cast-once.",
             is_shortcut=True,
-            label=1,
             note="masters split",
             rules=(CAST_ONCE, TRAINING),
         ),
@@ -509,7 +497,6 @@ class RunConfig:
             "Fused cross-entropy: forward overwrites the logits with their gradient, which saves "
             "time and memory; in low precision no fp32 copy of the logits is made.",
             is_shortcut=True,
-            label=1,
             note="fused loss",
             rules=(
                 OUR_MODEL,
@@ -532,7 +519,6 @@ class RunConfig:
             default="1, and with --fast more where memory is scarce",
             is_shortcut=True,
             least=1,
-            label=1,
             word="loss chunks",
             note="loss in {} parts",
             rules=(needs("--fused-loss", lambda run: run.fused_loss, "none"), CAST_ONCE),
@@ -547,7 +533,6 @@ class RunConfig:
             "takes a few percent of the memory. Needs --cast-once.",
             is_shortcut=True,
             rules=(OUR_MODEL, CAST_ONCE),
-            label=1,
             note="fused blocks",
             csv_place=27,
         ),
@@ -560,7 +545,6 @@ class RunConfig:
             "QuACK's matmuls (pip install '.[fused]') and the Hopper generation; --fast uses it "
             "where it finds both. Needs --fused-blocks.",
             is_shortcut=True,
-            label=1,
             note="activations within matmuls",
             rules=(
                 FUSED_BLOCKS,
@@ -591,7 +575,6 @@ class RunConfig:
             "install '.[fused]') and the Hopper generation; --fast uses it where it finds both, "
             "unless --sdpa-backend is given. Needs --fused-blocks and --attention sdpa.",
             is_shortcut=True,
-            label=1,
             note="FlashAttention 4 on packed heads",
             rules=(
                 FUSED_BLOCKS,
@@ -618,7 +601,6 @@ class RunConfig:
             "than bf16, so --fast uses it only together with this flag. MFU is still the share of "
             "the bf16 peak.",
             is_shortcut=True,
-            label=1,
             note="blocks in fp8",
             rules=(
                 OUR_MODEL,
@@ -637,7 +619,6 @@ class RunConfig:
             "to read and write in each step. The weights that are updated stay in fp32. Losses "
             "differ a little, so --fast uses it only together with this flag. Needs --cast-once.",
             is_shortcut=True,
-            label=1,
             note="AdamW's moments in bf16",
             rules=(CAST_ONCE, TRAINING),
         ),
@@ -649,7 +630,6 @@ class RunConfig:
             f"--warmup-steps {EAGER_STEPS_BEFORE_GRAPH + 1}.",
             is_shortcut=True,
             word="graph",
-            label=1,
             note="each phase a CUDA graph",
             rules=(
                 UNSCALED,
@@ -675,7 +655,7 @@ class RunConfig:
         ),
     ] = False
     update_in_backward: Annotated[
-        bool, Setting(is_shortcut=True, label=1, note="weights updated during backward")
+        bool, Setting(is_shortcut=True, note="weights updated during backward")
     ] = False
     """In records of earlier versions only: no flag asks for it, and no step does it."""
     expandable_segments: Annotated[
@@ -684,7 +664,6 @@ class RunConfig:
             "Let PyTorch's allocator grow its segments, so that hardly any memory is lost in gaps "
             "between tensors, for steps that almost fill the GPU.",
             is_shortcut=True,
-            label=1,
             note="expandable segments",
             rules=(
                 ON_GPU,
@@ -719,7 +698,6 @@ class RunConfig:
             "--own-ddp.",
             plural="parallel",
             word="",
-            label=1,
             note="{}",
             rules=(
                 needs(
@@ -783,7 +761,6 @@ class RunConfig:
             plural="ranks",
             least=1,
             most=MAX_RANKS,
-            label=1,
             note="{} ranks",
             rules=(
                 needs(
@@ -805,7 +782,6 @@ class RunConfig:
             metavar="MODULE:CLASS",
             default="none",
             word="",
-            label=1,
             column="",
             rules=(
                 Rule(
@@ -823,7 +799,6 @@ class RunConfig:
             plural="bucket_mib",
             least=0,
             most=2**20,
-            label=1,
             note="buckets of {} MiB",
             used_with=("parallel", (Parallel.DDP_OVERLAP, Parallel.OWN)),
         ),
@@ -834,7 +809,6 @@ class RunConfig:
             "Keep on each rank the optimizer's state of only its share of the parameters; after "
             "the optimizer's step the ranks exchange what they updated.",
             plural="",
-            label=1,
             note="sharded optimizer",
             rules=(WHOLE_GRADIENTS, TRAINING, UNSCALED),
             group="parallel",
@@ -845,6 +819,7 @@ class RunConfig:
         Setting(
             "Learning rate of AdamW.",
             word="lr",
+            label=4,
             note="learning rate {}",
             rules=(
                 Rule(
@@ -862,6 +837,7 @@ class RunConfig:
             "Steps that are timed, after the warm-up.",
             least=1,
             heading="steps",
+            label=4,
             note="{} measured steps",
             notes={1: "1 measured step"},
             noted="always",
@@ -914,7 +890,9 @@ class RunConfig:
     ] = None
     seed: Annotated[
         int,
-        Setting("Seed of the weights and the tokens.", least=0, csv_place=43, without_cost=True),
+        Setting(
+            "Seed of the weights and the tokens.", least=0, label=4, csv_place=43, without_cost=True
+        ),
     ] = 0
     repeat: Annotated[
         int,

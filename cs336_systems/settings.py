@@ -77,7 +77,7 @@ class Setting:
     """Word before the value in labels and names, as in `batch 8`; empty for none. By default the
     heading.
     """
-    label: int | None = 4
+    label: int | None = 1
     """Place in labels: smaller numbers come first, equal ones in order of declaration. A setting
     with 0 is always shown, one with None never, and any other only if it is not at its default.
     """

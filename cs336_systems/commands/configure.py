@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,8 @@ def make_config(
             "none"
         )
     if context_length is None:
-        is_course = preset.arch is Arch.CS336
         context_length = preset.context_length
-        if is_course:
+        if preset.arch is Arch.CS336:
             context_length = default_on(device, "context_length")
     of_model = {attribute.name for attribute in fields(ModelConfig)} & settings.keys()
     changes = {name: settings.pop(name) for name in of_model}
@@ -83,13 +83,10 @@ def make_config(
     if any(getattr(model, name) != getattr(preset, name) for name in shape):
         size = "custom"
     config = RunConfig(size=size, model=model, device=device, **settings)
-    for flag, factory in (
-        ("--model", config.model_factory),
-        ("--own-ddp", config.own_ddp),
-        ("--own-optimizer", config.own_optimizer),
-    ):
+    for name in ("model_factory", "own_ddp", "own_optimizer"):
+        factory = getattr(config, name)
         if factory is not None:
-            check_factory(factory, flag)
+            check_factory(factory, _typed(name))
     return config
 
 
@@ -263,10 +260,8 @@ def make_fast_config(
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
     fast = replace(fast, **switches)
-    if gpu is None or "checkpoint_blocks" in asked:
-        return fast
-    memory_bytes = gpu.usable_bytes or gpu.memory_bytes
-    if memory_bytes is None:
+    memory_bytes = None if gpu is None else gpu.usable_bytes or gpu.memory_bytes
+    if memory_bytes is None or "checkpoint_blocks" in asked:
         return fast
     return with_checkpoints(fast, memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
 
@@ -279,10 +274,9 @@ def explain_fast(configs: Iterable[RunConfig]) -> None:
     for chosen in dict.fromkeys(map(describe_fast, configs)):
         print_aside(f"fast: {chosen}")
     gpu = first_gpu()
-    notes: dict[str, None] = {}
-    for config in configs:
-        notes |= dict.fromkeys(missing_packages(config, None if gpu is None else gpu.name))
-    for note in notes:
+    device_name = None if gpu is None else gpu.name
+    notes = chain.from_iterable(missing_packages(config, device_name) for config in configs)
+    for note in dict.fromkeys(notes):
         print_aside(f"note: {note}")
 
 

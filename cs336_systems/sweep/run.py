@@ -145,7 +145,6 @@ class Loop:
     interrupts: isolation.Interrupts
     unexplained: deque[Subject] = field(default_factory=deque)
     """Runs to explain. A free slot explains the first of them before it measures another run."""
-    explaining: set[isolation.Worker] = field(default_factory=set)
     explains: bool = True
     """Whether the raw profiles of runs are explained here after they have been measured."""
     rules: KernelRules | None = None
@@ -153,7 +152,6 @@ class Loop:
     waiting: deque[RunConfig] = field(default_factory=deque)
     """Runs to measure."""
     free: list[Gpu | None] = field(init=False)
-    working: dict[isolation.Worker, list[Gpu | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = list(self.gpus)
@@ -161,7 +159,7 @@ class Loop:
     @property
     def is_busy(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self.waiting or self.unexplained or self.working)
+        return bool(self.waiting or self.unexplained or self.interrupts.workers)
 
     def run(self, todo: Sequence[RunConfig]) -> None:
         """Measure these, explain what is to be explained, and leave no process."""
@@ -186,11 +184,11 @@ class Loop:
             if len(self.free) < count:
                 break
             gpus, self.free = self.free[:count], self.free[count:]
-            self.working[self._start(gpus)] = gpus
-        for worker in self._ended(list(self.working), patience_s):
+            self._start(gpus)
+        for worker in self._ended(patience_s):
             # sorted, so that each of several runs on the same ranks gets the same GPUs in the same
             # order
-            self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
+            self.free = sorted([*self.free, *worker.gpus], key=self.gpus.index)
             self.interrupts.workers.remove(worker)
 
     def end(self) -> None:
@@ -200,37 +198,34 @@ class Loop:
             left.reap()
         isolation.kill_orphans()
 
-    def _start(self, gpus: Sequence[Gpu | None]) -> isolation.Worker:
+    def _start(self, gpus: Sequence[Gpu | None]) -> None:
         """Start to explain the first run that waits for it; if none does, to measure the first
         on these GPUs.
         """
         runs, listener = self.keeper.runs, self.keeper.listener
-        if self.unexplained:
+        explains = bool(self.unexplained)
+        subject: Subject
+        if explains:
             subject = self.unexplained.popleft()
-            explain: isolation.Entry = keep.explain_in_worker
-            if self.rules is not None:
-                explain = functools.partial(keep.explain_in_worker, rules=self.rules)
-            worker = isolation.Worker(subject, runs, explain, self.timeout_s)
-            self.explaining.add(worker)
+            entry = functools.partial(keep.explain_in_worker, rules=self.rules)
             tell = functools.partial(listener.explaining, subject)
         else:
-            config = self.waiting.popleft()
-            (runs / f"{config.key}.json").unlink(missing_ok=True)
+            subject = self.waiting.popleft()
+            (runs / f"{subject.key}.json").unlink(missing_ok=True)
             uuids = [gpu.uuid for gpu in gpus if gpu]
-            measure = functools.partial(measure_in_worker, gpu_uuids=uuids)
-            worker = isolation.Worker(config, runs, measure, self.timeout_s)
-            tell = functools.partial(listener.started, config, gpus[0])
+            entry = functools.partial(measure_in_worker, gpu_uuids=uuids)
+            tell = functools.partial(listener.started, subject, gpus[0])
+        worker = isolation.Worker(subject, runs, entry, self.timeout_s, gpus)
+        worker.explains = explains
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
         tell()
-        return worker
 
-    def _ended(
-        self, working: Sequence[isolation.Worker], patience_s: float
-    ) -> Iterator[isolation.Worker]:
+    def _ended(self, patience_s: float) -> Iterator[isolation.Worker]:
         """Wait for an event, then yield the workers that have ended, after their results have
         been kept.
         """
+        working = list(self.interrupts.workers)
         left_s = min(
             [patience_s, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)]
         )
@@ -244,7 +239,7 @@ class Loop:
                 if timed_out:
                     worker.kill()
                 exit_code = worker.reap()
-                if worker in self.explaining:
+                if worker.explains:
                     why = self._why_unexplained(worker, exit_code, timed_out)
                     self.keeper.listener.explained(worker.subject, why)
                 else:
