@@ -10,6 +10,7 @@ class Range(StrEnum):
     WARMUP = "warmup"
     MEASURE = "measure"
     STEP = "step"
+    DATA = "data"
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"
@@ -43,8 +44,8 @@ class PhaseNames:
     """Range around what several ranks do between backward and the optimizer."""
     optimizer: str = Range.OPTIMIZER
     """Range around the optimizer; without it PyTorch's own, Optimizer.step#NAME."""
-    data: str = "data"
-    """Range around the making of the batch."""
+    data: str = Range.DATA
+    """Range around the making of the batch; without it that of PyTorch's DataLoader."""
     step: str = Range.STEP
     """Range around a step, or a pattern; without it torch.profiler's own, ProfilerStep#*."""
     warmup: str = Range.WARMUP

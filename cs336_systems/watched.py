@@ -452,7 +452,7 @@ class _Profiled:
         self._leave(1 if phase is None else 2)
         if phase is not None and len(self._ranges) == 1:
             self._enter(Range.STEP)
-        if phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+        if phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
             self._enter(phase)
 
     def finish(self) -> None:

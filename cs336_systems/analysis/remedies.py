@@ -1,5 +1,6 @@
 """Ways to make a step shorter, in words and as flags of this program."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -23,7 +24,7 @@ class Remedy(Enum):
     use it already.
 
     If the configuration is unknown, for example of another program's trace, the advice names no
-    flags and may include ways that are in use.
+    flags.
     """
 
     COMPILE = "torch.compile"
@@ -125,23 +126,35 @@ def _flag(name: str, value: object) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def remedies(config: RunConfig | None, *candidates: Remedy) -> str:
-    """The candidates that are open to the run, separated by commas; empty if there are none."""
-    named = [remedy.named_for(config) for remedy in candidates if remedy.is_open_to(config)]
-    if named and config is None:
+def remedies(
+    config: RunConfig | None, *candidates: Remedy, in_use: Collection[Remedy] | None = None
+) -> str:
+    """The candidates that are open to the run and not `in_use`, separated by commas; empty if
+    there are none. `in_use` is None where nothing shows what a run without configuration does.
+    """
+    named = []
+    for remedy in candidates:
+        if remedy.is_open_to(config) and remedy not in (in_use or ()):
+            named.append(remedy.named_for(config))
+    if named and config is None and in_use is None:
         named.append(NOT_IN_USE)
     return ", ".join(named)
 
 
-def against_launches(config: RunConfig | None) -> str:
-    """What helps if launching kernels limits the step, as a phrase that follows `use`."""
+def against_launches(config: RunConfig | None, in_use: Collection[Remedy] | None = None) -> str:
+    """What helps if launching kernels limits the step, as a phrase that follows `use`; `in_use` as
+    for `remedies`.
+    """
     ways = "a larger model or batch"
-    kernels = remedies(config, Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER)
-    graphs = remedies(config, Remedy.GRAPHS)
+    candidates = (Remedy.COMPILE, Remedy.ATTENTION, Remedy.OPTIMIZER)
+    kernels = remedies(config, *candidates, in_use=in_use)
+    graphs = remedies(config, Remedy.GRAPHS, in_use=in_use)
     if kernels:
         kernels = f"fewer kernels ({kernels})"
     if graphs:
-        graphs = f"CUDA graphs {NOT_IN_USE}" if config is None else f"CUDA graphs ({graphs})"
+        graphs = f"CUDA graphs ({graphs})"
+        if config is None:
+            graphs = "CUDA graphs" if in_use is not None else f"CUDA graphs {NOT_IN_USE}"
     if kernels and graphs:
         return f"{ways}, {kernels}, or {graphs}"
     return ", or ".join(way for way in (ways, kernels, graphs) if way)

@@ -97,7 +97,8 @@ class TrainingStep:
         with annotate(Range.STEP):
             self.phase = Phase.DATA
             clock.start()
-            batch = self.batches()
+            with annotate(Range.DATA):
+                batch = self.batches()
             if self.config.tokens is not None:
                 clock.lap(Phase.DATA)
             self.phase = Phase.FORWARD

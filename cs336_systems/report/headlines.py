@@ -19,8 +19,8 @@ from .identity import names_of
 from .quantities import StepResult
 from .section import Section, labels
 from .sections.kernels.entry import Explained
-from .sections.kernels.findings import Limit, limit_of
 from .sections.kernels.findings import findings as kernel_findings
+from .sections.kernels.limits import Limit, limit_of
 from .sections.ladder import RungResult
 from .sections.ladder import findings as ladder_findings
 from .sections.memory.entry import MemoryEntry
@@ -134,7 +134,7 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
     results take.
     """
     if len(entries) == 1 and len(results) <= 1 and not any(result.failed for result in results):
-        return _first_sentence(kernel_findings(entries[0]))
+        return _first_sentence([finding.text for finding in kernel_findings(entries[0])])
     steps, more = of_steps(results)
     if any(entry.profile.work is Work.OPERATORS for entry in entries):
         return steps, more  # on a CPU nothing else can be the limit

@@ -7,7 +7,7 @@ that distinguish the configurations.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..analysis.columns import ProfileError
@@ -50,18 +50,35 @@ class Table:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One sentence about an explained profile, and what it claims."""
+
+    code: str
+    """What the sentence says, as one word for programs."""
+    text: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """The numbers of the sentence by name: seconds and counts per step, bytes, shares."""
+    cost: float = 0.0
+    """Time or memory that it costs; findings stand in this order, the largest first."""
+
+
 FINDING = (
     Column("no.", key="number", write=str),
     Column("finding", key="finding", numeric=False, write=str),
 )
 
 
-def finding_rows(findings: Iterable[str]) -> list[Row]:
+def finding_rows(findings: Iterable[Finding | str]) -> list[Row]:
     """A row for each finding, with its number."""
-    return [{"number": number, "finding": text} for number, text in enumerate(findings, 1)]
+    rows = []
+    for number, finding in enumerate(findings, 1):
+        text = finding if isinstance(finding, str) else finding.text
+        rows.append({"number": number, "finding": text})
+    return rows
 
 
-def findings_table(findings: Sequence[str], none: str = "") -> Table:
+def findings_table(findings: Sequence[Finding | str], none: str = "") -> Table:
     """A table of numbered findings; if there are none, its note is `none`."""
     rows = finding_rows(findings)
     return make_table("Findings", FINDING, rows, () if rows or not none else (none,))
@@ -270,7 +287,7 @@ def _has_failed(row: Mapping[str, Any]) -> bool:
 
 
 def findings_section(
-    name: str, entries: Sequence[E], find: Callable[[E], Iterable[str]]
+    name: str, entries: Sequence[E], find: Callable[[E], Iterable[Finding | str]]
 ) -> Section:
     """The sentences that `find` returns for each profile, one in a row."""
     rows = rows_of(entries, lambda entry: finding_rows(find(entry)))

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from ...ranges import PhaseNames
 from ..columns import Columns, Ints, Mask, chosen, joined
-from .calls import ApiCallKind
+from .calls import ApiCallKind, lost_launches
 from .collectives import NO_COLLECTIVE, collective_codes
-from .phase_inference import plan_from_backward
-from .phase_plan import PhasePlan, PhaseWindows, StepTimes, plan_from_ranges
+from .phase_plan import PhaseWindows
 from .phase_ranges import PhaseRanges, phase_ranges
-from .phases import CODES, PHASES, Codes, LaunchPhase, PhaseSource
+from .phases import CODES, PHASES, Codes, LaunchPhase
+from .step_profile import StepLabel
+from .steps import PhasePlan, StepTimes, plan_of
 from .trace import DeviceWork, GroupNesting, Nesting, Trace
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
@@ -36,6 +37,8 @@ scatter of gradients.
 
 The last one is PyTorch's fully_shard.
 """
+MIN_LOST = 0.02
+"""Smallest share of its launches without kernels that makes the first or last step a cut one."""
 _OF_LIBRARY = re.compile(r"nccl|gloo:")
 """Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put
 around a collective.
@@ -64,8 +67,7 @@ class Attribution:
 
     trace: Trace
     jobs: Jobs
-    steps: StepTimes
-    windows: PhaseWindows
+    plan: PhasePlan
     parent: Ints
     """For each range of the trace, the innermost module's range around it on its thread; -1 for
     none.
@@ -73,22 +75,19 @@ class Attribution:
     A forward range inside backward, a gather and a scatter have no parent, and so begin a path of
     their own.
     """
-    source: PhaseSource
     notes: tuple[str, ...]
 
 
 def attribute(trace: Trace, phases: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy."""
     names = phase_ranges(trace, phases or PhaseNames())
-    plan = plan_from_ranges(trace, names) or plan_from_backward(trace, names)
+    plan = plan_of(trace, names)
     modules = _Modules(trace, names, plan)
     return Attribution(
         trace=trace,
         jobs=_placed(trace, plan, modules),
-        steps=plan.steps,
-        windows=plan.windows,
+        plan=plan,
         parent=modules.parent,
-        source=plan.source,
         notes=(*trace.notes, *plan.notes, *_what_is_missing(trace)),
     )
 
@@ -212,6 +211,8 @@ class Selection:
 
     steps: StepTimes
     """The profiled steps, in order of time."""
+    labels: tuple[StepLabel, ...]
+    """One for each of them; empty if nothing tells them apart."""
     windows: HostWindows
     is_whole_trace: bool
     is_warmup: bool
@@ -221,6 +222,16 @@ class Selection:
     """Index into `steps` for each of the attribution's steps, -1 for those left out; the last
     element is -1.
     """
+    is_cut: Mask
+    """Whether each of the attribution's steps is left out because an edge of the file cuts it;
+    the last element is False.
+    """
+
+    def contains(self, time_ns: Ints) -> Mask:
+        """Whether each time of the host lies in a profiled step; True for all of a whole trace."""
+        if self.is_whole_trace:
+            return np.ones(len(time_ns), dtype=np.bool_)
+        return Nesting(self.steps.start_ns, self.steps.end_ns).at(time_ns) >= 0
 
     def step_of(self, step: Ints) -> Ints:
         """Index into `steps` for kernels or copies with these steps of the attribution; -1 for
@@ -237,33 +248,41 @@ def select_steps(attribution: Attribution) -> Selection:
     launched some, or that lie before or after all calls of the host. A step that launched nothing
     is one.
     """
-    steps = attribution.steps
+    steps = attribution.plan.steps
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
     is_empty, is_recorded = _recorded(attribution)
-    used = np.flatnonzero((~steps.is_warmup | is_warmup) & is_recorded)
+    wanted = (~steps.is_warmup | is_warmup) & is_recorded
+    is_cut = _cut_off(attribution) & wanted
+    if is_cut.all() or (is_cut == wanted).all():
+        is_cut = np.zeros_like(is_cut)
+    used = np.flatnonzero(wanted & ~is_cut)
     number = np.full(len(steps) + 1, -1, dtype=np.int64)
     number[used] = np.arange(len(used))
-    first, last = _extent(attribution.trace)
     profiled = chosen(steps, used)
-    if not len(used):
+    if len(used):
+        latest = max(_extent(attribution.trace)[1], int(profiled.start_ns.max()))
+        end_ns = np.clip(profiled.end_ns, profiled.start_ns, latest)
+        profiled = replace(profiled, end_ns=end_ns)
+    else:
+        first, last = _extent_on_device(attribution.trace)
         never = np.zeros(1, dtype=np.bool_)
         profiled = StepTimes(start_ns=np.array([first]), end_ns=np.array([last]), is_warmup=never)
-    latest = max(last, int(profiled.start_ns.max()))
-    end_ns = np.clip(profiled.end_ns, profiled.start_ns, latest)
-    profiled = replace(profiled, end_ns=end_ns)
+    labels = tuple(attribution.plan.labels[number] for number in used)
     return Selection(
         steps=profiled,
-        windows=_windows(attribution.windows, profiled),
+        labels=labels if any(label != StepLabel() for label in labels) else (),
+        windows=_windows(attribution.plan.windows, profiled, is_whole_trace=not len(used)),
         is_whole_trace=not len(used),
         is_warmup=is_warmup,
-        notes=tuple(_notes_on_steps(is_empty, is_recorded)),
+        is_cut=np.append(is_cut, False),
+        notes=tuple(_notes_on_steps(is_empty, is_recorded, is_cut)),
         number=number,
     )
 
 
 def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     """Whether each step has no kernel or copy, and whether the profiler recorded it."""
-    steps, calls = attribution.steps, attribution.trace.api_calls
+    steps, calls = attribution.plan.steps, attribution.trace.api_calls
     in_step = attribution.jobs.step
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
     if is_empty.all() or not len(calls):
@@ -275,8 +294,32 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     return is_empty, ~(is_empty & (has_launched | is_outside))
 
 
-def _notes_on_steps(is_empty: Mask, is_recorded: Mask) -> Iterator[str]:
+def _cut_off(attribution: Attribution) -> Mask:
+    """Whether an edge of the file cuts each step: it is the first or the last of those with
+    kernels, and MIN_LOST of its launches have no kernel in the file.
+    """
+    steps, api = attribution.plan.steps, attribution.trace.api_calls
+    is_cut = np.zeros(len(steps), dtype=np.bool_)
+    nesting = Nesting(steps.start_ns, steps.end_ns)
+    lost = nesting.at(api.start_ns[lost_launches(attribution.trace)])
+    is_launch = ApiCallKind.ONE_KERNEL.among(api.name, attribution.trace.strings)
+    launched = nesting.at(api.start_ns[is_launch])
+    if not len(lost) or (launched < 0).all():
+        return is_cut
+    num_lost = np.bincount(lost[lost >= 0], minlength=len(steps))
+    num_launched = np.bincount(launched[launched >= 0], minlength=len(steps))
+    edges = np.flatnonzero(num_launched)[[0, -1]]
+    is_cut[edges] = num_lost[edges] >= np.maximum(MIN_LOST * num_launched[edges], 1)
+    return is_cut
+
+
+def _notes_on_steps(is_empty: Mask, is_recorded: Mask, is_cut: Mask) -> Iterator[str]:
     count = len(is_empty)
+    if cut := int(is_cut.sum()):
+        yield (
+            f"{cut} of {count} steps lie at an edge of the file, without the kernels of some of "
+            "their launches, and are left out."
+        )
     if unrecorded := int((~is_recorded).sum()):
         yield f"{unrecorded} of {count} steps were not recorded by the profiler, and are left out."
     if 0 < (empty := int((is_empty & is_recorded).sum())) < count:
@@ -293,10 +336,23 @@ def _extent(trace: Trace) -> tuple[int, int]:
     return int(starts.min()), int(ends.max())
 
 
-def _windows(windows: PhaseWindows, steps: StepTimes) -> HostWindows:
-    """The windows that begin in a step, cut off at its end."""
-    step = Nesting(steps.start_ns, steps.end_ns).at(windows.start_ns)
+def _extent_on_device(trace: Trace) -> tuple[int, int]:
+    """Start of the first kernel or copy and end of the last; those of all events if there are no
+    such.
+    """
+    work = joined(trace.kernels, trace.copies)
+    if trace.is_of_host or not len(work):
+        return _extent(trace)
+    return int(work.start_ns.min()), int(work.end_ns.max())
+
+
+def _windows(windows: PhaseWindows, steps: StepTimes, *, is_whole_trace: bool) -> HostWindows:
+    """The windows that begin in a step, cut off at its end; in a whole trace, all windows."""
     start, end = windows.start_ns, windows.end_ns
+    if is_whole_trace:
+        # what was launched before the first event of the device is a part of the file too
+        start, end = (np.clip(time, steps.start_ns[0], steps.end_ns[0]) for time in (start, end))
+    step = Nesting(steps.start_ns, steps.end_ns).at(start)
     cut_end = np.clip(end, start, np.maximum(start, np.append(steps.end_ns, 0)[step]))
     of_steps = HostWindows(step=step, phase=windows.phase, start_ns=start, end_ns=cut_end)
     order = np.lexsort((end, start, step))

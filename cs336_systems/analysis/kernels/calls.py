@@ -7,7 +7,7 @@ from enum import Enum
 import numpy as np
 
 from ..columns import Ints, Mask
-from .trace import of_names
+from .trace import MAX_TIME_NS, Trace, Union, of_names
 
 # nsys appends the version of the interface, and both profilers the variant for per-thread default
 # streams: cudaLaunchKernel_v7000, cudaMemcpyAsync_ptsz_v7000
@@ -55,3 +55,21 @@ TO_HOST = re.compile(r"Device-?to-?Host|DtoH|D2H", re.I)
 def call_name(name: str) -> str:
     """The function's name without suffixes for version and variant."""
     return _VARIANT.sub("", name)
+
+
+def lost_launches(trace: Trace) -> Mask:
+    """Whether each call launched a kernel that is not in the file; calls while a graph is captured
+    launch none.
+    """
+    api = trace.api_calls
+
+    def starts(kind: ApiCallKind) -> Ints:
+        return np.sort(api.start_ns[kind.among(api.name, trace.strings)])
+
+    begins, ends = starts(ApiCallKind.BEGIN_CAPTURE), starts(ApiCallKind.END_CAPTURE)
+    captures = Union(begins, np.append(ends, MAX_TIME_NS)[np.searchsorted(ends, begins)])
+    is_lost = ApiCallKind.ONE_KERNEL.among(api.name, trace.strings)
+    is_lost &= captures.within(api.start_ns, api.start_ns + 1) == 0
+    launching = np.append(trace.kernels.call, trace.copies.call)
+    is_lost[launching[launching >= 0]] = False
+    return is_lost

@@ -165,6 +165,11 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     return KernelClass.COPY_AND_FILL if named and not computing else KernelClass.ELEMENT_WISE
 
 
+def is_generated(name: str) -> bool:
+    """Whether torch.compile generated the kernel of this name."""
+    return _INDUCTOR.search(name[:MAX_NAME]) is not None
+
+
 _rules_of_others: list[KernelRules] = []
 
 

@@ -142,8 +142,14 @@ def _named_ranks(trace: Trace) -> dict[int, int]:
 
 
 def _of_rank(trace: Trace, rank: int | None, process: int, device: int | None = None) -> Trace:
-    """The events of the process; if a device is given, only its work."""
+    """The events of the process; if a device is given, only its work, without the launches of
+    others.
+    """
     is_call = trace.api_calls.process == process
+    if device is not None:
+        for work in (trace.kernels, trace.copies):
+            is_of_other = (work.device != device) & (work.call >= 0)
+            is_call[work.call[is_of_other]] = False
     is_range = np.isin(trace.ranges.process, (process, NOWHERE))
     call, mark = _new_rows(is_call), _new_rows(is_range)
 

@@ -21,9 +21,14 @@ from .attribution import HostWindows, Jobs, Selection
 from .calls import ApiCallKind
 from .collectives import NO_COLLECTIVE
 from .host_calls import Host
-from .phase_plan import StepTimes
 from .phases import CODES, Codes, LaunchPhase
+from .steps import StepTimes
 from .trace import MAX_TIME_NS, DeviceWork, Union
+
+QUEUE_NS = 15_000
+"""Longest time from the end of a launch to the start of its kernel on an idle device, with what
+clocks of host and device differ.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +90,10 @@ def times_on_device(
     host_end = windows.end_ns
     finished = np.where(leaves_collectives, others_finished(host_end), all_finished(host_end))
     begin = windows.start_ns[is_first]
-    begin = np.maximum(begin, all_finished(begin))
+    if not selection.is_whole_trace:
+        begin = np.maximum(begin, all_finished(begin))
+    if not is_of_host:
+        begin = np.maximum(begin, _first_seen(jobs, host))
     # the time after the last phase lasts only as long as there is work
     is_after = is_rest & ~is_first
     end = np.where(is_after, finished, np.maximum(host_end, finished))
@@ -109,18 +117,25 @@ def times_on_device(
 
 
 def _with_rest(windows: HostWindows, steps: StepTimes) -> HostWindows:
-    """The windows, and in each step the time after the last of them, which is the whole of a
-    step without phases.
+    """The windows, and in each step the times before the first of them and after the last, of
+    which the latter is the whole of a step without phases.
     """
-    last_end = steps.start_ns.copy()
+    number, last_end = np.arange(len(steps)), steps.start_ns.copy()
     last_end[windows.step] = windows.end_ns  # the last assignment stays
+    first_start = steps.start_ns.copy()
+    first_start[windows.step[::-1]] = windows.start_ns[::-1]
+    unattributed = np.full(len(steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
+    before = HostWindows(
+        step=number, phase=unattributed, start_ns=steps.start_ns, end_ns=first_start
+    )
+    before = chosen(before, first_start > steps.start_ns)
     rest = HostWindows(
-        step=np.arange(len(steps)),
-        phase=np.full(len(steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8),
+        step=number,
+        phase=unattributed,
         start_ns=last_end,
         end_ns=np.maximum(last_end, steps.end_ns),
     )
-    both = joined(windows, rest)
+    both = joined(before, windows, rest)
     return chosen(both, np.argsort(both.step, kind="stable"))
 
 
@@ -136,6 +151,23 @@ def _is_before_wait(windows: HostWindows, steps: StepTimes, host: Host) -> Mask:
     last[windows.step[waits]] = np.flatnonzero(waits)  # the last assignment stays
     before: Mask = np.arange(len(windows)) < last[windows.step]
     return before
+
+
+def _first_seen(jobs: Jobs, host: Host) -> int:
+    """When the first job of the file began, if it had waited in its queue: until then the device
+    ran what the file does not have. Long ago, if it had not.
+
+    A host that had waited for the device before it launched the job knew its queue to be empty.
+    """
+    if not len(jobs):
+        return -MAX_TIME_NS
+    first = jobs.start_ns.argmin()
+    call, launch = jobs.call[first], jobs.launch_ns[first]
+    calls = host.calls
+    has_waited = (calls.is_wait & (calls.end_ns <= launch)).any()
+    returned = host.returned(np.array([call]), np.array([launch]))[0]
+    is_queued = jobs.is_launched[first] and jobs.start_ns[first] > returned + QUEUE_NS
+    return int(jobs.start_ns[first]) if is_queued and not has_waited else -MAX_TIME_NS
 
 
 class Completion:

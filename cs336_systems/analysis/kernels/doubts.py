@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from ..columns import Ints, chosen, groups, joined
-from .calls import ApiCallKind
+from ..columns import Mask, chosen, groups, joined
+from .calls import ApiCallKind, lost_launches
 from .device_time import Completion
 from .idle import SLACK_NS
-from .trace import MAX_TIME_NS, DeviceWork, Trace, Union
+from .trace import DeviceWork, Trace
 
 MIN_DOUBTFUL = 0.01
 """Smallest share of the kernels, or of the launches, that makes what is said of the whole
@@ -14,13 +14,13 @@ doubtful.
 """
 
 
-def doubts(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def doubts(trace: Trace, is_profiled: Mask) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Sentences about what cannot be, with how often: those that put all times in doubt, then
-    those that do not.
+    those that do not. `is_profiled` says which of the host's calls lie in a profiled step.
     """
     grave, slight = [], []
     least = MIN_DOUBTFUL * max(len(trace.kernels), 1)
-    counts = {} if trace.is_of_host else _counts(trace)
+    counts = {} if trace.is_of_host else _counts(trace, is_profiled)
     for text, count in counts.items():
         if count >= least:
             grave.append(f"{count} {text}")
@@ -29,23 +29,28 @@ def doubts(trace: Trace) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(grave), tuple(slight)
 
 
-def _counts(trace: Trace) -> dict[str, int]:
+def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
     """What cannot be, with the number of kernels, copies or calls of which it is said."""
     kernels, work = trace.kernels, joined(trace.kernels, trace.copies)
     is_early = work.is_launched & (work.start_ns < work.launch_ns - SLACK_NS)
     covered, covering = _covered(chosen(work, ~work.is_in_graph))
+    api = trace.api_calls
+    num_launches = int(ApiCallKind.ONE_KERNEL.among(api.name, trace.strings).sum())
     return {
         "kernels and copies begin before the call that launched them: the clocks of host and "
         "device do not agree": int(is_early.sum()),
-        "kernels last no time: the profiler lost their times, and averages are too short": int(
-            (kernels.duration_ns == 0).sum()
+        "kernels last no time: the profiler lost their times, and averages are without them": (
+            0 if is_rounded(kernels) else int((kernels.duration_ns == 0).sum())
         ),
+        "kernels run before others that had been launched on their stream before them: the order "
+        "of kernels or launches is wrong": _out_of_order(trace, chosen(work, ~work.is_in_graph)),
         "kernels and copies begin and end while another one of their stream runs "
         f"({covering} such): the others' times are too long": covered,
         "calls that wait for the device return before its work ends: some times are too "
         "long": _after_wait(trace, work),
-        f"of {len(trace.api_calls)} calls launched a kernel that is not in the file: events were "
-        "lost": _lost_launches(trace) if len(kernels) else 0,
+        f"of {num_launches} launches have no kernel in the file: events were lost": (
+            int((lost_launches(trace) & is_profiled).sum()) if len(kernels) else 0
+        ),
     }
 
 
@@ -67,6 +72,31 @@ def _covered(work: DeviceWork) -> tuple[int, int]:
     return inner, outer
 
 
+def is_rounded(kernels: DeviceWork) -> bool:
+    """Whether the profiler wrote whole microseconds, as PyTorch 2.1 and older do: a kernel of less
+    than half of one then lasts no time.
+    """
+    times = np.append(kernels.start_ns, kernels.duration_ns)
+    return len(times) > 0 and not (times % 1000).any()
+
+
+def _out_of_order(trace: Trace, work: DeviceWork) -> int:
+    """How many jobs begin before another of their stream whose launch had returned before theirs
+    began.
+    """
+    calls, count = trace.api_calls, 0
+    work = chosen(work, work.is_launched)
+    ends = np.append(calls.start_ns + calls.duration_ns, 0)[work.call]
+    returned = np.where(work.call < 0, work.launch_ns, ends)
+    place = work.device * (1 + work.stream.max(initial=0)) + work.stream
+    for _, of_stream in groups(place):
+        in_order = of_stream[np.argsort(work.start_ns[of_stream], kind="stable")]
+        # the earliest return among the launches of all later jobs
+        earliest = np.minimum.accumulate(returned[in_order][::-1])[::-1]
+        count += int((earliest[1:] < work.launch_ns[in_order][:-1]).sum())
+    return count
+
+
 def _after_wait(trace: Trace, work: DeviceWork) -> int:
     """How many waits for a whole device are over before work that was launched before them is."""
     if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
@@ -76,21 +106,3 @@ def _after_wait(trace: Trace, work: DeviceWork) -> int:
     )
     finished = Completion(work, np.flatnonzero(work.is_launched))(waits.start_ns)
     return int((finished > waits.start_ns + waits.duration_ns + SLACK_NS).sum())
-
-
-def _lost_launches(trace: Trace) -> int:
-    """How many calls launched a kernel that is not in the file; calls while a graph is captured
-    launch none.
-    """
-    api = trace.api_calls
-
-    def starts(kind: ApiCallKind) -> Ints:
-        return np.sort(api.start_ns[kind.among(api.name, trace.strings)])
-
-    begins, ends = starts(ApiCallKind.BEGIN_CAPTURE), starts(ApiCallKind.END_CAPTURE)
-    captures = Union(begins, np.append(ends, MAX_TIME_NS)[np.searchsorted(ends, begins)])
-    is_lost = ApiCallKind.ONE_KERNEL.among(api.name, trace.strings)
-    is_lost &= captures.within(api.start_ns, api.start_ns + 1) == 0
-    launching = np.append(trace.kernels.call, trace.copies.call)
-    is_lost[launching[launching >= 0]] = False
-    return int(is_lost.sum())

@@ -15,13 +15,13 @@ import pandas as pd
 from ...config import RunConfig
 from ...ranges import PhaseNames
 from ...text import inert_line
-from ..columns import Mask, groups
+from ..columns import Ints, Mask, groups
 from . import communication, idle, modules, step_profile
 from .attribution import Attribution, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
 from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
-from .doubts import doubts
+from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .modules import CLASSES
 from .phase_ranges import check_names
@@ -62,22 +62,24 @@ def summarise(
     in_step = kernels[kernels["step"] >= 0]
     num_steps = len(selection.steps)
     times = frame_of(windows).assign(busy_ns=busy)
-    grave, slight = doubts(trace)
+    grave, slight = doubts(trace, selection.contains(trace.api_calls.start_ns))
     sentences = (*attribution.notes, *idle.idle_notes(gaps), *selection.notes)
     profile = step_profile.StepProfile(
         source=source,
         work=step_profile.Work.OPERATORS if trace.is_of_host else step_profile.Work.KERNELS,
         device_names=trace.device_names,
-        phases_from=(attribution.source,),
+        phases_from=(attribution.plan.source,),
         num_steps=num_steps,
         is_whole_trace=selection.is_whole_trace,
         is_warmup=selection.is_warmup,
         num_kernels=len(kernels),
         kernel_s=int(kernels["duration_ns"].sum()) / 1e9,
-        left=_left(kernels, is_in_a_step=attribution.jobs.step[kernels.index] >= 0),
+        left=_left(kernels, attribution.jobs.step[kernels.index], selection.is_cut),
         step_s=tuple(((selection.steps.end_ns - selection.steps.start_ns) / 1e9).tolist()),
         phases=tuple(_phases(work, times, num_steps, trace.is_of_host)),
-        kernels=modules.kernel_times(in_step, trace.strings),
+        kernels=modules.kernel_times(
+            in_step, trace.strings, lost_times=not is_rounded(trace.kernels)
+        ),
         classes=modules.class_times(in_step),
         attention=modules.attention_times(in_step, parts, trace.strings, config),
         modules=modules.module_times(in_step, parts),
@@ -90,24 +92,28 @@ def summarise(
         copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
+        graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
+        steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
+        step_labels=selection.labels,
+        passes_per_step=attribution.plan.passes_per_step,
     )
     for wrong in step_profile.contradictions(profile):
         raise AttributionError(wrong)
     return profile
 
 
-def _left(kernels: pd.DataFrame, *, is_in_a_step: Mask) -> step_profile.Left:
-    """The kernels in no profiled step."""
+def _left(kernels: pd.DataFrame, step: Ints, is_cut: Mask) -> step_profile.Left:
+    """The kernels in no profiled step, from their steps in the trace (-1 for none)."""
     is_launched = kernels["is_launched"].to_numpy(dtype=np.bool_)
     place = np.select(
-        [kernels["step"] >= 0, is_in_a_step, is_launched],
-        ["profiled", "warmup", "outside"],
+        [kernels["step"] >= 0, is_cut[step], step >= 0, is_launched],
+        ["profiled", "cut", "warmup", "outside"],
         "no_launch",
     )
     times_s = kernels["duration_ns"].groupby(place).sum() / 1e9
     counts = kernels.groupby(place).size()
     values: dict[str, Any] = {}
-    for name in ("warmup", "outside", "no_launch"):
+    for name in ("warmup", "outside", "no_launch", "cut"):
         values[name] = int(counts.get(name, 0))
         values[f"{name}_s"] = float(times_s.get(name, 0))
     return step_profile.Left(**values)

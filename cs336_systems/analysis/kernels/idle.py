@@ -8,12 +8,13 @@ The first of these rules that holds gives the cause of an idle time of a device 
    idle time began, or had launched earlier work too (a CUDA graph), or the device took the larger
    part of the idle time to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device.
    In the other rules the device waited for the host until the call that launched `next`.
-3. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
+3. For more than half of that wait the host was in a range of the phase `data`: DATA.
+4. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
    HOST_PAUSE.
-4. When the idle time began, the host was in a call that waits for the device, or had left one less
+5. When the idle time began, the host was in a call that waits for the device, or had left one less
    than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED. The start
    of a step is exempt from this rule.
-5. Otherwise: LATE_LAUNCH.
+6. Otherwise: LATE_LAUNCH.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -93,7 +94,7 @@ def find_gaps(
     cause = np.full(len(gaps), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
     followed = chosen(gaps, ~ends_step)
     of_launch = _starts_its_launch(jobs)[followed.after] | ~jobs.is_launched[followed.after]
-    causes = _Causes(host).of(followed, jobs)
+    causes = _Causes(host, selection).of(followed, jobs)
     cause[~ends_step] = np.where(of_launch, causes, _CODE[IdleCause.BETWEEN_KERNELS])
     gaps = replace(gaps, phase=phase, cause=cause)
     return chosen(gaps, np.lexsort((gaps.start_ns, gaps.step)))
@@ -124,10 +125,13 @@ def _last_phase(selection: Selection) -> Codes:
 
 
 class _Causes:
-    """Applies rules 2 to 5 to idle times."""
+    """Applies rules 2 to 6 to idle times."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, selection: Selection) -> None:
         self._host = host
+        windows = selection.windows
+        is_data = windows.phase == CODES[LaunchPhase.DATA]
+        self._data = Union(windows.start_ns[is_data], windows.end_ns[is_data])
         calls = host.calls
         called = Union(calls.start_ns, calls.end_ns)
         quiet_start, quiet_end = called.end[:-1], called.start[1:]
@@ -149,15 +153,17 @@ class _Causes:
         # have begun it
         could_begin = np.clip(returned + _LATENCY_NS, start, end)
         in_time = (returned <= start) | (2 * (could_begin - start) < end - start)
-        # rule 3: the device waited for the host from `start` to `waited_until`
+        # rules 3 and 4: the device waited for the host from `start` to `waited_until`
         waited_until = np.clip(launch, start, end)
+        is_data = 2 * self._data.within(start, waited_until) > waited_until - start
         is_pause = 2 * self._pauses.within(start, waited_until) > waited_until - start
-        # rule 4, which needs an earlier job in the step
+        # rule 5, which needs an earlier job in the step
         is_wait = (gaps.before >= 0) & self._was_waiting(start, launch)
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
         # from the last rule to the first, since an earlier rule overrides a later one
         cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
         cause[is_pause] = _CODE[IdleCause.HOST_PAUSE]
+        cause[is_data] = _CODE[IdleCause.DATA]
         cause[in_time] = _CODE[IdleCause.BETWEEN_KERNELS]
         cause[~jobs.is_launched[after]] = UNKNOWN_CAUSE
         return cause
@@ -207,7 +213,24 @@ def longest_gaps(
             after=name(row.after),
             module=parts.names(int(parts.path[jobs.module[row.after]])) if row.after >= 0 else (),
             host_call=host.longest_call(row.start_ns, row.end_ns),
+            host_range=_open_range(trace, jobs, row.after, row.start_ns, row.end_ns),
         )
+
+
+def _open_range(trace: Trace, jobs: Jobs, after: int, start_ns: int, end_ns: int) -> str:
+    """The name of the shortest range that is open for more than half of the time from start to end,
+    on the thread that launched the job `after` it; empty for none.
+    """
+    if after < 0 or not jobs.is_launched[after]:
+        return ""
+    ranges = trace.ranges
+    shared = np.minimum(ranges.end_ns, end_ns) - np.maximum(ranges.start_ns, start_ns)
+    is_open = (ranges.thread == jobs.thread[after]) & (2 * shared > end_ns - start_ns)
+    rows = np.flatnonzero(is_open)
+    if not len(rows):
+        return ""
+    length = ranges.end_ns[rows] - ranges.start_ns[rows]
+    return trace.strings[int(ranges.name[rows[length.argmin()]])]
 
 
 def idle_times(gaps: Gaps, num_devices: Ints) -> tuple[IdleTimes, ...]:

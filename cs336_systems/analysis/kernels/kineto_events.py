@@ -95,6 +95,7 @@ class _File(msgspec.Struct, Generic[Microseconds]):
     distributedInfo: dict[str, Any] = {}  # noqa: N815
 
 
+_FileT = TypeVar("_FileT", _File[float], _File[Decimal])
 AnyEvent = Event[float] | Event[Decimal]
 
 
@@ -253,6 +254,29 @@ def _escaped(backslash: re.Match[bytes]) -> bytes:
     return backslash[0] if len(backslash[0]) > 1 else rb"\\"
 
 
+_NO_NUMBER = re.compile(
+    rb'"(?:[^"\\]|\\.)*"|[+-]?\b(?:NaN|nan|Infinity|inf)(?:\.\d+)?\b', re.DOTALL
+)
+"""A text, or one of the words that programs write for what is no number, and JSON has not."""
+
+
+def _as_null(word: re.Match[bytes]) -> bytes:
+    """The text as it is, or `null` for what is no number."""
+    return word[0] if word[0].startswith(b'"') else b"null"
+
+
+def _as_file(content: bytes | bytearray, file: type[_FileT], event: type) -> _FileT:
+    """The file, or the bare list of events that Chrome's format allows in its place, whose last
+    bracket may be missing.
+    """
+    if content.lstrip()[:1] == b"[":
+        content = content.rstrip().rstrip(b",")
+        if content.endswith(b"}"):
+            content += b"]"
+        return file(traceEvents=msgspec.json.decode(content, type=list[event]))  # type: ignore[valid-type]
+    return msgspec.json.decode(content, type=file)
+
+
 _TIME_AS_TEXT = re.compile(r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`")
 """Part of the error of msgspec for a trace whose times are texts."""
 
@@ -263,8 +287,8 @@ def _decode(
     """The file, its times as floats or as exact decimals."""
     try:
         if is_exact:
-            return msgspec.json.decode(content, type=_File[Decimal])
-        return msgspec.json.decode(content, type=_File[float])
+            return _as_file(content, _File[Decimal], Event[Decimal])
+        return _as_file(content, _File[float], Event[float])
     except msgspec.ValidationError as error:
         if not is_exact and _TIME_AS_TEXT.search(str(error)):
             return _decode(path, content, is_exact=True)  # times as texts, as torch_npu writes them
@@ -276,6 +300,9 @@ def _decode(
         # a path of Windows in a name, whose backslashes PyTorch writes as they are
         mended = _BACKSLASH.sub(_escaped, content)
         if "escape" in str(error) and mended != content:
+            return _decode(path, mended, is_exact=is_exact)
+        mended = _NO_NUMBER.sub(_as_null, content)
+        if mended != content:
             return _decode(path, mended, is_exact=is_exact)
         raise ProfileError(path, _what_is_malformed(content, str(error))) from error
     except UnicodeDecodeError as error:

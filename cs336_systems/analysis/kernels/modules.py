@@ -138,8 +138,17 @@ def kernel_classes(names: Ints, strings: Sequence[str]) -> Codes:
     return of_names(names, strings, lambda name: CLASSES.index(classify_kernel(name)), np.int8)
 
 
-def kernel_times(kernels: pd.DataFrame, strings: Sequence[str]) -> tuple[KernelTimes, ...]:
-    """Times of each kernel in the whole step, then in each phase; the longest total first."""
+def kernel_times(
+    kernels: pd.DataFrame, strings: Sequence[str], *, lost_times: bool
+) -> tuple[KernelTimes, ...]:
+    """Times of each kernel in the whole step, then in each phase; the longest total first.
+
+    If `lost_times`, a kernel that lasts no time is one whose time the profiler lost: it counts, and
+    is in no average.
+    """
+    if lost_times:
+        duration = kernels["duration_ns"]
+        kernels = kernels.assign(duration_ns=duration.where(duration > 0))
     rows = list(_kernel_times(kernels, strings, None))
     for phase, in_phase in by_phase(kernels):
         rows += _kernel_times(in_phase, strings, phase)
@@ -150,7 +159,8 @@ def _kernel_times(
     kernels: pd.DataFrame, strings: Sequence[str], phase: LaunchPhase | None
 ) -> Iterator[KernelTimes]:
     by_name = kernels.groupby("name")["duration_ns"]
-    frame = by_name.agg(["count", "sum", "median", "min", "max", "std"])
+    frame = by_name.agg(["count", "sum", "mean", "median", "min", "max", "std"])
+    frame = frame.assign(size=by_name.size()).fillna(0)
     rows: Iterable[Any] = frame.sort_values("sum", ascending=False, kind="stable").itertuples()
     for row in rows:
         name = strings[row.Index]
@@ -159,13 +169,13 @@ def _kernel_times(
             short_name=short_name(name),
             kind=classify_kernel(name),
             phase=phase,
-            count=row.count,
+            count=row.size,
             total_s=row.sum / 1e9,
-            mean_s=row.sum / row.count / 1e9,
+            mean_s=row.mean / 1e9,
             median_s=row.median / 1e9,
             min_s=row.min / 1e9,
             max_s=row.max / 1e9,
-            stdev_s=None if row.count == 1 else row.std / 1e9,
+            stdev_s=None if row.count < 2 else row.std / 1e9,
         )
 
 

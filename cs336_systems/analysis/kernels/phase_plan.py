@@ -1,19 +1,31 @@
-"""Phases and steps over time, from the ranges of the program or of PyTorch."""
+"""Phases over time, each from something in the file that shows it.
 
-from dataclasses import dataclass
+A range shows a phase by its name. Without ranges of backward, the nodes of autograd show it, or, in
+a file of training without operators, that another thread launches than the program's own.
+Without ranges of the optimizer, its kernels show it. Without ranges of forward, it is the time of a
+step before backward; a step of a file that would show backward, and does not, is forward alone.
+What nothing shows is in no phase.
+"""
+
+import re
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
+from .classes import KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
-from .phases import CODES, Codes, LaunchPhase, PhaseSource
-from .trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace
+from .phases import CODES, Codes, LaunchPhase
+from .trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace, Union
+
+_OF_TRAINING = re.compile(r"backward|bwd|[dw]grad|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
+"""Part of the names of kernels that only training runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseWindows(Columns):
-    """Times of phases on the host. A launch on any thread belongs to the window that contains
-    it.
+    """Times of phases on the host. A launch on any thread belongs to the innermost window that
+    contains it.
     """
 
     start_ns: Ints
@@ -22,110 +34,35 @@ class PhaseWindows(Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes(Columns):
-    """The steps in order, on the host."""
-
-    start_ns: Ints
-    end_ns: Ints
-    is_warmup: Mask
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhasePlan:
-    """The phases and steps of a trace."""
-
-    source: PhaseSource
-    windows: PhaseWindows
-    steps: StepTimes
-    around_steps: Ints
-    """Ranges that contain whole phases, and so are not ranges of modules."""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedWindows(PhaseWindows):
-    """Windows of which is known which are around `zero_grad` only."""
+    """Windows of which is known which are around `zero_grad` only, and which are one module's part
+    of a pass.
+    """
 
     is_zero_grad: Mask
+    is_piece: Mask
+
+    def among(self, phase: LaunchPhase) -> Mask:
+        """Whether each window is of the phase."""
+        is_among: Mask = self.phase == CODES[phase]
+        return is_among
 
 
 def windows_of(phase: LaunchPhase, start_ns: Ints, end_ns: Ints) -> MarkedWindows:
-    """Windows of one phase, none around `zero_grad`."""
+    """Windows of one phase, none around `zero_grad` and none a part of a pass."""
+    nothing = np.zeros(len(start_ns), dtype=np.bool_)
     return MarkedWindows(
         start_ns=start_ns,
         end_ns=end_ns,
         phase=np.full(len(start_ns), CODES[phase], dtype=np.int8),
-        is_zero_grad=np.zeros(len(start_ns), dtype=np.bool_),
+        is_zero_grad=nothing,
+        is_piece=nothing,
     )
 
 
-def ordered(windows: MarkedWindows) -> MarkedWindows:
-    """The windows in order of their start."""
-    return chosen(windows, np.argsort(windows.start_ns, kind="stable"))
-
-
-def plan_from_ranges(trace: Trace, names: PhaseRanges) -> PhasePlan | None:
-    """The phases where a range is of forward, backward or the optimizer; None where none is.
-
-    The windows are the outermost phase ranges of the main thread; in a step, the time before
-    forward is data. PyTorch's own ranges are the optimizer, and beside them, or with nodes of
-    autograd in the file, autograd's launches are backward, where the program has no range of it.
-    """
-    ranges = trace.ranges
-    telling = (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER)
-    rows = rows_named(trace, *(names.phases[phase] for phase in telling))
-    if not len(rows):
-        return None
-    main = int(ranges.thread[rows[ranges.start_ns[rows].argmin()]])
-    is_main = (ranges.thread == main) | ~ranges.is_nested
-    windows = _range_windows(trace, names, is_main)
-    is_around = _num_starts_within(windows, ranges) > 0
-    is_backward = windows.phase == CODES[LaunchPhase.BACKWARD]
-    if (len(names.of_torch) or len(trace.nodes)) and not is_backward.any():
-        start, end = backward_bursts(trace, main)
-        is_apart = np.searchsorted(windows.start_ns, start, "right") == np.searchsorted(
-            windows.end_ns, start, "right"
-        )
-        backward = windows_of(LaunchPhase.BACKWARD, start[is_apart], end[is_apart])
-        windows = ordered(joined(windows, backward))
-    steps = rows_named(trace, names.step)
-    steps = outermost(ranges, steps[is_main[steps]])
-    if len(steps):
-        start, end = ranges.start_ns[steps], ranges.end_ns[steps]
-        first = np.append(windows.start_ns, MAX_TIME_NS)[np.searchsorted(windows.start_ns, start)]
-        has_data = first < end
-        data = windows_of(LaunchPhase.DATA, start[has_data], first[has_data])
-        windows = joined(windows, data)
-    else:
-        start, end = _steps_between(windows)
-    return PhasePlan(
-        source=PhaseSource.RANGES,
-        windows=windows,
-        steps=step_times(trace, names, start, end),
-        around_steps=np.flatnonzero(is_main & is_around),
-    )
-
-
-def _range_windows(trace: Trace, names: PhaseRanges, is_main: Mask) -> MarkedWindows:
-    """The outermost ranges of phases among the chosen ranges, in order."""
-    ranges = trace.ranges
-    code_of = np.full(len(trace.strings), -1, dtype=np.int8)
-    for phase, of_phase in names.phases.items():
-        code_of[of_phase] = CODES[phase]
-    code_of[names.of_torch] = CODES[LaunchPhase.OPTIMIZER]
-    rows = outermost(ranges, np.flatnonzero((code_of[ranges.name] >= 0) & is_main))
-    return MarkedWindows(
-        start_ns=ranges.start_ns[rows],
-        end_ns=ranges.end_ns[rows],
-        phase=code_of[ranges.name[rows]],
-        is_zero_grad=np.isin(ranges.name[rows], names.zero_grad),
-    )
-
-
-def _num_starts_within(windows: PhaseWindows, ranges: Ranges) -> Ints:
-    """How many windows begin within each range, after its own beginning."""
-    until_end = np.searchsorted(windows.start_ns, ranges.end_ns)
-    return until_end - np.searchsorted(windows.start_ns, ranges.start_ns, "right")
+def _ordered(windows: MarkedWindows) -> MarkedWindows:
+    """The windows in order of their start; of two with one start, the longer first."""
+    return chosen(windows, np.lexsort((-windows.end_ns, windows.start_ns)))
 
 
 def rows_named(trace: Trace, *names: Ints) -> Ints:
@@ -139,10 +76,89 @@ def outermost(ranges: Ranges, rows: Ints) -> Ints:
     return outer[np.argsort(ranges.start_ns[outer], kind="stable")]
 
 
-def backward_bursts(trace: Trace, main: int) -> tuple[Ints, Ints]:
+def main_thread(trace: Trace, names: PhaseRanges) -> int | None:
+    """The thread of the program: that of its first phase, else of its first step or optimizer, else
+    of the first range whose thread launches; None if no range tells it.
+    """
+    ranges = trace.ranges
+    telling = (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER)
+    rows = rows_named(trace, *(names.phases[phase] for phase in telling))
+    if not len(rows):
+        rows = rows_named(trace, names.step, names.of_torch)
+    if not len(rows):
+        launching = trace.kernels.thread[trace.kernels.is_launched]
+        rows = np.flatnonzero(ranges.is_nested & np.isin(ranges.thread, launching))
+    if not len(rows):
+        return None
+    return int(ranges.thread[rows[ranges.start_ns[rows].argmin()]])
+
+
+def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
+    """The windows that ranges, autograd or an optimizer's kernels show, in order."""
+    windows = _range_windows(trace, names, main)
+    if not windows.among(LaunchPhase.BACKWARD).any():
+        has_optimizer = bool(windows.among(LaunchPhase.OPTIMIZER).any())
+        is_training = has_optimizer or has_kernels_of_training(trace)
+        start, end = backward_bursts(trace, main, is_training=is_training)
+        # a closure runs backward within the optimizer's range; elsewhere ranges decide
+        around = chosen(windows, ~windows.among(LaunchPhase.OPTIMIZER))
+        inside = Union(around.start_ns, around.end_ns).within(start, start + 1)
+        backward = windows_of(LaunchPhase.BACKWARD, start[inside == 0], end[inside == 0])
+        windows = _ordered(joined(windows, backward))
+    windows = _without_closures(windows)
+    if not windows.among(LaunchPhase.OPTIMIZER).any():
+        windows = _ordered(joined(windows, _optimizers_by_kernels(trace, windows, main)))
+    return windows
+
+
+def _range_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
+    """The outermost ranges of phases on the main thread, or on none, in order; and forward and
+    backward within a range of the optimizer.
+    """
+    ranges = trace.ranges
+    code_of = np.full(len(trace.strings), -1, dtype=np.int8)
+    code_of[names.of_torch] = CODES[LaunchPhase.OPTIMIZER]
+    for phase, of_phase in names.phases.items():
+        code_of[of_phase] = CODES[phase]
+    is_main = (ranges.thread == main) | ~ranges.is_nested
+    rows = np.flatnonzero((code_of[ranges.name] >= 0) & is_main)
+    is_optimizer = code_of[ranges.name[rows]] == CODES[LaunchPhase.OPTIMIZER]
+    kept = np.append(outermost(ranges, rows[is_optimizer]), outermost(ranges, rows[~is_optimizer]))
+    rows = kept[_is_outside_others(ranges, kept, code_of)]
+    windows = MarkedWindows(
+        start_ns=ranges.start_ns[rows],
+        end_ns=ranges.end_ns[rows],
+        phase=code_of[ranges.name[rows]],
+        is_zero_grad=np.isin(ranges.name[rows], names.zero_grad),
+        is_piece=np.isin(ranges.name[rows], names.pieces),
+    )
+    return _ordered(windows)
+
+
+def _is_outside_others(ranges: Ranges, rows: Ints, code_of: Codes) -> Mask:
+    """Whether each of these ranges is in no other, or only in one of the optimizer."""
+    parent = Nesting(ranges.start_ns[rows], ranges.end_ns[rows]).parent
+    around = np.append(code_of[ranges.name[rows]], np.int8(CODES[LaunchPhase.OPTIMIZER]))[parent]
+    is_outside: Mask = around == CODES[LaunchPhase.OPTIMIZER]
+    return is_outside
+
+
+def _without_closures(windows: MarkedWindows) -> MarkedWindows:
+    """The windows, where the optimizer's begin only after the last backward within them: before it,
+    a closure made the gradients.
+    """
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER)
+    is_backward = windows.among(LaunchPhase.BACKWARD)
+    start, end = windows.start_ns[is_backward], windows.end_ns[is_backward]
+    last = np.append(np.maximum.accumulate(end), 0)[np.searchsorted(start, windows.end_ns) - 1]
+    begins = np.where(is_optimizer & (last > windows.start_ns), last, windows.start_ns)
+    return _ordered(replace(windows, start_ns=np.minimum(begins, windows.end_ns)))
+
+
+def backward_bursts(trace: Trace, main: int, *, is_training: bool) -> tuple[Ints, Ints]:
     """Start and end of each backward: its launches between two of the thread `main`."""
     launched = np.flatnonzero(trace.kernels.is_launched)
-    is_backward = _is_backward(trace, launched, main)
+    is_backward = _is_backward(trace, launched, main, is_training=is_training)
     is_kept = is_backward | (trace.kernels.thread[launched] == main)
     time, is_backward = trace.kernels.launch_ns[launched[is_kept]], is_backward[is_kept]
     order = np.argsort(time, kind="stable")
@@ -151,52 +167,99 @@ def backward_bursts(trace: Trace, main: int) -> tuple[Ints, Ints]:
     return time[change[:-1] > 0], time[change[1:] < 0] + 1
 
 
-def _is_backward(trace: Trace, launched: Ints, main: int) -> Mask:
-    """Whether backward launched each kernel: a node of autograd did, or else any thread but the
-    main one.
+def _is_backward(trace: Trace, launched: Ints, main: int, *, is_training: bool) -> Mask:
+    """Whether backward launched each kernel: a node of autograd did, or, in a file of training
+    without operators, another thread than the main one.
     """
-    nodes = trace.nodes
-    thread, time = trace.kernels.thread[launched], trace.kernels.launch_ns[launched]
+    nodes, kernels = trace.nodes, trace.kernels
+    thread, time = kernels.thread[launched], kernels.launch_ns[launched]
     is_of_other: Mask = thread != main
-    if not len(nodes) and not trace.has_operators:
-        return is_of_other
-    inside = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time) >= 0
-    return inside | (is_of_other & np.isin(thread, nodes.thread))
+    if len(nodes) or trace.has_operators:
+        inside = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time) >= 0
+        return inside | (is_of_other & np.isin(thread, nodes.thread))
+    return is_of_other & is_training
 
 
-def _steps_between(windows: MarkedWindows) -> tuple[Ints, Ints]:
-    """Start and end of steps in a sequence of phases: a step begins with the first forward after
-    an optimizer, or with a `zero_grad` just before that forward.
+def has_kernels_of_training(trace: Trace) -> bool:
+    """Whether a kernel of the file is one that only training runs."""
+    used = np.unique(trace.kernels.name).tolist()
+    return any(_OF_TRAINING.search(trace.strings[name]) for name in used)
 
-    Without any optimizer, each forward begins a step.
+
+def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> MarkedWindows:
+    """After each backward, the time from the first to the last launch of an optimizer's kernel by
+    the main thread.
     """
-    is_zero_grad = windows.is_zero_grad
-    is_optimizer = (windows.phase == CODES[LaunchPhase.OPTIMIZER]) & ~is_zero_grad
-    forward = np.flatnonzero(windows.phase == CODES[LaunchPhase.FORWARD])
-    if is_optimizer.any():
-        num_before = np.cumsum(is_optimizer)[forward]
-        forward = forward[np.diff(num_before, prepend=-1) > 0]
-    if not len(forward):
-        return NO_ROWS, NO_ROWS
-    first = forward - (is_zero_grad[forward - 1] & (forward > 0))
-    last = np.append(first[1:], len(windows)) - 1
-    return windows.start_ns[first], np.maximum.accumulate(windows.end_ns)[last]
+    kernels = trace.kernels
+    used = np.unique(kernels.name).tolist()
+    telling = [
+        name for name in used if classify_kernel(trace.strings[name]) is KernelClass.OPTIMIZER
+    ]
+    is_telling = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
+    time = np.sort(kernels.launch_ns[is_telling & np.isin(kernels.name, telling)])
+    time = time[Union(windows.start_ns, windows.end_ns).within(time, time + 1) == 0]
+    # the number of windows before a launch tells which of them lie between the same two
+    behind = np.searchsorted(windows.start_ns, time, side="right")
+    after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
+    time, behind = time[after], behind[after]
+    change = np.flatnonzero(np.diff(behind, prepend=-1))
+    last = np.append(change[1:], len(time))[: len(change)] - 1
+    return windows_of(LaunchPhase.OPTIMIZER, time[change], time[last] + 1)
 
 
-def step_times(trace: Trace, names: PhaseRanges, start_ns: Ints, end_ns: Ints) -> StepTimes:
-    """The steps with these times; warm-up are those in its range, and those outside of `measure`.
+def shows_no_training(trace: Trace, names: PhaseRanges) -> bool:
+    """Whether the file would show backward and an optimizer, and does not.
 
-    Without any step, each range `measure` counts as one.
+    It would if it has the host's operators or torch.profiler's steps, since PyTorch puts ranges
+    around each optimizer. One thread launches all kernels, as autograd would on a thread of its
+    own.
     """
+    kernels = trace.kernels
+    would_show = trace.has_operators or names.is_of_torch
+    threads = np.unique(kernels.thread[kernels.is_launched])
+    is_seen = len(names.of_torch) > 0 or len(trace.nodes) > 0 or has_kernels_of_training(trace)
+    return would_show and not is_seen and len(threads) < 2
+
+
+def with_forward(
+    windows: MarkedWindows, start_ns: Ints, end_ns: Ints, events: Ints, *, is_inference: bool
+) -> MarkedWindows:
+    """The windows and, in each step from start to end, forward: what is in no window before the
+    last backward, or in the whole step if it is one of inference.
+
+    Forward begins with the first of the sorted `events`, launches and ranges of the main thread:
+    what the host did before is not seen.
+    """
+    is_backward = windows.among(LaunchPhase.BACKWARD)
+    backward = windows.start_ns[is_backward]
+    before = np.searchsorted(backward, end_ns)
+    last = np.append(-1, backward)[before]
+    until = np.where(last >= start_ns, last, end_ns if is_inference else start_ns)
+    covered = Union(windows.start_ns, windows.end_ns)
+    holes = covered.holes(start_ns, np.maximum(until, start_ns))
+    begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, holes.start)]
+    has_events = begins < holes.end
+    forward = windows_of(LaunchPhase.FORWARD, begins[has_events], holes.end[has_events])
+    return _ordered(joined(windows, forward))
+
+
+def main_events(trace: Trace, main: int, without: Ints) -> Ints:
+    """When the main thread launched kernels and began ranges, but for the ranges `without`, in
+    order.
+    """
+    kernels, ranges = trace.kernels, trace.ranges
+    is_kept = (ranges.thread == main) & ranges.is_nested
+    is_kept[without] = False
+    launches = kernels.launch_ns[kernels.is_launched & (kernels.thread == main)]
+    return np.sort(np.append(launches, ranges.start_ns[is_kept]))
+
+
+def around_windows(trace: Trace, windows: MarkedWindows, main: int) -> Ints:
+    """The ranges of the main thread in which a phase begins, which therefore are no modules."""
     ranges = trace.ranges
-
-    def is_inside(around: Ints) -> Mask:
-        rows = outermost(ranges, rows_named(trace, around))
-        return Nesting(ranges.start_ns[rows], ranges.end_ns[rows]).at(start_ns) >= 0
-
-    if not len(start_ns):
-        measures = outermost(ranges, rows_named(trace, names.measure))
-        start_ns, end_ns = ranges.start_ns[measures], ranges.end_ns[measures]
-    is_measured = is_inside(names.measure)
-    is_warmup = is_inside(names.warmup) | (~is_measured & is_measured.any())
-    return StepTimes(start_ns=start_ns, end_ns=end_ns, is_warmup=is_warmup)
+    start = windows.start_ns[~windows.is_piece]
+    begun = np.searchsorted(start, ranges.end_ns) > np.searchsorted(
+        start, ranges.start_ns, side="right"
+    )
+    is_main = (ranges.thread == main) | ~ranges.is_nested
+    return np.flatnonzero(begun & is_main) if len(start) else NO_ROWS

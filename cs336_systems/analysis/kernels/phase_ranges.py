@@ -2,21 +2,27 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import numpy as np
 
 from ...ranges import PhaseNames
 from ..columns import NO_ROWS, Ints
-from .phases import LaunchPhase
+from .known_ranges import (
+    TORCH_OPTIMIZER,
+    TORCH_ZERO_GRAD,
+    is_piece,
+    is_trainer_step,
+    phase_named,
+    server_step,
+)
+from .phases import PHASES, LaunchPhase
+from .step_profile import StepLabel
 from .trace import Trace
 
-_TORCH_OPTIMIZER = "Optimizer.step#*"
-_TORCH_ZERO_GRAD = "Optimizer.zero_grad#*"
-_TORCH_STEP = "ProfilerStep#*"
-"""PyTorch and torch.profiler write these ranges by themselves."""
 _NUMBER = re.compile(r"(?<=[\s#_:-])\d+$")
 _LIKELY = {
     "forward": re.compile(r"forward|fwd", re.I),
@@ -40,6 +46,8 @@ class PhaseRanges:
     """Names of ranges that stand for phases and steps, as indices into the trace's strings."""
 
     phases: Mapping[LaunchPhase, Ints]
+    pieces: Ints
+    """Those of them around one module's part of a pass, of which a step has many."""
     of_torch: Ints
     """PyTorch's own ranges around the optimizer, unless the program has a range of its own
     there.
@@ -47,6 +55,12 @@ class PhaseRanges:
     zero_grad: Ints
     """Those of them around `zero_grad`, which begin a step as often as they end it."""
     step: Ints
+    is_of_torch: bool
+    """The steps are those of torch.profiler or of a trainer, beside whose ranges PyTorch's own
+    around an optimizer would be.
+    """
+    labels: Mapping[int, StepLabel]
+    """What the names of a server's steps say, by their index."""
     warmup: Ints
     measure: Ints
 
@@ -58,28 +72,55 @@ class PhaseRanges:
 
 
 def phase_ranges(trace: Trace, names: PhaseNames) -> PhaseRanges:
-    """Find the ranges that these names and patterns mean, in upper or lower case, or else
-    PyTorch's own.
+    """Find the ranges that these names and patterns mean, in upper or lower case.
+
+    Where the program has none of its own for a phase or a step, those of PyTorch, of trainers and
+    of servers stand for it.
     """
     present = np.unique(trace.ranges.name)
+    texts = [trace.strings[name] for name in present]
 
-    def meant_by(pattern: str) -> Ints:
-        is_meant = [_means(pattern, trace.strings[name]) for name in present]
-        return present[np.array(is_meant, dtype=np.bool_)]
+    def those(is_meant: Callable[[str], bool]) -> Ints:
+        return present[np.array([is_meant(text) for text in texts], dtype=np.bool_)]
 
-    meant = {field: meant_by(pattern) for field, pattern in asdict(names).items()}
+    meant: dict[str, Ints] = {}
+    for field, pattern in asdict(names).items():
+        meant[field] = those(partial(_means, pattern))
     zero_grad = of_torch = NO_ROWS
     if not len(meant["optimizer"]):
-        zero_grad = meant_by(_TORCH_ZERO_GRAD)
-        of_torch = np.append(meant_by(_TORCH_OPTIMIZER), zero_grad)
+        zero_grad = those(lambda text: TORCH_ZERO_GRAD.match(text) is not None)
+        steps = those(lambda text: TORCH_OPTIMIZER.match(text) is not None)
+        of_torch = np.append(steps, zero_grad)
+    labels = {
+        int(name): label
+        for name, text in zip(present, texts, strict=True)
+        if (label := server_step(text)) is not None
+    }
+    is_of_torch = not len(meant["step"]) and not labels
     if not len(meant["step"]) and names.step == PhaseNames.step:
-        meant["step"] = meant_by(_TORCH_STEP)
+        meant["step"] = np.array(list(labels), dtype=np.int64)
+        if is_of_torch:
+            meant["step"] = those(is_trainer_step)
+    phases = {}
+    for phase in PHASES:
+        of_program = meant.get(phase, NO_ROWS)
+        known = those(partial(_is_known_as, phase))
+        phases[phase] = of_program if len(of_program) else known
     return PhaseRanges(
-        phases={phase: meant.pop(phase) for phase in LaunchPhase if phase in meant},
+        phases=phases,
+        pieces=those(is_piece),
         of_torch=of_torch,
         zero_grad=zero_grad,
-        **meant,
+        step=meant["step"],
+        is_of_torch=is_of_torch and len(meant["step"]) > 0,
+        labels=labels,
+        warmup=meant["warmup"],
+        measure=meant["measure"],
     )
+
+
+def _is_known_as(phase: LaunchPhase, text: str) -> bool:
+    return phase_named(text) is phase
 
 
 def _means(pattern: str, text: str) -> bool:

@@ -19,6 +19,8 @@ class LaunchPhase(StrEnum):
     forward.
     """
     BACKWARD = "backward"
+    WEIGHT_GRADIENTS = "weight gradients"
+    """Apart from the rest of backward, as pipelines schedule them; only where ranges say so."""
     COMMUNICATION = "communication"
     """Between backward and the optimizer, where ranks average gradients or wait until that is
     done.

@@ -41,6 +41,19 @@ class Work(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepLabel:
+    """What is known of one step beside its times."""
+
+    kind: str = ""
+    """Tells steps of one file apart that do different work: `prefill` and `decode`, `with the
+    optimizer` and `without the optimizer`; empty where all are alike.
+    """
+    batch: Count | None = None
+    """Requests or sequences, where a range's name says it."""
+    tokens: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
     """Times of one phase; each tuple has one entry per step."""
 
@@ -165,10 +178,12 @@ class IdleCause(StrEnum):
 
     LATE_LAUNCH = "late launch"
     """The host was busy and had not yet launched the next kernel: the CPU is the limit."""
-    HOST_PAUSE = "host pause"
-    """The host neither launched nor waited for longer than HOST_PAUSE_S: it slept or computed
-    something else.
+    DATA = "waiting for data"
+    """The host took a batch, in a range of the phase `data`, and had not yet launched the next
+    kernel.
     """
+    HOST_PAUSE = "host pause"
+    """The host neither launched nor waited for longer than HOST_PAUSE_S."""
     HOST_WAITED = "host waited"
     """The host waited for the device (a synchronisation, `.item()`) and launched nothing in the
     meantime.
@@ -226,6 +241,10 @@ class Gap:
     """Ranges around the launch of `after`."""
     host_call: str
     """The CUDA call in which the host spent most of the gap; empty for none."""
+    host_range: str = ""
+    """The innermost range that was open for most of the gap on the thread that launched `after`;
+    empty for none.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +313,9 @@ class Left:
     no_launch: Count
     """Kernels whose launch is not in the file."""
     no_launch_s: Time
+    cut: Count = 0
+    """Kernels of steps that an edge of the file cuts."""
+    cut_s: Time = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +350,9 @@ class StepProfile:
     """The evidence for the phases of each process."""
     num_steps: Count
     is_whole_trace: bool
-    """The file has no steps, so the whole file counts as one."""
+    """The file has no steps, so it counts as one, from the first event of the device to the
+    last.
+    """
     is_warmup: bool
     """The file has only warm-up steps, which are shown."""
     num_kernels: Count
@@ -367,6 +391,16 @@ class StepProfile:
     """What cannot be in so many events that no verdict is sure."""
     rank: Count | None = None
     """Rank of the process, if the file or its ranges name it."""
+    graph_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of the steps' kernels that CUDA graphs launched."""
+    steps_from: str = ""
+    """What showed the steps, in words: the name of their ranges, for example."""
+    step_labels: tuple[StepLabel, ...] = ()
+    """One for each step; empty where no step has any."""
+    passes_per_step: Count | None = None
+    """Passes of backward before each step of the optimizer; None where steps differ, or where
+    either was not seen.
+    """
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -400,8 +434,8 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
     times = [profile.step_s, *(phase.wall_s for phase in phases)]
     if not num_steps or any(len(of_steps) != num_steps for of_steps in times):
         yield f"it has {num_steps} steps, and times of others"
-    count = left.warmup + left.outside + left.no_launch
-    time_s = left.warmup_s + left.outside_s + left.no_launch_s
+    count = left.warmup + left.outside + left.no_launch + left.cut
+    time_s = left.warmup_s + left.outside_s + left.no_launch_s + left.cut_s
     for phase in phases:
         count += sum(phase.launches)
         time_s += sum(phase.kernel_s)

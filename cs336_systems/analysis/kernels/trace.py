@@ -142,6 +142,16 @@ def with_copies_apart(trace: Trace) -> Trace:
     return replace(trace, kernels=chosen(trace.kernels, ~is_copy), copies=copies)
 
 
+_OF_CALL = re.compile(r", (?:op_id|seq|sizes|input_op_ids) = .*", re.DOTALL)
+
+
+def without_call(text: str) -> str:
+    """The name of a range without the call's number and shapes, which PyTorch's emit_nvtx puts
+    behind the name of an operator.
+    """
+    return _OF_CALL.sub("", text)
+
+
 def durations(start: Ints, end: Ints, what: str) -> Ints:
     """End minus start; raise ValueError for times out of range and for negative durations."""
     for times in (start, end):

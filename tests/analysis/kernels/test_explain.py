@@ -103,7 +103,9 @@ def test_every_kernel_is_in_one_place_and_in_the_module_of_its_path(seed: int) -
         assert sum(row.count for row in rows) == in_steps
     assert decode_profile(encode_profile(explained)) == explained
     durations: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
-    used = (attribution.jobs.step >= 0) if len(attribution.steps) else (attribution.jobs.step < 0)
+    used = (
+        (attribution.jobs.step >= 0) if len(attribution.plan.steps) else (attribution.jobs.step < 0)
+    )
     for i in used.nonzero()[0].tolist():
         key = (
             module_path(attribution, int(attribution.jobs.module[i])),
@@ -124,7 +126,10 @@ def test_warm_up_is_left_out_unless_there_is_nothing_else() -> None:
     steps = sorted(s.start_ns for s in made.spans if s.name == "step")
     made.spans.append(Span("warmup", steps[0] - 1, steps[3] - 1))
     explained = profile(made)
-    assert launches(explained) == {"data": (1,), **{name: (count,) for name, count in STEP.items()}}
+    assert launches(explained) == {
+        "unattributed": (1,),
+        **{name: (count,) for name, count in STEP.items()},
+    }
     per_step = 1 + sum(STEP.values())
     assert (explained.left.warmup, explained.is_warmup, explained.num_steps) == (
         3 * per_step,
@@ -150,14 +155,15 @@ def test_without_steps_the_whole_file_is_one() -> None:
         1,
         (PhaseSource.NOTHING,),
     )
-    assert [ns(t) for t in explained.step_s] == [100]
+    # from the first event of the device to the last
+    assert [ns(t) for t in explained.step_s] == [50]
     (times,) = explained.phases
     assert (times.phase, times.launches) == ("unattributed", (2,))
     assert [ns(v[0]) for v in (times.kernel_s, times.busy_s, times.wall_s, times.host_s)] == [
         40,
         40,
-        100,
-        100,
+        50,
+        50,
     ]
     assert whole(explained) == (2, 40)
 
@@ -190,7 +196,7 @@ def test_phases_without_steps() -> None:
     explained = profile(made)
     assert explained.is_whole_trace
     assert {t.phase.value: (t.launches, ns(t.wall_s[0])) for t in explained.phases} == {
-        "backward": ((1,), 220)
+        "backward": ((1,), 200)
     }
 
 
@@ -224,8 +230,11 @@ def test_statistics_of_kernels_are_pythons(seed: int) -> None:
             for k in made.kernels
             if k.name == row.name and window[0] <= k.launch_ns < window[1]
         ]
-        assert (row.count, row.min_s, row.max_s) == (len(mine), min(mine), max(mine))
+        assert row.count == len(mine)
         assert row.total_s == pytest.approx(sum(mine))
+        # a time of nothing was lost, and is in no average
+        mine = [time for time in mine if time] or [0.0]
+        assert (row.min_s, row.max_s) == (min(mine), max(mine))
         assert row.mean_s == pytest.approx(statistics.mean(mine))
         assert row.median_s == pytest.approx(statistics.median(mine))
         stdev = statistics.stdev(mine) if len(mine) > 1 else None
@@ -248,7 +257,7 @@ def test_a_host_without_a_device_has_operators() -> None:
     explained = profile(replace(make_trace(made), is_of_host=True))
     assert explained.work is Work.OPERATORS
     assert {t.phase.value: (ns(t.wall_s[0]), ns(t.busy_s[0])) for t in explained.phases} == {
-        "data": (10, 0),
+        "unattributed": (10, 0),
         "forward": (90, 50),
         "backward": (90, 60),
     }

@@ -24,6 +24,7 @@ from ..trace import (
     Strings,
     Trace,
     with_copies_apart,
+    without_call,
 )
 from . import Reader
 
@@ -155,8 +156,9 @@ class _Session:
 
     def _ranges(self, batch: EventBatch) -> Ranges:
         columns = self._on_host(batch)
+        names = [without_call(event.name) for event in batch.events]
         return Ranges(
-            name=columns["name"],
+            name=self.strings.ids(names),
             process=columns["process"],
             thread=columns["thread"],
             start_ns=batch.start_ns,

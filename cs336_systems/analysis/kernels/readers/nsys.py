@@ -29,6 +29,7 @@ from ..trace import (
     durations,
     of_names,
     with_copies_apart,
+    without_call,
 )
 from . import Reader
 
@@ -70,14 +71,10 @@ PUSH_POP, START_END = 59, 60
 """Numbers of the kinds of ranges, for old files that do not name the kinds."""
 NO_STRING = -1
 NSYS_EXPORT = "the SQLite export of an nsys report"
-_OF_CALL = re.compile(
-    r", (?:op_id|seq|sizes|input_op_ids) = .*|^autograd::engine::evaluate_function: "
-    r"|^torch\.nn\.modules\.|\.forward$",
-    re.DOTALL,
+_AROUND_NAME = re.compile(
+    r"^autograd::engine::evaluate_function: |^torch\.nn\.modules\.|\.forward$"
 )
-"""What emit_nvtx and `nsys --pytorch` put around the name of an operator or module: the call's
-number and shapes.
-"""
+"""What `nsys --pytorch` puts around the name of an operator or module."""
 _CALL_OF_MODULE = "Module.__call__"
 """The range that `nsys --pytorch=functions-trace` puts around that of each module's forward."""
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -256,10 +253,10 @@ class _Export:
             name = np.where(text_id >= 0, text_id, name)
         strings = self._strings.all
 
-        def without_call(text: str) -> int:
-            return self._strings.id(_OF_CALL.sub("", text))
+        def plain_name(text: str) -> int:
+            return self._strings.id(_AROUND_NAME.sub("", without_call(text)))
 
-        name = of_names(name, strings, without_call, np.int64)
+        name = of_names(name, strings, plain_name, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
         self._durations(RANGE_TABLE, start, end)
         ranges = Ranges(

@@ -21,7 +21,9 @@ from ...section import Section, Table, findings_table, labels, make_table, with_
 from ...words import percent, ratio, rounded
 from ..plugged import added_sections
 from .entry import Explained
-from .findings import MIN_SHARE, answer, findings
+from .figures import MIN_SHARE
+from .findings import answer, findings
+from .kinds import kinds
 from .plots import communication_chart, configuration_chart, draw_timeline
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
@@ -37,8 +39,9 @@ def tables_of(entries: Sequence[Explained]) -> list[Table]:
 
 def answer_of(entry: Explained) -> list[str]:
     """The lines before the tables: the answer in three sentences, then further findings."""
-    first = list(answer(entry))
-    further = [f"- {text}" for text in findings(entry) if text not in first]
+    first = [finding.text for finding in answer(entry)]
+    texts = [finding.text for finding in findings(entry)]
+    further = [f"- {text}" for text in texts if text not in first]
     return [*first, "", *further] if further else first
 
 
@@ -61,6 +64,7 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
     """All sections of one trace, that of the phases first."""
     return [
         *(make([entry]) for make in OF_ONE),
+        kinds([entry]),
         *details(entry.profile, top),
         *added_sections(Explained, [entry]),
     ]

@@ -8,42 +8,22 @@ reported only if it costs at least the share that its threshold below gives.
 import math
 import re
 from collections.abc import Iterator
-from enum import StrEnum
-from typing import TypeAlias
 
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.phases import LaunchPhase
-from ....analysis.kernels.step_profile import Gap, IdleCause, KernelTimes, Work
-from ....analysis.remedies import OF_PRECISION, Remedy, against_launches, remedies
+from ....analysis.kernels.step_profile import Gap, IdleCause, KernelTimes
+from ....analysis.remedies import OF_PRECISION, Remedy
 from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
-from ....record import WarningCode
-from ...words import label, percent_of, significant
+from ...section import Finding
+from ...words import label, percent_of
 from ..plugged import added_findings
 from .entry import Explained
-from .sums import (
-    added,
-    collectives_s,
-    copies_alone_s,
-    idle,
-    kernel_s,
-    num_launches,
-    path_text,
-    terms,
-    total,
-)
+from .figures import MIN_SHARE, WHERE, matters, ms, us
+from .kinds import step_kinds, wall_by_step_s
+from .limits import MIN_LATE_SHARE, Limit, Verdict, late_s, undoubted_limit
+from .sums import added, collectives_s, idle, kernel_s, num_launches, path_text
 
-MIN_LATE_SHARE = 0.2
-"""Share of the step that the GPU is idle because the next kernel was launched late. A step that the
-GPU limits has a percent or two, at its start; one that the CPU limits half and more.
-"""
-MIN_BUSY_SHARE = 0.8
-"""Smallest share of the step that the GPU must be busy to be called the limit of the step."""
-MIN_SHARE = 0.01
-"""Smallest reported share of a step: of idle times in the step (a hiccup of a millisecond in ten
-steps stays below), of kernels in no phase or of unknown class in the kernels' time, of
-communication and its exposed part.
-"""
 MIN_LARGE_SHARE = 0.25
 """Smallest reported share of what every step has some of: of kernels that move values in forward
 and backward, of fp32 products, for which tensor cores need a tenth of the time, and of waits for
@@ -60,16 +40,6 @@ MIN_OPTIMIZER_SHARE = 0.1
 of a step.
 """
 
-WHERE = {
-    LaunchPhase.FORWARD: "forward",
-    LaunchPhase.LOSS: "the loss",
-    LaunchPhase.BACKWARD: "backward",
-    LaunchPhase.COMMUNICATION: "communication",
-    LaunchPhase.OPTIMIZER: "the optimizer",
-    LaunchPhase.DATA: "the making of the batch",
-    LaunchPhase.UNATTRIBUTED: "no phase",
-}
-"""Names of phases in sentences."""
 _WAITING = (
     LaunchPhase.FORWARD,
     LaunchPhase.LOSS,
@@ -87,6 +57,7 @@ _MOVING = (
     KernelClass.REDUCTION,
 )
 _BOUNDS = {
+    IdleCause.DATA: ("waiting for data", None),
     IdleCause.LATE_LAUNCH: ("waiting for launches", Remedy.GRAPHS),
     IdleCause.HOST_WAITED: ("waits of the host for the device", None),
     IdleCause.HOST_PAUSE: ("pauses of the host", None),
@@ -102,20 +73,11 @@ _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1
 """Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32
 and bf16.
 """
-_COPIES = {
-    "host to device, pageable": "pin it (pin_memory=True) and copy with non_blocking=True",
-    "device to host, pageable": "copy less often, or into pinned memory",
-    "host to device": "copy on a stream of its own while the step before computes",
-    "device to host": "copy less often",
-}
-"""What helps against copies whose kind begins with these words; the first that fits is told."""
-Finding: TypeAlias = tuple[float, str]
-"""The time over all steps that a problem costs, and a sentence."""
 ANSWER = 3
 """Number of sentences that answer where the time goes, before all tables."""
 
 
-def findings(entry: Explained) -> tuple[str, ...]:
+def findings(entry: Explained) -> tuple[Finding, ...]:
     """Sentences in order: what limits the step, what idle time costs it at most, then the rest, the
     largest cost first.
 
@@ -134,219 +96,40 @@ def findings(entry: Explained) -> tuple[str, ...]:
         *finder.optimizer(),
         *finder.moving(),
     ]
-    problems.sort(key=lambda problem: -problem[0])
-    sentences = [*finder.limit(), *finder.gaps(), *finder.bounds()]
-    sentences += [text for _, text in problems]
-    return (*sentences, *added_findings(entry))
+    problems.sort(key=lambda problem: -problem.cost)
+    of_step = [*finder.limit(), *finder.kinds(), *finder.gaps(), *finder.bounds()]
+    of_others = [Finding(code="plug-in", text=text) for text in added_findings(entry)]
+    return (*of_step, *problems, *of_others)
 
 
-def answer(entry: Explained) -> tuple[str, ...]:
+def answer(entry: Explained) -> tuple[Finding, ...]:
     """The first ANSWER sentences; where there are fewer findings, which kernel and which phase
     take longest.
     """
     return (*findings(entry), *_Findings(entry).longest())[:ANSWER]
 
 
-class Limit(StrEnum):
-    """What limits a step on a GPU."""
+class _Findings(Verdict):
+    """Makes the findings of one profile."""
 
-    GPU = "the GPU"
-    LAUNCHES = "the host's launches"
-    COPIES = "copies"
-    COMMUNICATION = "communication"
-    IDLE = "idle times of several causes"
-    DOUBT = "in doubt"
-
-
-def limit_of(entry: Explained) -> Limit | None:
-    """What limits the step; None for a trace of a CPU or without time."""
-    limit = _limit(entry)
-    return Limit.DOUBT if limit is not None and _doubts(entry, limit) else limit
-
-
-def _limit(entry: Explained) -> Limit | None:
-    """What limits the step, if nothing puts the times in doubt."""
-    profile, span = entry.profile, entry.span()
-    if profile.work is not Work.KERNELS or not span.whole_s:
-        return None
-    is_busy = span.busy_s >= MIN_BUSY_SHARE * span.whole_s
-    if late_s(entry) >= MIN_LATE_SHARE * span.whole_s or (_was_launch_bound(entry) and not is_busy):
-        return Limit.LAUNCHES
-    if copies_alone_s(profile) >= MIN_LATE_SHARE * span.whole_s:
-        return Limit.COPIES
-    if not is_busy:
-        return Limit.IDLE
-    computing_s = span.busy_s - collectives_s(profile, exposed=True)
-    return Limit.GPU if computing_s >= MIN_BUSY_SHARE * span.whole_s else Limit.COMMUNICATION
-
-
-def late_s(entry: Explained, phase: LaunchPhase | None = None) -> float:
-    """Idle time because of late launches in the step or phase.
-
-    By the clock without a profiler it is what the other causes, which a profiler makes no shorter,
-    leave of the time that the device does not work.
-    """
-    span = entry.span(phase)
-    late = idle(entry.profile, IdleCause.LATE_LAUNCH, phase).total_s
-    if not span.by_clock:
-        return late
-    others = added(
-        times
-        for times in entry.profile.idle
-        if times.cause is not IdleCause.LATE_LAUNCH and phase in (None, times.phase)
-    )
-    return min(late, max(span.idle_s - others.total_s, 0.0))
-
-
-def _was_launch_bound(entry: Explained) -> bool:
-    """Whether the record of the run without a profiler says that its launches were the limit."""
-    warnings = () if entry.plain is None else entry.plain.warnings
-    return any(warning.code is WarningCode.LAUNCH_BOUND for warning in warnings)
-
-
-def _doubts(entry: Explained, limit: Limit) -> list[str]:
-    """Why it is not sure that this limits the step."""
-    doubts = list(entry.profile.doubts)
-    if _was_launch_bound(entry) and limit is not Limit.LAUNCHES:
-        doubts.append(
-            "by its own clock the run without a profiler was limited by its launches (launch-bound)"
-        )
-    return doubts
-
-
-def _matters(part: float, least_share: float, whole: float) -> bool:
-    """Whether there is a part at all, and it is at least this share of the whole."""
-    return part > 0 and part >= least_share * whole
-
-
-class _Findings:
-    """Makes the findings of one profile. Times are sums over all steps; sentences give them per
-    step.
-    """
-
-    def __init__(self, entry: Explained) -> None:
-        self.entry, self.profile, self.config = entry, entry.profile, entry.config
-        profile = entry.profile
-        self.item, self.time = terms(profile)
-        self.on_device = profile.work is Work.KERNELS
-        self.span, self.kernel_s = entry.span(), kernel_s(profile)
-        self.step_s = self.span.whole_s
-        # of the whole step; rows with a phase have the same launches again
-        self.kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
-        self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
-        if _matters(self.copies_s, MIN_SHARE, self.step_s):
-            self.time = "kernels' time"  # not all of the GPU's
-
-    def ms(self, total_s: float) -> str:
-        """The time per step, of a time over all steps."""
-        return _ms(total_s / self.profile.num_steps)
-
-    def of_step(self, total_s: float) -> str:
-        """Share of the step, of which nothing is more than the whole."""
-        return percent_of(min(total_s, self.step_s), self.step_s)
-
-    def of_work(self, total_s: float) -> str:
-        """Share of the time of all kernels or operators, as `40 % of the GPU time`."""
-        return f"{percent_of(total_s, self.kernel_s)} of the {self.time}"
-
-    def count(self, count: int, noun: str) -> str:
-        """How many there are in a step: `4 kernels`, `1 launch`, `0.500 launches`."""
-        per_step = count / self.profile.num_steps
-        number = significant(per_step, 3) if per_step % 1 else f"{per_step:,.0f}"
-        if per_step == 1:
-            return f"{number} {noun}"
-        return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-    def advice(self, *candidates: Remedy) -> str:
-        """The flags of the ways that are open to the run, in brackets after a space; empty if
-        there are none.
+    def kinds(self) -> Iterator[Finding]:
+        """How many steps of which kind there are, and how long they take; how many passes make a
+        step of the optimizer.
         """
-        named = remedies(self.config, *candidates)
-        return f" ({named})" if named else ""
-
-    def limit(self) -> Iterator[str]:
-        """Whether host, GPU, communication or copies limit the step; for a CPU, the operator
-        that takes longest.
-        """
-        if not self.on_device:
-            for kernel in self.kernels[:1]:
-                yield (
-                    f"The operator {label(kernel.short_name)} ({kernel.kind}) takes "
-                    f"{self.of_work(kernel.total_s)}, {self.ms(kernel.total_s)} in "
-                    f"{self.count(kernel.count, 'call')}."
-                )
-        limit = _limit(self.entry)
-        if limit is None:
-            return
-        doubts, verdict = _doubts(self.entry, limit), self.verdict(limit)
-        if doubts:
-            verdict = (
-                f"In doubt is what limits the step: {'; '.join(doubts)}. By the file's "
-                f"times: {verdict}"
-            )
-        yield verdict
-
-    def verdict(self, limit: Limit) -> str:
-        """What limits the step on a GPU."""
-        if limit is Limit.COPIES:
-            return f"Copies limit the step: {self.copying(self.ms(self.step_s))}"
-        busy = self.busy()
-        if limit is Limit.LAUNCHES:
-            slower = " A profiler makes each launch slower: without one it is less."
-            if self.span.by_clock:
-                slower = ""
-            return (
-                f"The CPU is the limit: the GPU is busy {busy}{self.launch_cost()}{slower} A "
-                f"faster GPU does not help; use {against_launches(self.config)}."
-            )
-        if limit is Limit.IDLE:
-            return f"The GPU is busy only {busy}"
-        if limit is Limit.COMMUNICATION:
-            return (
-                "Communication is a limit: the GPU computes less than it seems to. It is busy "
-                f"{busy}"
-            )
-        host_s = sum(self.profile.step_s)
-        if not self.span.by_clock and host_s < MIN_BUSY_SHARE * self.step_s:
-            return (
-                "The GPU is the limit, and the host runs ahead of it: it is busy "
-                f"{self.of_step(self.span.busy_s)} of the {self.ms(self.step_s)} from step to "
-                f"step, while the host's step lasts {self.ms(host_s)}."
-            )
-        return f"The GPU is the limit: it is busy {busy}"
-
-    def busy(self) -> str:
-        """How much of the step the GPU is busy, with the profiler's own times beside those of the
-        clock, and how much it is idle because of late launches.
-        """
-        span, at_most = self.span, ""
-        text = f"{percent_of(span.busy_share)} of the step's {self.ms(self.step_s)}"
-        if span.by_clock:
-            at_most = "at most "
-            text += (
-                f" ({percent_of(span.busy_s, span.profiled_s)} of {self.ms(span.profiled_s)} "
-                "under the profiler)"
-            )
-        late = idle(self.profile, IdleCause.LATE_LAUNCH).total_s
-        if late >= MIN_SHARE * self.step_s:
-            late_share = self.of_step(span.gain_s(late))
-            text += f", and idle {at_most}{late_share} because the next kernel was not launched yet"
-        return f"{text}."
-
-    def copying(self, whole: str) -> str:
-        """How long the GPU only copies, what most of the copies are, and what helps against
-        them.
-        """
-        text = f"for {self.ms(self.copies_s)} of {whole} the GPU copies and runs no kernel"
-        for copies in self.profile.copies[:1]:
-            text += f", {self.ms(copies.total_s)} {copies.kind}"
-            kind = copies.kind or ""
-            remedy = next(
-                (remedy for start, remedy in _COPIES.items() if kind.startswith(start)), ""
-            )
-            if remedy:
-                text += f": {remedy}"
-        return f"{text}."
+        walls_s = wall_by_step_s(self.profile)
+        parts: list[str] = []
+        numbers: dict[str, float] = {}
+        for kind in step_kinds(self.profile):
+            steps, mean_s = len(kind.steps), sum(kind.of(walls_s)) / len(kind.steps)
+            parts.append(f"{steps} {kind.name} of {ms(mean_s)}")
+            numbers |= {f"{kind.name} steps": steps, f"{kind.name} mean": mean_s}
+        if parts:
+            text = f"The {self.profile.num_steps} steps are of several kinds: {', '.join(parts)}."
+            yield Finding(code="kinds", text=text, numbers=numbers)
+        passes = self.profile.passes_per_step or 1
+        if passes > 1:
+            text = f"Each step of the optimizer takes {passes} passes of forward and backward."
+            yield Finding(code="passes", text=text, numbers={"passes": passes})
 
     def copies(self) -> Iterator[Finding]:
         """Copies that do not limit the step, and cost time in which no kernel runs."""
@@ -355,16 +138,19 @@ class _Findings:
             and MIN_SHARE * self.step_s <= self.copies_s < MIN_LATE_SHARE * self.step_s
         ):
             text = self.copying("the step")
-            yield self.copies_s, f"{text[0].upper()}{text[1:]}"
+            text = f"{text[0].upper()}{text[1:]}"
+            yield self.finding("copies", text, self.copies_s, copies_s=self.copies_s)
 
-    def longest(self) -> Iterator[str]:
+    def longest(self) -> Iterator[Finding]:
         """The kernel and the phases that take longest, where little else is to be said."""
         for kernel in self.kernels[:1] if self.on_device else ():
-            yield (
+            text = (
                 f"The {self.item} that takes longest is {label(kernel.short_name)} "
                 f"({kernel.kind}), {self.of_work(kernel.total_s)} in "
                 f"{self.count(kernel.count, 'launch')}."
             )
+            numbers = {"kernel_s": kernel.total_s, "launch_count": kernel.count}
+            yield self.finding("longest kernel", text, **numbers)
         times_s = {times.phase: sum(times.kernel_s) for times in self.profile.phases}
         shares = [
             f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}"
@@ -372,7 +158,9 @@ class _Findings:
             if time_s
         ]
         if len(shares) > 1:
-            yield f"Of the {self.time}, {', '.join(shares)}."
+            text = f"Of the {self.time}, {', '.join(shares)}."
+            by_name = {f"{phase} kernel_s": time_s for phase, time_s in times_s.items()}
+            yield self.finding("phases", text, **by_name)
 
     def standing_out(self) -> list[Gap]:
         """Idle times that are much longer than others of their phase and cause, and a part of a
@@ -388,43 +176,21 @@ class _Findings:
                 gaps.append(gap)
         return gaps
 
-    def gaps(self) -> Iterator[str]:
+    def gaps(self) -> Iterator[Finding]:
         """The idle times that stand out: where they are, and what the host did."""
         alike = {(times.phase, times.cause): times for times in self.profile.idle}
         for gap in self.standing_out()[:MAX_GAPS]:
             times = alike[gap.phase, gap.cause]
-            doing = "the host made no call"
-            if gap.cause is IdleCause.BETWEEN_KERNELS:
-                doing = (
-                    "the next kernel had been launched, so the host is not at fault (another "
-                    "program on the GPU, a migrated page, or lost events may be)"
-                )
-            elif gap.host_call:
-                doing = f"the host was in {label(gap.host_call)}"
-            yield (
-                f"One idle time of {_ms(gap.duration_s)} stands out among {times.count:,} of "
-                f"{_us(times.median_s or 0)} (median): in step {gap.step}, {WHERE[gap.phase]}, "
+            text = (
+                f"One idle time of {ms(gap.duration_s)} stands out among {times.count:,} of "
+                f"{us(times.median_s or 0)} (median): in step {gap.step}, {WHERE[gap.phase]}, "
                 f"between {label(gap.before) or 'the start'} and {label(gap.after) or 'the end'}; "
-                f"{doing}."
+                f"{doing(gap)}."
             )
+            numbers = {"idle": gap.duration_s, "step": float(gap.step)}
+            yield Finding(code=f"gap {gap.cause}", text=text, numbers=numbers)
 
-    def launch_cost(self) -> str:
-        """CPU time per launch and duration of a kernel; the CPU is the limit because the first
-        is the longer one.
-        """
-        calls = added(call for call in self.profile.host_calls if call.is_launch)
-        if not calls.count:
-            return ""
-        host_s = total(times.host_s for times in self.profile.phases)
-        kernel_s = self.kernel_s / max(num_launches(*self.profile.phases), 1)
-        who = "Under the profiler the CPU" if self.span.by_clock else "The CPU"
-        return (
-            f" {who} takes {_us(host_s / calls.count)} per launch, "
-            f"{_us(calls.total_s / calls.count)} of it in CUDA's own call; a kernel runs "
-            f"{_us(kernel_s)} on average."
-        )
-
-    def bounds(self) -> Iterator[str]:
+    def bounds(self) -> Iterator[Finding]:
         """How much shorter the step could be at most without the idle time of each cause."""
         # a time that stands out has a sentence of its own
         lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
@@ -442,11 +208,12 @@ class _Findings:
         text = f"The step would take at most {', '.join(bounds)}"
         if len(bounds) > 1 and self.span.by_clock and sum(gains_s.values()) > self.span.idle_s:
             text += f", and in all at most {self.ms(self.span.idle_s)} less"
-        yield f"{text}."
+        told = {f"{cause} gain_s": gain_s for cause, gain_s in gains_s.items()}
+        yield self.finding("bounds", f"{text}.", **told)
 
     def late_phases(self) -> Iterator[Finding]:
         """Phases that the host limits, in a step that it does not limit."""
-        if _limit(self.entry) is Limit.LAUNCHES:
+        if undoubted_limit(self.entry) is Limit.LAUNCHES:
             return
         for times in self.profile.phases:
             phase = times.phase
@@ -459,7 +226,8 @@ class _Findings:
                     f"is idle {percent_of(lost_s, whole_s)}, because the next of its "
                     f"{self.count(num_launches(times), 'kernel')} was not launched yet."
                 )
-                yield lost_s, text
+                numbers = {"idle_s": lost_s, "phase_s": whole_s}
+                yield self.finding(f"late in {phase}", text, lost_s, **numbers)
 
     def waits(self) -> Iterator[Finding]:
         """Synchronisations within a phase that has kernels. None is needed, so each is reported."""
@@ -484,34 +252,35 @@ class _Findings:
                 f"step ({names}{copies}): {self.ms(added(calls).total_s)} a step, after which the "
                 f"GPU idles {self.ms(lost_s)} until the next launch. Is there {cause}?"
             )
-            yield lost_s, text
+            numbers = {"idle_s": lost_s, "wait_count": count, "wait_s": added(calls).total_s}
+            yield self.finding(f"waits in {phase}", text, lost_s, **numbers)
 
     def pauses(self) -> Iterator[Finding]:
         """Times in which the host did nothing with CUDA, by phase, with the longest of them."""
         cause = IdleCause.HOST_PAUSE
         for phase in WHERE:
             paused_s = self.span.gain_s(idle(self.profile, cause, phase).total_s)
-            if not _matters(paused_s, MIN_SHARE, self.step_s):
+            if not matters(paused_s, MIN_SHARE, self.step_s):
                 continue
             gaps = (gap for gap in self.profile.gaps if (gap.cause, gap.phase) == (cause, phase))
             longest = ""
             if gap := next(gaps, None):
                 place = f" in {path_text(gap.module)}" if gap.module else ""
                 longest = (
-                    f"; the longest time, {_ms(gap.duration_s)}, before {label(gap.after)}{place}"
+                    f"; the longest time, {ms(gap.duration_s)}, before {label(gap.after)}{place}: "
+                    f"{doing(gap)}"
                 )
             text = (
-                f"The GPU idles {self.ms(paused_s)} in {WHERE[phase]} while the host "
-                f"pauses{longest}. The host made no CUDA call meanwhile: it slept, read data, "
-                "compiled or computed on the CPU."
+                f"The GPU idles {self.ms(paused_s)} before kernels of {WHERE[phase]} while the "
+                f"host makes no CUDA call{longest}."
             )
-            yield paused_s, text
+            yield self.finding(f"pauses in {phase}", text, paused_s, idle_s=paused_s)
 
     def unknown(self) -> Iterator[Finding]:
         """Kernels of unknown class, if they matter, with the longest by name."""
         kernels = [kernel for kernel in self.kernels if kernel.kind is KernelClass.OTHER]
         unknown_s = added(kernels).total_s
-        if _matters(unknown_s, MIN_SHARE, self.kernel_s):
+        if matters(unknown_s, MIN_SHARE, self.kernel_s):
             longest, *others = kernels
             more = ""
             if others:
@@ -521,18 +290,18 @@ class _Findings:
                 f"{self.of_work(longest.total_s)}: {self.ms(longest.total_s)} in "
                 f"{self.count(longest.count, 'launch' if self.on_device else 'call')}{more}."
             )
-            yield unknown_s, text
+            yield self.finding("unknown kernels", text, unknown_s, kernel_s=unknown_s)
 
     def unattributed(self) -> Iterator[Finding]:
         """Kernels in a step and in no phase."""
         lost_s = kernel_s(self.profile, [LaunchPhase.UNATTRIBUTED])
-        if _matters(lost_s, MIN_SHARE, self.kernel_s):
+        if matters(lost_s, MIN_SHARE, self.kernel_s):
             text = (
                 f"{self.of_work(lost_s)}, {self.ms(lost_s)}, was launched in no phase: put it "
                 "inside a range, or say which ranges are the phases (--forward, --backward, "
                 "--optimizer)."
             )
-            yield lost_s, text
+            yield self.finding("no phase", text, lost_s, kernel_s=lost_s)
 
     def communication(self) -> Iterator[Finding]:
         """Time in which collectives run, what of it is exposed, and the rank for which the
@@ -540,7 +309,7 @@ class _Findings:
         """
         ran_s = collectives_s(self.profile)
         lost_s = collectives_s(self.profile, exposed=True)
-        if _matters(ran_s, MIN_SHARE, self.step_s):
+        if matters(ran_s, MIN_SHARE, self.step_s):
             more = "."
             if lost_s >= MIN_SHARE * self.step_s:
                 more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}"
@@ -548,7 +317,8 @@ class _Findings:
                 f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, "
                 f"{self.of_step(lost_s)} of the step, the GPU computes nothing{more}"
             )
-            yield lost_s, text
+            numbers = {"total_s": ran_s, "exposed_s": lost_s}
+            yield self.finding("communication", text, lost_s, **numbers)
 
     def last_rank(self, lost_s: float) -> str:
         """The rank for which the others wait in nearly all steps, if that takes a large part of
@@ -595,7 +365,7 @@ class _Findings:
                 f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, "
                 f"and leave the tensor cores idle{flags}."
             )
-            yield full_s, text
+            yield self.finding("full precision", text, full_s, kernel_s=full_s)
 
     def faster(self, kernels: list[KernelTimes]) -> tuple[Precision, ...]:
         """Precisions with tensor cores on the device, for a run with these fp32 products; empty
@@ -617,7 +387,7 @@ class _Findings:
         phase = LaunchPhase.OPTIMIZER
         phases = [times for times in self.profile.phases if times.phase is phase]
         whole_s = self.entry.span(phase).whole_s if phases else 0.0
-        if _matters(whole_s, MIN_OPTIMIZER_SHARE, self.step_s):
+        if matters(whole_s, MIN_OPTIMIZER_SHARE, self.step_s):
             classes = [times for times in self.profile.classes if times.phase is phase]
             fused = added(times for times in classes if times.kind is KernelClass.OPTIMIZER)
             is_fused = fused.total_s >= added(classes).total_s / 2
@@ -626,7 +396,7 @@ class _Findings:
                 f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the step, in "
                 f"{self.count(num_launches(*phases), self.item)}{flags}."
             )
-            yield whole_s, text
+            yield self.finding("optimizer", text, whole_s, wall_s=whole_s)
 
     def moving(self) -> Iterator[Finding]:
         """Element-wise work and the like, which a compiler fuses."""
@@ -634,20 +404,25 @@ class _Findings:
         classes = [times for times in self.profile.classes if times.phase in computing]
         moving_s = added(times for times in classes if times.kind in _MOVING).total_s
         whole_s = added(classes).total_s
-        if _matters(moving_s, MIN_LARGE_SHARE, whole_s):
+        if matters(moving_s, MIN_LARGE_SHARE, whole_s):
             text = (
                 f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.time}, "
                 f"{self.ms(moving_s)}, goes to element-wise work, norms, sums and copies, which "
                 f"move values more than they compute{self.advice(Remedy.COMPILE)}."
             )
-            yield moving_s, text
+            yield self.finding("moving", text, moving_s, kernel_s=moving_s)
 
 
-def _ms(time_s: float) -> str:
-    """The time in ms, to three digits."""
-    return f"{significant(time_s * 1e3, 3)} ms"
-
-
-def _us(time_s: float) -> str:
-    """The time in µs, to three digits."""
-    return f"{significant(time_s * 1e6, 3)} µs"
+def doing(gap: Gap) -> str:
+    """What the host did during most of an idle time, as far as the file shows it."""
+    if gap.cause is IdleCause.BETWEEN_KERNELS:
+        return (
+            "the next kernel had been launched, so the host is not at fault (another program on "
+            "the GPU, a migrated page, or lost events may be)"
+        )
+    inside = f", in {label(gap.host_range)}" if gap.host_range else ""
+    if gap.host_call:
+        return f"the host was in {label(gap.host_call)}{inside}"
+    if inside:
+        return f"the host was{inside.replace(',', '', 1)}"
+    return "what the host did is not in the file"

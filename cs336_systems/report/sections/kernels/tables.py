@@ -158,28 +158,9 @@ def _by_clock(entry: Explained, name: str, wall_ms: float) -> Row:
 
 
 def _of_one_trace(profile: StepProfile) -> Iterator[str]:
-    """The host's clock, and the proof that phases and what is left are the whole file (reading
-    checks it).
-    """
+    """The step by the host's clock, and what the file lacks."""
     mean_ms, std_ms = mean_std_ms([profile.step_s])
     yield f"The step by the host's clock: {mean_and_std(mean_ms, std_ms) if mean_ms else '0'} ms."
-    counts = {times.phase: num_launches(times) for times in profile.phases}
-    unattributed = counts.pop(LaunchPhase.UNATTRIBUTED, 0)
-    parts = [(str(phase), count) for phase, count in counts.items() if count]
-    parts += [
-        ("unattributed", unattributed),
-        ("warm-up", profile.left.warmup),
-        ("outside of steps", profile.left.outside),
-    ]
-    if profile.work is Work.KERNELS:
-        parts.append(("without a launch", profile.left.no_launch))
-    named = " + ".join(f"{name} {count:,}" for name, count in parts)
-    of_what = f"rank {profile.rank}" if profile.ranks and profile.rank is not None else "the file"
-    whole = (
-        f"all {profile.num_kernels:,} {terms(profile)[0]}s of {of_what}, "
-        f"{rounded(profile.kernel_s * 1e3)} ms"
-    )
-    yield f"Check: {named} = {whole}."
     yield from profile.notes
 
 

@@ -7,6 +7,7 @@ from cs336.analysis.kernels.step_profile import decode_profile
 from cs336.report.formats import ON_REQUEST, WRITERS
 from cs336.report.progress import StatusLine
 from cs336.report.results import Results
+from cs336.report.section import Finding
 from cs336.report.sections.kernels import files as kernel_files
 from cs336.report.sections.kernels import findings as kernel_findings
 from cs336.report.sections.kernels.entry import Explained
@@ -55,13 +56,14 @@ def names(directory):
 
 @pytest.mark.usefixtures("no_pictures")
 def test_the_answer_has_three_sentences_and_further_findings_are_lines(monkeypatch, tmp_path):
-    for found in (("1st",), ("1st", "2nd", "3rd", "4th", "5th")):
+    for texts in (("1st",), ("1st", "2nd", "3rd", "4th", "5th")):
+        made = tuple(Finding(code="test", text=text) for text in texts)
         for module in (kernel_files, kernel_findings):
-            monkeypatch.setattr(module, "findings", lambda *_, found=found: found)
+            monkeypatch.setattr(module, "findings", lambda *_, made=made: made)
         lines = answer_of(of_file())
-        assert lines[: len(found[:3])] == list(found[:3])
+        assert lines[: len(texts[:3])] == list(texts[:3])
         assert all(lines[:3])
-        assert lines[3:] == (["", "- 4th", "- 5th"] if len(found) > 3 else [])
+        assert lines[3:] == (["", "- 4th", "- 5th"] if len(texts) > 3 else [])
     monkeypatch.setattr(kernel_files, "findings", lambda *_: ())
     write_kernels(of_file(), tmp_path, 3)
     assert "Nothing stands out." in (tmp_path / "findings.md").read_text()

@@ -1,0 +1,358 @@
+"""The steps of a trace: ranges around them, or what repeats, with what tells steps of one kind from
+those of another.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..columns import NO_ROWS, Columns, Ints, Mask
+from .phase_plan import (
+    MarkedWindows,
+    around_windows,
+    main_events,
+    main_thread,
+    marked_windows,
+    outermost,
+    rows_named,
+    shows_no_training,
+    windows_of,
+    with_forward,
+)
+from .phase_ranges import PhaseRanges, advice
+from .phases import LaunchPhase, PhaseSource
+from .step_profile import StepLabel
+from .trace import MAX_TIME_NS, Nesting, Trace
+
+_NUMBER = re.compile(r"\d+")
+MIN_PERIODS = 3
+"""Fewest repetitions that make a period of kernels."""
+MIN_ALIKE = 0.9
+"""Smallest share of a kernel's launches that must follow each other at the period's distance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes(Columns):
+    """The steps in order, on the host."""
+
+    start_ns: Ints
+    end_ns: Ints
+    is_warmup: Mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePlan:
+    """The phases and steps of a trace."""
+
+    source: PhaseSource
+    windows: MarkedWindows
+    steps: StepTimes
+    steps_from: str
+    """What showed the steps, in words; empty if there are none."""
+    labels: tuple[StepLabel, ...]
+    """One for each step."""
+    passes_per_step: int | None
+    """Passes of backward in each step of the optimizer, if all have the same number."""
+    around_steps: Ints
+    """Ranges that contain whole phases, and so are not ranges of modules."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """Start and end of steps on the host, and what showed them."""
+
+    start_ns: Ints
+    end_ns: Ints
+    shown_by: str
+    names: tuple[int, ...] = ()
+    """The name of each step's range; empty where no ranges are steps."""
+
+
+_NO_STEPS = _Steps(start_ns=NO_ROWS, end_ns=NO_ROWS, shown_by="")
+
+
+def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
+    """The phases and steps of the trace, as far as something in it shows them."""
+    main = main_thread(trace, names)
+    windows = windows_of(LaunchPhase.UNATTRIBUTED, NO_ROWS, NO_ROWS)
+    around = NO_ROWS
+    if main is not None:
+        windows = marked_windows(trace, names, main)
+        around = around_windows(trace, windows, main)
+    telling = (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER)
+    is_named = any(len(names.phases[phase]) for phase in telling)
+    steps = _find_steps(trace, names, windows, main, around)
+    around = np.append(around, rows_named(trace, names.step, names.warmup, names.measure))
+    source, notes = PhaseSource.RANGES, list[str]()
+    has_forward = bool(windows.among(LaunchPhase.FORWARD).any())
+    if not has_forward:
+        is_inference = bool(names.labels) or shows_no_training(trace, names)
+        events = NO_ROWS if main is None else main_events(trace, main, around)
+        windows = with_forward(
+            windows, steps.start_ns, steps.end_ns, events, is_inference=is_inference
+        )
+        notes = [_note(trace, windows, is_inference, is_named)]
+    if not is_named:
+        source = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
+    times = _step_times(trace, names, steps.start_ns, steps.end_ns)
+    labels = _labels(steps, names, windows)
+    return PhasePlan(
+        source=source,
+        windows=windows,
+        steps=times,
+        steps_from=steps.shown_by,
+        labels=labels if len(labels) == len(times) else (StepLabel(),) * len(times),
+        passes_per_step=_passes_per_step(windows),
+        around_steps=around,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def _find_steps(
+    trace: Trace, names: PhaseRanges, windows: MarkedWindows, main: int | None, around: Ints
+) -> _Steps:
+    """The steps by the best evidence that the file has: ranges around them, the optimizer at their
+    ends, forward or the model's ranges at their beginnings, the period of the kernels.
+    """
+    ranges = trace.ranges
+    rows = rows_named(trace, names.step)
+    rows = outermost(ranges, rows[(ranges.thread[rows] == main) | ~ranges.is_nested[rows]])
+    if len(rows):
+        of_steps = tuple(ranges.name[rows].tolist())
+        pattern = Counter(_NUMBER.sub("*", trace.strings[name]) for name in of_steps)
+        shown_by = pattern.most_common(1)[0][0]
+        return _Steps(
+            start_ns=ranges.start_ns[rows],
+            end_ns=ranges.end_ns[rows],
+            shown_by=f"the ranges {shown_by}",
+            names=of_steps,
+        )
+    if main is None:
+        return _by_period(trace, names)
+    is_forward = windows.among(LaunchPhase.FORWARD)
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
+    backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD)]
+    if (is_forward & ~windows.is_piece).any():
+        start, end = _between_forwards(windows)
+        shown_by = "forward and the optimizer" if is_optimizer.any() else "the ranges of forward"
+    elif is_optimizer.any():
+        start, end = _between_optimizers(trace, windows, backward, main)
+        shown_by = "the ends of the optimizer"
+    else:
+        rows = np.flatnonzero((ranges.thread == main) & ranges.is_nested)
+        model = np.setdiff1d(rows, np.append(around, rows_named(trace, names.structure)))
+        start, end = _between_backwards(trace, model, backward)
+        shown_by = "the model's ranges after a backward"
+    if not len(start):
+        return _by_period(trace, names)
+    return _Steps(start_ns=start, end_ns=end, shown_by=shown_by)
+
+
+def _between_forwards(windows: MarkedWindows) -> tuple[Ints, Ints]:
+    """Start and end of steps in a sequence of phases: a step begins with the first forward after
+    an optimizer, or with data or a `zero_grad` just before that forward.
+
+    Without any optimizer, each forward begins a step.
+    """
+    is_zero_grad = windows.is_zero_grad
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~is_zero_grad
+    forward = np.flatnonzero(windows.among(LaunchPhase.FORWARD))
+    if is_optimizer.any():
+        num_before = np.cumsum(is_optimizer)[forward]
+        forward = forward[np.diff(num_before, prepend=-1) > 0]
+    before = is_zero_grad | windows.among(LaunchPhase.DATA)
+    first = forward.copy()
+    for _ in range(2):
+        first = first - (before[first - 1] & (first > 0))
+    last = np.append(first[1:], len(windows)) - 1
+    return windows.start_ns[first], np.maximum.accumulate(windows.end_ns)[last]
+
+
+def _between_optimizers(
+    trace: Trace, windows: MarkedWindows, backward: Ints, main: int
+) -> tuple[Ints, Ints]:
+    """Start and end of the steps, of which each ends with an optimizer and begins where the one
+    before it ended.
+
+    `backward` is when each backward starts. Where several optimizers follow one backward, the step
+    ends with the last of them. The first step begins with the last data or zero_grad before its
+    backward. Without them it begins at a launch of the main thread, chosen so that as many launches
+    lie before its backward as in the second step, since the making of the model is not a part of
+    it; a single step begins at the first launch.
+    """
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
+    start, end = windows.start_ns[is_optimizer], windows.end_ns[is_optimizer]
+    if len(backward):
+        # an optimizer ends a step if another backward starts before the next optimizer
+        num_backwards = np.searchsorted(backward, start)
+        end = end[np.append(num_backwards[1:] > num_backwards[:-1], True)[: len(end)]]
+    first_backward = backward[0] if len(backward) else start[0]
+    is_first = windows.is_zero_grad | windows.among(LaunchPhase.DATA)
+    begins = windows.start_ns[is_first & (windows.start_ns < first_backward)]
+    work = trace.kernels
+    launches = np.sort(work.launch_ns[work.is_launched & (work.thread == main)])
+    if len(begins):
+        first = begins[-1]
+    elif len(launches):
+        num_before = num_of_step = np.searchsorted(launches, first_backward)
+        if len(end) > 1 and len(backward) > 1:
+            second_backward = backward[np.searchsorted(backward, end[0])]
+            num_of_step = np.searchsorted(launches, second_backward)
+            num_of_step -= np.searchsorted(launches, end[0])
+        first = launches[max(num_before - num_of_step, 0)]
+    else:
+        first = start[0]
+    return np.append(first, end[:-1]), end
+
+
+def _between_backwards(trace: Trace, model: Ints, backward: Ints) -> tuple[Ints, Ints]:
+    """Start and end of the steps that begin with the model's ranges.
+
+    A step begins with the first range after a backward that the first forward opened too. Ranges
+    that are open only before the first backward, such as those of the model's initialisation, begin
+    none.
+    """
+    if not len(model) or not len(backward):
+        return NO_ROWS, NO_ROWS
+    ranges = trace.ranges
+    model = model[np.argsort(ranges.start_ns[model], kind="stable")]
+    name, start = ranges.name[model], ranges.start_ns[model]
+    num_backwards = np.searchsorted(backward, start)
+    is_first = num_backwards == num_backwards[0]
+    of_forward = np.intersect1d(name[is_first], name[~is_first])
+    is_forward = np.isin(name, of_forward if len(of_forward) else name[is_first])
+    _, first = np.unique(num_backwards[is_forward], return_index=True)
+    start = start[is_forward][first]
+    return start, np.append(start[1:], MAX_TIME_NS)
+
+
+def _by_period(trace: Trace, names: PhaseRanges) -> _Steps:
+    """The steps of a program that launches the same kernels again and again, from the launch of
+    each period's first kernel to that of the next; none where nothing repeats as a whole, or where
+    a range says what to measure.
+    """
+    if len(names.measure):
+        return _NO_STEPS
+    kernels = trace.kernels
+    rows = np.flatnonzero(kernels.is_launched)
+    rows = rows[np.lexsort((kernels.start_ns[rows], kernels.launch_ns[rows]))]
+    period = find_period(kernels.name[rows])
+    if period is None:
+        return _NO_STEPS
+    launch = kernels.launch_ns[rows]
+    # a step begins where the host pauses longest between two launches, on average
+    pause = np.diff(launch, prepend=launch[0])
+    count = len(launch) // period
+    of_place = pause[: count * period].reshape(count, period)[1:].mean(axis=0)
+    start = launch[int(of_place.argmax()) :: period]
+    start = start[np.append(True, np.diff(start) > 0)]
+    return _Steps(start_ns=start[:-1], end_ns=start[1:], shown_by=f"{period} kernels that repeat")
+
+
+def find_period(names: Ints) -> int | None:
+    """The smallest distance at which a sequence of names repeats: each name that occurs at least
+    twice is followed by itself at this distance, but for MIN_ALIKE of its occurrences.
+
+    None if there is no such distance, or fewer than MIN_PERIODS repetitions.
+    """
+    used, index, counts = np.unique(names, return_inverse=True, return_counts=True)
+    if not len(used) or counts.max() < MIN_PERIODS:
+        return None
+    # a whole period has the rarest names too, so their distances are all that need be tried
+    often = counts >= MIN_PERIODS
+    rarest = np.flatnonzero(often & (counts == counts[often].min()))[0]
+    places = np.flatnonzero(index == rarest)
+    distances = Counter(np.diff(places).tolist())
+    likely = [int(distance) for distance, _ in distances.most_common(3)]
+    for period in sorted(likely):
+        is_alike = index[:-period] == index[period:]
+        alike = np.bincount(index[:-period], is_alike, len(used))
+        tried = np.bincount(index[:-period], minlength=len(used))
+        repeated = (counts < MIN_PERIODS) | (alike >= MIN_ALIKE * tried)
+        rare = counts[counts < MIN_PERIODS].sum()
+        is_enough = len(names) >= MIN_PERIODS * period and rare <= (1 - MIN_ALIKE) * len(names)
+        if repeated.all() and is_enough:
+            return period
+    return None
+
+
+def _labels(steps: _Steps, names: PhaseRanges, windows: MarkedWindows) -> tuple[StepLabel, ...]:
+    """What tells the steps of one kind from those of another, or nothing if all are alike."""
+    if names.labels:
+        return tuple(names.labels.get(name, StepLabel()) for name in steps.names)
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
+    has_optimizer = _has(windows.start_ns[is_optimizer], steps)
+    has_backward = _has(windows.start_ns[windows.among(LaunchPhase.BACKWARD)], steps)
+    kinds = np.select(
+        [has_optimizer, has_backward],
+        ["with the optimizer", "without the optimizer"],
+        "forward only" if has_backward.any() else "",
+    ).tolist()
+    if len(set(kinds)) < 2:
+        kinds = [""] * len(kinds)
+    return tuple(StepLabel(kind=kind) for kind in kinds)
+
+
+def _has(times: Ints, steps: _Steps) -> Mask:
+    """Whether one of the times lies in each step."""
+    times = np.sort(times)
+    return np.searchsorted(times, steps.end_ns) > np.searchsorted(times, steps.start_ns)
+
+
+def _passes_per_step(windows: MarkedWindows) -> int | None:
+    """How many backwards lie between two optimizers, if it is the same number each time."""
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
+    optimizers = windows.end_ns[is_optimizer]
+    backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD) & ~windows.is_piece]
+    if len(optimizers) < 2 or not len(backward):
+        return None
+    passes = np.diff(np.searchsorted(backward, optimizers))
+    passes = passes[passes > 0]
+    if not len(passes) or (passes != passes[0]).any():
+        return None
+    return int(passes[0])
+
+
+def _note(trace: Trace, windows: MarkedWindows, is_inference: bool, is_named: bool) -> str:
+    """What shows the phases of a file without ranges of forward."""
+    has_backward = windows.among(LaunchPhase.BACKWARD).any()
+    if not len(windows):
+        if not trace.kernels.is_launched.any():
+            return ""
+        return (
+            "The phases are not seen: no range is named as a phase, and nothing shows backward or "
+            f"an optimizer; {advice(trace)}."
+        )
+    if is_inference and not has_backward:
+        return "No range, operator or kernel is of backward or an optimizer: all is forward."
+    if is_named or not has_backward:
+        return ""
+    optimizer = "No optimizer was seen."
+    if windows.among(LaunchPhase.OPTIMIZER).any():
+        optimizer = "The optimizer is what its own ranges or kernels show."
+    return (
+        "There are no ranges of forward and backward. So backward is what autograd launched, and "
+        f"forward the time before it with the loss. {optimizer}"
+    )
+
+
+def _step_times(trace: Trace, names: PhaseRanges, start_ns: Ints, end_ns: Ints) -> StepTimes:
+    """The steps with these times; warm-up are those in its range, and those outside of `measure`.
+
+    Without any step, each range `measure` counts as one.
+    """
+    ranges = trace.ranges
+
+    def is_inside(around: Ints) -> Mask:
+        rows = outermost(ranges, rows_named(trace, around))
+        return Nesting(ranges.start_ns[rows], ranges.end_ns[rows]).at(start_ns) >= 0
+
+    if not len(start_ns):
+        measures = outermost(ranges, rows_named(trace, names.measure))
+        start_ns, end_ns = ranges.start_ns[measures], ranges.end_ns[measures]
+    is_measured = is_inside(names.measure)
+    is_warmup = is_inside(names.warmup) | (~is_measured & is_measured.any())
+    return StepTimes(start_ns=start_ns, end_ns=end_ns, is_warmup=is_warmup)

@@ -1,0 +1,338 @@
+"""Compares what is said of a drawn program with what is true of it."""
+
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cs336.analysis.kernels.attribution import Attribution, attribute
+from cs336.analysis.kernels.explain import explain, summarise
+from cs336.analysis.kernels.phases import PHASES
+from cs336.analysis.kernels.readers import read_trace
+from cs336.analysis.kernels.step_profile import StepProfile
+from cs336.report.sections.kernels.entry import Explained
+from cs336.report.sections.kernels.figures import WHERE
+from cs336.report.sections.kernels.findings import findings
+from tests.analysis.kernels.drawn_files import write
+from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
+from tests.analysis.kernels.drawn_programs import recorded, simulate
+from tests.analysis.kernels.drawn_truth import LAUNCHING, QUEUED, Truth, length, waits
+from tests.analysis.kernels.kineto_files import BASE_NS
+from tests.analysis.kernels.tracing import ns
+
+RIGHT, NOT_SEEN, FALSE, GUESS = "right", "not seen", "false", "guess"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One statement about a draw."""
+
+    kind: str
+    verdict: str
+    cause: str = ""
+    """What kind of mistake it is."""
+    said: str = ""
+    true: str = ""
+
+
+def scores(plan: Plan, directory: Path) -> list[Score]:
+    """Simulate the program, read its files and compare."""
+    run = simulate(plan)
+    files = [recorded(run, rank) for rank in range(plan.ranks)]
+    truth = Truth(files[0])
+    paths = [write(file, directory) for file in files]
+    if not truth.kernels:
+        return []
+    attribution = attribute(read_trace(paths[0]))
+    profile = summarise(attribution, source="drawn")
+    sentences = [finding.text for finding in findings(Explained(profile=profile))]
+    made = [
+        *_sums(profile, truth),
+        *_steps(profile, truth),
+        *_phases(attribution, truth),
+        *_busy(profile, truth, is_whole=bool((attribution.jobs.step >= 0).all())),
+        *_idle(profile, truth),
+        *_communication(profile, truth),
+        *_sentences(sentences, profile, truth),
+    ]
+    if plan.ranks > 1 and plan.cut == (0, 1) and not plan.dropped:
+        made += _ranks(explain(paths[0]), waits(files))
+    return made
+
+
+def scored(first: int, count: int, directory: Path) -> list[tuple[int, Score]]:
+    """The scores of consecutive seeds."""
+    made = []
+    for seed in range(first, first + count):
+        place = directory / str(seed)
+        place.mkdir()
+        made += [(seed, score) for score in scores(draw(seed), place)]
+        shutil.rmtree(place)
+    return made
+
+
+def _compared(kind: str, said: object, true: object, cause: str = "") -> Score:
+    verdict = RIGHT if said == true else FALSE
+    return Score(kind, verdict, cause, str(said), str(true))
+
+
+def _sums(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    yield _compared("sums", profile.num_kernels, len(truth.kernels), "number of kernels")
+    yield _compared("sums", ns(profile.kernel_s), truth.kernel_ns, "time of kernels")
+    in_steps = sum(sum(phase.launches) for phase in profile.phases)
+    modules = sum(module.count for module in profile.modules)
+    yield _compared("sums", modules, in_steps, "kernels of modules")
+
+
+def _is_of_file(profile: StepProfile, truth: Truth) -> bool:
+    """Whether the whole file is said to be one step, because no steps were seen."""
+    right, _ = truth.step_counts()
+    return profile.is_whole_trace or (profile.num_steps == 1 and 1 not in right)
+
+
+def _steps(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    right, is_shown = truth.step_counts()
+    said = profile.num_steps
+    how = f"{truth.plan.style}, {'ranges of steps' if is_shown else 'no ranges of steps'}"
+    if _is_of_file(profile, truth):
+        yield Score("steps", NOT_SEEN, how, "the whole file", str(sorted(right)))
+        return
+    verdict = RIGHT if said in right else FALSE
+    yield Score("steps", verdict, how, str(said), str(sorted(right)))
+    spans = truth.step_ranges
+    if not is_shown or said != len(spans) or not truth.is_listed:
+        return
+    durations = [span.end_ns - span.start_ns for span in spans]
+    yield _compared("step times", [ns(time) for time in profile.step_s], durations, how)
+    launches = [0] * said
+    for phase in profile.phases:
+        launches = [a + b for a, b in zip(launches, phase.launches, strict=True)]
+    true = [len(truth.launched_in(span)) for span in spans]
+    yield _compared("kernels of steps", launches, true, how)
+
+
+def _phases(attribution: Attribution, truth: Truth) -> Iterator[Score]:
+    base = 0 if truth.plan.is_nsys else BASE_NS
+    jobs = attribution.jobs
+    said = {}
+    for row in range(len(attribution.trace.kernels)):
+        key = int(jobs.start_ns[row]) - base, int(jobs.stream[row]), int(jobs.device[row])
+        said[key] = PHASES[jobs.phase[row]].value
+    counts: Counter[tuple[str, str]] = Counter()
+    for job in truth.kernels:
+        claim = said[job.start_ns, job.stream, job.device]
+        right, evidence = truth.phase_of(job)
+        verdict = _of_phase(claim, right, evidence)
+        cause = f"{job.phase or 'no phase'} ({evidence or 'nothing shows it'}) -> {claim}"
+        counts[verdict, cause] += 1
+    for (verdict, cause), count in counts.items():
+        yield Score("phases", verdict, cause, f"{count} kernels")
+
+
+def _of_phase(claim: str, right: set[str], evidence: str) -> str:
+    if claim in right:
+        return RIGHT if evidence else GUESS
+    if claim == "unattributed":
+        return RIGHT if right == {""} or right == {"clip"} else NOT_SEEN
+    return FALSE
+
+
+def _is_complete(profile: StepProfile) -> bool:
+    left = profile.left
+    return not (left.outside or left.warmup or left.no_launch)
+
+
+def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Score]:
+    if truth.plan.devices > 1:
+        return
+    busy = sum(ns(time) for phase in profile.phases for time in phase.busy_s)
+    wall = sum(ns(time) for phase in profile.phases for time in phase.wall_s)
+    true, (first, last) = length(truth.busy()), truth.bounds
+    if _is_of_file(profile, truth):
+        yield _compared("busy", wall, last - first, "bounds of the file")
+    if is_whole and not profile.left.warmup and not truth.plan.shift_ns:
+        yield _compared("busy", busy, true, "busy time")
+    elif busy > true:
+        yield Score("busy", FALSE, "more than there is", str(busy), str(true))
+
+
+_CAUSES = {
+    "late launch": (LAUNCHING,),
+    "host pause": (*Pause, LAUNCHING),
+    "waiting for data": (Pause.DATA,),
+    "host waited": (Pause.WAITING, LAUNCHING),
+    "between kernels": (QUEUED,),
+}
+
+
+def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    if not truth.is_timed:
+        return
+    wall = truth.bounds[1] - truth.bounds[0]
+    said: dict[str, int] = {}
+    for row in profile.idle:
+        said[row.cause] = said.get(row.cause, 0) + ns(row.total_s)
+    for cause, time_ns in said.items():
+        reasons = _CAUSES.get(str(cause), (str(cause),))
+        if cause == "end of step" or time_ns < 0.02 * wall:
+            continue
+        most = truth.idle_at_most(*reasons)
+        verdict = RIGHT if time_ns <= most + 0.02 * wall else FALSE
+        main = _main_reason(truth)
+        yield Score(
+            "idle", verdict, f"{cause}; truly {main}", f"{time_ns} ns {cause}", f"at most {most}"
+        )
+
+
+def _main_reason(truth: Truth) -> str:
+    reasons: dict[str, int] = {}
+    for gap in truth.gaps():
+        for reason, part in gap.reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + part
+    return max(reasons, key=reasons.__getitem__) if reasons else "nothing"
+
+
+def _communication(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    total, exposed = truth.collectives()
+    if truth.plan.devices > 1:
+        return
+    rows = [row for row in profile.communication if row.collective is None]
+    said = sum(ns(time) for row in rows for time in row.total_s)
+    alone = sum(ns(time) for row in rows for time in row.exposed_s)
+    if not said:
+        if total:
+            yield Score("communication", NOT_SEEN, truth.plan.style, "0", str(total))
+        return
+    if not _is_complete(profile):
+        verdict = RIGHT if said <= total and alone <= exposed else FALSE
+        yield Score("communication", verdict, "of a part", f"{said} {alone}", f"{total} {exposed}")
+        return
+    yield _compared("communication", said, total, "total")
+    yield _compared("communication", alone, exposed, "exposed")
+
+
+def _ranks(profile: StepProfile, waited: list[int]) -> Iterator[Score]:
+    if not profile.ranks:
+        yield Score("ranks", NOT_SEEN, "ranks", "", str(waited))
+        return
+    if any(times.waited_s is None for times in profile.ranks):
+        yield Score("ranks", NOT_SEEN, "waits", "", str(waited))
+        return
+    said = [sum(ns(time) for time in times.waited_s or ()) for times in profile.ranks]
+    yield _compared("ranks", said, waited, "waits")
+
+
+_PLACES = {place: "" if phase == "unattributed" else phase.value for phase, place in WHERE.items()}
+_PERCENT = r"([\d.]+) %"
+_MILLISECONDS = r"([\d.,]+) ms"
+
+
+def _sentences(sentences: Sequence[str], profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    for text in sentences:
+        for code, is_right, true in _claims(text, truth):
+            yield Score("sentences", RIGHT if is_right else FALSE, code, text, true)
+    first, last = truth.bounds
+    if truth.is_timed and truth.idle_ns(Pause.DATA) > 0.25 * (last - first):
+        is_shown = any(span.means == Part.DATA for span in truth.ranges)
+        if is_shown and not any("data" in text.lower() for text in sentences):
+            yield Score("data", NOT_SEEN, "data limits", "nothing", "data limits the step")
+        elif is_shown:
+            yield Score("data", RIGHT, "data limits")
+
+
+def _claims(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
+    """What a sentence claims, whether it is so, and what is so."""
+    first, last = truth.bounds
+    wall = max(last - first, 1)
+    late = truth.idle_at_most(LAUNCHING) / wall
+    busy = length(truth.busy()) / wall
+    total, exposed = truth.collectives()
+    is_sure = not text.startswith("In doubt")
+    if "The CPU is the limit" in text and is_sure and truth.is_timed:
+        yield "the CPU limits", late > 0.1, f"late at most {late:.3f}, {_main_reason(truth)}"
+    if text.startswith("The GPU is the limit") and truth.is_timed:
+        yield "the GPU limits", busy > 0.6, f"busy {busy:.3f}"
+    if text.startswith("The GPU is busy only") and truth.is_timed:
+        yield "the GPU is idle", busy < 0.85, f"busy {busy:.3f}"
+    if text.startswith("Copies limit"):
+        share = truth.copies_alone() / wall
+        yield "copies limit", share > 0.1, f"copies alone {share:.3f}"
+    if text.startswith("Communication is a limit"):
+        yield "communication limits", exposed > 0.1 * wall, f"exposed {exposed / wall:.3f}"
+    if text.startswith("Communication takes"):
+        is_peer = any("PtoP" in job.name for job in truth.jobs)
+        yield "there is communication", total > 0 or is_peer, f"{total}"
+    if text.startswith("The optimizer takes"):
+        shown = [job for job in truth.kernels if truth.phase_of(job)[0] == {"optimizer"}]
+        evidence = [job for job in shown if truth.phase_of(job)[1]]
+        yield "there is an optimizer", bool(evidence), "no evidence of an optimizer"
+    if "stands out" in text and truth.is_timed:
+        said = float(re.findall(rf"One idle time of {_MILLISECONDS}", text)[0].replace(",", ""))
+        longest = max(truth.idle_lengths(), default=0) / 1e6  # a step may begin within one
+        yield "a gap stands out", said < 1.01 * longest, f"the longest has {longest} ms"
+    if place := re.search(r"The GPU idles [\d.,]+ ms before kernels of (.*?) while the host", text):
+        phase = _PLACES[place[1]]
+        true = truth.phases_doing(*_CAUSES["host pause"])
+        yield "where the host pauses", phase in true or not phase, f"in {true}"
+    if place := re.match(r"The host waits for the device in (.*?), ", text):
+        true = truth.phases_doing(Pause.WAITING)
+        yield "where the host waits", _PLACES[place[1]] in true, f"in {true}"
+    yield from _advice(text, truth)
+
+
+def _advice(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
+    in_graphs = sum(job.is_in_graph for job in truth.kernels) / len(truth.kernels)
+    if re.search("CUDA graph|cuda-graph|reduce-overhead", text) and in_graphs > 0.8:
+        yield "advice: graphs", False, f"{in_graphs:.2f} of the kernels are of graphs"
+    if "compile" in text and "compiled or computed" not in text and truth.plan.compiled:
+        operators = [span.name for span in truth.recorded.spans if span.kind == "operator"]
+        if any("Torch-Compiled" in name for name in operators):
+            yield "advice: compile", False, "regions are compiled"
+    if truth.plan.kind in ("inference", "server") and re.search(
+        "during backward|he optimizer", text
+    ):
+        yield "advice: training", False, "inference"
+
+
+def table(made: Sequence[tuple[int, Score]]) -> str:
+    """Figures by kind, then what fails, by cause, with the smallest seed."""
+    kinds: dict[str, dict[str, int]] = {}
+    failures: dict[tuple[str, str, str], list[tuple[int, Score]]] = {}
+    for seed, score in made:
+        counts = kinds.setdefault(score.kind, {})
+        counts[score.verdict] = counts.get(score.verdict, 0) + 1
+        if score.verdict != RIGHT:
+            failures.setdefault((score.verdict, score.kind, score.cause), []).append((seed, score))
+    verdicts = (RIGHT, NOT_SEEN, GUESS, FALSE)
+    lines = [f"| kind | {' | '.join(verdicts)} |", "|---|---|---|---|---|"]
+    for kind, counts in kinds.items():
+        lines.append(f"| {kind} | {' | '.join(str(counts.get(v, 0)) for v in verdicts)} |")
+    for wanted in (FALSE, GUESS, NOT_SEEN):
+        lines += [
+            "",
+            f"## {wanted}",
+            "",
+            "| kind | cause | draws | seeds | said | true |",
+            "|---|---|---|---|---|---|",
+        ]
+        rows = [(key, value) for key, value in failures.items() if key[0] == wanted]
+        for (_, kind, cause), seen in sorted(rows, key=lambda row: -len(row[1])):
+            seeds = " ".join(str(seed) for seed, _ in seen[:4])
+            said, true = seen[0][1].said[:160], seen[0][1].true[:120]
+            lines.append(f"| {kind} | {cause} | {len(seen)} | {seeds} | {said} | {true} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table of as many seeds as asked for."""
+    first, count = map(int, sys.argv[1:3])
+    with tempfile.TemporaryDirectory() as directory:
+        print(table(scored(first, count, Path(directory))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""What is true of a recorded program, and which events of its file show it."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tests.analysis.kernels.drawn_machine import Job, Span
+from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, Part, Pause
+from tests.analysis.kernels.drawn_programs import ADAM, Recorded
+
+Interval = tuple[int, int]
+
+STEPS_OF_RANGES = (Part.STEP, Part.PREFILL, Part.DECODE)
+UNLISTED = ("iteration", "deepspeed")
+"""Styles whose names a reader need not know."""
+LAUNCHING, QUEUED = "launch", "queued"
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The intervals that do not overlap and cover the same time."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(one: Interval, other: Interval) -> int:
+    return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
+
+
+def times(jobs: Iterable[Job]) -> list[Interval]:
+    return [(job.start_ns, job.end_ns) for job in jobs]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A time without work of one device, between two jobs."""
+
+    start_ns: int
+    end_ns: int
+    reasons: dict[str, int]
+    """What the host did meanwhile, in ns: as in `Machine.doing`, `launch` or `queued`."""
+
+    @property
+    def length_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+class Truth:
+    """The truth about one file."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded, self.plan = recorded, recorded.plan
+        self.jobs = recorded.jobs
+        self.kernels = [job for job in self.jobs if job.kind == "kernel"]
+        self.kept = set(map(id, recorded.spans))
+        self.ranges = [span for span in recorded.spans if span.kind == "range"]
+        self.nodes = [
+            s for s in recorded.spans if s.kind == "operator" and s.means == Part.BACKWARD
+        ]
+        self.is_listed = self.plan.style not in UNLISTED
+
+    # sums
+
+    @property
+    def kernel_ns(self) -> int:
+        return length(times(self.kernels))
+
+    def busy(self, device: int = 0) -> list[Interval]:
+        return union(times(job for job in self.jobs if job.device == device))
+
+    @property
+    def bounds(self) -> Interval:
+        """From the first event of a device to the last."""
+        return min(job.start_ns for job in self.jobs), max(job.end_ns for job in self.jobs)
+
+    # steps
+
+    @property
+    def step_ranges(self) -> list[Span]:
+        spans = [span for span in self.ranges if span.means in STEPS_OF_RANGES]
+        return sorted(spans, key=lambda span: span.start_ns)
+
+    @property
+    def optimizers(self) -> list[Span]:
+        """Ranges around calls of the optimizer, without those inside of others."""
+        outermost: list[Span] = []
+        spans = [span for span in self.ranges if span.means in (Part.OPTIMIZER, Part.CLOSURE)]
+        for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
+            if not outermost or span.start_ns >= outermost[-1].end_ns:
+                outermost.append(span)
+        return outermost
+
+    def launched_in(self, span: Span) -> list[Job]:
+        """Kernels of the file whose launch is in the file and in the range."""
+        return [
+            job
+            for job in self.kernels
+            if id(job.launch) in self.kept and span.start_ns <= job.launch.start_ns < span.end_ns
+        ]
+
+    def step_counts(self) -> tuple[set[int], bool]:
+        """The numbers of steps that are right, and whether ranges of steps show them."""
+        spans = self.step_ranges
+        num_optimizers = len(self.optimizers)
+        if spans:
+            with_work = sum(bool(self.launched_in(span)) for span in spans)
+            right = set(range(with_work, len(spans) + 1))
+            if self.plan.steps_of_micro or not self.is_listed:
+                right |= {num_optimizers - 1, num_optimizers, num_optimizers + 1}
+            if not self.is_listed:
+                right |= self._passes()
+            return right, True
+        if num_optimizers:
+            return {num_optimizers - 1, num_optimizers, num_optimizers + 1}, False
+        steps = {job.step for job in self.jobs if job.step >= 0}
+        right = {len(steps) - 1, len(steps), len(steps) + 1}
+        if not any(job.name == ADAM for job in self.jobs):
+            right |= self._passes()  # nothing tells passes from steps
+        return right, False
+
+    def _passes(self) -> set[int]:
+        """The numbers of micro-batches, the first and the last of which may be cut."""
+        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
+        ranges = sum(span.means == Part.FORWARD for span in self.ranges)
+        return {ranges, len(passes) - 2, len(passes) - 1, len(passes), len(passes) + 1}
+
+    # phases
+
+    def phase_of(self, job: Job) -> tuple[set[str], str]:
+        """The phases that may be said of a kernel, and what shows them: `shown`, `hinted` or
+        nothing.
+        """
+        right = {job.phase}
+        if job.phase in (Part.FORWARD, Part.LOSS, Part.EVALUATION):
+            right = {Part.FORWARD, Part.LOSS}
+        elif job.phase == Part.WEIGHTS:
+            right = {Part.BACKWARD, Part.WEIGHTS}
+        elif job.phase in (Part.ZERO_GRAD, Part.CLIP) and self._is_inside(
+            job, Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE
+        ):
+            right = {Part.OPTIMIZER}
+        return right, self._evidence(job)
+
+    def _is_inside(self, job: Job, *means: str) -> bool:
+        return any(self._around(job, mean) for mean in means)
+
+    def _around(self, job: Job, means: str) -> list[Span]:
+        if id(job.launch) not in self.kept:
+            return []
+        now = job.launch.start_ns
+        return [
+            span
+            for span in self.ranges
+            if span.means == means and span.start_ns <= now < span.end_ns
+        ]
+
+    def _evidence(self, job: Job) -> str:
+        if job.phase == Part.OPTIMIZER and job.name == ADAM:
+            return "shown"
+        if id(job.launch) not in self.kept:
+            return ""
+        phase = {Part.EVALUATION: Part.FORWARD}.get(job.phase, job.phase)
+        is_named = self._around(job, Part.FORWARD if phase == Part.LOSS else phase)
+        is_named = is_named or self._around(job, phase)
+        if is_named and (not job.is_in_graph or self.plan.graph == "parts"):
+            return "shown" if self.is_listed else "hinted"
+        if self.plan.style in ("vllm", "sglang", "deepseek") and self._in_server(job):
+            return "shown"
+        now = job.launch.start_ns
+        if phase == Part.BACKWARD and any(s.start_ns <= now < s.end_ns for s in self.nodes):
+            return "shown"
+        if phase == Part.BACKWARD and job.launch.thread == AUTOGRAD:
+            return "hinted"
+        if phase in (Part.FORWARD, Part.LOSS) and not job.is_in_graph:
+            return "hinted" if self.has_backward or self.plan.kind != "training" else ""
+        if phase in (Part.FORWARD, Part.LOSS) and self.plan.kind in ("inference", "server"):
+            return "hinted"
+        return ""
+
+    def _in_server(self, job: Job) -> bool:
+        now = job.launch.start_ns
+        return any(span.start_ns <= now < span.end_ns for span in self.ranges)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether something in the file shows a backward pass."""
+        return any(
+            id(job.launch) in self.kept and job.launch.thread == AUTOGRAD for job in self.kernels
+        )
+
+    # idle times
+
+    def gaps(self, device: int = 0) -> list[Gap]:
+        busy = self.busy(device)
+        jobs = [job for job in self.jobs if job.device == device]
+        next_of = {job.start_ns: job for job in reversed(jobs)}
+        gaps = []
+        for (_, start), (end, _) in pairwise(busy):
+            gaps.append(Gap(start, end, self._reasons(start, end, next_of[end])))
+        return gaps
+
+    def _reasons(self, start: int, end: int, job: Job) -> dict[str, int]:
+        launched = min(max(job.launch.end_ns, start), end)
+        reasons: defaultdict[str, int] = defaultdict(int)
+        if launched < end:
+            reasons[QUEUED] = end - launched
+        rest = launched - start
+        for doing in self.recorded.doing:
+            if part := overlap((doing.start_ns, doing.end_ns), (start, launched)):
+                reasons[doing.what] += part
+                rest -= part
+        if rest > 0:
+            reasons[LAUNCHING] = rest
+        return dict(reasons)
+
+    def idle_at_most(self, *reasons: str) -> int:
+        """The longest time that idle times for one of the reasons can be said to take."""
+        limit = 0
+        for device in range(self.plan.devices):
+            for gap in self.gaps(device):
+                part = sum(gap.reasons.get(reason, 0) for reason in reasons)
+                is_main = part >= 0.3 * gap.length_ns or (Pause.WAITING in reasons and part)
+                limit += gap.length_ns if is_main else part
+        return limit
+
+    def idle_lengths(self) -> Iterator[int]:
+        """Idle times of each device, and those before its first job and after its last in a whole
+        program.
+        """
+        begin, end = self.bounds
+        host = [span.start_ns for span in self.recorded.spans]
+        if self.plan.cut == (0.0, 1.0):
+            begin, end = min(begin, *host), max(end, *(s.end_ns for s in self.recorded.spans))
+        for device in range(self.plan.devices):
+            busy = self.busy(device)
+            yield from (gap.length_ns for gap in self.gaps(device))
+            yield from (busy[0][0] - begin, end - busy[-1][1]) if busy else ()
+
+    def idle_ns(self, *reasons: str) -> int:
+        gaps = self.gaps()
+        return sum(gap.reasons.get(reason, 0) for gap in gaps for reason in reasons)
+
+    def phases_doing(self, *what: Pause) -> set[str]:
+        """The phases in which the host did one of these for a while."""
+        return {
+            doing.phase
+            for doing in self.recorded.doing
+            if doing.what in what and doing.end_ns - doing.start_ns > 10_000
+        }
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether idle times can be explained from the file: clocks agree, and nothing is lost."""
+        return not self.plan.shift_ns and self.plan.dropped not in ("kernels", "launches")
+
+    # communication
+
+    def collectives(self) -> tuple[int, int]:
+        """Time in which collectives run, and the part in which nothing else does."""
+        is_collective = [job.stream == COMMUNICATION for job in self.jobs]
+        pairs = list(zip(self.jobs, is_collective, strict=True))
+        total = union(times(job for job, is_one in pairs if is_one))
+        other = union(times(job for job, is_one in pairs if not is_one))
+        both = union((*total, *other))
+        return length(total), length(both) - length(other)
+
+    def copies_alone(self) -> int:
+        copies = times(job for job in self.jobs if job.kind != "kernel")
+        kernels = union(times(self.kernels))
+        return length(union((*copies, *kernels))) - length(kernels)
+
+
+def waits(files: Sequence[Recorded]) -> list[int]:
+    """How long each rank waits for the last in all collectives."""
+    rows = [
+        sorted((job for job in file.jobs if job.collective), key=lambda job: job.start_ns)
+        for file in files
+    ]
+    waited = [0] * len(files)
+    for jobs in zip(*rows, strict=True):
+        last = max(job.start_ns for job in jobs)
+        for rank, job in enumerate(jobs):
+            waited[rank] += last - job.start_ns
+    return waited
