@@ -154,6 +154,7 @@ class ModelConfig:
 def _preset(
     d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int = 10_000
 ) -> ModelConfig:
+    """A size of the course's model, with its context length of 512."""
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -164,6 +165,7 @@ def _preset(
 
 
 def _gpt2_preset(d_model: int, num_layers: int, num_heads: int) -> ModelConfig:
+    """A size of GPT-2, with its vocabulary and context length."""
     return ModelConfig(
         arch=Arch.GPT2,
         vocab_size=50_257,

@@ -526,9 +526,11 @@ class _Driver:
 
     @property
     def _device(self) -> Device:
+        """The device of all runs."""
         return self.todo[0].device
 
     def _is_used(self, machine: Machine) -> bool:
+        """Whether the sweep uses the machine; if not, it is left out from now on."""
         if machine.refused is None:
             # where an earlier look found that it could not be used
             self._left_out.discard(machine.id)
@@ -537,6 +539,7 @@ class _Driver:
         return machine.refused is None
 
     def _leave_out(self, name: str, host: str, why: str) -> None:
+        """Have Ray place no run on the machine with this id, and tell the listener why, once."""
         if name not in self._left_out:
             self._left_out.add(name)
             self._there.pop(name, None)

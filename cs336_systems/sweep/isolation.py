@@ -255,6 +255,7 @@ def _is_running(process: BaseProcess) -> bool:
 
 
 def _server() -> int:
+    """Process id of the fork server."""
     server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return server
 
@@ -469,6 +470,7 @@ def kill_orphans() -> None:
 
 
 def _in_other_session(process: psutil.Process) -> bool:
+    """Whether the process has not ended and belongs to another session than this one."""
     try:
         return os.getsid(process.pid) != os.getsid(0)
     except ProcessLookupError:
@@ -516,6 +518,7 @@ class Interrupts:
         os.close(self._write)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        """Count a signal; the second, and with `at_once` the first, ends the process."""
         if monotonic() - self._last < _ONE_REQUEST_S:
             return
         if self.at_once:

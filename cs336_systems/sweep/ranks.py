@@ -275,6 +275,7 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
 
 
 def _sent_bytes(traffic: Sequence[Traffic]) -> int:
+    """Bytes that one rank sends in a step, by all of its collectives."""
     return sum(collectives.sent_bytes for collectives in traffic)
 
 
@@ -294,6 +295,7 @@ def _slowest(
 
 
 def _times(record: RunRecord, phase: Phase) -> tuple[float, ...]:
+    """The rank's times of a phase, one a step, in seconds; empty if it has none."""
     measurement = record.measurement(phase)
     return () if measurement is None else measurement.times_s
 

@@ -215,6 +215,7 @@ def differences(one: Identity, other: Identity) -> list[tuple[str, Any, Any]]:
 
 
 def _shown(text: str | None) -> str:
+    """A text from a record as messages quote it; a long one loses its middle."""
     return shortened(str(text), LONGEST_PART)
 
 
