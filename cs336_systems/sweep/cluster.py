@@ -447,7 +447,7 @@ def sweep_on_cluster(
         )
         adopt_orphans()
         preload_to_explain()
-        interrupts = stack.enter_context(Interrupts(at_once=True))
+        interrupts = stack.enter_context(Interrupts())
         explainer = Loop(keeper, (None,), timeout_s, interrupts, deque(unexplained))
         stack.callback(explainer.end)
         if todo:

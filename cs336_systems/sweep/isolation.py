@@ -490,12 +490,10 @@ class Interrupts:
     A signal that was ignored when the process started, as under nohup, stays ignored.
     """
 
-    def __init__(self, *, at_once: bool = False) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self.at_once = at_once
-        """Whether the first signal ends the process at once too, because no worker has started
-        yet.
-        """
+        self.at_once = True
+        """Whether the first signal ends the process at once too: set until a worker has started."""
         self._last = -math.inf
         self.workers: list[Worker] = []
         self.wakeup, self._write = os.pipe()

@@ -81,7 +81,7 @@ def run_sweep(
             isolation.preload(*modules_of([*todo, *unexplained]))
         elif unexplained:
             isolation.preload_to_explain()
-        interrupts = stack.enter_context(isolation.Interrupts(at_once=True))
+        interrupts = stack.enter_context(isolation.Interrupts())
         if todo:
             isolation.ensure_fork_server()
             listener.importing()
@@ -125,7 +125,7 @@ def explain_again(
         isolation.preload_to_explain()
         isolation.spare_children()
         adopt_orphans()
-        with isolation.Interrupts(at_once=True) as interrupts:
+        with isolation.Interrupts() as interrupts:
             keeper = keep.Keeper(runs, listener)
             Loop(keeper, (None,), EXPLAIN_S, interrupts, deque(waiting), rules=rules).run(())
             if interrupts.count:
@@ -368,7 +368,7 @@ def measure_one(
     isolation.preload(*modules_of([config]))
     isolation.spare_children()
     adopt_orphans()
-    with isolation.Interrupts(at_once=True) as interrupts:
+    with isolation.Interrupts() as interrupts:
         keeper = keep.Keeper(runs, keep.Listener())
         gpus = gpus or _gpus([config])
         Loop(keeper, gpus, timeout_s, interrupts, explains=explains).run([config])
