@@ -343,6 +343,8 @@ class Recorded:
     doing: list[Doing]
     """What the host did besides launching, the whole truth."""
     kinds: list[str]
+    lost: list[Job]
+    """Kernels and copies of the program that are not in the file."""
 
     def __post_init__(self) -> None:
         self.jobs.sort(key=lambda job: (job.start_ns, job.device, job.stream))
@@ -359,10 +361,10 @@ def recorded(run: Run, rank: int = 0) -> Recorded:
         is_lost = kind == lost.get(plan.dropped) and random_.random() < 0.1
         return low <= start_ns and end_ns <= high and not is_lost
 
-    spans = [s for s in machine.spans if is_kept(s.kind, s.start_ns, s.end_ns)]
-    jobs = [
-        replace(job, start_ns=job.start_ns + plan.shift_ns, end_ns=job.end_ns + plan.shift_ns)
-        for job in machine.jobs
-        if is_kept(job.kind, job.start_ns, job.end_ns)
-    ]
-    return Recorded(plan, rank, spans, jobs, machine.doing, run.kinds)
+    spans = [span for span in machine.spans if is_kept(span.kind, span.start_ns, span.end_ns)]
+    jobs, lost = [], []
+    for job in machine.jobs:
+        start, end = job.start_ns + plan.shift_ns, job.end_ns + plan.shift_ns
+        kept = jobs if is_kept(job.kind, job.start_ns, job.end_ns) else lost
+        kept.append(replace(job, start_ns=start, end_ns=end))
+    return Recorded(plan, rank, spans, jobs, machine.doing, run.kinds, lost)

@@ -1,6 +1,5 @@
 """Compares what is said of a drawn program with what is true of it."""
 
-import re
 import shutil
 import sys
 import tempfile
@@ -14,13 +13,14 @@ from cs336.analysis.kernels.explain import explain, summarise
 from cs336.analysis.kernels.phases import PHASES
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import StepProfile
+from cs336.report.section import Finding
 from cs336.report.sections.kernels.entry import Explained
-from cs336.report.sections.kernels.figures import WHERE
 from cs336.report.sections.kernels.findings import findings
+from tests.analysis.kernels.drawn_claims import CAUSES, claims
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
 from tests.analysis.kernels.drawn_programs import recorded, simulate
-from tests.analysis.kernels.drawn_truth import LAUNCHING, QUEUED, Truth, length, waits
+from tests.analysis.kernels.drawn_truth import Truth, length, waits
 from tests.analysis.kernels.kineto_files import BASE_NS
 from tests.analysis.kernels.tracing import ns
 
@@ -49,7 +49,7 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
         return []
     attribution = attribute(read_trace(paths[0]))
     profile = summarise(attribution, source="drawn")
-    sentences = [finding.text for finding in findings(Explained(profile=profile))]
+    said = findings(Explained(profile=profile))
     made = [
         *_sums(profile, truth),
         *_steps(profile, truth),
@@ -57,7 +57,7 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
         *_busy(profile, truth, is_whole=bool((attribution.jobs.step >= 0).all())),
         *_idle(profile, truth),
         *_communication(profile, truth),
-        *_sentences(sentences, profile, truth),
+        *_findings(said, profile, truth),
     ]
     if plan.ranks > 1 and plan.cut == (0, 1) and not plan.dropped:
         made += _ranks(explain(paths[0]), waits(files))
@@ -143,7 +143,7 @@ def _of_phase(claim: str, right: set[str], evidence: str) -> str:
 
 def _is_complete(profile: StepProfile) -> bool:
     left = profile.left
-    return not (left.outside or left.warmup or left.no_launch)
+    return not (left.outside or left.warmup or left.no_launch or left.cut)
 
 
 def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Score]:
@@ -154,19 +154,11 @@ def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Sco
     true, (first, last) = length(truth.busy()), truth.bounds
     if _is_of_file(profile, truth):
         yield _compared("busy", wall, last - first, "bounds of the file")
-    if is_whole and not profile.left.warmup and not truth.plan.shift_ns:
+    is_whole = is_whole and _is_complete(profile)
+    if is_whole and not truth.plan.shift_ns:
         yield _compared("busy", busy, true, "busy time")
     elif busy > true:
         yield Score("busy", FALSE, "more than there is", str(busy), str(true))
-
-
-_CAUSES = {
-    "late launch": (LAUNCHING,),
-    "host pause": (*Pause, LAUNCHING),
-    "waiting for data": (Pause.DATA,),
-    "host waited": (Pause.WAITING, LAUNCHING),
-    "between kernels": (QUEUED,),
-}
 
 
 def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
@@ -177,7 +169,7 @@ def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     for row in profile.idle:
         said[row.cause] = said.get(row.cause, 0) + ns(row.total_s)
     for cause, time_ns in said.items():
-        reasons = _CAUSES.get(str(cause), (str(cause),))
+        reasons = CAUSES.get(str(cause), (str(cause),))
         if cause == "end of step" or time_ns < 0.02 * wall:
             continue
         most = truth.idle_at_most(*reasons)
@@ -226,76 +218,17 @@ def _ranks(profile: StepProfile, waited: list[int]) -> Iterator[Score]:
     yield _compared("ranks", said, waited, "waits")
 
 
-_PLACES = {place: "" if phase == "unattributed" else phase.value for phase, place in WHERE.items()}
-_PERCENT = r"([\d.]+) %"
-_MILLISECONDS = r"([\d.,]+) ms"
-
-
-def _sentences(sentences: Sequence[str], profile: StepProfile, truth: Truth) -> Iterator[Score]:
-    for text in sentences:
-        for code, is_right, true in _claims(text, truth):
-            yield Score("sentences", RIGHT if is_right else FALSE, code, text, true)
+def _findings(said: Sequence[Finding], profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    for finding in said:
+        for claim in claims(finding, profile.num_steps, truth):
+            verdict = RIGHT if claim.is_right else FALSE
+            yield Score("sentences", verdict, claim.what, finding.text, claim.true)
     first, last = truth.bounds
-    if truth.is_timed and truth.idle_ns(Pause.DATA) > 0.25 * (last - first):
-        is_shown = any(span.means == Part.DATA for span in truth.ranges)
-        if is_shown and not any("data" in text.lower() for text in sentences):
-            yield Score("data", NOT_SEEN, "data limits", "nothing", "data limits the step")
-        elif is_shown:
-            yield Score("data", RIGHT, "data limits")
-
-
-def _claims(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
-    """What a sentence claims, whether it is so, and what is so."""
-    first, last = truth.bounds
-    wall = max(last - first, 1)
-    late = truth.idle_at_most(LAUNCHING) / wall
-    busy = length(truth.busy()) / wall
-    total, exposed = truth.collectives()
-    is_sure = not text.startswith("In doubt")
-    if "The CPU is the limit" in text and is_sure and truth.is_timed:
-        yield "the CPU limits", late > 0.1, f"late at most {late:.3f}, {_main_reason(truth)}"
-    if text.startswith("The GPU is the limit") and truth.is_timed:
-        yield "the GPU limits", busy > 0.6, f"busy {busy:.3f}"
-    if text.startswith("The GPU is busy only") and truth.is_timed:
-        yield "the GPU is idle", busy < 0.85, f"busy {busy:.3f}"
-    if text.startswith("Copies limit"):
-        share = truth.copies_alone() / wall
-        yield "copies limit", share > 0.1, f"copies alone {share:.3f}"
-    if text.startswith("Communication is a limit"):
-        yield "communication limits", exposed > 0.1 * wall, f"exposed {exposed / wall:.3f}"
-    if text.startswith("Communication takes"):
-        is_peer = any("PtoP" in job.name for job in truth.jobs)
-        yield "there is communication", total > 0 or is_peer, f"{total}"
-    if text.startswith("The optimizer takes"):
-        shown = [job for job in truth.kernels if truth.phase_of(job)[0] == {"optimizer"}]
-        evidence = [job for job in shown if truth.phase_of(job)[1]]
-        yield "there is an optimizer", bool(evidence), "no evidence of an optimizer"
-    if "stands out" in text and truth.is_timed:
-        said = float(re.findall(rf"One idle time of {_MILLISECONDS}", text)[0].replace(",", ""))
-        longest = max(truth.idle_lengths(), default=0) / 1e6  # a step may begin within one
-        yield "a gap stands out", said < 1.01 * longest, f"the longest has {longest} ms"
-    if place := re.search(r"The GPU idles [\d.,]+ ms before kernels of (.*?) while the host", text):
-        phase = _PLACES[place[1]]
-        true = truth.phases_doing(*_CAUSES["host pause"])
-        yield "where the host pauses", phase in true or not phase, f"in {true}"
-    if place := re.match(r"The host waits for the device in (.*?), ", text):
-        true = truth.phases_doing(Pause.WAITING)
-        yield "where the host waits", _PLACES[place[1]] in true, f"in {true}"
-    yield from _advice(text, truth)
-
-
-def _advice(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
-    in_graphs = sum(job.is_in_graph for job in truth.kernels) / len(truth.kernels)
-    if re.search("CUDA graph|cuda-graph|reduce-overhead", text) and in_graphs > 0.8:
-        yield "advice: graphs", False, f"{in_graphs:.2f} of the kernels are of graphs"
-    if "compile" in text and "compiled or computed" not in text and truth.plan.compiled:
-        operators = [span.name for span in truth.recorded.spans if span.kind == "operator"]
-        if any("Torch-Compiled" in name for name in operators):
-            yield "advice: compile", False, "regions are compiled"
-    if truth.plan.kind in ("inference", "server") and re.search(
-        "during backward|he optimizer", text
-    ):
-        yield "advice: training", False, "inference"
+    if not truth.is_timed or truth.idle_ns(Pause.DATA) < 0.25 * (last - first):
+        return
+    if any(span.means == Part.DATA for span in truth.ranges):
+        is_told = any("data" in finding.text.lower() for finding in said)
+        yield Score("data", RIGHT if is_told else NOT_SEEN, "data limits")
 
 
 def table(made: Sequence[tuple[int, Score]]) -> str:
