@@ -254,8 +254,7 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     """
     configs, devices = [], dict[DeviceChoice, None]()
     for side in sides:
-        words = checked(shlex.split, side)
-        asked = parse(BenchmarkArguments, "benchmark.py", words)
+        asked = parse(BenchmarkArguments, "benchmark.py", checked(shlex.split, side))
         config = checked(asked.config)
         if config.profiler is not Profiler.NONE:
             raise UsageError(

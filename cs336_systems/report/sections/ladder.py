@@ -17,7 +17,7 @@ from ...studies.ceilings_files import NO_CEILINGS, Ceilings
 from ...subject import Subject
 from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
-from ..column import Changes, Column, quantity, short, six_digits
+from ..column import Column, quantity, short, six_digits
 from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
 from ..quantities import Gain, OtherColumns, StepResult, Value
@@ -301,7 +301,7 @@ SPEED = (
     "peak_allocated_gib",
     "gate",
 )
-SPEED_CHANGES: Mapping[str, Changes] = {
+SPEED_CHANGES: Mapping[str, dict[str, Any]] = {
     "step_mean_ms": {"instead": "ended"},
     # no note explains a mark of doubt here
     "predicted_step_ms": {"drop_order": 5, "doubt": ""},
