@@ -318,14 +318,18 @@ class Truth:
             lacking = sum(self._lacks_kernels(span) for span in spans)
             worked = sum(bool(self.launched_in(span)) for span in spans)
             return set(range(worked - lacking, len(spans) + 1))
-        with_optimizer = kind.startswith("with the")
-        steps, updates = set(), set()
-        for job in self.jobs:
-            steps.add((job.step, job.micro))
-            if job.phase == Part.OPTIMIZER:
-                updates.add((job.step, job.micro))
-        count = len(updates) if with_optimizer else len(steps - updates)
-        return set(range(count - 2, count + 3))
+        plan = self.plan
+        updates = {job.step for job in self.jobs if job.phase == Part.OPTIMIZER}
+        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
+        if kind == "with the optimizer":
+            return set(range(len(updates) - 2, len(updates) + 2))
+        if kind == "forward only":
+            return {1, 2} if plan.evaluates or plan.kind == "inference" else set()
+        # a step that the file cuts before its optimizer is none without an optimizer
+        hides_some = plan.dropped in ("ranges", "launches", "kernels")
+        if plan.steps_of_micro or plan.optimizer in ("", "plain") or hides_some:
+            return set(range(1, len(passes) + 1))
+        return set()
 
     @property
     def is_timed(self) -> bool:
