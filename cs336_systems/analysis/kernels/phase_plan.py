@@ -18,6 +18,14 @@ from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
 from .trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace, Union
 
+_OF_OPTIMIZER = re.compile(
+    r"adam(?!ard)|sgd|lamb|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
+    r"|Pointwise\w{0,20}Op\w{0,20}Functor|Lerp\w{0,20}Functor",
+    re.I,
+)
+"""Part of the names of kernels that update parameters: fused optimizers, and the addcmul, addcdiv
+and lerp of foreach ones. Kernels that clip or unscale gradients are others.
+"""
 _OF_TRAINING = re.compile(r"backward|bwd|[dw]grad|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
 """Part of the names of kernels that only training runs."""
 
@@ -193,7 +201,10 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     kernels = trace.kernels
     used = np.unique(kernels.name).tolist()
     telling = [
-        name for name in used if classify_kernel(trace.strings[name]) is KernelClass.OPTIMIZER
+        name
+        for name in used
+        if classify_kernel(trace.strings[name]) is KernelClass.OPTIMIZER
+        and _OF_OPTIMIZER.search(trace.strings[name])
     ]
     is_telling = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     time = np.sort(kernels.launch_ns[is_telling & np.isin(kernels.name, telling)])

@@ -182,6 +182,8 @@ class IdleCause(StrEnum):
     """The host took a batch, in a range of the phase `data`, and had not yet launched the next
     kernel.
     """
+    ALLOCATION = "memory allocation"
+    """The host was in a call that allocates or frees memory of the device, or pinned memory."""
     HOST_PAUSE = "host pause"
     """The host neither launched nor waited for longer than HOST_PAUSE_S."""
     HOST_WAITED = "host waited"

@@ -58,6 +58,7 @@ _MOVING = (
 )
 _BOUNDS = {
     IdleCause.DATA: ("waiting for data", None),
+    IdleCause.ALLOCATION: ("allocations of memory", None),
     IdleCause.LATE_LAUNCH: ("waiting for launches", Remedy.GRAPHS),
     IdleCause.HOST_WAITED: ("waits of the host for the device", None),
     IdleCause.HOST_PAUSE: ("pauses of the host", None),
@@ -421,7 +422,8 @@ def doing(gap: Gap) -> str:
             "the GPU, a migrated page, or lost events may be)"
         )
     inside = f", in {label(gap.host_range)}" if gap.host_range else ""
-    if gap.host_call:
+    # a pause is what passes outside of calls
+    if gap.host_call and gap.cause is not IdleCause.HOST_PAUSE:
         return f"the host was in {label(gap.host_call)}{inside}"
     if inside:
         return f"the host was{inside.replace(',', '', 1)}"
