@@ -12,6 +12,7 @@ from tests.analysis.kernels.drawn_programs import ADAM, Recorded
 Interval = tuple[int, int]
 
 STEPS_OF_RANGES = (Part.STEP, Part.PREFILL, Part.DECODE)
+MODULE = "nn.Module: "
 UNLISTED = ("iteration", "deepspeed")
 """Styles whose names a reader need not know."""
 LAUNCHING, QUEUED = "launch", "queued"
@@ -223,6 +224,22 @@ class Truth:
         return any(
             id(job.launch) in self.kept and job.launch.thread == AUTOGRAD for job in self.kernels
         )
+
+    # modules
+
+    def module_of(self, job: Job) -> str:
+        """The innermost module whose frame of Python was open at the launch; empty for none."""
+        if self.plan.is_nsys or id(job.launch) not in self.kept or job.is_in_graph:
+            return ""
+        around = [
+            span
+            for span in self.recorded.spans
+            if span.kind == "frame"
+            and span.name.startswith(MODULE)
+            and span.thread == job.launch.thread
+            and span.start_ns <= job.launch.start_ns < span.end_ns
+        ]
+        return max(around, key=lambda span: span.start_ns).name if around else ""
 
     # idle times
 
