@@ -142,7 +142,8 @@ class _Causes:
             IdleCause.DATA: Union(windows.start_ns[is_data], windows.end_ns[is_data]),
         }
         called = Union(calls.start_ns, calls.end_ns)
-        quiet_start, quiet_end = called.end[:-1], called.start[1:]
+        quiet_start = np.append(-MAX_TIME_NS, called.end)
+        quiet_end = np.append(called.start, MAX_TIME_NS)
         is_pause = quiet_end - quiet_start > _PAUSE_NS
         # times longer than _PAUSE_NS in which no thread is in a call
         self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])

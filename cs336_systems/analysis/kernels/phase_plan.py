@@ -26,6 +26,7 @@ _OF_OPTIMIZER = re.compile(
 """Part of the names of kernels that update parameters: fused optimizers, and the addcmul, addcdiv
 and lerp of foreach ones. Kernels that clip or unscale gradients are others.
 """
+_FILL = re.compile(r"fill|zero|memset", re.I)
 _OF_TRAINING = re.compile(r"backward|bwd|[dw]grad|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
 """Part of the names of kernels that only training runs."""
 
@@ -249,19 +250,25 @@ def with_forward(
     covered = Union(windows.start_ns, windows.end_ns)
     holes = covered.holes(start_ns, np.maximum(until, start_ns))
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, holes.start)]
+    last_event = np.append(events, 0)[np.searchsorted(events, holes.end) - 1]
+    # before backward, forward lasts until it; in a step of inference nothing else ends it
+    is_before = np.isin(holes.end, backward)
+    ends = np.where(is_before, holes.end, np.minimum(last_event + 1, holes.end))
     has_events = begins < holes.end
-    forward = windows_of(LaunchPhase.FORWARD, begins[has_events], holes.end[has_events])
+    forward = windows_of(LaunchPhase.FORWARD, begins[has_events], ends[has_events])
     return _ordered(joined(windows, forward))
 
 
 def main_events(trace: Trace, main: int, without: Ints) -> Ints:
-    """When the main thread launched kernels and began ranges, but for the ranges `without`, in
-    order.
+    """When the main thread launched kernels, but for fills (as of zero_grad), and began ranges, but
+    for the ranges `without`, in order.
     """
     kernels, ranges = trace.kernels, trace.ranges
     is_kept = (ranges.thread == main) & ranges.is_nested
     is_kept[without] = False
-    launches = kernels.launch_ns[kernels.is_launched & (kernels.thread == main)]
+    fills = [name for name in np.unique(kernels.name).tolist() if _FILL.search(trace.strings[name])]
+    is_launch = kernels.is_launched & (kernels.thread == main) & ~np.isin(kernels.name, fills)
+    launches = kernels.launch_ns[is_launch]
     return np.sort(np.append(launches, ranges.start_ns[is_kept]))
 
 

@@ -321,6 +321,19 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenSteps:
+    """The time from the end of a profiled step on the device to the beginning of the next one, over
+    all of them.
+    """
+
+    total_s: Time
+    idle_s: Time
+    """The part in which no device ran anything."""
+    data_s: Time
+    """The part of `idle_s` in which the host was in a range of the phase `data`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
     """Times of one of the ranks that share a step; each tuple has one entry per step."""
 
@@ -393,6 +406,8 @@ class StepProfile:
     """What cannot be in so many events that no verdict is sure."""
     rank: Count | None = None
     """Rank of the process, if the file or its ranges name it."""
+    between: BetweenSteps | None = None
+    """None where steps follow each other at once, and where there is only one."""
     graph_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the steps' kernels that CUDA graphs launched."""
     steps_from: str = ""

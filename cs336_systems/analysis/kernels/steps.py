@@ -237,8 +237,9 @@ def _by_period(trace: Trace, names: PhaseRanges) -> _Steps:
     if len(names.measure):
         return _NO_STEPS
     kernels = trace.kernels
-    rows = np.flatnonzero(kernels.is_launched)
-    rows = rows[np.lexsort((kernels.start_ns[rows], kernels.launch_ns[rows]))]
+    if not kernels.is_launched.all():
+        return _NO_STEPS
+    rows = np.lexsort((kernels.start_ns, kernels.launch_ns))
     period = find_period(kernels.name[rows])
     if period is None:
         return _NO_STEPS
@@ -253,28 +254,24 @@ def _by_period(trace: Trace, names: PhaseRanges) -> _Steps:
 
 
 def find_period(names: Ints) -> int | None:
-    """The smallest distance at which a sequence of names repeats: each name that occurs at least
-    twice is followed by itself at this distance, but for MIN_ALIKE of its occurrences.
+    """The smallest distance at which a sequence of names repeats: MIN_ALIKE of the occurrences of
+    each name are followed by the same name at this distance.
 
-    None if there is no such distance, or fewer than MIN_PERIODS repetitions.
+    None if there is no such distance, or a name occurs less than MIN_PERIODS times: what repeats
+    besides may be layers.
     """
     used, index, counts = np.unique(names, return_inverse=True, return_counts=True)
-    if not len(used) or counts.max() < MIN_PERIODS:
+    if not len(used) or counts.min() < MIN_PERIODS:
         return None
-    # a whole period has the rarest names too, so their distances are all that need be tried
-    often = counts >= MIN_PERIODS
-    rarest = np.flatnonzero(often & (counts == counts[often].min()))[0]
-    places = np.flatnonzero(index == rarest)
+    # a whole period has the rarest name too, so its distances are all that need be tried
+    places = np.flatnonzero(index == counts.argmin())
     distances = Counter(np.diff(places).tolist())
     likely = [int(distance) for distance, _ in distances.most_common(3)]
     for period in sorted(likely):
         is_alike = index[:-period] == index[period:]
         alike = np.bincount(index[:-period], is_alike, len(used))
         tried = np.bincount(index[:-period], minlength=len(used))
-        repeated = (counts < MIN_PERIODS) | (alike >= MIN_ALIKE * tried)
-        rare = counts[counts < MIN_PERIODS].sum()
-        is_enough = len(names) >= MIN_PERIODS * period and rare <= (1 - MIN_ALIKE) * len(names)
-        if repeated.all() and is_enough:
+        if (alike >= MIN_ALIKE * tried).all() and len(names) >= MIN_PERIODS * period:
             return period
     return None
 
@@ -283,6 +280,8 @@ def _labels(steps: _Steps, names: PhaseRanges, windows: MarkedWindows) -> tuple[
     """What tells the steps of one kind from those of another, or nothing if all are alike."""
     if names.labels:
         return tuple(names.labels.get(name, StepLabel()) for name in steps.names)
+    if not steps.names:
+        return ()  # steps that something else shows than ranges may be parts of one
     is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
     has_optimizer = _has(windows.start_ns[is_optimizer], steps)
     has_backward = _has(windows.start_ns[windows.among(LaunchPhase.BACKWARD)], steps)

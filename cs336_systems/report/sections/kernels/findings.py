@@ -125,7 +125,7 @@ class _Findings(Verdict):
             parts.append(f"{steps} {kind.name} of {ms(mean_s)}")
             numbers |= {f"{kind.name} steps": steps, f"{kind.name} mean": mean_s}
         if parts:
-            text = f"The {self.profile.num_steps} steps are of several kinds: {', '.join(parts)}."
+            text = f"The steps by their ranges: {', '.join(parts)}."
             yield Finding(code="kinds", text=text, numbers=numbers)
         passes = self.profile.passes_per_step or 1
         if passes > 1:

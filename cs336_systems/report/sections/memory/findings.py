@@ -12,7 +12,7 @@ from ....analysis.memory.profile import MIN_LATER, Category, MemoryProfile, Mome
 from ....text import counted
 from ...words import GIB, MIB, label, percent_of
 from ..plugged import added_findings
-from .entry import MemoryEntry, by_category, difference_bytes
+from .entry import MemoryEntry, by_category
 from .words import check_words, innermost, size, when
 
 MIN_FRAGMENTATION = 0.15
@@ -178,8 +178,8 @@ def _problems(profile: MemoryProfile) -> Iterator[str]:
     programs.
     """
     work, reserved, unused = profile.work, profile.peak.reserved_bytes, profile.fragmentation_bytes
-    if any(map(difference_bytes, profile.boundaries)):
-        yield check_words(profile.boundaries)
+    if wrong := check_words(profile.boundaries):
+        yield wrong
     if unused >= max(MIN_FRAGMENTATION * reserved, MIN_FRAGMENTATION_BYTES):
         remedy = "" if profile.is_expandable else f" ({EXPANDABLE} has fewer of these)"
         yield (
