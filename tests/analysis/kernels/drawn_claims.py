@@ -15,6 +15,7 @@ causes is of one of them.
 CAUSES: dict[str, tuple[str, ...]] = {
     "late launch": (LAUNCHING, Pause.PREPARING),
     "waiting for data": (Pause.DATA,),
+    "memory allocation": (Pause.ALLOCATION,),
     "host pause": (*Pause, LAUNCHING),
     "host waited": (Pause.WAITING, LAUNCHING),
     "between kernels": (QUEUED,),

@@ -12,6 +12,7 @@ from tests.analysis.kernels.drawn_programs import ADAM, Recorded
 Interval = tuple[int, int]
 
 STEPS_OF_RANGES = (Part.STEP, Part.PREFILL, Part.DECODE)
+MODULE = "nn.Module: "
 UNLISTED = ("iteration", "deepspeed")
 """Styles whose names a reader need not know."""
 LAUNCHING, QUEUED = "launch", "queued"
@@ -224,6 +225,22 @@ class Truth:
             id(job.launch) in self.kept and job.launch.thread == AUTOGRAD for job in self.kernels
         )
 
+    # modules
+
+    def module_of(self, job: Job) -> str:
+        """The innermost module whose frame of Python was open at the launch; empty for none."""
+        if self.plan.is_nsys or id(job.launch) not in self.kept or job.is_in_graph:
+            return ""
+        around = [
+            span
+            for span in self.recorded.spans
+            if span.kind == "frame"
+            and span.name.startswith(MODULE)
+            and span.thread == job.launch.thread
+            and span.start_ns <= job.launch.start_ns < span.end_ns
+        ]
+        return max(around, key=lambda span: span.start_ns).name if around else ""
+
     # idle times
 
     def gaps(self, device: int = 0, *, edges: bool = False) -> list[Gap]:
@@ -318,14 +335,18 @@ class Truth:
             lacking = sum(self._lacks_kernels(span) for span in spans)
             worked = sum(bool(self.launched_in(span)) for span in spans)
             return set(range(worked - lacking, len(spans) + 1))
-        with_optimizer = kind.startswith("with the")
-        steps, updates = set(), set()
-        for job in self.jobs:
-            steps.add((job.step, job.micro))
-            if job.phase == Part.OPTIMIZER:
-                updates.add((job.step, job.micro))
-        count = len(updates) if with_optimizer else len(steps - updates)
-        return set(range(count - 2, count + 3))
+        plan = self.plan
+        updates = {job.step for job in self.jobs if job.phase == Part.OPTIMIZER}
+        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
+        if kind == "with the optimizer":
+            return set(range(len(updates) - 2, len(updates) + 2))
+        if kind == "forward only":
+            return {1, 2} if plan.evaluates or plan.kind == "inference" else set()
+        # a step that the file cuts before its optimizer is none without an optimizer
+        hides_some = plan.dropped in ("ranges", "launches", "kernels")
+        if plan.steps_of_micro or plan.optimizer in ("", "plain") or hides_some:
+            return set(range(1, len(passes) + 1))
+        return set()
 
     @property
     def is_timed(self) -> bool:
