@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tests.analysis.kernels.drawn_machine import Job, Span
-from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, Part, Pause
+from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, LOADING, Part, Pause
 from tests.analysis.kernels.drawn_programs import ADAM, Recorded
 
 Interval = tuple[int, int]
 
 STEPS_OF_RANGES = (Part.STEP, Part.PREFILL, Part.DECODE)
 MODULE = "nn.Module: "
-UNLISTED = ("iteration", "deepspeed")
+UNLISTED = ("iteration", "deepspeed", "short", "words")
 """Styles whose names a reader need not know."""
 LAUNCHING, QUEUED = "launch", "queued"
 
@@ -176,6 +176,9 @@ class Truth:
             job, Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE
         ):
             right = {Part.OPTIMIZER}
+        if job.launch.thread == LOADING:  # the main thread's phase, by when it was launched
+            parts = (Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.OPTIMIZER)
+            right |= {part for part in parts if self._around(job, part)}
         return right, self._evidence(job)
 
     def _is_inside(self, job: Job, *means: str) -> bool:
@@ -194,7 +197,7 @@ class Truth:
     def _evidence(self, job: Job) -> str:
         if job.phase == Part.OPTIMIZER and job.name == ADAM:
             return "shown"
-        if id(job.launch) not in self.kept:
+        if not job.phase or id(job.launch) not in self.kept:
             return ""
         phase = {Part.EVALUATION: Part.FORWARD}.get(job.phase, job.phase)
         is_named = self._around(job, Part.FORWARD if phase == Part.LOSS else phase)
@@ -309,12 +312,8 @@ class Truth:
         return sum(gap.reasons.get(reason, 0) for gap in gaps for reason in reasons)
 
     def phases_doing(self, *what: Pause) -> set[str]:
-        """The phases in which the host did one of these for a while."""
-        return {
-            doing.phase
-            for doing in self.recorded.doing
-            if doing.what in what and doing.end_ns - doing.start_ns > 10_000
-        }
+        """The phases in which the host did one of these."""
+        return {doing.phase for doing in self.recorded.doing if doing.what in what}
 
     def phases_after_gaps(self, least_ns: int) -> set[str]:
         """The phases of the jobs and of the next kernels that end idle times."""
