@@ -67,6 +67,7 @@ class Truth:
         self.nodes = [
             s for s in recorded.spans if s.kind == "operator" and s.means == Part.BACKWARD
         ]
+        self._gaps: dict[int, tuple[list[Gap], list[Gap]]] = {}
         self.is_listed = self.plan.style not in UNLISTED
 
     # sums
@@ -250,20 +251,30 @@ class Truth:
         """Times without work between the jobs of a device; with `edges`, also those before its
         first job, if the file begins with the program, and after its last, if it ends with it.
         """
-        busy = self.busy(device)
+        if device not in self._gaps:
+            self._gaps[device] = self._gaps_between(device), self._gaps_at_edges(device)
+        between, at_edges = self._gaps[device]
+        return between + at_edges if edges else between
+
+    def _gaps_between(self, device: int) -> list[Gap]:
+        next_of = {job.start_ns: job for job in reversed(self.jobs) if job.device == device}
+        return [
+            Gap(start, end, self._reasons(start, end, next_of[end].launch.end_ns))
+            for (_, start), (end, _) in pairwise(self.busy(device))
+        ]
+
+    def _gaps_at_edges(self, device: int) -> list[Gap]:
         jobs = [job for job in self.jobs if job.device == device]
-        next_of = {job.start_ns: job for job in reversed(jobs)}
+        if not jobs:
+            return []
         gaps = []
-        for (_, start), (end, _) in pairwise(busy):
-            gaps.append(Gap(start, end, self._reasons(start, end, next_of[end].launch.end_ns)))
-        if edges and busy:
-            start, end = self.bounds_of_host
-            first, last = busy[0][0], busy[-1][1]
-            if self.plan.cut[0] == 0 and start < first:
-                launched = next_of[first].launch.end_ns
-                gaps.append(Gap(start, first, self._reasons(start, first, launched)))
-            if self.plan.cut[1] == 1 and last < end:
-                gaps.append(Gap(last, end, self._reasons(last, end, end)))
+        start, end = self.bounds_of_host
+        first, last = jobs[0], max(job.end_ns for job in jobs)
+        if self.plan.cut[0] == 0 and start < first.start_ns:
+            reasons = self._reasons(start, first.start_ns, first.launch.end_ns)
+            gaps.append(Gap(start, first.start_ns, reasons))
+        if self.plan.cut[1] == 1 and last < end:
+            gaps.append(Gap(last, end, self._reasons(last, end, end)))
         return gaps
 
     @property
