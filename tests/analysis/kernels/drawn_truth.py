@@ -297,6 +297,26 @@ class Truth:
             reasons[LAUNCHING] = rest
         return dict(reasons)
 
+    def all_gaps(self) -> list[Gap]:
+        devices = range(self.plan.devices)
+        return [gap for device in devices for gap in self.gaps(device, edges=True)]
+
+    def is_open(self, name: str, gap: Gap) -> bool:
+        """Whether a range or frame of this name was open for a part of the idle time."""
+        bounds = gap.start_ns, gap.end_ns
+        parts = [
+            overlap((span.start_ns, span.end_ns), bounds)
+            for span in self.written
+            if span.name == name
+        ]
+        return sum(parts) > 0.3 * gap.length_ns
+
+    @property
+    def written(self) -> list[Span]:
+        """What of the host the file has: reports of nsys have no operators and frames."""
+        kinds = ("range", "call") if self.plan.is_nsys else ("range", "call", "operator", "frame")
+        return [span for span in self.recorded.spans if span.kind in kinds]
+
     def idle_at_most(self, *reasons: str) -> int:
         """The longest time that idle times for one of the reasons can be said to take."""
         limit = 0
