@@ -247,6 +247,8 @@ class Run:
                 launch = machine.graph
                 if launch is None:
                     pace = int(self.pace_ns * self.random.uniform(0.7, 1.4))
+                    if name.startswith("triton_"):
+                        call = "cuLaunchKernelEx"  # Triton launches by the driver itself
                     launch = machine.launching(call, pace, self.random.uniform(0.3, 0.6))
                 key = self.device, stream
                 start = max(machine.free[key] + 700, launch.start_ns + 6 * MICROSECOND)

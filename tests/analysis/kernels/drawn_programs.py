@@ -237,44 +237,48 @@ def _training_step(run: Run) -> None:
     with ExitStack() as stack:
         if not plan.steps_of_micro:
             stack.enter_context(run.region(Part.STEP, n=run.step))
-        for run.micro in range(plan.micro_batches):
-            is_last = run.micro == plan.micro_batches - 1
+        for micro in range(plan.micro_batches):
+            run.micro = micro
             with ExitStack() as inner:
                 if plan.steps_of_micro:
-                    number = run.step * plan.micro_batches + run.micro
+                    number = run.step * plan.micro_batches + micro
                     inner.enter_context(run.region(Part.STEP, n=number))
-                if not is_outside or run.micro:
+                if not is_outside or micro:
                     _batch(run)
-                if plan.style == "lightning":
-                    _closed_step(run)
-                    continue
                 inner.enter_context(run.captured(plan.graph == "step"))
-                if plan.zero_grad == "first" and run.micro == 0:
-                    _zero_grad(run)
-                _micro_batch(run)
-                if is_last:
-                    _finish(run)
+                _compute(run)
         if plan.reads_loss:
             run.copy(DOWNLOAD, 2 * MICROSECOND)
 
 
+def _compute(run: Run) -> None:
+    """What a step does with a micro-batch; with the last one, it updates the parameters too."""
+    if run.plan.style == "lightning":
+        _closed_step(run)
+        return
+    if run.plan.zero_grad == "first" and run.micro == 0:
+        _zero_grad(run)
+    _micro_batch(run)
+    if run.micro == run.plan.micro_batches - 1:
+        _finish(run)
+
+
 def _training(run: Run) -> None:
     plan = run.plan
-    for run.step in range(plan.steps):
+    for step in range(plan.steps):
+        run.step = step
         _training_step(run)
         run.kinds.append("")
+        run.step = -1
         if plan.decoy:
-            step, run.step = run.step, -1
             with run.span("range", plan.decoy):
                 run.launch(PLAIN, operator="aten::add_")
-            run.step = step
-        if plan.evaluates and run.step == plan.steps // 2:
-            step, run.step, run.phase = run.step, -1, Part.EVALUATION
+        if plan.evaluates and step == plan.steps // 2:
+            run.phase = Part.EVALUATION
             for _ in range(2):
                 _forward(run)
             run.copy(DOWNLOAD, 2 * MICROSECOND)
-            run.step, run.phase = step, ""
-    run.step = -1
+            run.phase = ""
     run.wait()
 
 

@@ -251,7 +251,8 @@ def _reasons(profile: StepProfile, truth: Truth) -> Iterator[Score]:
             yield Score("idle reasons", verdict, str(reason))
     for gap in profile.gaps:
         alike = [one for one in truth.all_gaps() if abs(one.length_ns - ns(gap.duration_s)) < 2_000]
-        if gap.host_range and alike and gap.duration_s > 1e-4:
+        # a gap at the edge of a step is a part of one
+        if gap.before and gap.host_range and alike and gap.duration_s > 1e-4:
             is_right = any(truth.is_open(gap.host_range, one) for one in alike)
             verdict = RIGHT if is_right else FALSE
             true = str([one.reasons for one in alike][:2])
