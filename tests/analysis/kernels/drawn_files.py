@@ -23,7 +23,13 @@ def write(recorded: Recorded, directory: Path) -> Path:
     """Write the file of the rank, of several beside each other."""
     if recorded.plan.is_nsys:
         return write_nsys(recorded, directory / "report.sqlite")
-    return write_kineto(recorded, directory / f"rank{recorded.rank}_trace.json")
+    names = (
+        "rank{}_trace.json",
+        "node-{}_{}.1700000000000000000.pt.trace.json",  # TensorBoard's
+        "trace_{}.json",
+    )
+    name = names[recorded.plan.seed % len(names)]
+    return write_kineto(recorded, directory / name.format(recorded.rank, PID + recorded.rank))
 
 
 def write_kineto(recorded: Recorded, path: Path) -> Path:

@@ -209,6 +209,8 @@ def draw(seed: int) -> Plan:
     plan = replace(plan, is_sharded=chance() < 0.4, queue=pick((1024, 1024, 24)))
     if plan.kind == "training" and plan.style in ("none", "torch", "iteration"):
         plan = replace(plan, style=pick((plan.style, plan.style, "short", "words")))
+    if plan.ranks > 1 and chance() < 0.6:
+        plan = replace(plan, cut=(0.0, 1.0), dropped="")
     return replace(
         plan,
         around=pick(("", "", "", "", "epoch 0", "training")),
