@@ -90,6 +90,8 @@ class Replay:
     """The row of the segment that an event allocated, mapped or unmapped; NONE for a segment that
     was gone at the end, and for other events.
     """
+    segment_changes: Ints
+    """By how many bytes of what this segment had at the end; 0 for NONE."""
     are_sizes_known: bool
     """False if the size of some block was inferred and may be wrong."""
     notes: tuple[str, ...]
@@ -122,7 +124,7 @@ class Replay:
         """The part of `reserved_bytes` that private pools had, at each moment."""
         segments = self.memory.segments
         is_private = np.append(segments.pool > 0, False)
-        change = _changes(self.memory) * is_private[self.segment_of_event]
+        change = self.segment_changes * is_private[self.segment_of_event]
         return _backwards(int(segments.num_bytes[segments.pool > 0].sum()), change)
 
     def pools_at(self, moment: int) -> tuple[PoolMemory, ...]:
@@ -130,7 +132,7 @@ class Replay:
         segments, rows = self.memory.segments, self.allocations
         reserved = np.append(segments.num_bytes, 0)
         later = self.segment_of_event[moment:]
-        np.subtract.at(reserved, later, _changes(self.memory)[moment:])
+        np.subtract.at(reserved, later, self.segment_changes[moment:])
         # the last is for all segments that are not known
         reserved[NONE] = self.reserved_bytes[moment] - reserved[:NONE].sum()
         used = np.zeros_like(reserved)
@@ -210,12 +212,14 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     segments = _segments(memory)
     columns["num_bytes"] = _num_bytes(memory, lifetimes, segments, settings)
     allocations = Allocations(**columns, requested_bytes=lifetimes.num_bytes)
+    segment_of_event, segment_changes = _segment_of_event(memory)
     replay = Replay(
         memory=memory,
         allocations=allocations,
         reserved_bytes=_backwards(int(memory.segments.num_bytes.sum()), _changes(memory)),
         segment=_segment_of(memory, segments, allocations),
-        segment_of_event=_segment_of_event(memory),
+        segment_of_event=segment_of_event,
+        segment_changes=segment_changes,
         are_sizes_known=not notes_on_sizes,
         notes=(*notes_on_held, *notes_on_sizes),
     )
@@ -261,8 +265,9 @@ def _segment_of(memory: DeviceMemory, segments: Lifetimes, allocations: Lifetime
     return np.where(allocations.end > starts[row], row, NONE)
 
 
-def _segment_of_event(memory: DeviceMemory) -> Ints:
-    """The row of the segment whose size each event changed, or NONE.
+def _segment_of_event(memory: DeviceMemory) -> tuple[Ints, Ints]:
+    """The row of the segment whose memory each event changed, or NONE, and by how many of the bytes
+    that the segment had at the end.
 
     Addresses of an expandable segment stay its own. Those of another are used again by later ones,
     so only the event that allocated the last is known to be of it.
@@ -273,8 +278,16 @@ def _segment_of_event(memory: DeviceMemory) -> Ints:
     is_known = np.isin(events.action, [Action.SEGMENT_MAP, Action.SEGMENT_UNMAP])
     is_known[recorded.start[(recorded.end == len(events)) & (recorded.start != BEFORE)]] = True
     rows = np.full(len(events), NONE)
-    rows[is_known] = _segment_at(memory, events.address[is_known])
-    return rows
+    first, num_bytes = events.address[is_known], events.num_bytes[is_known]
+    row = _segment_at(memory, first)
+    row = np.where(row == NONE, _segment_at(memory, first + num_bytes - 1), row)
+    start = np.append(memory.segments.address, 0)[row]
+    end = start + np.append(memory.segments.num_bytes, 0)[row]
+    common = np.minimum(first + num_bytes, end) - np.maximum(first, start)
+    rows[is_known] = row
+    changes = np.zeros(len(events), dtype=np.int64)
+    changes[is_known] = np.where(row == NONE, 0, common * np.sign(_changes(memory)[is_known]))
+    return rows, changes
 
 
 def _num_bytes(
