@@ -85,7 +85,11 @@ def _replays(snapshot: Snapshot, device: int | None) -> list[Replay]:
     present = [memory.device for memory in snapshot.devices]
     if device not in (None, *present):
         devices = ", ".join(map(str, present))
-        raise ProfileError(snapshot.path, f"needed memory of device {device}, got {devices}")
+        raise ProfileError(
+            snapshot.path,
+            f"needed memory of device {device}, as --device or the notes beside it say, got "
+            f"{devices}",
+        )
     replays = [replay_device(memory, snapshot.settings) for memory in snapshot.devices]
 
     def rank(replay: Replay) -> tuple[bool, bool, int]:

@@ -9,7 +9,7 @@ unknown, as of a newer PyTorch, are passed over.
 import gc
 import pickle
 import resource
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -269,8 +269,8 @@ class _Converter:
             ((), ""): NO_STACK,
             (UNRECORDED, ""): NOT_RECORDED,
         }
-        self._number_of: dict[tuple[str | int, ...], int] = {}
-        """The number of a stack by its label and the addresses of its frames: most lists of frames
+        self._numbers_of: defaultdict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+        """By label, the number of a stack by the addresses of its frames: most lists of frames
         differ, but share their frames.
         """
         self._frame_of: dict[int, Frame] = {}
@@ -341,23 +341,29 @@ class _Converter:
 
     def _stack_numbers(self, things: Sequence[Mapping[str, Any]]) -> Ints:
         """The number of the stack of each event or block, the same for equal ones."""
-        numbers, number_of, frame_of = [], self._number_of, self._frame_of
+        numbers = []
         for thing in things:
             frames = thing.get("frames")
             if frames is None:
                 frames = _NO_FRAMES
-            label = thing.get("user_metadata", "")
-            key = (label, *map(id, frames))
-            if key not in number_of:
-                for frame in frames:
-                    if id(frame) not in frame_of:
-                        file, name = _readable(frame["filename"]), _readable(frame["name"])
-                        frame_of[id(frame)] = Frame(file, int(frame["line"]), name)
-                stack = tuple(map(frame_of.__getitem__, key[1:]))
-                labelled = (stack, _readable(label))
-                number_of[key] = self._stacks.setdefault(labelled, len(self._stacks))
-            numbers.append(number_of[key])
+            number_of = self._numbers_of[thing.get("user_metadata", "")]
+            ids = tuple(map(id, frames))
+            number = number_of.get(ids)
+            if number is None:
+                labelled = (self._stack(frames), _readable(thing.get("user_metadata", "")))
+                number = self._stacks.setdefault(labelled, len(self._stacks))
+                number_of[ids] = number
+            numbers.append(number)
         return _ints(numbers)
+
+    def _stack(self, frames: Iterable[Mapping[str, Any]]) -> Stack:
+        """The stack with these frames, of which each is read once."""
+        frame_of = self._frame_of
+        for frame in frames:
+            if id(frame) not in frame_of:
+                file, name = _readable(frame["filename"]), _readable(frame["name"])
+                frame_of[id(frame)] = Frame(file, int(frame["line"]), name)
+        return tuple(frame_of[id(frame)] for frame in frames)
 
     def _notes(self) -> Iterator[str]:
         if self._unknown:

@@ -117,9 +117,11 @@ def _out_of_memory(profile: MemoryProfile) -> Iterator[Finding]:
     failure, count = profile.work.first_failure, profile.work.out_of_memory
     if failure is None:
         return
-    times = "once" if count == 1 else f"{count:,} times, first"
-    first = [f"GPU {profile.device} ran out of memory {times}"]
-    if moment := when(failure):
+    first = [f"GPU {profile.device} ran out of memory {counted(count, 'time')}"]
+    moment = when(failure)
+    if count > 1:
+        moment = f"first {moment}".strip()
+    if moment:
         first.append(moment)
     if made := made_at(failure):
         first.append(f"at {made}")

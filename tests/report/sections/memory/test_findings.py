@@ -73,8 +73,8 @@ def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:
     first = findings(make_oom())[0].text
     told = (
         "GPU 0 ran out of memory 2 times, first 35.0 ms after the first event, in forward of step "
-        "1, at cs336_systems/model.py:77 softmax, after 1,999 of 2,100 events: 300.0 MiB were asked for "
-        "and 120.0 MiB were free on the device."
+        "1, at cs336_systems/model.py:77 softmax, after 1,999 of 2,100 events: 300.0 MiB were "
+        "asked for and 120.0 MiB were free on the device."
     )
     assert first.startswith(
         f"{told} 180.0 MiB more would have been enough. PyTorch itself held 370.0 MiB that no "
@@ -85,7 +85,7 @@ def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:
         work, out_of_memory=1, first_failure=replace(work.first_failure, reserved_bytes=709 * MIB)
     )
     assert findings(make_oom(work=full))[0].text == (
-        told.replace("2 times, first", "once,") + " 180.0 MiB more would have been enough."
+        told.replace("2 times, first", "1 time,") + " 180.0 MiB more would have been enough."
     )
 
 
