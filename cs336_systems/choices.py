@@ -115,13 +115,6 @@ class Parallel(StrEnum):
         return self.exchange.shards is not Shards.NOTHING
 
     @property
-    def is_fsdp(self) -> bool:
-        """Whether each rank has its part of every matrix, and vectors whole: our fully sharded
-        data parallelism.
-        """
-        return self.exchange.shards is Shards.MATRICES
-
-    @property
     def takes_any_tensor(self) -> bool:
         """Whether gradients of other tensors than parameters can be averaged, and CUDA graphs
         can hold collectives.

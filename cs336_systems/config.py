@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -114,6 +115,9 @@ EAGER_STEPS_BEFORE_GRAPH = 3
 one runs with both.
 """
 
+_shortcut = partial(Setting, is_shortcut=True)
+"""Declares a setting that makes the same step faster."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -149,6 +153,7 @@ class RunConfig:
         Setting(
             "Sequences in a batch.",
             plural="batch_size",
+            label=4,
             least=1,
             heading="batch",
             note="batch {}",
@@ -226,7 +231,6 @@ class RunConfig:
             plural="optimizer",
             chosen_by_fast=True,
             word="",
-            label=1,
             note="{} optimizer",
             rules=(
                 needs(
@@ -249,7 +253,6 @@ class RunConfig:
             metavar="MODULE:CLASS",
             default="none",
             word="",
-            label=1,
             column="",
             rules=(
                 Rule(
@@ -267,12 +270,10 @@ class RunConfig:
     ] = None
     compile: Annotated[
         CompileMode,
-        Setting(
+        _shortcut(
             "Mode of torch.compile; none is eager.",
             plural="compile",
             chosen_by_fast=True,
-            is_shortcut=True,
-            label=1,
             note="compile {}",
             csv_place=13,
             noted="first",
@@ -281,11 +282,9 @@ class RunConfig:
     ] = CompileMode.NONE
     compile_blocks: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Compile each block on its own instead of the whole model, which takes seconds "
             "instead of tens of seconds.",
-            is_shortcut=True,
-            label=1,
             column="",
             rules=(
                 OUR_MODEL,
@@ -308,7 +307,6 @@ class RunConfig:
             metavar="MODULE:FACTORY",
             default="this project's model",
             word="",
-            label=1,
             column="",
             rules=(
                 Rule(
@@ -325,7 +323,6 @@ class RunConfig:
             "cross-entropy of the logits, or model: the loss that your own model returns when its "
             "forward is given `targets` (the next tokens) or `labels` (the tokens).",
             word="loss",
-            label=1,
             note="loss of the {}",
             rules=(
                 needs(
@@ -357,7 +354,6 @@ class RunConfig:
         Profiler,
         Setting(
             word="",
-            label=1,
             rules=(
                 needs(
                     "--device cuda, whose kernels it sees (--profile has a CPU's operators)",
@@ -390,7 +386,6 @@ class RunConfig:
             least=0,
             default="0, and with --fast 1 where the step does not fit",
             word="checkpoint",
-            label=1,
             rules=(
                 needs(
                     "1 for your own model, as what it does between its blocks is not known",
@@ -406,13 +401,11 @@ class RunConfig:
     ] = 0
     selective_checkpoints: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Selective activation checkpointing (Korthikanti et al. 2022), for long contexts: "
             "checkpoints also save q, k, v and the result of attention, so that backward does not "
             "compute attention again. Needs --checkpoint-blocks 1, --fused-blocks and fused "
             "attention.",
-            is_shortcut=True,
-            label=1,
             word="selective",
             note="selective checkpoints",
             rules=(
@@ -430,14 +423,12 @@ class RunConfig:
     ] = False
     keep_hidden: Annotated[
         int,
-        Setting(
+        _shortcut(
             "Of this many blocks, selective checkpoints also save the result of the first matmul "
             "of the feed-forward network, which is most of what they recompute. Needs "
             "--selective-checkpoints.",
             default="0, and with --fast as many as fit",
-            is_shortcut=True,
             least=0,
-            label=1,
             word="keep hidden",
             note="{} blocks keep hidden activations",
             rules=(
@@ -453,16 +444,14 @@ class RunConfig:
     ] = 0
     pad_vocabulary: Annotated[
         int,
-        Setting(
+        _shortcut(
             "Compute logits for a vocabulary rounded up to a multiple of this; the loss leaves "
             "the added logits out.",
             chosen_by_fast=True,
-            is_shortcut=True,
             least=1,
             most=MAX_PADDING,
             rules=(OUR_MODEL,),
             word="padded to",
-            label=1,
             note="vocabulary padded to a multiple of {}",
             notes={1: "vocabulary not padded"},
             csv_place=21,
@@ -470,11 +459,9 @@ class RunConfig:
     ] = 1
     cast_once: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Keep a bf16 copy of each linear layer's weights beside the fp32 masters, so that "
             "autocast need not cast them in every step. The optimizer updates both.",
-            is_shortcut=True,
-            label=1,
             note="weights cast once",
             rules=(
                 OUR_MODEL,
@@ -492,24 +479,20 @@ class RunConfig:
     ] = False
     split_masters: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Of each fp32 master store only its bf16 copy and the 16 bits that the copy lacks, "
             "which give the master to the last bit: 2 bytes less for each parameter, and 2 bytes "
             "less to read and write in each update. Masters that the model reads itself stay "
             "whole. Needs --cast-once.",
-            is_shortcut=True,
-            label=1,
             note="masters split",
             rules=(CAST_ONCE, TRAINING),
         ),
     ] = False
     fused_loss: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Fused cross-entropy: forward overwrites the logits with their gradient, which saves "
             "time and memory; in low precision no fp32 copy of the logits is made.",
-            is_shortcut=True,
-            label=1,
             note="fused loss",
             rules=(
                 OUR_MODEL,
@@ -525,14 +508,12 @@ class RunConfig:
     ] = False
     loss_chunks: Annotated[
         int,
-        Setting(
+        _shortcut(
             "Compute logits and their loss for this many parts of the tokens, one part after the "
             "other, each with its gradients, so that forward holds the logits of one part only. "
             "The head's gradient is added up in bf16. Needs --fused-loss and --cast-once.",
             default="1, and with --fast more where memory is scarce",
-            is_shortcut=True,
             least=1,
-            label=1,
             word="loss chunks",
             note="loss in {} parts",
             rules=(needs("--fused-loss", lambda run: run.fused_loss, "none"), CAST_ONCE),
@@ -540,27 +521,23 @@ class RunConfig:
     ] = 1
     fused_blocks: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Fused kernels between the matmuls: residual addition with norm, bias with GELU, and "
             "the embedding's backward in one pass, whose sums may differ in the last bit from "
             "step to step. The sums of the residual stream are saved for backward in fp32, which "
             "takes a few percent of the memory. Needs --cast-once.",
-            is_shortcut=True,
             rules=(OUR_MODEL, CAST_ONCE),
-            label=1,
             note="fused blocks",
             csv_place=27,
         ),
     ] = False
     fused_activations: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Compute GELU or SwiGLU within the matmul before it, and its derivative within the "
             "matmul of backward, so that they have no kernels of their own. On a GPU this needs "
             "QuACK's matmuls (pip install '.[fused]') and the Hopper generation; --fast uses it "
             "where it finds both. Needs --fused-blocks.",
-            is_shortcut=True,
-            label=1,
             note="activations within matmuls",
             rules=(
                 FUSED_BLOCKS,
@@ -583,15 +560,13 @@ class RunConfig:
     ] = False
     packed_attention: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Compute attention with FlashAttention 4, in the place of the kernel that "
             "--sdpa-backend names; in forward cuDNN computes the shapes for which it is faster. "
             "Queries, keys and values are read where one matmul has written them side by side, "
             "and their gradients are written side by side. On a GPU this needs the package (pip "
             "install '.[fused]') and the Hopper generation; --fast uses it where it finds both, "
             "unless --sdpa-backend is given. Needs --fused-blocks and --attention sdpa.",
-            is_shortcut=True,
-            label=1,
             note="FlashAttention 4 on packed heads",
             rules=(
                 FUSED_BLOCKS,
@@ -612,13 +587,11 @@ class RunConfig:
     ] = False
     fp8: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Compute the linear layers of the blocks in fp8, with scales computed anew in every "
             "step. It is for large models, on Ada, Hopper and newer GPUs. It rounds more coarsely "
             "than bf16, so --fast uses it only together with this flag. MFU is still the share of "
             "the bf16 peak.",
-            is_shortcut=True,
-            label=1,
             note="blocks in fp8",
             rules=(
                 OUR_MODEL,
@@ -631,25 +604,21 @@ class RunConfig:
     ] = False
     bf16_moments: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Keep AdamW's two moments in bf16, rounded up or down at random so that they are "
             "right on average: 4 bytes less for each parameter, and 20 bytes in the place of 28 "
             "to read and write in each step. The weights that are updated stay in fp32. Losses "
             "differ a little, so --fast uses it only together with this flag. Needs --cast-once.",
-            is_shortcut=True,
-            label=1,
             note="AdamW's moments in bf16",
             rules=(CAST_ONCE, TRAINING),
         ),
     ] = False
     cuda_graph: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Record the step as CUDA graphs, one for each phase, and replay these. Needs at least "
             f"--warmup-steps {EAGER_STEPS_BEFORE_GRAPH + 1}.",
-            is_shortcut=True,
             word="graph",
-            label=1,
             note="each phase a CUDA graph",
             rules=(
                 UNSCALED,
@@ -674,17 +643,13 @@ class RunConfig:
             csv_place=23,
         ),
     ] = False
-    update_in_backward: Annotated[
-        bool, Setting(is_shortcut=True, label=1, note="weights updated during backward")
-    ] = False
+    update_in_backward: Annotated[bool, _shortcut(note="weights updated during backward")] = False
     """In records of earlier versions only: no flag asks for it, and no step does it."""
     expandable_segments: Annotated[
         bool,
-        Setting(
+        _shortcut(
             "Let PyTorch's allocator grow its segments, so that hardly any memory is lost in gaps "
             "between tensors, for steps that almost fill the GPU.",
-            is_shortcut=True,
-            label=1,
             note="expandable segments",
             rules=(
                 ON_GPU,
@@ -719,7 +684,6 @@ class RunConfig:
             "--own-ddp.",
             plural="parallel",
             word="",
-            label=1,
             note="{}",
             rules=(
                 needs(
@@ -783,7 +747,6 @@ class RunConfig:
             plural="ranks",
             least=1,
             most=MAX_RANKS,
-            label=1,
             note="{} ranks",
             rules=(
                 needs(
@@ -805,7 +768,6 @@ class RunConfig:
             metavar="MODULE:CLASS",
             default="none",
             word="",
-            label=1,
             column="",
             rules=(
                 Rule(
@@ -823,7 +785,6 @@ class RunConfig:
             plural="bucket_mib",
             least=0,
             most=2**20,
-            label=1,
             note="buckets of {} MiB",
             used_with=("parallel", (Parallel.DDP_OVERLAP, Parallel.OWN)),
         ),
@@ -834,7 +795,6 @@ class RunConfig:
             "Keep on each rank the optimizer's state of only its share of the parameters; after "
             "the optimizer's step the ranks exchange what they updated.",
             plural="",
-            label=1,
             note="sharded optimizer",
             rules=(WHOLE_GRADIENTS, TRAINING, UNSCALED),
             group="parallel",
@@ -845,6 +805,7 @@ class RunConfig:
         Setting(
             "Learning rate of AdamW.",
             word="lr",
+            label=4,
             note="learning rate {}",
             rules=(
                 Rule(
@@ -862,6 +823,7 @@ class RunConfig:
             "Steps that are timed, after the warm-up.",
             least=1,
             heading="steps",
+            label=4,
             note="{} measured steps",
             notes={1: "1 measured step"},
             noted="always",
@@ -914,7 +876,9 @@ class RunConfig:
     ] = None
     seed: Annotated[
         int,
-        Setting("Seed of the weights and the tokens.", least=0, csv_place=43, without_cost=True),
+        Setting(
+            "Seed of the weights and the tokens.", least=0, label=4, csv_place=43, without_cost=True
+        ),
     ] = 0
     repeat: Annotated[
         int,

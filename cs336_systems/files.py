@@ -138,6 +138,8 @@ def why_no_file(path: Path) -> str | None:
 
 
 class _Versioned(msgspec.Struct):
+    """What every JSON file of this program has."""
+
     format_version: int
 
 

@@ -26,10 +26,12 @@ def load(group: str, kind: type = object) -> list[Any]:
 
 
 def _distribution(point: EntryPoint) -> str:
+    """Name of the distribution that offers the entry point; empty if that is not known."""
     return "" if point.dist is None else point.dist.name
 
 
 def _object(point: EntryPoint, kind: type) -> object:
+    """Import what the entry point names; raise PluginError unless it is an instance of `kind`."""
     where = f"plug-in {_distribution(point)} ({point.group}: {point.value})"
     try:
         value = point.load()

@@ -433,15 +433,10 @@ def encode_record(record: RunRecord) -> bytes:
     return encode_json(record)
 
 
-def read_record(path: Path) -> RunRecord:
-    """Read and check one record; raise RecordError, which names the file and the first thing
-    wrong in it.
+def read_record(path: Path, data: bytes | None = None) -> RunRecord:
+    """The record in the file, or in `data` if that is its content; raise RecordError, which names
+    the file and the first thing wrong in it.
     """
-    return _decoded(path)
-
-
-def _decoded(path: Path, data: bytes | None = None) -> RunRecord:
-    """The record in the file, or in `data` if that is its content."""
     return read_json(path, RunRecord, RECORD, version=FORMAT_VERSION, error=RecordError, data=data)
 
 
@@ -472,7 +467,7 @@ def load_records(runs: Path) -> tuple[list[RunRecord], list[RecordError]]:
     lines = joined.read_bytes().splitlines() if joined.is_file() else ()
     for number, line in enumerate(lines, start=1):
         try:
-            record = _decoded(Path(f"{joined}:{number}"), line)
+            record = read_record(Path(f"{joined}:{number}"), line)
             records[record.key] = record
         except RecordError as problem:
             problems.append(problem)

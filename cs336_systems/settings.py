@@ -77,7 +77,7 @@ class Setting:
     """Word before the value in labels and names, as in `batch 8`; empty for none. By default the
     heading.
     """
-    label: int | None = 4
+    label: int | None = 1
     """Place in labels: smaller numbers come first, equal ones in order of declaration. A setting
     with 0 is always shown, one with None never, and any other only if it is not at its default.
     """
@@ -130,6 +130,7 @@ class Setting:
 
 @cache
 def _declared(kind: type) -> tuple[tuple[Field[Any], Setting], ...]:
+    """The fields of a configuration class, each with the `Setting` in its annotation."""
     pairs = []
     for field_ in fields(kind):
         metadata = getattr(field_.type, "__metadata__", ())
@@ -213,6 +214,7 @@ def check(config: object) -> None:
 
 
 def _check_limits(name: str, setting: Setting, values: tuple[Any, ...]) -> None:
+    """Raise ValueError for values of the setting below its `least` or above its `most`."""
     if not values:
         raise ValueError(f"{name} needs at least one value")
     if setting.least is not None and min(values) < setting.least:
@@ -224,6 +226,7 @@ def _check_limits(name: str, setting: Setting, values: tuple[Any, ...]) -> None:
 
 
 def _check_rules(name: str, setting: Setting, config: object) -> None:
+    """Raise ValueError for the first rule of the setting that the configuration does not meet."""
     for rule in setting.rules:
         if not rule.is_met(config):
             raise ValueError(rule.otherwise.format(flag=flag_of(name, setting), config=config))

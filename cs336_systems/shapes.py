@@ -23,6 +23,7 @@ def _inner_size(text: str, name: str, csv_place: int) -> Setting:
         default=_PRESET,
         least=1,
         heading=name,
+        label=4,
         csv_place=csv_place,
         noted="never",
         implied_by_size=True,
@@ -34,7 +35,10 @@ class ModelConfig:
     """Shape of a decoder-only Transformer language model."""
 
     arch: Annotated[
-        Arch, Setting(word="", note="{} architecture", csv_place=2, name_place=15, noted="always")
+        Arch,
+        Setting(
+            word="", label=4, note="{} architecture", csv_place=2, name_place=15, noted="always"
+        ),
     ] = Arch.CS336
     vocab_size: Annotated[
         int,
@@ -43,6 +47,7 @@ class ModelConfig:
             default=_PRESET,
             least=1,
             heading="vocab_size",
+            label=4,
             note="vocabulary of {}",
             csv_place=7,
             implied_by_size=True,
@@ -79,6 +84,7 @@ class ModelConfig:
             "Base of the rotary position embedding's wavelengths.",
             default="10000.0",
             heading="rope_theta",
+            label=4,
             note="RoPE theta {}",
             rules=(
                 Rule(
@@ -96,7 +102,6 @@ class ModelConfig:
             plural="attention",
             chosen_by_fast=True,
             word="",
-            label=1,
             note="{} attention",
             csv_place=12,
             noted="always",
@@ -108,7 +113,6 @@ class ModelConfig:
         Setting(
             "Which kernel sdpa may use; auto lets PyTorch choose.",
             word="",
-            label=1,
             column="",
             rules=(
                 Rule(
@@ -150,6 +154,7 @@ class ModelConfig:
 def _preset(
     d_model: int, d_ff: int, num_layers: int, num_heads: int, vocab_size: int = 10_000
 ) -> ModelConfig:
+    """A size of the course's model, with its context length of 512."""
     return ModelConfig(
         vocab_size=vocab_size,
         d_model=d_model,
@@ -160,6 +165,7 @@ def _preset(
 
 
 def _gpt2_preset(d_model: int, num_layers: int, num_heads: int) -> ModelConfig:
+    """A size of GPT-2, with its vocabulary and context length."""
     return ModelConfig(
         arch=Arch.GPT2,
         vocab_size=50_257,

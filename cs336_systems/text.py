@@ -74,10 +74,12 @@ def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
 
 
 def _left_out(count: int) -> str:
+    """What stands in the place of so many characters."""
     return f" … ({count} characters left out) … "
 
 
 def _visible(text: str) -> str:
+    """The text with an escape in the place of each control character."""
     return text if text.isprintable() else text.translate(_ESCAPES)
 
 

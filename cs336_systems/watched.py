@@ -20,12 +20,11 @@ import io
 import os
 import statistics
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter_ns
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pynvml
 import torch
@@ -34,17 +33,27 @@ from torch import Tensor, nn
 
 from .analysis.memory.notes import notes_path
 from .analysis.warnings import launched_phases, timing_warnings
-from .config import MODULE_DEPTH, CompileMode, Device, Mode, Phase, Precision, Profiler
+from .config import MODULE_DEPTH, Device, Mode, Phase, Precision, Profiler
 from .measure.clock import StepTimes
 from .measure.nvml import Gpu, GpuMonitor, visible_gpus
-from .measure.run import LEAST_TRAIN_WARMUP_STEPS, Progress
-from .measure.step import memory_since
-from .measure.watchers import Watch
-from .model.annotate import Annotator, annotate, set_annotator
+from .measure.run import Progress
+from .measure.step import memory_since, reset_memory
+from .model.annotate import (
+    Annotator,
+    annotate,
+    backward_ranges,
+    forward_ranges,
+    kineto_trace,
+    module_names,
+    set_annotator,
+)
 from .ranges import Range
-from .record import GpuState, Memory, RunRecord, Telemetry, WarningCode, read_record, write_record
+from .record import GpuState, Memory, RunRecord, Telemetry, read_record, write_record
 from .subject import WatchedLoop
 from .sweep.store import PROFILE_DIRECTORIES
+
+if TYPE_CHECKING:
+    from .measure.memory import MemoryRecorder
 
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
@@ -128,15 +137,15 @@ class Watched:
             optimizers = (optimizers,)
         # Accelerate and Lightning wrap optimizers
         several = tuple(getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers)
-        profiler = Profiler.NONE
-        if profile or memory:
-            profiler = Profiler.KINETO if profile else Profiler.MEMORY
-        self.model, self.name, self.warmup_steps = model, name, warmup_steps
+        profiler = Profiler.KINETO if profile else Profiler.NONE
+        if memory:
+            profiler = Profiler.MEMORY
+        self.model, self.warmup_steps = model, warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
         types = [parameter.device.type for parameter in model.parameters()]
         # parameters that are not loaded yet are on "meta", whatever the device
-        on_gpu = [*filter(lambda name: name != "meta", types)][:1] == ["cuda"]
-        self.device = Device.CUDA if on_gpu else Device.CPU
+        loaded = [name for name in types if name != "meta"]
+        self.device = Device.CUDA if loaded[:1] == ["cuda"] else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
         self._begun = 0
@@ -188,10 +197,10 @@ class Watched:
             self._begun += 1
             self._is_accumulating = self._step.forwards > 1
         finally:
-            self._profiled.phase(None)
+            self._profiled.begin(None)
             torch.autograd.backward = backward
             self._step = None
-        self._read(lambda step: step.is_over())
+        self._read()
 
     def remove(self) -> None:
         """Take the hooks away again; the times stay."""
@@ -209,7 +218,7 @@ class Watched:
             event.record()
         step.marks.append(_Mark(phase, perf_counter_ns(), event))
         if phase is not None:
-            self._profiled.phase(phase)
+            self._profiled.begin(phase)
 
     def _forward_begins(
         self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -244,11 +253,11 @@ class Watched:
 
         return timed
 
-    def _read(self, is_ready: Callable[[_Step], bool]) -> None:
+    def _read(self) -> None:
         """Move the steps that the device has done, in order, from the pending ones to the
         others.
         """
-        while self._pending and is_ready(self._pending[0]):
+        while self._pending and self._pending[0].is_over():
             step = self._pending.popleft()
             is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.is_asked
             if not self._profiled.is_asked or len(self.measured) < PROFILED_STEPS:
@@ -267,7 +276,7 @@ class Watched:
         self._profiled.finish()
         if self._pending and self.device is Device.CUDA:
             torch.cuda.synchronize()
-        self._read(lambda _: True)
+        self._read()
         steps = list(self.measured)
         if not steps:
             raise RuntimeError(
@@ -304,16 +313,8 @@ class Watched:
         progress.warnings += timing_warnings(
             measured[-1].times_s, launched_phases(measured, progress.host_phases())
         )
-        if (
-            len(self.warmup) < LEAST_TRAIN_WARMUP_STEPS
-            and measured[-2:-1]
-            and measured[-2].phase is Phase.OPTIMIZER
-        ):
-            progress.warn(
-                WarningCode.FEW_WARMUP_STEPS,
-                f"{len(self.warmup)} warm-up step(s): the measured ones include the making of the "
-                "optimizer's state",
-            )
+        if any(measurement.phase is Phase.OPTIMIZER for measurement in measured):
+            progress.warn_of_short_warmup(len(self.warmup))
         if telemetry is not None:
             progress.warn_if_throttled(telemetry)
 
@@ -389,9 +390,13 @@ def _precision(model: nn.Module, device: Device) -> Precision:
 class _Profiled:
     """The profiler of a watched loop; it does nothing if the loop has none.
 
-    It records PROFILED_STEPS measured steps, with ranges around the phases and the model's modules,
-    by means of `Watch`, which records the runs of a benchmark too.
+    It records PROFILED_STEPS measured steps, with ranges around the phases and the model's modules.
+    To the recorder of memory it stands for the step.
     """
+
+    way = None
+    optimizer = None
+    phase: Phase | None = None
 
     def __init__(
         self,
@@ -400,29 +405,19 @@ class _Profiled:
         loop: WatchedLoop,
         directory: Path,
     ) -> None:
-        self._loop = loop
-        # Watch reads these settings of a RunConfig, and below these attributes of a TrainingStep
-        config = SimpleNamespace(
-            profiler=loop.profiler,
-            device=loop.device,
-            ranges=True,
-            # modules within torch.compile's wrapper run no hooks, so they have no ranges
-            compile=CompileMode.DEFAULT if hasattr(model, "_orig_mod") else CompileMode.NONE,
-            model_factory=loop.name,
-            module_depth=MODULE_DEPTH,
-            checkpoint_blocks=0,
-        )
-        state = ChainMap(*(optimizer.state for optimizer in optimizers))
-        self._step = SimpleNamespace(
-            model=model, optimizer=SimpleNamespace(state=state), way=None, phase=None, config=config
-        )
+        self.model = model
+        self._optimizers, self._loop = optimizers, loop
         self.is_asked = loop.profiler is not Profiler.NONE
         self.trace = directory / "traces" / f".{os.getpid()}.json.gz"
-        self._watch: Watch
+        self._recorder: "MemoryRecorder | None" = None
         self._session: contextlib.ExitStack | None = None
         """What is open while steps are recorded: the profiler, the hooks of the modules."""
         self._ranges: list[contextlib.AbstractContextManager[None]] = []
         """The open ranges: around the steps, the step, its phase."""
+
+    def optimizer_state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """What the optimizers keep of each parameter, by name."""
+        return ChainMap(*(optimizer.state for optimizer in self._optimizers))
 
     def before(self, number: int) -> None:
         """Call this before measured step `number`, which is negative in the warm-up.
@@ -431,7 +426,7 @@ class _Profiled:
         one the trace is written.
         """
         if number == 0 and self.is_asked:
-            self._begin()
+            self._start()
             self._enter(Range.WARMUP)
         elif number == 1 and self._session:
             self._leave(0)
@@ -439,16 +434,15 @@ class _Profiled:
         elif number == 1 + PROFILED_STEPS:
             self.finish()
 
-    def phase(self, phase: Phase | None) -> None:
+    def begin(self, phase: Phase | None) -> None:
         """Begin the range of a phase, in that of its step, and end the one before; None ends the
         step.
         """
         if self._session is None:
             return
-        ended = self._step.phase
-        if ended not in (Phase.DATA, phase):
-            self._watch.mark(ended)
-        self._step.phase = phase
+        ended, self.phase = self.phase, phase
+        if self._recorder is not None and ended not in (Phase.DATA, phase):
+            self._recorder.mark(ended)
         self._leave(1 if phase is None else 2)
         if phase is not None and len(self._ranges) == 1:
             self._enter(Range.STEP)
@@ -461,6 +455,8 @@ class _Profiled:
             if self._loop.device is Device.CUDA:
                 torch.cuda.synchronize()
             self._leave(0)
+            if self._recorder is not None:
+                self._recorder.dump(self.trace)
             self._session.close()
             self._session = None
 
@@ -470,16 +466,26 @@ class _Profiled:
         if self._loop.profiler is Profiler.MEMORY:
             notes_path(self.trace).replace(notes_path(target))
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
+        """Open the profiler and the hooks of the modules."""
         self.trace.parent.mkdir(parents=True, exist_ok=True)
         self._session = session = contextlib.ExitStack()
-        set_annotator(
-            Annotator.PATH if self._loop.profiler is Profiler.MEMORY else Annotator.RECORD_FUNCTION
-        )
         session.callback(set_annotator, Annotator.NONE)
-        self._watch = Watch(self._step, self.trace)
-        session.enter_context(self._watch.whole_run())
-        session.enter_context(self._watch.recording())
+        names = module_names(self.model, MODULE_DEPTH)
+        # modules within torch.compile's wrapper run no hooks, so they have no ranges
+        if hasattr(self.model, "_orig_mod"):
+            names = {}
+        session.enter_context(forward_ranges(names))
+        if self._loop.profiler is Profiler.MEMORY:
+            from .measure.memory import MemoryRecorder
+
+            set_annotator(Annotator.PATH)
+            self._recorder = MemoryRecorder(self, self._loop.device)
+            session.enter_context(self._recorder.watching())
+        else:
+            set_annotator(Annotator.RECORD_FUNCTION)
+            session.enter_context(backward_ranges(names))
+            session.enter_context(kineto_trace(self.trace, self._loop.device is Device.CUDA))
 
     def _enter(self, name: str) -> None:
         self._ranges.append(opened := annotate(name))
@@ -508,8 +514,7 @@ class _Gpu:
         GPU's state at some.
         """
         if number == 0:
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_stats()
+            self._before = reset_memory()
         # a reading takes milliseconds of the CPU, so they become rarer: steps 0, 8, 16, 32, ...
         if self._monitor is not None and (
             number == 0 or (number >= 8 and number & (number - 1) == 0)

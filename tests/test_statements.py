@@ -142,7 +142,7 @@ def test_a_headline_says_what_the_published_tables_have(directory: Path, loaded:
     CSV files alone.
     """
     own = loaded(directory)
-    text, more = headline_of(own, [] if own.sweep is None else times_of(own.sweep))
+    text, more = headline_of(own, [] if own.results is None else times_of(own.results))
     assert len(text) <= MOST_CHARACTERS
     if (directory / "dtypes.csv").exists():
         rows = table(f"{directory.relative_to(DATA)}/dtypes.csv")
@@ -155,7 +155,7 @@ def test_a_headline_says_what_the_published_tables_have(directory: Path, loaded:
         is_told = row["verdict"] != "cannot tell"
         assert is_told == (pytest.approx(1 / float(row["ratio"]), rel=5e-3) in numbers(text)), text
         return
-    name = "ladder" if own.climbed is not None else "results"
+    name = "ladder" if own.rungs else "results"
     rows = table(f"{directory.relative_to(DATA)}/{name}.csv")
     key, groups = groups_of(rows, directory)
     for group in groups:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..config import Device, Precision, RunConfig
-from ..costs.accounting import SECONDS_PER_DAY, training_days
+from ..costs.accounting import rule_of_thumb_flops
 from ..costs.curves import Curves, data_sheet_curves
 from ..costs.hardware import (
     DEVICES,
@@ -19,7 +19,7 @@ from ..costs.hardware import (
 )
 from ..costs.time import has_large_matmuls, prepare_forecasts, require_tapes
 from ..costs.traces import one_tracer, own_parameters, why_untraced
-from ..measure.nvml import usable_gpu_bytes, visible_gpus
+from ..measure.nvml import usable_gpu_bytes
 from ..settings import flag_of
 from ..studies.ceilings_files import (
     FILE_NAME,
@@ -31,6 +31,7 @@ from ..studies.ceilings_files import (
 from ..text import print_aside
 from . import flags
 from .configure import checked_factory, make_config, one_precision
+from .machine import first_gpu
 from .outcome import OK, UsageError, checked, show
 
 GIB = 2**30
@@ -116,15 +117,15 @@ class ForecastArguments(flags.OutputArguments):
         is meant; if there is none, or ceilings are asked for, their only device. Both are None if
         neither tells. Raises ValueError for a name that neither ceilings nor a data sheet have.
         """
-        name, known, gpus = self.device_name, ceilings.device_names, visible_gpus()
+        name, known, gpu = self.device_name, ceilings.device_names, first_gpu()
         if name is not None:
             meant = [device for device in known if device == bare_name(name)]
             for names in (ceilings.measured_names, known):
                 meant = meant or [device for device in names if is_short_for(name, device)]
-        elif self.ceilings is not None or not gpus:
+        elif self.ceilings is not None or gpu is None:
             meant = ceilings.measured_names
         else:
-            meant = [device for device in known if device == bare_name(gpus[0].name)]
+            meant = [device for device in known if device == bare_name(gpu.name)]
         if len(meant) == 1:
             return meant[0], find_device(meant[0])
         sheet = device_meant(name)
@@ -193,15 +194,10 @@ class AccountArguments(flags.Flags, ForecastArguments):
             raise ValueError(
                 f"--memory-gib must be positive and below a million, got {self.memory_gib}"
             )
-        if self.known.parameters is not None and self._of_a_configuration() == ["--fit"]:
-            raise ValueError(
-                "--fit needs a model's shape, which --parameters does not tell: give --size, "
-                "--model, or flags of the shape such as --d-model in its place"
-            )
         self.known.check()
         if self.known.parameters is not None and (others := self._of_a_configuration()):
             raise ValueError(
-                f"--parameters stands for a whole model: leave out {', '.join(others)}"
+                f"--parameters stands for a model of unknown shape: leave out {', '.join(others)}"
             )
         if self.memory_gib is not None and not self.fit:
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
@@ -210,14 +206,9 @@ class AccountArguments(flags.Flags, ForecastArguments):
         """The flags given (--precision aside) that describe a model's step: they contradict
         --parameters, which tells only a number.
         """
-        unchanged = AccountArguments().given()
-        names = []
-        for name, value in self.given().items():
-            if name != "precision" and value != unchanged.get(name):
-                names.append(name)
-        if self.fit:
-            names.append("fit")
-        return [flag_of(name) for name in names]
+        unchanged = AccountArguments().given() | {"precision": self.precision, "fit": False}
+        given = self.given() | {"fit": self.fit}
+        return [flag_of(name) for name, value in given.items() if value != unchanged.get(name)]
 
     def memory_bytes(self, name: str | None, device: DeviceSpec | None) -> int | None:
         """Memory that the step must fit, by default the data sheet's of a device that is named, or
@@ -229,11 +220,11 @@ class AccountArguments(flags.Flags, ForecastArguments):
             return None
         if self.memory_gib is not None:
             return round(self.memory_gib * GIB)
-        gpus = visible_gpus()
-        is_here = bool(gpus) and (
-            bare_name(gpus[0].name) == name or find_device(gpus[0].name) is device is not None
-        )
-        if self.device_name is not None or not (name is None or is_here):
+        gpu = first_gpu()
+        is_here = name is None
+        if gpu is not None:
+            is_here |= bare_name(gpu.name) == name or find_device(gpu.name) is device is not None
+        if self.device_name is not None or not is_here:
             if device is None or device.memory_bytes is None:
                 named = self.device_name or name
                 raise ValueError(
@@ -255,8 +246,8 @@ def device_meant(name: str | None) -> DeviceSpec | None:
     Raises ValueError for a name that is unknown or ambiguous.
     """
     if name is None:
-        gpus = visible_gpus()
-        return find_device(gpus[0].name) if gpus else None
+        gpu = first_gpu()
+        return None if gpu is None else find_device(gpu.name)
     devices = devices_called(name)
     if len(devices) == 1:
         return devices[0]
@@ -312,7 +303,7 @@ def run(arguments: AccountArguments) -> int:
         config=config,
         device=device,
         memory_bytes=memory_bytes,
-        collective_times={} if name is None else ceilings.collective_times(name, config.ranks),
+        collective_times={} if name is None else ceilings.collectives(name).get(config.ranks, {}),
         curves=curves_meant(name, device, config, ceilings),
         device_name=name,
     )
@@ -343,7 +334,9 @@ def _say_days(arguments: AccountArguments, device: DeviceSpec | None) -> int:
     peak_flops_per_s, source = checked(known.peak, device, precision)
     days: dict[str, Any] = asdict(known) | {"peak_flops_per_s": peak_flops_per_s}
     del days["peak_tflops"]
-    answer = days | {"peak_source": source, "training_s": training_days(**days) * SECONDS_PER_DAY}
+    flops = rule_of_thumb_flops(days["parameters"], days["tokens"])
+    training_s = flops / (known.count * peak_flops_per_s * known.mfu)
+    answer = days | {"peak_source": source, "training_s": training_s}
     table = days_table(**days, peak_source=source)
     show([table], json=encode_json(answer) if arguments.json else None)
     return OK

@@ -155,9 +155,7 @@ def run(arguments: BenchmarkArguments) -> int:
 def _lock(config: RunConfig, runs: Path, stack: contextlib.ExitStack) -> None:
     """Lock the GPUs that the run takes, and its configuration, until the stack ends."""
     gpus = alike(visible_gpus()) if config.device is Device.CUDA else ()
-    for gpu in gpus[: config.ranks]:
-        lock = store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
-        stack.enter_context(lock)
+    stack.enter_context(store.exclusive_gpus(gpus[: config.ranks]))
     path = runs.with_name(f".{config.key}.lock")
     stack.enter_context(store.exclusive(path, f"this configuration in {runs}"))
 

@@ -93,8 +93,8 @@ def run(arguments: CompareArguments) -> int:
         if (status := _measure(arguments, configs, directory)) != OK:
             return status
         results = load(directory)
-        assert results.sweep is not None
-        records += by_parity(results.sweep.records)
+        assert results.results is not None
+        records += by_parity(results.results.records)
     # JSON has no lone surrogates
     a, b = (name.strip().encode(errors="backslashreplace").decode() for name in names)
     compared = checked(
@@ -254,8 +254,7 @@ def configs_of(sides: Sequence[str]) -> list[RunConfig]:
     """
     configs, devices = [], dict[DeviceChoice, None]()
     for side in sides:
-        words = checked(shlex.split, side)
-        asked = parse(BenchmarkArguments, "benchmark.py", words)
+        asked = parse(BenchmarkArguments, "benchmark.py", checked(shlex.split, side))
         config = checked(asked.config)
         if config.profiler is not Profiler.NONE:
             raise UsageError(

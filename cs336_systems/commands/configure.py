@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,8 @@ def make_config(
             "none"
         )
     if context_length is None:
-        is_course = preset.arch is Arch.CS336
         context_length = preset.context_length
-        if is_course:
+        if preset.arch is Arch.CS336:
             context_length = default_on(device, "context_length")
     of_model = {attribute.name for attribute in fields(ModelConfig)} & settings.keys()
     changes = {name: settings.pop(name) for name in of_model}
@@ -83,13 +83,10 @@ def make_config(
     if any(getattr(model, name) != getattr(preset, name) for name in shape):
         size = "custom"
     config = RunConfig(size=size, model=model, device=device, **settings)
-    for flag, factory in (
-        ("--model", config.model_factory),
-        ("--own-ddp", config.own_ddp),
-        ("--own-optimizer", config.own_optimizer),
-    ):
+    for name in ("model_factory", "own_ddp", "own_optimizer"):
+        factory = getattr(config, name)
         if factory is not None:
-            check_factory(factory, flag)
+            check_factory(factory, _typed(name))
     return config
 
 
@@ -119,10 +116,10 @@ def config_of(
         settings = _with_own_parts(settings)
     if fast:
         asked = {name: settings[name] for name in given if name in settings}
-        config = make_fast_config(device, asked, many=many, **settings)
+        config = make_fast_config(device, asked, **settings)
     else:
         config = make_config(device, **settings)
-    return checked_factory(config, given, many=many)
+    return checked_factory(config, given)
 
 
 def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
@@ -143,13 +140,13 @@ def _with_own_parts(settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = False) -> RunConfig:
+def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     """The run, with the size `UNSIZED` if the user's own factory takes no size but the context;
     raise ValueError for a flag of the model's shape that the factory does not take.
 
-    `given` are the names of the settings that the user gave; messages name the flags of a sweep if
-    `many`. The vocabulary and the context shape the tokens of any model, so they always have an
-    effect. A factory whose source does not tell its parameters is accepted.
+    `given` are the names of the settings that the user gave. The vocabulary and the context shape
+    the tokens of any model, so they always have an effect. A factory whose source does not tell its
+    parameters is accepted.
     """
     taken = None if config.model_factory is None else parameters_of(config.model_factory)
     if taken is None:
@@ -169,7 +166,7 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
         if name in given:
             what = "any dimension of the model" if name == "size" else name
             raise ValueError(
-                f"{_typed(name, many)} {ignored[name]} would do nothing: the factory "
+                f"{_typed(name)} {ignored[name]} would do nothing: the factory "
                 f"{config.model_factory} does not take {what}; leave it out"
             )
     if taken & {*shape} - {"context_length"}:
@@ -179,10 +176,9 @@ def checked_factory(config: RunConfig, given: Collection[str], *, many: bool = F
     return replace(config, size=UNSIZED, model=replace(SIZES["small"], **tokens))
 
 
-def _typed(name: str, many: bool = False) -> str:
-    """The flag of a setting as it is typed, with `many` that of a sweep."""
-    setting = SETTING_FIELDS[name][1]
-    return flag_of(setting.plural if many and setting.plural else name, setting)
+def _typed(name: str) -> str:
+    """The flag of a setting as it is typed; a sweep takes this form too."""
+    return flag_of(name, SETTING_FIELDS[name][1])
 
 
 def checked_here(config: RunConfig) -> RunConfig:
@@ -228,17 +224,14 @@ choose first.
 def make_fast_config(
     device: Device,
     asked: Mapping[str, Any],
-    *,
-    many: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> RunConfig:
     """The configuration of these settings in the fastest way known for this machine's device
     (--fast).
 
-    `asked` are the settings that the user gave, with `many` by the flags of a sweep. Raises
-    ValueError for one that cannot be combined with --fast, or that differs from what --fast
-    chooses. Unless --checkpoint-blocks is given, there are checkpoints where the step does not fit
-    the GPU without.
+    `asked` are the settings that the user gave. Raises ValueError for one that cannot be combined
+    with --fast, or that differs from what --fast chooses. Unless --checkpoint-blocks is given,
+    there are checkpoints where the step does not fit the GPU without.
     """
     from ..costs.fast_memory import with_checkpoints
 
@@ -252,7 +245,7 @@ def make_fast_config(
     for name, (_, setting) in SETTING_FIELDS.items():
         chosen = getattr(fast if hasattr(fast, name) else fast.model, name)
         if setting.chosen_by_fast and asked.get(name, chosen) != chosen:
-            flag = _typed(name, many)
+            flag = _typed(name)
             what = flag.removeprefix("--").replace("-", " ")
             raise ValueError(
                 f"--fast chooses {what} itself, here {chosen}: leave out {flag} {asked[name]}"
@@ -263,10 +256,8 @@ def make_fast_config(
     if asked.get("expandable_segments") and fast.is_shared:
         switches.setdefault("cuda_graph", False)  # a graph would exclude expandable segments
     fast = replace(fast, **switches)
-    if gpu is None or "checkpoint_blocks" in asked:
-        return fast
-    memory_bytes = gpu.usable_bytes or gpu.memory_bytes
-    if memory_bytes is None:
+    memory_bytes = None if gpu is None else gpu.usable_bytes or gpu.memory_bytes
+    if memory_bytes is None or "checkpoint_blocks" in asked:
         return fast
     return with_checkpoints(fast, memory_bytes, keeps_graph=bool(asked.get("cuda_graph")))
 
@@ -279,10 +270,9 @@ def explain_fast(configs: Iterable[RunConfig]) -> None:
     for chosen in dict.fromkeys(map(describe_fast, configs)):
         print_aside(f"fast: {chosen}")
     gpu = first_gpu()
-    notes: dict[str, None] = {}
-    for config in configs:
-        notes |= dict.fromkeys(missing_packages(config, None if gpu is None else gpu.name))
-    for note in notes:
+    device_name = None if gpu is None else gpu.name
+    notes = chain.from_iterable(missing_packages(config, device_name) for config in configs)
+    for note in dict.fromkeys(notes):
         print_aside(f"note: {note}")
 
 

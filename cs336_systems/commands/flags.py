@@ -50,19 +50,24 @@ def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorS
         members = tuple(map(kind, words))
         return members if many else members[0]
 
-    def written(value: Any) -> list[str]:  # noqa: ANN401 (one member, several, or None)
-        if value is None:
-            return []
-        return [str(member) for member in (value if many else (value,))]
-
     return PrimitiveConstructorSpec(
         nargs="*" if many else 1,
         metavar=f"{{{','.join(values)}}}",
         instance_from_str=parsed,
-        is_instance=lambda value: value is None or isinstance(value, tuple if many else kind),
-        str_from_instance=written,
+        is_instance=_is_none,
+        str_from_instance=_in_no_words,
         choices=values,
     )
+
+
+def _is_none(value: object) -> bool:
+    """Whether the value is the default of a flag whose default is chosen by a rule."""
+    return value is None
+
+
+def _in_no_words(_: object) -> list[str]:
+    """The words of such a default: none, as the help says the rule."""
+    return []
 
 
 def _all_settings() -> Iterator[tuple[Field[Any], Setting]]:
@@ -322,9 +327,8 @@ def study_name(name: str | None, precisions: Sequence[Precision], device: Device
     """
     if name is not None:
         return checked_name(name)
-    return "_".join(
-        (plain_word("-".join(dict.fromkeys(precisions))), device_word(resolve_device(device)))
-    )
+    words = plain_word("-".join(dict.fromkeys(precisions)))
+    return f"{words}_{device_word(resolve_device(device))}"
 
 
 def _number(words: list[str]) -> float:
@@ -345,8 +349,8 @@ ScaledNumber = Annotated[
         nargs=1,
         metavar="N",
         instance_from_str=_number,
-        is_instance=lambda value: value is None or isinstance(value, int | float),
-        str_from_instance=lambda value: [] if value is None else [str(value)],
+        is_instance=_is_none,
+        str_from_instance=_in_no_words,
     ),
 ]
 """A number that may end as in `70B` or `15T`."""

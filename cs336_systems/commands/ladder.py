@@ -34,7 +34,7 @@ from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_records_or_warn, show
 
 if TYPE_CHECKING:
-    from ..report.page.directory import Climbed
+    from ..report.page.directory import Directory
 
 USUAL_STEP = {
     Device.CUDA: {"size": "gpt2", "batch_size": 16},
@@ -194,11 +194,11 @@ def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
     return names | {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
 
 
-def load_climbed(directory: Path, beside: Ceilings) -> "Climbed":
-    """The ladder in a directory: rungs, records, profiles and table rows, with shares of the
+def load_results(directory: Path, beside: Ceilings) -> "Directory":
+    """The results of the ladder in a directory: rungs, records and profiles, with shares of the
     ceilings `beside`.
     """
-    from ..report.page.directory import Climbed
+    from ..report.page.directory import Directory
     from ..report.results import Results
     from ..report.sections.kernels.entry import load_profiled
     from ..report.sections.ladder import ladder_results
@@ -209,7 +209,8 @@ def load_climbed(directory: Path, beside: Ceilings) -> "Climbed":
     records = [record for record in records if record.subject.configuration in names]
     profiled = load_profiled(records, directory)
     results = Results(records=records, kernels=profiled, ceilings=beside)
-    return Climbed(results=results, rows=ladder_results(ladder, records, profiled, beside))
+    rungs = ladder_results(ladder, records, profiled, beside)
+    return Directory(path=directory, results=results, rungs=rungs)
 
 
 def _report(
@@ -217,14 +218,13 @@ def _report(
 ) -> None:
     """Write the tables and the picture from the records in the directory, and print the tables."""
     from ..report.page.chapters import write_page_of
-    from ..report.page.directory import Directory
     from ..report.sections.ladder import ladder_section, write_ladder_report
 
     status("reading records and profiles")
-    climbed = load_climbed(directory, load_ceilings_or_warn(ceilings_beside(directory)))
+    results = load_results(directory, load_ceilings_or_warn(ceilings_beside(directory)))
     status("drawing and writing")
-    write_ladder_report(climbed.rows, directory, formats)
-    page, _ = write_page_of(Directory(path=directory, climbed=climbed), status)
+    write_ladder_report(results.rungs, directory, formats)
+    page, _ = write_page_of(results, status)
     status.end()
-    show(ladder_section(climbed.rows).tables, directory)
+    show(ladder_section(results.rungs).tables, directory)
     print_line(f"page: {page}")

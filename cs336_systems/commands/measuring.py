@@ -82,7 +82,9 @@ def show_results(
 
     results = Results.load(records, directory, load_ceilings_or_warn(ceilings_beside(directory)))
     write_results(results, directory, status, formats)
-    page = write_page_of(Directory(path=directory, sweep=results), status)[0] if records else None
+    page = None
+    if records:
+        page, _ = write_page_of(Directory(path=directory, results=results), status)
     status.end()
     print_sweep(results.tables(), records, directory)
     if page is not None:

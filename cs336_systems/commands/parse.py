@@ -7,7 +7,6 @@ import inspect
 import io
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -55,18 +54,16 @@ EXPECTED = {
 """What a flag needs, by the parser's error for another text."""
 
 
-def parse(
-    kind: Callable[..., T], prog: str, argv: Sequence[str] | None, description: str | None = None
-) -> T:
-    """The arguments in `argv`; raise UsageError for those that are wrong, and SystemExit after
+def parse(kind: Callable[..., T], prog: str, words: Sequence[str]) -> T:
+    """The arguments in `words`; raise UsageError for those that are wrong, and SystemExit after
     help.
     """
     config = (tyro.conf.EnumChoicesFromValues, tyro.conf.HelptextFromCommentsOff)
     if os.environ.get("NO_COLOR"):
         getattr(tyro, "_experimental_options", {})["ansi_codes"] = False  # tyro has no public way
-    words = list(sys.argv[1:] if argv is None else argv)
     names = flag_names(kind)
-    description = _unwrapped(description or inspect.getdoc(kind) or "")
+    # a line for each paragraph; indented lines, such as examples, stay
+    description = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.getdoc(kind) or "")
     if HELP_ALL in words:
         words = [HELP[-1]]
         kind = _for_help(kind, names)
@@ -87,11 +84,6 @@ def parse(
         if not end.code:
             raise
         raise UsageError(f"{_in_a_line(printed.getvalue())} ({prog} --help)") from None
-
-
-def _unwrapped(text: str) -> str:
-    """The text with a line for each paragraph; indented lines, such as examples, stay."""
-    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
 def _in_a_line(box: str) -> str:

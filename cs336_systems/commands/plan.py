@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..config import Device, Mode, Profiler, RunConfig
 from ..costs.curves import Curves
-from ..costs.fast_memory import peak_bytes as fast_peak_bytes
+from ..costs.fast_memory import FastMemory
 from ..costs.fit import fits, host_bytes, needs_tape, outside_bytes
 from ..costs.memory import predict_memory, predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
@@ -103,7 +103,7 @@ def _predicted(config: RunConfig) -> str:
     peak_bytes, about = predicted_peak_bytes(config), ""
     has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
     if peak_bytes is None and config.fused_blocks and config.fused_loss and has_backward:
-        peak_bytes, about = fast_peak_bytes(config), "about "
+        peak_bytes, about = FastMemory(config).peak_bytes, "about "
     if peak_bytes is None:
         return ""
     return f", predicted peak {about}{peak_bytes / 2**30:.1f} GiB"

@@ -77,7 +77,7 @@ def rebuild_all(
         )
     problems: dict[Path, str] = {}
     rebuilt: list[Directory] = []
-    pages: dict[Path, tuple[str, Page]] = {}
+    pages: dict[Path, Page] = {}
     is_explained, ceilings_at = True, cache(load_ceilings_or_warn)
     for number, path in enumerate(paths):
         try:
@@ -94,7 +94,7 @@ def rebuild_all(
         else:
             status.end()
             rebuilt.append(directory)
-            pages[path.relative_to(root)] = directory.subject, made
+            pages[path.relative_to(root)] = made
             print_line(f"{path}: written from {_source(path)}")
     if not rebuilt:
         status.end()
@@ -119,14 +119,14 @@ def rebuild_all(
 def write(directory: Directory, status: StatusLine, formats: Collection[str] = ()) -> None:
     """Write the tables and plots of the results into their directory."""
     path = directory.path
-    if directory.sweep is not None:
-        write_results(directory.sweep, path, status, formats)
+    if directory.results is not None and not directory.rungs:
+        write_results(directory.results, path, status, formats)
     else:
         status("drawing and writing")
     if directory.compared is not None:
         directory.compared.write(path, formats)
-    if directory.climbed is not None:
-        write_ladder_report(directory.climbed.rows, path, formats)
+    if directory.rungs:
+        write_ladder_report(directory.rungs, path, formats)
     if directory.study is not None:
         directory.study.write(path, formats)
 
@@ -138,13 +138,12 @@ def score_forecast(
     there are ceilings.
     """
     status("predicting the times of all steps")
-    results = {
-        directory.path.relative_to(root): directory.results
+    sweeps = {
+        directory.path.relative_to(root): directory.results.configurations
         for directory in directories
         if directory.results is not None
     }
-    sweeps = {path: measured.published for path, measured in results.items()}
-    rows, others = scored(sweeps, lambda path: results[path].ceilings)
+    rows, others = scored(sweeps)
     status.end()
     if rows:
         write_files(texts_of(forecast_section(rows, others)), root / FORECAST_FOLDER, formats)
@@ -161,10 +160,10 @@ def _sweep(directory: Path, ceilings_at: Callable[[Path], Ceilings]) -> Director
     records, problems = load_records(directory / RUNS)
     if problems or not records:
         raise next(iter(problems), UsageError(f"no records in {directory / RUNS}"))
-    sweep = Results.load(records, directory, ceilings_at(ceilings_beside(directory)))
+    results = Results.load(records, directory, ceilings_at(ceilings_beside(directory)))
     is_compared = (directory / COMPARISON_FILE).is_file()
     compared = checked(load_compared, directory, records) if is_compared else None
-    return Directory(path=directory, sweep=sweep, compared=compared)
+    return Directory(path=directory, results=results, compared=compared)
 
 
 def _study(directory: Path, _: object, subject: str) -> Directory:
@@ -174,9 +173,7 @@ def _study(directory: Path, _: object, subject: str) -> Directory:
 
 
 _READERS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = {
-    ladder.LADDER_FILE: lambda path, at: Directory(
-        path=path, climbed=ladder.load_climbed(path, at(ceilings_beside(path)))
-    ),
+    ladder.LADDER_FILE: lambda path, at: ladder.load_results(path, at(ceilings_beside(path))),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES},
     RUNS: _sweep,
     published_runs(Path(RUNS)).name: _sweep,

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
-from ..costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY, data_sheet_link
+from ..costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY
 from ..costs.hardware import DeviceSpec
 from ..costs.ranks_time import Links, measured_links
 from ..costs.scale import PARALLEL, Paper, feed, scale_step
@@ -135,14 +135,13 @@ def _links(
         return links(node_bytes_per_s=arguments.node_gb_per_s * GIGA), "given"
     if (measured := measured_links(ceilings.collectives(name), size, network)) is not None:
         return measured, f"best collective measured among {measured.measured_ranks} of them"
-    promised = None if device is None else data_sheet_link(device)
-    if promised is None:
+    if device is None or device.link_bytes_per_s is None:
         raise ValueError(
             f"needed --node-gb-per-s: no collectives among several {name} were measured, and how "
             "they are connected is not in its data sheet"
         )
     source = f"{LINK_EFFICIENCY:g} of NVLink, one way, by the data sheet"
-    return links(node_bytes_per_s=promised), source
+    return links(node_bytes_per_s=LINK_EFFICIENCY * device.link_bytes_per_s), source
 
 
 def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> Scale:

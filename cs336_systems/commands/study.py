@@ -3,9 +3,8 @@ printing.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -165,9 +164,21 @@ class FusionArguments(StudyArguments):
     GRID, FOLDER = FusionGrid, "fusion"
 
 
-GPU_SIZES, CPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384), (64, 128, 256, 512, 1024)
-GPU_PRESETS, CPU_PRESETS = ("small", "medium", "large", "xl", "2.7B", "gpt2"), ("tiny",)
-GPU_MEMORY_MIB, CPU_MEMORY_MIB = (1, 4, 16, 64, 256, 1024, 4096), (1, 16, 64, 128)
+USUAL_CEILINGS: Mapping[Device, dict[str, tuple[Any, ...]]] = {
+    Device.CUDA: {
+        "sizes": (256, 512, 1024, 2048, 4096, 8192, 16384),
+        "presets": ("small", "medium", "large", "xl", "2.7B", "gpt2"),
+        "memory_mib": (1, 4, 16, 64, 256, 1024, 4096),
+        "step_presets": (),
+    },
+    Device.CPU: {
+        "sizes": (64, 128, 256, 512, 1024),
+        "presets": ("tiny",),
+        "memory_mib": (1, 16, 64, 128),
+        "step_presets": ("tiny",),
+    },
+}
+"""What `cs336 ceilings` measures unless flags say otherwise, by their names."""
 LAYER_BATCH_SIZE = 4
 
 
@@ -212,29 +223,30 @@ class CeilingsArguments(StudyArguments):
 
     def grid(self) -> CeilingsGrid:  # type: ignore[override] # it chooses all fields itself
         """The grid that the flags describe; raise ValueError for flags that describe none."""
-        on_gpu, num_gpus = resolve_device(self.device) is Device.CUDA, len(visible_gpus())
-        sizes = flags.value_or(self.sizes, GPU_SIZES if on_gpu else CPU_SIZES)
-        squares = tuple(Shape(rows=side, inner=side, columns=side) for side in sizes)
-        layers = layer_shapes(flags.value_or(self.presets, GPU_PRESETS if on_gpu else CPU_PRESETS))
-        memory_mib = flags.value_or(self.memory_mib, GPU_MEMORY_MIB if on_gpu else CPU_MEMORY_MIB)
-        if on_gpu and self.world_size is not None and self.world_size > num_gpus:
+        device = resolve_device(self.device)
+        most_ranks = len(visible_gpus()) if device is Device.CUDA else 1
+        world_size = flags.value_or(self.world_size, most_ranks)
+        if device is Device.CUDA and world_size > most_ranks:
             raise ValueError(
-                f"--world-size {self.world_size} needs as many GPUs, this process sees {num_gpus}"
+                f"--world-size {world_size} needs as many GPUs, this process sees {most_ranks}"
             )
+        asked = {
+            name: flags.value_or(getattr(self, name), usual)
+            for name, usual in USUAL_CEILINGS[device].items()
+        }
+        squares = tuple(Shape(rows=side, inner=side, columns=side) for side in asked["sizes"])
         grid: CeilingsGrid = super().grid(
-            shapes=(*squares, *layers),
-            stream_bytes=tuple(size * MIB for size in memory_mib),
-            world_size=flags.value_or(self.world_size, num_gpus if on_gpu else 1),
-            step_presets=flags.value_or(self.step_presets, () if on_gpu else CPU_PRESETS) or None,
+            shapes=(*squares, *layer_shapes(asked["presets"])),
+            stream_bytes=tuple(size * MIB for size in asked["memory_mib"]),
+            world_size=world_size,
+            step_presets=asked["step_presets"] or None,
         )
         return grid
 
     def directory(self) -> Path:
         """Where the results go; raise ValueError for a name that is no plain directory name."""
-        name = (
-            flags.checked_name(self.name) if self.name else device_word(resolve_device(self.device))
-        )
-        return self.output / self.FOLDER / name
+        name = self.name or device_word(resolve_device(self.device))
+        return self.output / self.FOLDER / flags.checked_name(name)
 
 
 def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
@@ -248,13 +260,15 @@ def layer_shapes(presets: Sequence[str]) -> tuple[Shape, ...]:
     shapes = []
     for name in dict.fromkeys(presets):
         model = SIZES[name]
-        columns = {"feed-forward": model.d_ff}
+        widths = {"feed-forward": model.d_ff}
         if model.vocab_size % MATMUL_MULTIPLE:
-            columns["head"] = model.vocab_size
             padded = math.ceil(model.vocab_size / NICE_VOCABULARY) * NICE_VOCABULARY
-            columns[f"head{PADDED}"] = padded
-        product = partial(Shape, rows=LAYER_BATCH_SIZE * model.context_length, inner=model.d_model)
-        shapes += [product(columns=width, name=f"{name} {what}") for what, width in columns.items()]
+            widths |= {"head": model.vocab_size, f"head{PADDED}": padded}
+        rows = LAYER_BATCH_SIZE * model.context_length
+        for what, width in widths.items():
+            shapes.append(
+                Shape(rows=rows, inner=model.d_model, columns=width, name=f"{name} {what}")
+            )
     return tuple(shapes)
 
 

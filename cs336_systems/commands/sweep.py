@@ -194,13 +194,12 @@ class SweepArguments(flags.Flags):
         with several ranks.
         """
         axes = self._axes(on_gpu)
-        grid = [
-            dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())
-        ]
-        alone = [point for point in grid if point["parallel"] is Parallel.NONE]
-        if len(alone) < len(grid):
-            for point in alone:
-                point["ranks"] = 1
+        points = itertools.product(*axes.values())
+        grid = [dict(zip(axes, values, strict=True)) for values in points]
+        if {*axes["parallel"]} != {Parallel.NONE}:
+            for point in grid:
+                if point["parallel"] is Parallel.NONE:
+                    point["ranks"] = 1
         return grid
 
     def directory(self) -> Path:
@@ -252,16 +251,17 @@ def run(arguments: SweepArguments) -> int:
         return _say_what_would_run(arguments, plan, directory)
     for config in plan.too_large:
         print_aside(f"{config.label} {outlook(config)}")
-    has_profiler = True
+    least_status = OK
     if arguments.profiler is Profiler.NSYS:
         try:
             find_nsys()
         except NsysError as missing:
             print_aside(f"error: no profile: {missing}. The times are measured all the same.")
             configs = tuple(config for config in configs if config.profiler is Profiler.NONE)
-            has_profiler = False
-    status = measure_all(configs, directory, arguments.measuring, _elsewhere(arguments))
-    return FAILED if status == OK and not has_profiler else status
+            least_status = FAILED
+    return (
+        measure_all(configs, directory, arguments.measuring, _elsewhere(arguments)) or least_status
+    )
 
 
 def _say_what_would_run(arguments: SweepArguments, plan: Plan, directory: Path) -> int:
@@ -323,7 +323,9 @@ def _elsewhere(arguments: SweepArguments) -> Callable[..., "Outcome"] | None:
 
 
 def _machines(arguments: SweepArguments) -> list["Machine"]:
-    """The machines of the cluster, and which of them a sweep that begins now would leave out."""
+    """The machines of the cluster, and which of them a sweep that begins now would leave out;
+    none without --cluster.
+    """
     if arguments.cluster is None:
         return []
     _check_ray()
@@ -332,7 +334,8 @@ def _machines(arguments: SweepArguments) -> list["Machine"]:
     with StatusLine() as status, connected(arguments.cluster):
         status("asking the machines of the cluster")
         needs = Needs(require_device=arguments.require_device, nsys=arguments.nsys)
-        return look(arguments.device(), needs, allow_mixed=arguments.measuring.allow_mixed)[0]
+        machines, _ = look(arguments.device(), needs, allow_mixed=arguments.measuring.allow_mixed)
+        return machines
 
 
 def _print_machines(machines: Sequence["Machine"], device: Device) -> None:

@@ -60,12 +60,12 @@ def _weights(model: ModelConfig) -> dict[Component, int]:
     return {
         Component.QKV: num_layers * 3 * d_model**2,
         Component.OUTPUT: num_layers * d_model**2,
-        Component.FFN: num_layers * _ffn_matrices(model) * d_model * model.d_ff,
+        Component.FFN: num_layers * ffn_matrices(model) * d_model * model.d_ff,
         Component.HEAD: model.vocab_size * d_model,
     }
 
 
-def _ffn_matrices(model: ModelConfig) -> int:
+def ffn_matrices(model: ModelConfig) -> int:
     """Number of weight matrices in one feed-forward layer: w1, w2 and, in SwiGLU, w3."""
     return 3 if model.arch is Arch.CS336 else 2
 
@@ -156,27 +156,20 @@ sum, divide by it.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionFlops:
-    """FLOPs of the parts of attention, in all layers of one forward pass."""
-
-    scores: int
-    softmax: int
-    values: int
-
-
-def attention_forward_flops(model: ModelConfig, batch_size: int) -> AttentionFlops:
-    """FLOPs of naive attention in one forward pass, without the linear layers around it.
+def attention_forward_flops(model: ModelConfig, batch_size: int) -> dict[str, int]:
+    """FLOPs of naive attention in one forward pass by its parts (scores, softmax, values), without
+    the linear layers around it.
 
     Every operation of the softmax counts as one. Attention counts in full; scaling and masking are
     left out.
     """
     flops = forward_flops(model, batch_size)
     weights = model.num_layers * batch_size * model.num_heads * model.context_length**2
-    softmax = SOFTMAX_FORWARD_FLOPS * weights
-    return AttentionFlops(
-        scores=flops[Component.SCORES], softmax=softmax, values=flops[Component.VALUES]
-    )
+    return {
+        "scores": flops[Component.SCORES],
+        "softmax": SOFTMAX_FORWARD_FLOPS * weights,
+        "values": flops[Component.VALUES],
+    }
 
 
 def updated_parameters(config: RunConfig) -> int:
@@ -250,7 +243,7 @@ def _matmul_elements(config: RunConfig) -> dict[Component, int]:
         Component.SCORES: 2 * stream + scores,
         Component.VALUES: 2 * stream + scores,
         Component.OUTPUT: 2 * stream,
-        Component.FFN: 2 * stream + _ffn_matrices(model) * hidden,
+        Component.FFN: 2 * stream + ffn_matrices(model) * hidden,
         Component.HEAD: tokens * (model.d_model + model.vocab_size),
     }
     parameters = parameters_by_component(model)
@@ -306,19 +299,8 @@ TRAINING_FLOPS = 6
 """FLOPs of a step for each parameter and token: backward has two matmuls for each one of
 forward.
 """
-SECONDS_PER_DAY = 86_400
 
 
 def rule_of_thumb_flops(parameters: float, tokens: float) -> float:
     """6 N T: every parameter multiplies every token, and nothing else is counted."""
     return TRAINING_FLOPS * parameters * tokens
-
-
-def training_days(
-    *, parameters: float, tokens: float, peak_flops_per_s: float, count: int, mfu: float
-) -> float:
-    """Days until `count` devices have trained on `tokens` tokens, each at the share `mfu` of its
-    peak.
-    """
-    flops_per_s = count * peak_flops_per_s * mfu
-    return rule_of_thumb_flops(parameters, tokens) / flops_per_s / SECONDS_PER_DAY

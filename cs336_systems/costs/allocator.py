@@ -4,6 +4,7 @@ of requests.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from math import inf
 
 MIB = 2**20
 ROUND_BYTES = 512
@@ -40,9 +41,9 @@ class CachingAllocator:
     the driver may order them differently.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: float = inf) -> None:
         self.capacity_bytes = capacity_bytes
-        """Bytes that the driver can provide; None means no limit."""
+        """Bytes that the driver can provide."""
         self.reserved_bytes = 0
         self.addresses: list[int] = []
         """Of the block of each tensor by its handle, in units of ROUND_BYTES, as are all addresses
@@ -98,10 +99,8 @@ class CachingAllocator:
                 handle = ~event
                 free, address, end = pools[kinds[handle]][0], addresses[handle], tails[handle]
                 if (before := starts.pop(address, None)) is not None:
-                    del (
-                        ends[before],
-                        free[bisect_left(free, (address - before) << ADDRESS_BITS | before)],
-                    )
+                    del ends[before]
+                    del free[bisect_left(free, (address - before) << ADDRESS_BITS | before)]
                     address = before
                 if (after := ends.pop(end, None)) is not None:
                     del free[bisect_left(free, (after - end) << ADDRESS_BITS | end)]
@@ -124,37 +123,24 @@ class CachingAllocator:
         rest to split off.
         """
         is_small = size_bytes <= SMALL_BYTES
+        least_rest = 1 if is_small else SMALL_BYTES // ROUND_BYTES + 1
         free, wanted = self._pools.setdefault((is_small, stream), []), -(-size_bytes // ROUND_BYTES)
-        return (
-            free,
-            wanted,
-            wanted << ADDRESS_BITS,
-            1 if is_small else SMALL_BYTES // ROUND_BYTES + 1,
-        )
+        return free, wanted, wanted << ADDRESS_BITS, least_rest
 
     def _new_segment(self, size: int) -> tuple[int, int]:
         """Where a segment for a request begins and ends; raise OutOfMemoryError if it does not
         fit the device.
         """
         segment_bytes = segment_size(size * ROUND_BYTES)
-        if self._lacks(segment_bytes):
+        if self.reserved_bytes + segment_bytes > self.capacity_bytes:
             self._release_free_segments()
-            if self._lacks(segment_bytes):
-                raise OutOfMemoryError(
-                    f"{segment_bytes} bytes asked of a device of {self.capacity_bytes}, of which "
-                    f"{self.reserved_bytes} are reserved"
-                )
+        if self.reserved_bytes + segment_bytes > self.capacity_bytes:
+            raise OutOfMemoryError
         self.reserved_bytes += segment_bytes
         address = self._next_address
         self._segments[address] = end = address + segment_bytes // ROUND_BYTES
         self._next_address = end + 1
         return address, end
-
-    def _lacks(self, segment_bytes: int) -> bool:
-        return (
-            self.capacity_bytes is not None
-            and self.reserved_bytes + segment_bytes > self.capacity_bytes
-        )
 
     def _release_free_segments(self) -> None:
         """Return all wholly free segments to the driver, as PyTorch does before it raises an

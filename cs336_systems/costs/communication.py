@@ -77,6 +77,10 @@ class Stage:
     """Collectives that are launched once the kernels have ended."""
 
 
+NOTHING: tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]] = (), ()
+"""What a module exchanges that no unit has: nothing is gathered and nothing scattered."""
+
+
 def calls(config: RunConfig) -> Counter[CollectiveCall] | None:
     """The collectives of a step in the steady state, with the number of each.
 
@@ -164,17 +168,17 @@ def _sharded(config: RunConfig) -> Iterator[Stage]:
     """Forward and backward of sharded parameters: each unit is gathered, freed after forward and
     gathered again for backward, and its gradients are scattered.
     """
-    gathered = {unit.name: unit for unit in units(config)}
+    exchanged = {unit.name: _exchanged(unit, config) for unit in units(config)}
     multiplied = _multiplied_by_unit(config)
-    names = [name for name in multiplied if name in gathered or multiplied[name]]
+    names = [name for name in multiplied if name in exchanged or multiplied[name]]
     gathered_once = {LOOKUP, REST}
     if config.parallel.exchange.keeps_last_unit:
-        gathered_once.add([name for name in names if name in gathered][-1])
+        gathered_once.add([name for name in names if name in exchanged][-1])
     for name in names:
-        gathers, _ = _exchanged(gathered.get(name), config)
+        gathers, _ = exchanged.get(name, NOTHING)
         yield Stage(phase=Phase.FORWARD, multiplied_elements=multiplied[name], gathers=gathers)
     for name in reversed(names):
-        gathers, scatters = _exchanged(gathered.get(name), config)
+        gathers, scatters = exchanged.get(name, NOTHING)
         yield Stage(
             phase=Phase.BACKWARD,
             multiplied_elements=multiplied[name],
@@ -197,11 +201,9 @@ def _multiplied_by_unit(config: RunConfig) -> dict[str, int]:
 
 
 def _exchanged(
-    unit: Unit | None, config: RunConfig
+    unit: Unit, config: RunConfig
 ) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
     """The calls that gather a unit's parameters, and those that scatter their gradients."""
-    if unit is None:
-        return (), ()
     parts_bytes = [unit.element_bytes * part for part in unit.parts]
     if config.parallel.exchange.copies:
         pushes = tuple(CollectiveCall(Collective.PUSH, part_bytes) for part_bytes in parts_bytes)

@@ -137,7 +137,7 @@ class Curves:
         interpolated.
         """
         points = _surface(self, precision, _is_aligned(rows, inner, columns), form, batch > 1)
-        return (log(batch * rows), log(inner), log(columns)) in (there for there, _ in points)
+        return (log(batch * rows), log(inner), log(columns)) in dict(points)
 
     def without(self, precision: Precision, products: Set[tuple[int, int, int]]) -> "Curves":
         """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had
@@ -265,25 +265,15 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
     bandwidth = MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_per_s
     smallest = round(KERNEL_S * bandwidth)
     passes = {smallest: KERNEL_S, 1000 * smallest: 1000 * KERNEL_S}
-    peaks = device.peak_flops_per_s
-    times_s = {
-        precision: 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak) for precision, peak in peaks.items()
-    }
+    matmuls = {}
+    for precision, peak in device.peak_flops_per_s.items():
+        time_s = 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak)
+        matmuls[precision] = (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
     return Curves(
-        matmuls={
-            precision: (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
-            for precision, time_s in times_s.items()
-        },
+        matmuls=matmuls,
         copies=passes,
         adamw=passes,
         launch_s=LAUNCH_S,
         kernel_s=KERNEL_S,
         is_measured=False,
     )
-
-
-def data_sheet_link(device: DeviceSpec) -> float | None:
-    """Rate at which a GPU sends to others of its node, in bytes/s; None if the data sheet has no
-    NVLink.
-    """
-    return None if device.link_bytes_per_s is None else LINK_EFFICIENCY * device.link_bytes_per_s

@@ -8,7 +8,8 @@ need in addition.
 from dataclasses import replace
 
 from ..config import Arch, Attention, Device, Mode, Profiler, RunConfig
-from .accounting import Component, parameters_by_component
+from .accounting import INT64_BYTES, Component, count_parameters, parameters_by_component
+from .allocator import round_up
 from .fit import CUDA_CONTEXT_BYTES
 from .shards import FP32_BYTES, HALF_BYTES
 
@@ -46,231 +47,170 @@ def with_checkpoints(
         or config.mode not in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
     ):
         return config
-    # ranks that write to each other's memory open it by handles of fixed segments
-    is_fixed = config.profiler is Profiler.MEMORY or config.parallel.writes_to_others
-    # NCCL registers the buffers of graphs, which fails in expandable segments; steps this large
-    # need no graphs
-    is_fixed = is_fixed or (keeps_graph and config.is_shared)
+    # ranks that write to each other's memory open it by handles of fixed segments, and NCCL
+    # cannot register the buffers of graphs in expandable ones; steps this large need no graphs
+    is_fixed = (
+        config.profiler is Profiler.MEMORY
+        or config.parallel.writes_to_others
+        or (keeps_graph and config.is_shared)
+    )
     expands = config.device is Device.CUDA and not is_fixed
     graph = config.cuda_graph and not (expands and config.is_shared)
-    chunks = (
-        max(config.loss_chunks, -(-_tokens(config) // LOSS_TOKENS))
-        if config.fused_loss
-        else config.loss_chunks
-    )
+    chunks = config.loss_chunks
+    if config.fused_loss:
+        chunks = max(chunks, -(-FastMemory(config).tokens // LOSS_TOKENS))
     chunked = replace(config, loss_chunks=chunks)
     whole = replace(chunked, checkpoint_blocks=1, expandable_segments=expands, cuda_graph=graph)
     choices = [config, chunked]
     if config.model.attention is Attention.SDPA:
         selective = replace(whole, selective_checkpoints=True, fused_activations=False)
-        choices += [
-            replace(selective, keep_hidden=kept) for kept in range(config.model.num_layers, -1, -1)
-        ]
+        for kept in range(config.model.num_layers, -1, -1):
+            choices.append(replace(selective, keep_hidden=kept))
     usable_bytes = (USABLE_FIXED if is_fixed else USABLE) * (memory_bytes - CUDA_CONTEXT_BYTES)
-    return next((choice for choice in choices if peak_bytes(choice) <= usable_bytes), whole)
+    for choice in choices:
+        if FastMemory(choice).peak_bytes <= usable_bytes:
+            return choice
+    return whole
 
 
-def peak_bytes(config: RunConfig) -> int:
-    """The most memory of a step with fused blocks and fused loss, without the allocator's
+class FastMemory:
+    """The memory of a step with fused blocks and fused loss in bytes, without the allocator's
     rounding.
     """
-    model, tokens = config.model, _tokens(config)
-    saved, ends, of_head = saved_bytes(config), _saved_at_ends(config), _of_head(config)
-    # at three moments: backward of the head (the logits hold their gradients), of the last block,
-    # end of backward
-    beside = of_head if config.loss_chunks == 1 else _logits(config)
-    return held_bytes(config) + max(
-        saved + beside + tokens * HALF_BYTES * model.d_model,
-        saved - ends + of_head + _more_in_backward(config),
-        gradient_bytes(config) + _more_in_backward(config),
-    )
 
-
-def saved_bytes(config: RunConfig) -> int:
-    """Bytes that forward saves for backward, each tensor once: activations, and casts of weights
-    to fp8.
-    """
-    model = config.model
-    groups = (
-        -(-model.num_layers // config.checkpoint_blocks)
-        if config.checkpoint_blocks
-        else model.num_layers
-    )
-    kept = _tokens(config) * config.keep_hidden * _hidden(config)
-    return groups * _saved_of_group(config) + kept + _saved_at_ends(config)
-
-
-def _saved_of_group(config: RunConfig) -> int:
-    """Bytes that a block, or a group of blocks between checkpoints, saves."""
-    casts = 0 if config.checkpoint_blocks else _more_in_fp8(config)
-    return _tokens(config) * _saved_per_token(config) + casts
-
-
-def _saved_per_token(config: RunConfig) -> int:
-    """Bytes per token that a block, or a group of blocks between checkpoints, saves, if no layer
-    is in fp8.
-    """
-    d_model = config.model.d_model
-    stream, narrow = FP32_BYTES * d_model, HALF_BYTES * d_model
-    if config.checkpoint_blocks and not config.selective_checkpoints:
-        return stream + narrow  # the residual stream, and the branch that the next norm adds to it
-    # q, k, v, the result, and its log-sum-exp
-    attention = 4 * narrow + FP32_BYTES * config.model.num_heads
-    if config.selective_checkpoints:
-        return stream + attention
-    return stream + _statistics(config) + narrow + attention + _between(config)
-
-
-def _between(config: RunConfig) -> int:
-    """Bytes per token that a block saves after attention: residual stream, its norm, and the
-    hidden activations.
-    """
-    activations = HALF_BYTES * config.model.d_ff
-    return (
-        (FP32_BYTES + HALF_BYTES) * config.model.d_model
-        + _statistics(config)
-        + _hidden(config)
-        + activations
-    )
-
-
-def _hidden(config: RunConfig) -> int:
-    """Bytes for each token of the result of the feed-forward network's first matmul, which has
-    SwiGLU's two factors.
-    """
-    return (2 if config.model.arch is Arch.CS336 else 1) * HALF_BYTES * config.model.d_ff
-
-
-def _more_in_fp8(config: RunConfig) -> int:
-    """Bytes that a block saves with fp8 less those that it saves with bf16; may be negative.
-
-    fp8 casts of the weights and of attention's result are saved in addition. The inputs of the
-    other linear layers are saved in fp8 instead of bf16, one byte less per element.
-    """
-    if not config.fp8:
-        return 0
-    return _of_one_block(config) - _tokens(config) * (config.model.d_model + config.model.d_ff)
-
-
-def _more_in_backward(config: RunConfig) -> int:
-    """Bytes that a block's backward needs beside what forward saved: gradients of what `_between`
-    counts, and activations that are computed again.
-
-    Computed again are, with checkpoints, those of the whole group; with selective ones, those that
-    `_between` counts; without checkpoints none.
-    """
-    gradients = _tokens(config) * _between(config)
-    if not config.checkpoint_blocks:
-        return gradients
-    if config.selective_checkpoints:
-        return gradients + gradients + _more_in_fp8(config)  # as much is computed again
-    group = config.checkpoint_blocks * _saved_of_group(replace(config, checkpoint_blocks=0))
-    return group + gradients
-
-
-def _saved_at_ends(config: RunConfig) -> int:
-    """Bytes saved outside of the blocks: the last norm's input and result, the logits, and the
-    tokens themselves.
-
-    If the loss is computed in parts, the gradients of the last norm's result and of the head's
-    weight take the place of that result and of the logits.
-    """
-    d_model = config.model.d_model
-    normed = (FP32_BYTES + HALF_BYTES) * d_model + _statistics(config)
-    return _tokens(config) * (normed + 8) + (
-        _logits(config) if config.loss_chunks == 1 else _of_head(config)
-    )
-
-
-def _logits(config: RunConfig) -> int:
-    """Bytes of the logits that are in memory at once."""
-    return HALF_BYTES * _padded_vocabulary(config) * -(-_tokens(config) // config.loss_chunks)
-
-
-def _of_head(config: RunConfig) -> int:
-    """Bytes of the head's gradient."""
-    return HALF_BYTES * _padded_vocabulary(config) * config.model.d_model
-
-
-def _statistics(config: RunConfig) -> int:
-    """Bytes that a norm saves for each token beside its sum: 1 / deviation, and LayerNorm's
-    mean.
-    """
-    return FP32_BYTES * (1 if config.model.arch is Arch.CS336 else 2)
-
-
-def held_bytes(config: RunConfig) -> int:
-    """Bytes of masters, copies and AdamW's moments; of split masters, those of their remainders.
-
-    With a sharded optimizer, a rank has its part of moments and masters, but whole copies, and
-    whole masters where the model reads those. Fully sharded, a rank has its part of everything, the
-    copies that are currently gathered, and as much again for gradients in transit. Gradients that
-    other ranks push have memory of their own.
-    """
-    parts = parameters_by_component(config.model)
-    linear, read, every = _with_copies(config), _read(config), sum(parts.values())
-    masters = (HALF_BYTES if config.split_masters else FP32_BYTES) * (every - read)
-    moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
-    moments = 2 * moment_bytes * every if config.mode is Mode.TRAIN else 0
-    if config.parallel.shards_parameters:
-        gathered = 2 * (
-            parts[Component.HEAD]
-            + (config.parallel.exchange.units_ahead + 1) * _of_one_block(config)
+    def __init__(self, config: RunConfig) -> None:
+        model, is_gpt2 = config.model, config.model.arch is Arch.GPT2
+        parts = parameters_by_component(model)
+        blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
+        vocabulary = round_up(model.vocab_size, config.pad_vocabulary)
+        self.config = config
+        self.tokens = config.batch_size * model.context_length
+        self.block_parameters = blocks // model.num_layers
+        """Parameters of the linear layers of one block."""
+        self.linear_parameters = blocks + vocabulary * model.d_model
+        """Those of all linear layers, with the rows that pad the vocabulary."""
+        self.read_parameters = parts[Component.EMBEDDING] + parts[Component.NORMS]
+        """Those that the model reads in fp32: the embedding, which may be the head's table too, and
+        the norms. Of all others `cast_once` reads the copies only.
+        """
+        if is_gpt2:
+            self.read_parameters += parts[Component.HEAD]
+        # bytes for each token
+        stream, narrow = FP32_BYTES * model.d_model, HALF_BYTES * model.d_model
+        statistics = FP32_BYTES * (2 if is_gpt2 else 1)  # 1 / deviation, and LayerNorm's mean
+        normed = stream + narrow + statistics
+        attention = 4 * narrow + FP32_BYTES * model.num_heads  # q, k, v, result, log-sum-exp
+        activations = HALF_BYTES * model.d_ff
+        hidden = activations * (1 if is_gpt2 else 2)  # SwiGLU has two factors
+        self.hidden_bytes = self.tokens * hidden
+        """The result of the feed-forward network's first matmul."""
+        self.between_bytes = self.tokens * (normed + hidden + activations)
+        """What a block saves after attention: residual stream, its norm, hidden activations."""
+        self.more_in_fp8_bytes = 0
+        """What a block saves with fp8 less what it saves with bf16; may be negative."""
+        if config.fp8:
+            # in addition: casts of the weights and of attention's result; the inputs of the other
+            # linear layers are saved in fp8 instead of bf16, one byte less per element
+            one_byte_less = self.tokens * (model.d_model + model.d_ff)
+            self.more_in_fp8_bytes = self.block_parameters - one_byte_less
+        self.block_bytes = (
+            self.tokens * (normed + attention) + self.between_bytes + self.more_in_fp8_bytes
         )
-        received = (
-            (HALF_BYTES * linear + FP32_BYTES * read)
-            * (config.ranks - 1)
-            * config.parallel.writes_to_others
+        """What a block saves without checkpoints."""
+        # the residual stream, and the branch that the next norm adds to it
+        self.checkpoint_bytes = self.tokens * (stream + narrow)
+        """What a group of blocks between checkpoints saves."""
+        if config.selective_checkpoints:
+            self.checkpoint_bytes = self.tokens * (stream + attention)
+        self.head_bytes = HALF_BYTES * vocabulary * model.d_model
+        """The head's gradient."""
+        self.logits_bytes = HALF_BYTES * vocabulary * -(-self.tokens // config.loss_chunks)
+        """The logits that are in memory at once."""
+        is_whole_loss = config.loss_chunks == 1
+        self.ends_bytes = self.tokens * (normed + INT64_BYTES)
+        self.ends_bytes += self.logits_bytes if is_whole_loss else self.head_bytes
+        """What is saved outside of the blocks: the last norm's input and result, the logits, and
+        the tokens themselves.
+
+        If the loss is computed in parts, the gradients of the last norm's result and of the head's
+        weight take the place of that result and of the logits.
+        """
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of a step."""
+        is_whole_loss = self.config.loss_chunks == 1
+        beside_bytes = self.head_bytes if is_whole_loss else self.logits_bytes
+        stream_gradient_bytes = self.tokens * HALF_BYTES * self.config.model.d_model
+        return self.held_bytes + max(
+            # backward of the head, in which the logits hold their gradients
+            self.saved_bytes + beside_bytes + stream_gradient_bytes,
+            # backward of the last block
+            self.saved_bytes - self.ends_bytes + self.head_bytes + self.more_in_backward_bytes,
+            # the end of backward
+            self.gradient_bytes + self.more_in_backward_bytes,
         )
-        part = (
-            masters + FP32_BYTES * read + moments + HALF_BYTES * linear + received
-        ) // config.ranks
-        return part + HALF_BYTES * gathered
-    shards = config.ranks if config.shard_optimizer else 1
-    pushed = gradient_bytes(config) * (config.ranks - 1) if config.parallel.writes_to_others else 0
-    return (masters + moments + pushed) // shards + FP32_BYTES * read + HALF_BYTES * linear
 
+    @property
+    def saved_bytes(self) -> int:
+        """What forward saves for backward, each tensor once: activations, and casts of weights to
+        fp8.
+        """
+        blocks, group = self.config.model.num_layers, self.config.checkpoint_blocks
+        of_blocks = blocks * self.block_bytes
+        if group:
+            of_blocks = -(-blocks // group) * self.checkpoint_bytes
+        return of_blocks + self.config.keep_hidden * self.hidden_bytes + self.ends_bytes
 
-def gradient_bytes(config: RunConfig) -> int:
-    """Bytes of all gradients at the end of backward, whole on every rank unless parameters are
-    sharded.
-    """
-    gradients = HALF_BYTES * _with_copies(config) + FP32_BYTES * _read(config)
-    if config.parallel.shards_parameters:
-        return gradients // config.ranks + HALF_BYTES * _of_one_block(config)
-    return gradients
+    @property
+    def more_in_backward_bytes(self) -> int:
+        """What a block's backward needs beside what forward saved: gradients of what is saved
+        after attention, and activations that are computed again.
 
+        Computed again are, with checkpoints, those of the whole group; with selective ones, those
+        after attention; without checkpoints none.
+        """
+        again_bytes = self.config.checkpoint_blocks * self.block_bytes
+        if self.config.selective_checkpoints:
+            again_bytes = self.between_bytes + self.more_in_fp8_bytes
+        return self.between_bytes + again_bytes
 
-def _of_one_block(config: RunConfig) -> int:
-    """Parameters of the linear layers of one block."""
-    parts = parameters_by_component(config.model)
-    return (
-        sum(parts[part] for part in (Component.QKV, Component.OUTPUT, Component.FFN))
-        // config.model.num_layers
-    )
+    @property
+    def held_bytes(self) -> int:
+        """Masters, copies and AdamW's moments; of split masters, those of their remainders.
 
+        With a sharded optimizer, a rank has its part of moments and masters, but whole copies, and
+        whole masters where the model reads those. Fully sharded, a rank has its part of
+        everything, the copies that are currently gathered, and as much again for gradients in
+        transit. Gradients that other ranks push have memory of their own.
+        """
+        config, every = self.config, count_parameters(self.config.model)
+        master_bytes = HALF_BYTES if config.split_masters else FP32_BYTES
+        moment_bytes = HALF_BYTES if config.bf16_moments else FP32_BYTES
+        of_optimizer = master_bytes * (every - self.read_parameters)
+        if config.mode is Mode.TRAIN:
+            of_optimizer += 2 * moment_bytes * every
+        read_by_model = self._whole_gradient_bytes  # as much as their gradients
+        others = config.ranks - 1 if config.parallel.writes_to_others else 0
+        if config.parallel.shards_parameters:
+            units = config.parallel.exchange.units_ahead + 1
+            head = config.model.vocab_size * config.model.d_model
+            gathered = 2 * (head + units * self.block_parameters)
+            sharded = of_optimizer + (1 + others) * read_by_model
+            return sharded // config.ranks + HALF_BYTES * gathered
+        shards = config.ranks if config.shard_optimizer else 1
+        return (of_optimizer + others * read_by_model) // shards + read_by_model
 
-def _with_copies(config: RunConfig) -> int:
-    """Parameters of the linear layers, with the rows that pad the vocabulary."""
-    parts = parameters_by_component(config.model)
-    surplus = (_padded_vocabulary(config) - config.model.vocab_size) * config.model.d_model
-    return sum(parts.values()) - parts[Component.EMBEDDING] - parts[Component.NORMS] + surplus
+    @property
+    def gradient_bytes(self) -> int:
+        """All gradients at the end of backward, whole on every rank unless parameters are
+        sharded.
+        """
+        if self.config.parallel.shards_parameters:
+            of_block = HALF_BYTES * self.block_parameters
+            return self._whole_gradient_bytes // self.config.ranks + of_block
+        return self._whole_gradient_bytes
 
-
-def _read(config: RunConfig) -> int:
-    """Parameters that the model reads in fp32: the embedding, which may be the head's table too,
-    and the norms.
-
-    Of all others `cast_once` reads the copies only.
-    """
-    parts = parameters_by_component(config.model)
-    table = parts[Component.HEAD] if config.model.arch is Arch.GPT2 else 0
-    return parts[Component.EMBEDDING] + parts[Component.NORMS] + table
-
-
-def _padded_vocabulary(config: RunConfig) -> int:
-    return -(-config.model.vocab_size // config.pad_vocabulary) * config.pad_vocabulary
-
-
-def _tokens(config: RunConfig) -> int:
-    return config.batch_size * config.model.context_length
+    @property
+    def _whole_gradient_bytes(self) -> int:
+        return HALF_BYTES * self.linear_parameters + FP32_BYTES * self.read_parameters

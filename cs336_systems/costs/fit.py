@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from sys import maxsize
 
-from ..config import Attention, Device, Mode, RunConfig
+from ..config import Attention, Device, RunConfig
 from .accounting import count_parameters
 from .allocator import OutOfMemoryError
-from .memory import allocated_levels, is_predictable, placed, predict_memory, rounded_bytes
-from .shards import FP32_BYTES, HALF_BYTES
+from .memory import is_predictable, placed, predict_memory
+from .shards import FP32_BYTES
 from .tape import Tape, interpolated
 from .traces import tape_of, trace_missing
 
@@ -37,43 +37,27 @@ def host_bytes(config: RunConfig, memory_bytes: int) -> int | None:
 
     The CPU holds the same tensors as a GPU does. Its allocator, its kernels' own buffers and
     PyTorch itself, all left out, took 0 to 20 % more where it was measured. The step is traced for
-    it only where bounds do not tell whether it fits `memory_bytes`; else, and for a step with
-    shortcuts, it is the lower one.
+    it only where that may decide whether it fits `memory_bytes`. Without a trace, and for a step
+    with shortcuts, it is the memory of the parameters.
     """
     if config.device is not Device.CPU or config.model_factory is not None:
         return None
     prediction = predict_memory(config) if needs_tape(config, memory_bytes) else None
     if prediction is None:
-        return _least_bytes(config)
+        return _parameter_bytes(config)
     return config.ranks * prediction.peak.allocated_bytes
 
 
 def needs_tape(config: RunConfig, memory_bytes: int) -> bool:
     """Whether it takes a tape to tell if a run on the CPU fits."""
     is_known = config.device is Device.CPU and config.model_factory is None
-    return is_known and _least_bytes(config) <= memory_bytes < _most_bytes(config)
+    return is_known and _parameter_bytes(config) <= memory_bytes < _most_bytes(config)
 
 
-def _least_bytes(config: RunConfig) -> int:
-    """Parameters, gradients and AdamW's moments, of shortcuts the parameters alone; and the scores
-    of attention.
-
-    The scores are those of attention that is written out, in two bytes each. Those of every block
-    are there at once where backward needs them, unless checkpoints drop them, else those of one.
-    """
-    model, copies = config.model, 1.0
-    has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)
-    if has_backward and config == config.without_shortcuts and config.own_ddp is None:
-        copies = 2.0
-    if copies == 2.0 and config.mode is Mode.TRAIN and config.own_optimizer is None:
-        copies += 2 / (config.ranks if config.shard_optimizer else 1)
-    blocks = model.num_layers if has_backward and not config.checkpoint_blocks else 1
-    scores = blocks * config.batch_size * model.num_heads * model.context_length**2
-    score_bytes = scores * HALF_BYTES if model.attention is Attention.NAIVE else 0
-    # all ranks together have each sharded parameter once, and else whole copies
-    holders = 1 if config.parallel.shards_parameters else config.ranks
-    weight_bytes = int(copies * FP32_BYTES * count_parameters(model))
-    return holders * weight_bytes + config.ranks * score_bytes
+def _parameter_bytes(config: RunConfig) -> int:
+    """Bytes of the parameters in fp32: of one copy that all ranks share, or of each rank's."""
+    copies = 1 if config.parallel.shards_parameters else config.ranks
+    return copies * FP32_BYTES * count_parameters(config.model)
 
 
 def _most_bytes(config: RunConfig) -> int:
@@ -145,33 +129,31 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
     if not is_predictable(config_of(asked)):
         return None
     room_bytes = memory_bytes - outside_bytes(config_of(asked))
-    if tape_of(config_of(asked)).names.axes:
+    if tape_of(config_of(asked)).axes:
         return _last_that_fits(lambda number: tape_of(config_of(number)), room_bytes)
     return _last_traced(config_of, asked, room_bytes)
 
 
 def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
-    """The last number whose tape fits; `tape_at` raises ValueError for numbers that are too large.
-
-    The search begins where the tensors alone no longer fit, which is found without the slower
-    allocator.
+    """The last number whose tape fits, found by doubling and bisection, or 0; `tape_at` raises
+    ValueError for numbers that are too large.
     """
-    if not _fits(tape_at(1), room_bytes):
-        return 0
 
-    def have_room(number: int) -> bool:
+    def has_room(number: int) -> bool:
         with suppress(ValueError):
-            return _tensor_bytes(tape_at(number)) <= room_bytes
+            return _fits(tape_at(number), room_bytes)
         return False
 
-    below = 1
-    while have_room(2 * below):
-        below *= 2
-    above = _last_before(below, 2 * below, have_room) + 1
-    below, step = above - 1, 1
-    while not _fits(tape_at(below), room_bytes):
-        above, below, step = below, max(1, below - step), 2 * step
-    return _last_before(below, above, lambda number: _fits(tape_at(number), room_bytes))
+    below, above = 0, 1
+    while has_room(above):
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        if has_room(middle):
+            below = middle
+        else:
+            above = middle
+    return below
 
 
 def _last_traced(config_of: Callable[[int], RunConfig], asked: int, room_bytes: int) -> int:
@@ -219,21 +201,3 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
     estimate = _last_that_fits(tape_at, room_bytes)
     # if `below` itself is the estimate, the next number is traced to confirm that it does not fit
     return max(estimate, below + 1) if below <= estimate < above else round_number
-
-
-def _last_before(below: int, above: int, holds: Callable[[int], bool]) -> int:
-    """The last number for which it holds, by bisection: it holds for `below`, and not for
-    `above`.
-    """
-    while above - below > 1:
-        middle = (below + above) // 2
-        below, above = (middle, above) if holds(middle) else (below, middle)
-    return below
-
-
-def _tensor_bytes(tape: Tape) -> int:
-    """The most bytes of tensors at any moment, without the remainders that the allocator does
-    not split off.
-    """
-    sizes = [rounded_bytes(spec.size_bytes) for spec in tape.specs]
-    return max(allocated_levels(tape, [sizes[kind] for kind in tape.tensors]))

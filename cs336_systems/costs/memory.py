@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 from operator import invert
 
 from ..config import Device, Parallel, Phase, Precision, RunConfig, SdpaBackend
@@ -93,14 +94,13 @@ def _predict(config: RunConfig) -> MemoryPrediction:
     tape = tape_of(config)
     allocator = placed(tape)
     sizes, levels = allocator.sizes_bytes, allocated_levels(tape, allocator.sizes_bytes)
-    first = [(phase, begin) for phase, begin, _ in tape.steps[0]]
-    last = [(phase, begin) for phase, begin, _ in tape.steps[-1]]
+    first, *_, last = tape.steps
     return MemoryPrediction(
         peak=_peak(tape, sizes, levels, last),
         first_step_peak=_peak(tape, sizes, levels, first),
         reserved_bytes=allocator.reserved_bytes,
         start_bytes=levels[last[0][1]],
-        after_bytes={phase: levels[end] for (phase, _), (_, end) in pairwise(last)},
+        after_bytes={phase: levels[end] for (phase, _, _), (_, end, _) in pairwise(last)},
     )
 
 
@@ -109,11 +109,12 @@ def predicted_peak_bytes(config: RunConfig) -> int | None:
     prediction = predict_memory(config) if config.device is Device.CUDA else None
     if prediction is None:
         return None
-    first_bytes = prediction.first_step_peak.allocated_bytes
-    later_bytes = prediction.peak.allocated_bytes
-    if config.warmup_steps:
-        return later_bytes
-    return first_bytes if config.measured_steps == 1 else max(first_bytes, later_bytes)
+    peaks = []
+    if config.warmup_steps == 0:
+        peaks.append(prediction.first_step_peak)
+    if config.warmup_steps + config.measured_steps > 1:
+        peaks.append(prediction.peak)
+    return max(peak.allocated_bytes for peak in peaks)
 
 
 def allocated_levels(tape: Tape, sizes_bytes: Sequence[int]) -> list[int]:
@@ -157,9 +158,9 @@ def rank_peak_bytes(config: RunConfig) -> int | None:
         return None
     tape = tape_of(alone)
     shares, more_bytes = _shared_out(config)
-    sizes = [
-        round(shares.get(spec.category, 1) * rounded_bytes(spec.size_bytes)) for spec in tape.specs
-    ]
+    sizes = []
+    for spec in tape.specs:
+        sizes.append(round(shares.get(spec.category, 1) * rounded_bytes(spec.size_bytes)))
     levels = allocated_levels(tape, [sizes[kind] for kind in tape.tensors])
     return max(levels[tape.steps[-1][0][1] :]) + more_bytes
 
@@ -188,22 +189,24 @@ def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
     return {**dict.fromkeys(kept, share), Category.WEIGHT_COPIES: 0.0}, gathered
 
 
-def placed(tape: Tape, capacity_bytes: int | None = None) -> CachingAllocator:
+def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:
     """The simulated allocator after the tape; raises OutOfMemoryError if a tensor does not fit."""
     allocator = CachingAllocator(capacity_bytes)
-    allocator.replay(
-        tape.events, tape.tensors, [(spec.size_bytes, spec.stream) for spec in tape.specs]
-    )
+    requests = [(spec.size_bytes, spec.stream) for spec in tape.specs]
+    allocator.replay(tape.events, tape.tensors, requests)
     return allocator
 
 
 def _peak(
-    tape: Tape, sizes: Sequence[int], levels: Sequence[int], phases: Sequence[tuple[Phase, int]]
+    tape: Tape,
+    sizes: Sequence[int],
+    levels: Sequence[int],
+    phases: Sequence[tuple[Phase, int, int]],
 ) -> Peak:
     """The first maximum of a step, from its phases and the events before them, and the bytes of
     each tensor's block.
     """
-    (first, start), *others, (_, end) = phases
+    (_, start, _), *_, (_, end, _) = phases
     peak_bytes = max(levels[start : end + 1])
     when = levels.index(peak_bytes, start)
     done = tape.events[:when]
@@ -218,7 +221,7 @@ def _peak(
         count=sum(rest > 0 for rest in rests),
         size_bytes=sum(rests),
     )
-    phase = [first, *(phase for phase, begin in others if begin < when)][-1]
+    phase = [phase for phase, begin, _ in phases if begin == start or begin < when][-1]
     return Peak(phase=phase, allocated_bytes=peak_bytes, parts=(*parts, unsplit))
 
 
@@ -235,9 +238,8 @@ def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
         )
         for spec, count in specs.items()
     ]
-    return tuple(
-        sorted(parts, key=lambda part: (order.index(part.category), -part.size_bytes, part.label))
-    )
+    parts.sort(key=lambda part: (order.index(part.category), -part.size_bytes, part.label))
+    return tuple(parts)
 
 
 def rounded_bytes(size_bytes: int) -> int:

@@ -7,6 +7,8 @@ entry that says otherwise has its place in PyTorch's source.
 from collections.abc import Mapping
 from fractions import Fraction
 
+from torch import Tensor
+
 from .on_cuda import HALF
 from .tape import Form, Pass
 from .trace import Dispatch, Launcher, StepTrace, tensors_in
@@ -39,16 +41,20 @@ def one_pass(trace: StepTrace, call: Dispatch) -> None:
     trace.moves([*ins, *outs], how)
 
 
-def _matmul(trace: StepTrace, call: Dispatch) -> None:
-    """One matmul; its form is told by which factor is transposed: has contiguous columns."""
-    a, b = call.ins[-2:]
-    form = Form.INPUT
+def _form(a: Tensor, b: Tensor) -> Form:
+    """The form of the matmul a x b, told by which factor is transposed: has contiguous columns."""
     if b.stride(-2) == 1 and b.shape[-2] > 1:
-        form = Form.FORWARD
-    elif a.stride(-2) == 1 and a.shape[-2] > 1:
-        form = Form.WEIGHT
+        return Form.FORWARD
+    if a.stride(-2) == 1 and a.shape[-2] > 1:
+        return Form.WEIGHT
+    return Form.INPUT
+
+
+def _matmul(trace: StepTrace, call: Dispatch) -> None:
+    """One matmul, or a batch of them."""
+    a, b = call.ins[-2:]
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
-    trace.matmul(form, sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
+    trace.matmul(_form(a, b), sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
     # as many rows as the tokens that an expert was given: taken for a matmul of that expert
     if trace.is_first_forward and sides[0] in trace.routing.counts:
         trace.routing.note_experts(sides[0], b.numel())
@@ -59,15 +65,10 @@ def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
     they can be.
     """
     a, b = call.ins[:2]
-    sides = [a.shape[-2], a.shape[-1], b.shape[-1]]
-    form = Form.INPUT
-    if b.stride(-2) == 1:
-        form = Form.FORWARD
-    elif a.stride(-2) == 1:
-        form = Form.WEIGHT
+    form, sides = _form(a, b), [a.shape[-2], a.shape[-1], b.shape[-1]]
     groups = next(len(tensor) for tensor in (b, a, call.outs[0]) if tensor.dim() == 3)
     if a.dim() == b.dim() == 3:
-        trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), groups)
+        trace.matmul(form, sides, a.element_size(), groups)
         return
     trace.routing.is_assumed = True
     divided = 1  # in the gradients of weights, the rows of all tokens are the inner side
@@ -79,17 +80,17 @@ def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
     for size, count in ((least, groups - more), (least + 1, more)):
         sides[divided] = size
         if size and count:
-            trace.matmul(form, (sides[0], sides[1], sides[2]), a.element_size(), count)
+            trace.matmul(form, sides, a.element_size(), count)
+
+
+def _attention(trace: StepTrace, form: Form, q: Tensor, k: Tensor) -> None:
+    """A kernel of fused attention, of queries and keys by (batch, heads, positions, d_head)."""
+    batch, heads, queries, d_head = q.shape
+    trace.attention(form, batch * heads, (queries, d_head, k.shape[2]), q.element_size())
 
 
 def _attention_kernel(trace: StepTrace, call: Dispatch) -> None:
-    q, k = call.ins[:2]
-    trace.attention(
-        Form.ATTENTION,
-        q.shape[0] * q.shape[1],
-        (q.shape[2], q.shape[3], k.shape[2]),
-        q.element_size(),
-    )
+    _attention(trace, Form.ATTENTION, *call.ins[:2])
 
 
 def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
@@ -102,14 +103,10 @@ def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
     rows = f"{trace.names.product(batch * heads)} {trace.names.product(queries)}^128"
     trace.workspace("row sums of output x gradient", rows, 4)
     padded = f"{rows} {trace.names.product(d_head)}^32"
-    trace.workspace(
-        "workspace of fused attention",
-        padded if q.dtype in HALF else trace.names.product(q.numel()),
-        4,
-    )
-    trace.attention(
-        Form.ATTENTION_BACKWARD, batch * heads, (queries, d_head, k.shape[2]), q.element_size()
-    )
+    if q.dtype not in HALF:
+        padded = trace.names.product(q.numel())
+    trace.workspace("workspace of fused attention", padded, 4)
+    _attention(trace, Form.ATTENTION_BACKWARD, q, k)
 
 
 def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from ..config import Phase, RunConfig
-from .communication import Collective, CollectiveCall, Stage, calls, sent_share, stages
+from .communication import Collective, CollectiveCall, Stage, sent_share, stages
 from .curves import Curves, interpolated
-from .memory import is_predictable
 from .shards import FP32_BYTES, parameters_of
-from .time import TimePrediction, has_known_kernels, operations, replay_operations, step_time
+from .time import TimePrediction, step_time
 
 SPEED_BESIDE = 0.5
 """Speed of kernels during a collective of NCCL, which occupies multiprocessors: the last thread
@@ -52,22 +51,26 @@ class Links:
         fill their nodes.
         """
         in_node = min(ranks, self.gpus_per_node)
-        return max(self._in_node_s(call, in_node), self._across_s(call, in_node, ranks // in_node))
+        near_s, nodes = self._in_node_s(call, in_node), ranks // in_node
+        if nodes == 1:
+            return near_s
+        assert self.network_bytes_per_s is not None
+        share = sent_share(call.collective, nodes)
+        # the ranks of a node share what leaves it in a ring, and each pushes to all others
+        share = share * in_node if call.collective is Collective.PUSH else share / in_node
+        return max(near_s, call.num_bytes * share / self.network_bytes_per_s)
 
     def _in_node_s(self, call: CollectiveCall, ranks: int) -> float:
-        """Measured times are scaled by what a rank sends if another number of ranks was
-        measured.
+        """Time among ranks of one node; measured times are scaled by what a rank sends if another
+        number of ranks was measured.
         """
         share = sent_share(call.collective, ranks)
         if not share:
             return 0.0
         if not (times := self._times_of(call.collective)):
             return share * call.num_bytes / self.node_bytes_per_s
-        return (
-            interpolated(times, call.num_bytes)
-            * share
-            / sent_share(call.collective, self.measured_ranks)
-        )
+        measured_share = sent_share(call.collective, self.measured_ranks)
+        return interpolated(times, call.num_bytes) * share / measured_share
 
     def _times_of(self, kind: Collective) -> Mapping[int, float]:
         """Times of this kind; if only all-reduces were measured, an all-gather or reduce-scatter
@@ -81,15 +84,6 @@ class Links:
             num_bytes: time_s / 2
             for num_bytes, time_s in self.times.get(Collective.ALL_REDUCE, {}).items()
         }
-
-    def _across_s(self, call: CollectiveCall, in_node: int, nodes: int) -> float:
-        if nodes == 1:
-            return 0.0
-        assert self.network_bytes_per_s is not None
-        share = sent_share(call.collective, nodes)
-        # the ranks of a node share what leaves it in a ring, and each pushes to all others
-        share = share * in_node if call.collective is Collective.PUSH else share / in_node
-        return call.num_bytes * share / self.network_bytes_per_s
 
 
 def measured_links(
@@ -166,15 +160,16 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
     """Predict the time of a step on `config.ranks` ranks; None for what is not predicted on one
     rank either.
     """
-    compute = compute_time(config, curves)
+    compute = step_time(config, curves)
     if compute is None:
         return None
 
     def call_s(call: CollectiveCall) -> float:
         return links.call_s(call, config.ranks)
 
-    line = _Timeline(config)
-    more_s = line.run(stages(config), compute, call_s)
+    line = _Timeline(config, call_s)
+    steps = stages(config)
+    more_s = line.run(steps, compute)
     # passes over gradients after backward: they are copied into one tensor, or those of all ranks
     # are added up
     elements = sum(parameter.elements for parameter in parameters_of(config))
@@ -183,39 +178,26 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
         more_s[Phase.COMMUNICATION] += curves.pass_s(2 * FP32_BYTES * elements)
     elif rules.copies and not config.parallel.shards_parameters:
         more_s[Phase.COMMUNICATION] += (config.ranks - 1) * curves.pass_s(3 * FP32_BYTES * elements)
-    phases = [phase for phase in Phase if phase in compute.phases_s or phase in more_s]
-    time = replace(
-        compute,
-        phases_s={
-            phase: compute.phases_s.get(phase, 0.0) + more_s.get(phase, 0.0) for phase in phases
-        },
-        kernels_s={
-            phase: compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0) for phase in phases
-        },
-        step_s=compute.step_s + sum(more_s.values()),
-    )
-    counts = calls(config) or Counter()
-    communication_s = sum(count * call_s(call) for call, count in counts.items())
+    phases_s, kernels_s = {}, {}
+    for phase in Phase:
+        if phase in compute.phases_s or phase in more_s:
+            phases_s[phase] = compute.phases_s.get(phase, 0.0) + more_s.get(phase, 0.0)
+            kernels_s[phase] = compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0)
+    step_s = compute.step_s + sum(more_s.values())
+    time = replace(compute, phases_s=phases_s, kernels_s=kernels_s, step_s=step_s)
+    communication_s = 0.0
+    for stage in steps:
+        communication_s += sum(map(call_s, (*stage.gathers, *stage.sends)))
     return RanksTime(
         time=time, compute_s=compute.step_s, communication_s=communication_s, slowed_s=line.slowed_s
     )
 
 
-def compute_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
-    """Time of the kernels of one rank of an eager step; None where it is not predicted."""
-    alone = config.alone
-    if not is_predictable(alone) or not has_known_kernels(alone, curves):
-        return None
-    return replay_operations(operations(config), config.precision, curves)
-
-
-CallTime = Callable[[CollectiveCall], float]
-
-
 class _Timeline:
     """Two queues that run at the same time: kernels in order, and collectives in order."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, call_s: Callable[[CollectiveCall], float]) -> None:
+        self._call_s = call_s
         self.now_s = 0.0
         """When the last kernel has ended."""
         self.sent_s = 0.0
@@ -224,9 +206,7 @@ class _Timeline:
         self._rules = config.parallel.exchange
         self._speed_beside = 1.0 if self._rules.copies else SPEED_BESIDE
 
-    def run(
-        self, steps: Sequence[Stage], compute: TimePrediction, call_s: CallTime
-    ) -> dict[Phase, float]:
+    def run(self, steps: Sequence[Stage], compute: TimePrediction) -> dict[Phase, float]:
         """Simulate the stages of a step; return how much longer each phase takes than its kernels
         alone.
 
@@ -238,18 +218,17 @@ class _Timeline:
         for stage in computed:
             phase_elements[stage.phase] += stage.multiplied_elements
         more_s = dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.COMMUNICATION), 0.0)
-        alone_s, launched, arrivals_s = 0.0, 0, dict[int, float]()
+        alone_s, arrivals_s = 0.0, list[float]()
         for place, stage in enumerate(computed):
             # gathers run ahead of the kernels that need them
-            for ahead in range(launched, min(place + self._rules.units_ahead + 1, len(computed))):
-                arrivals_s[ahead] = self._send(computed[ahead].gathers, call_s)
-                launched = ahead + 1
+            for later in computed[len(arrivals_s) : place + self._rules.units_ahead + 1]:
+                arrivals_s.append(self._send(later.gathers))
             if stage.gathers:
                 self.now_s = max(self.now_s, arrivals_s[place])
             share = stage.multiplied_elements / (phase_elements[stage.phase] or 1)
             stage_s = share * compute.phases_s[stage.phase]
             self._compute(stage_s)
-            self._send(stage.sends, call_s)
+            self._send(stage.sends)
             alone_s += stage_s
             more_s[stage.phase] = self.now_s - alone_s
         # delays are counted from the start of the step, so that of backward includes forward's
@@ -260,10 +239,10 @@ class _Timeline:
         for stage in steps:
             # the optimizer has nothing to compute while it waits for parameters of other ranks
             if stage.phase is Phase.OPTIMIZER and stage.sends:
-                more_s[Phase.OPTIMIZER] = sum(map(call_s, stage.sends))
+                more_s[Phase.OPTIMIZER] = sum(map(self._call_s, stage.sends))
         return {phase: max(0.0, time_s) for phase, time_s in more_s.items()}
 
-    def _send(self, sent: Sequence[CollectiveCall], call_s: CallTime) -> float:
+    def _send(self, sent: Sequence[CollectiveCall]) -> float:
         """Launch collectives now; return when they end.
 
         Copies follow one another without a gap, as if they were one.
@@ -272,7 +251,7 @@ class _Timeline:
         if sent and sent[0].collective is Collective.PUSH:
             sent = [CollectiveCall(Collective.PUSH, sum(call.num_bytes for call in sent))]
         if sent:
-            self.sent_s = begin_s + sum(map(call_s, sent))
+            self.sent_s = begin_s + sum(map(self._call_s, sent))
         return self.sent_s
 
     def _compute(self, alone_s: float) -> None:

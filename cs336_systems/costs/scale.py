@@ -41,11 +41,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import floor, inf
 
-from ..config import Arch, ModelConfig, Parallel, RunConfig
-from .accounting import step_flops
+from ..config import ModelConfig, Parallel, RunConfig
+from .accounting import ffn_matrices, step_flops
 from .curves import Curves
 from .memory import rank_peak_bytes
 from .ranks_time import Links, RanksTime, ranks_step_time
+from .shards import FP32_BYTES
 
 SLACK = 1e-9
 """Relative, so that a limit that is a whole number is not rounded down."""
@@ -71,9 +72,9 @@ class Paper:
     flops_per_s: float
     links: Links
     element_bytes: int
-    """Bytes of an element of gathered weights, their gradients, and activations."""
-    gradient_bytes: int = 4
-    """Bytes of an element of gradients that are averaged whole: fp32."""
+    """Bytes of an element of gathered weights, their gradients, and activations; gradients that
+    are averaged whole are in fp32.
+    """
 
     def intensities(self, element_bytes: int) -> tuple[float, float]:
         """a = e C / (2 W) of the links of a node and of the network; infinite without a network."""
@@ -85,7 +86,7 @@ def feed(model: ModelConfig) -> float:
     """f: the elements of the matrices of a block over 4 d_model, of which attention has 4
     d_model^2.
     """
-    return model.d_model + (3 if model.arch is Arch.CS336 else 2) * model.d_ff / 4
+    return model.d_model + ffn_matrices(model) * model.d_ff / 4
 
 
 def most_ranks(budget: float, near: float, far: float, in_node: int) -> float:
@@ -113,9 +114,8 @@ def largest_ranks(paper: Paper, scheme: Scheme) -> int | None:
             for y in _tensor_ranks(paper)
         )
     else:
-        most = _most_data(
-            paper, paper.gradient_bytes if scheme is Scheme.DATA else paper.element_bytes, size
-        )
+        element_bytes = FP32_BYTES if scheme is Scheme.DATA else paper.element_bytes
+        most = _most_data(paper, element_bytes, size)
     return None if most == inf else int(most)
 
 

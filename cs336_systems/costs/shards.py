@@ -11,7 +11,6 @@ from math import prod
 
 from ..choices import Shards
 from ..config import Precision, RunConfig
-from .tape import Category
 from .traces import as_costed, tape_of
 
 FP32_BYTES, HALF_BYTES = 4, 2
@@ -60,17 +59,13 @@ class Parameter:
 def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
     """The parameters of the whole model, in its order."""
     tape = tape_of(plain(config))
-    parameters = tuple(
+    return tuple(
         Parameter(
             modules=tuple(dict.fromkeys(map(_block_or_module, names))),
             shape=tuple(map(tape.names.size, sides)),
         )
         for names, sides in tape.parameters
     )
-    listed_bytes = FP32_BYTES * sum(parameter.elements for parameter in parameters)
-    traced_bytes = tape.bytes_of(Category.PARAMETERS)
-    assert listed_bytes == traced_bytes, f"{config.label}: {listed_bytes:,}, not {traced_bytes:,}"
-    return parameters
 
 
 def plain(config: RunConfig) -> RunConfig:

@@ -6,8 +6,7 @@ as `batch T d_model`, so that one tape serves all sizes of a model with as many 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
@@ -16,6 +15,8 @@ from itertools import accumulate, pairwise
 from math import prod
 from operator import not_
 from typing import Any
+
+import msgspec
 
 from ..config import Phase
 from .allocator import round_up
@@ -115,8 +116,6 @@ class Operation:
     """Rows, inner side and columns of a matmul, or of the scores of fused attention."""
     batch: int = 1
     """Number of matmuls in a batched one; for attention, heads of all sequences."""
-    element_bytes: int = 4
-    """Bytes per element of a matmul's factors."""
     launches: int = 1
     """Number of kernels, one after the other."""
     calls: int = 1
@@ -159,18 +158,17 @@ ROUNDED = re.compile(r"([A-Za-z_]+|\d+)\^(\d+)")
 """A size rounded up to a multiple, such as `T^128`."""
 
 
-@dataclass(frozen=True)
 class Names:
     """Named axes with their sizes, in the order in which formulas name them."""
 
-    axes: Mapping[str, int]
-
-    @cached_property
-    def product(self) -> Callable[[int], str]:
+    def __init__(self, axes: Mapping[str, int]) -> None:
+        self.axes = axes
+        self.product = cache(self._product)
         """Writes a number as a product of axes, which must be coprime, and of the integer that
         is left.
         """
-        return cache(self._product)
+        self.size = cache(self._size)
+        """Gives the number of elements of a shape, which consists of names of axes and numbers."""
 
     def _product(self, number: int) -> str:
         names: list[str] = []
@@ -186,10 +184,8 @@ class Names:
             names.insert(0, str(left))
         return " ".join(names)
 
-    @cached_property
-    def size(self) -> Callable[[str], int]:
-        """Gives the number of elements of a shape, which consists of names of axes and numbers."""
-        return cache(lambda shape: prod(map(self._factor, shape.split())))
+    def _size(self, shape: str) -> int:
+        return prod(map(self._factor, shape.split()))
 
     def _factor(self, word: str) -> int:
         if (match := ROUNDED.fullmatch(word)) is not None:
@@ -207,74 +203,73 @@ arguments.
 """
 
 
-class Tape:
+class Tape(msgspec.Struct, eq=False, dict=True):
     """Tensors and operations of some steps, of few kinds, which are numbered because layers
     repeat.
+
+    One that comes with the program has no `places`, and those of several ranks and of fast models
+    have no `parameters`.
     """
 
-    def __init__(
-        self, axes: Mapping[str, int], kinds: Sequence[TensorKey], makes: Sequence[OperationKey]
-    ) -> None:
-        self.kinds, self.makes = kinds, makes
-        self.tensors: list[int] = []
-        """The number of each tensor's kind, by its handle: tensors are numbered in the order in
-        which they are made.
-        """
-        self.events: list[int] = []
-        """A handle when its tensor is made, its complement (~handle) when it is freed."""
-        self.launches: list[int] = []
-        """The number of each operation, in the order of their launches."""
-        self.steps: list[list[tuple[Phase, int, int]]] = []
-        """The phases of each step, with the numbers of events and of launches before them; STEP
-        is between two steps
-        """
-        self.places: list[str | None] = []
-        """Of a user's own model, the path of the module that launches each operation; None
-        outside of the model.
-        """
-        self.parameters: list[tuple[list[str], list[str]]] = []
-        """The model's parameters in its order: the names of each, of which a tied one has
-        several, and the sizes of its axes.
-        """
-        self.gradient_order: list[int] = []
-        """Places of parameters in that list, in the order in which backward makes gradients."""
-        self.idle_parameters: int | None = None
-        """Parameters of experts that a token does not choose, if experts were taken to be chosen
-        equally often.
-        """
-        self.failure = ""
-        """Why the steps could not be traced; then there are none."""
-        self._set(axes)
+    axes: Mapping[str, int] = {}
+    kinds: list[TensorKey] = []
+    makes: list[OperationKey] = []
+    tensors: list[int] = []
+    """The number of each tensor's kind, by its handle: tensors are numbered in the order in which
+    they are made.
+    """
+    events: list[int] = []
+    """A handle when its tensor is made, its complement (~handle) when it is freed."""
+    launches: list[int] = []
+    """The number of each operation, in the order of their launches."""
+    steps: list[list[tuple[Phase, int, int]]] = []
+    """The phases of each step, with the numbers of events and of launches before them; STEP is
+    between two steps
+    """
+    places: list[str | None] = []
+    """Of a user's own model, the path of the module that launches each operation; None outside of
+    the model.
+    """
+    parameters: list[tuple[list[str], list[str]]] = []
+    """The model's parameters in its order: the names of each, of which a tied one has several,
+    and the sizes of its axes.
+    """
+    gradient_order: list[int] = []
+    """Places of parameters in that list, in the order in which backward makes gradients."""
+    failure: str = ""
+    """Why the steps could not be traced; then there are none."""
+    idle_parameters: int | None = None
+    """Parameters of experts that a token does not choose, if experts were taken to be chosen
+    equally often.
+    """
 
-    @classmethod
-    def of_failure(cls, failure: str) -> "Tape":
-        """A tape without steps, which says why."""
-        tape = cls({}, [], [])
-        tape.failure = failure
-        return tape
+    @cached_property
+    def names(self) -> Names:
+        """The axes with their sizes."""
+        return Names(self.axes)
 
-    def _set(self, axes: Mapping[str, int]) -> None:
-        self.names = Names(axes)
-        self.specs = [self._spec(*key) for key in self.kinds]
+    @cached_property
+    def specs(self) -> list[TensorSpec]:
         """Each kind of tensor by its number."""
-        self.operations = [
-            getattr(_Maker(self.names, views), make)(*arguments)
-            for views, make, *arguments in self.makes
-        ]
-        """Each operation by its number."""
+        specs = []
+        for category, label, shape, element_bytes, stream in self.kinds:
+            spec = TensorSpec(
+                category=category,
+                label=label,
+                formula=" x ".join([*shape.split(), str(element_bytes)]),
+                size_bytes=self.names.size(shape) * element_bytes,
+                stream=stream,
+            )
+            specs.append(spec)
+        return specs
 
-    def _spec(
-        self, category: Category, label: str, shape: str, element_bytes: int, stream: str
-    ) -> TensorSpec:
-        formula = " x ".join([*shape.split(), str(element_bytes)])
-        size_bytes = self.names.size(shape) * element_bytes
-        return TensorSpec(
-            category=Category(category),
-            label=label,
-            formula=formula,
-            size_bytes=size_bytes,
-            stream=stream,
-        )
+    @cached_property
+    def operations(self) -> list[Operation]:
+        """Each operation by its number."""
+        maker, operations = _Maker(self.names), []
+        for views, make, *arguments in self.makes:
+            operations.append(replace(getattr(maker, make)(*arguments), views=views))
+        return operations
 
     def spec(self, handle: int) -> TensorSpec:
         """The kind of a tensor."""
@@ -287,12 +282,6 @@ class Tape:
             for spec in map(self.spec, range(len(self.tensors)))
             if spec.category is category
         )
-
-    def resized(self, axes: Mapping[str, int]) -> "Tape":
-        """The same tensors and operations for other sizes of the axes."""
-        other = copy(self)
-        other._set(axes)
-        return other
 
     def repeat(self) -> None:
         """Append a copy of the last step: where that frees a tensor of the step before, the copy
@@ -319,7 +308,7 @@ class Tape:
             [(phase, at + len(events), of + len(launches)) for phase, at, of in self.steps[-1]]
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> bytes:
         """The tape as JSON. An event is 0 for a tensor that is made, and the age of one that is
         freed.
         """
@@ -327,36 +316,18 @@ class Tape:
         for event in self.events:
             made += event >= 0
             ages.append(0 if event >= 0 else made - ~event)
-        return {
-            "axes": self.names.axes,
-            "kinds": self.kinds,
-            "makes": self.makes,
-            "tensors": self.tensors,
-            "events": ages,
-            "launches": self.launches,
-            "steps": self.steps,
-            "places": self.places,
-            "parameters": self.parameters,
-            "gradient_order": self.gradient_order,
-            "failure": self.failure,
-            "idle_parameters": self.idle_parameters,
-        }
+        return msgspec.json.encode(msgspec.structs.replace(self, events=ages))
 
     @classmethod
-    def from_json(cls, kept: Mapping[str, Any]) -> "Tape":
+    def from_json(cls, kept: bytes) -> "Tape":
         """The tape that `to_json` has made."""
-        tape = cls(kept["axes"], kept["kinds"], kept["makes"])
-        tape.tensors, tape.launches = kept["tensors"], kept["launches"]
-        ages = kept["events"]
-        made = accumulate(map(not_, ages), initial=0)
-        tape.events = [
-            ~(count - age) if age else count for age, count in zip(ages, made, strict=False)
-        ]
-        # shipped tapes have no places, and those of several ranks and fast models no parameters
-        for name in ("places", "parameters", "gradient_order", "failure", "idle_parameters"):
-            setattr(tape, name, kept.get(name, getattr(tape, name)))
-        for step in kept["steps"]:
-            tape.steps.append([(Phase(phase), event, launch) for phase, event, launch in step])
+        values = msgspec.json.decode(kept)
+        # in shipped tapes of several ranks this is an empty object
+        values["parameters"] = [*values.get("parameters", ())]
+        tape = msgspec.convert(values, cls)
+        made = accumulate(map(not_, tape.events), initial=0)
+        ages = zip(tape.events, made, strict=False)
+        tape.events = [~(count - age) if age else count for age, count in ages]
         return tape
 
 
@@ -367,8 +338,6 @@ class _Maker:
     """
 
     names: Names
-    views: int
-    """Views before the operation."""
 
     def passes(
         self, moved: Sequence[tuple[str, int]], how: str, launches: int = 1, calls: int = 1
@@ -381,7 +350,6 @@ class _Maker:
             moved_bytes=moved_bytes,
             launches=launches,
             calls=calls,
-            views=self.views,
         )
 
     def matmul(
@@ -390,13 +358,11 @@ class _Maker:
         m, k, n = sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
         count = self.names.size(batch)
         return Operation(
-            views=self.views,
             kind=OperationKind.MATMUL,
             form=Form(form),
             moved_bytes=element_bytes * count * (m * k + k * n + m * n),
             sides=sides,
             batch=count,
-            element_bytes=element_bytes,
         )
 
     def attention(
@@ -416,9 +382,7 @@ class _Maker:
     def adamw(self, moved_bytes: int, shapes: Sequence[str]) -> Operation:
         """A fused update that moves so many bytes for each element of these shapes."""
         return Operation(
-            kind=OperationKind.ADAMW,
-            moved_bytes=moved_bytes * sum(map(self.names.size, shapes)),
-            views=self.views,
+            kind=OperationKind.ADAMW, moved_bytes=moved_bytes * sum(map(self.names.size, shapes))
         )
 
     def foreach(self, tensors: int, element_bytes: int, shapes: Sequence[str]) -> Operation:
@@ -431,9 +395,7 @@ class _Maker:
         counts = [*map(self.names.size, shapes)]
         launches = -(-sum(-(-count // FOREACH_CHUNK) for count in counts) // FOREACH_BLOCKS)
         moved_bytes = tensors * element_bytes * sum(counts) // launches
-        return Operation(
-            kind=OperationKind.PASS, moved_bytes=moved_bytes, launches=launches, views=self.views
-        )
+        return Operation(kind=OperationKind.PASS, moved_bytes=moved_bytes, launches=launches)
 
 
 FOREACH_CHUNK = 65_536
@@ -455,14 +417,15 @@ def interpolated(tapes: Mapping[int, Tape], number: int) -> Tape:
     """An estimate for a number, from tapes for others: a polynomial through the bytes of each
     tensor.
     """
-    *_, last = tapes.values()
-    estimate, shares = copy(last), []
+    shares = []
     for one in tapes:
         others = [other for other in tapes if other != one]
         shares.append(prod(Fraction(number - other, one - other) for other in others))
     kinds: dict[tuple[int, ...], int] = {}
     rows = zip(*(tape.tensors for tape in tapes.values()), strict=True)
-    estimate.tensors = [kinds.setdefault(row, len(kinds)) for row in rows]
+    tensors = [kinds.setdefault(row, len(kinds)) for row in rows]
+    *_, last = tapes.values()
+    estimate = msgspec.structs.replace(last, tensors=tensors)
     estimate.specs = []
     for row in kinds:
         specs = [tape.specs[kind] for tape, kind in zip(tapes.values(), row, strict=True)]

@@ -71,8 +71,6 @@ class KernelLaunch:
     kernel_s: float
     """Time that the device needs for each."""
     count: int = 1
-    is_after_wait: bool = False
-    """Whether the host waits before each launch until the device has run everything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +102,9 @@ class TimePrediction:
         phases_s = {phase: [time_s] for phase, time_s in self.phases_s.items()}
         host_phases_s = {phase: [time_s] for phase, time_s in self.host_phases_s.items()}
         launched_s = sum(limited_by_launches(phases_s, host_phases_s).values())
-        return (
-            StepLimit.LAUNCHES
-            if launched_s > MIN_LAUNCHED_SHARE * self.step_s
-            else StepLimit.DEVICE
-        )
+        if launched_s > MIN_LAUNCHED_SHARE * self.step_s:
+            return StepLimit.LAUNCHES
+        return StepLimit.DEVICE
 
     @property
     def limit_of_whole(self) -> StepLimit:
@@ -151,13 +147,17 @@ def limited_by_launches(
 def step_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step of a CUDA run on the device that has these curves.
 
+    Of a step on several ranks these are the kernels of one rank, without any communication. Each
+    call of the host is assumed to take as long as one launch (`host_calls`).
+
     None for what is not predicted: eager steps that `predict_memory` does not predict; shortcuts,
-    except CUDA graphs alone and all of `--fast` together; steps of several ranks; tokens from a
-    file; fp16, whose gradient scaler waits for the device; the math backend of PyTorch's attention;
-    and precisions in which no matmul, or none that is large enough, was measured. Each call of the
-    host is assumed to take as long as one launch (`host_calls`).
+    except, on one rank, CUDA graphs alone and all of `--fast` together; tokens from a file; fp16,
+    whose gradient scaler waits for the device; the math backend of PyTorch's attention; and
+    precisions in which no matmul, or none that is large enough, was measured.
     """
-    if config.is_shared or not has_known_kernels(config, curves):
+    if not has_known_kernels(config.alone, curves):
+        return None
+    if config.is_shared and not is_predictable(config.alone):
         return None
     return _step_time(as_costed(config), curves)
 
@@ -248,38 +248,26 @@ def has_large_matmuls(config: RunConfig, curves: Curves) -> bool:
 
 @lru_cache(maxsize=4096)
 def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
-    return replay_operations(
-        operations(config), config.precision, curves, in_graphs=config.cuda_graph
-    )
-
-
-def replay_operations(
-    phases: Mapping[Phase, Sequence[Operation]],
-    precision: Precision,
-    curves: Curves,
-    *,
-    in_graphs: bool = False,
-) -> TimePrediction:
-    """Time of these operations on the device with these curves, launched one by one or as one
-    graph per phase.
+    """The same, of a step that is known to be predicted: its operations are launched one by one,
+    or as one graph per phase.
     """
-
-    is_replayed = in_graphs and not curves.on_host
+    is_replayed = config.cuda_graph and not curves.on_host
 
     @cache
     def launch_of(operation: Operation) -> KernelLaunch:
         return KernelLaunch(
             host_s=0.0 if is_replayed else operation.host_calls * curves.launch_s,
-            kernel_s=kernel_time_s(operation, precision, curves),
+            kernel_s=kernel_time_s(operation, config.precision, curves),
             count=operation.launches,
-            is_after_wait=curves.on_host,
         )
 
-    launches = {phase: [*map(launch_of, launched)] for phase, launched in phases.items()}
+    launches = {
+        phase: [*map(launch_of, launched)] for phase, launched in operations(config).items()
+    }
     if curves.on_host:
-        return replace(replay(launches), host_phases_s={})
+        return replace(replay(launches, waits=True), host_phases_s={})
     # one launch, without gaps: short kernels were timed in a graph, including the gap
-    if in_graphs:
+    if is_replayed:
         first = KernelLaunch(host_s=curves.launch_s, kernel_s=0.0)
         graphs = {phase: [first, *kernels] for phase, kernels in launches.items()}
         return replay(graphs, depth=maxsize)
@@ -362,12 +350,17 @@ def _matmuls(config: RunConfig) -> Counter[Operation]:
 
 
 def replay(
-    phases: Mapping[Phase, Sequence[KernelLaunch]], gap_s: float = 0.0, depth: int = QUEUE_DEPTH
+    phases: Mapping[Phase, Sequence[KernelLaunch]],
+    gap_s: float = 0.0,
+    depth: int = QUEUE_DEPTH,
+    *,
+    waits: bool = False,
 ) -> TimePrediction:
     """Simulate a host that launches the kernels of a step in order, and a device that runs them.
 
     A kernel starts with its launch, but not before `gap_s` after the end of the kernel before it.
-    The host waits while `depth` launched kernels have not ended.
+    The host waits while `depth` launched kernels have not ended, or, if it `waits`, before each
+    launch until all have.
     """
     host_s = launch_s = 0.0
     device_s = -gap_s  # it has been idle
@@ -379,7 +372,7 @@ def replay(
         for launch in launches:
             host_each_s, kernel_s = launch.host_s, launch.kernel_s
             for _ in range(launch.count):  # no calls of max, for speed
-                if launch.is_after_wait and device_s > host_s:
+                if waits and device_s > host_s:
                     host_s = device_s
                 host_s += host_each_s
                 launch_s += host_each_s

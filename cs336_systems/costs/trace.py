@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -86,24 +87,24 @@ class StepTrace:
     def __init__(
         self, axes: Mapping[str, int], launchers: Mapping[str, Launcher], usual: Launcher
     ) -> None:
-        self.axes = axes
-        self.names: Names = Names(axes)
+        self.names = Names(axes)
         self.launchers = launchers
         """Functions that note what an operation launches, by its name."""
         self.usual = usual
         """The function for all other operations."""
         self.routing = Routing()
         self.made: list[list[Any]] = []
-        """Of each tensor by its handle: category or None, label, shape, bytes per element,
-        stream; phase.
-        """
+        """Of each tensor by its handle: category, label, shape, bytes per element, stream."""
         self.events: list[int] = []
         self.launches: list[int] = []
         self.steps: list[list[tuple[Phase, int, int]]] = []
         self.phase: Phase | None = None
         self._operations: dict[OperationKey, int] = {}
         self._views = 0
-        self._shapes: dict[tuple[int, int], tuple[str, int]] = {}
+        self.shape_of = cache(self._shape_of)
+        """Gives, for bytes in all and bytes per element, a shape that names as many axes as
+        possible, and the bytes of its elements.
+        """
         self._handles: dict[int, int | None] = {}
         """Handles of storages that exist, by their address."""
         self._watches: dict[int, Any] = {}
@@ -127,9 +128,14 @@ class StepTrace:
         return len(self.steps) == 1 and self.phase is Phase.FORWARD
 
     @property
+    def _module(self) -> str | None:
+        """The path of the module that runs; None outside of the model."""
+        return self._paths[-1] if self._paths else None
+
+    @property
     def place(self) -> str:
         """The module that runs, for messages."""
-        return f"{self._paths[-1] or 'the model'}: " if self._paths else ""
+        return "" if self._module is None else f"{self._module or 'the model'}: "
 
     # phases
 
@@ -170,7 +176,7 @@ class StepTrace:
     def enter(self, module: Any, _: Any) -> None:
         if not self._paths and id(module) not in self._names:
             self._names = {id(part): path_of(name) for name, part in module.named_modules()}
-        self._paths.append(self._names.get(id(module), self._paths[-1] if self._paths else ""))
+        self._paths.append(self._names.get(id(module), self._module or ""))
         self._note_path()
 
     def leave(self, _: Any, __: Any, out: Any) -> None:
@@ -183,13 +189,13 @@ class StepTrace:
     def _note_path(self) -> None:
         numbers, paths = self._path_changes
         numbers.append(next_sequence_number())
-        paths.append(self._paths[-1] if self._paths else None)
+        paths.append(self._module)
 
     def _path(self) -> str | None:
         """The module that runs; in backward, the one whose forward made the node that runs."""
         node = current_node() if self.phase is Phase.BACKWARD and not self._paths else None
         if node is None:
-            return self._paths[-1] if self._paths else None
+            return self._module
         numbers, paths = self._path_changes
         place = bisect_right(numbers, node._sequence_nr())
         return paths[place - 1] if place else None
@@ -225,11 +231,11 @@ class StepTrace:
         key = address_of(storage)
         if key in self._handles:
             self._drop(key)
-            self._handles[key] = (
-                self.add(Category.GATHERED, "resized storage", num_bytes, 1, None)
-                if num_bytes
-                else None
-            )
+            self._handles[key] = None
+            if num_bytes:
+                self._handles[key] = self.add(
+                    Category.GATHERED, "resized storage", num_bytes, 1, None
+                )
 
     def add(
         self,
@@ -240,27 +246,26 @@ class StepTrace:
         shape: str | None,
     ) -> int:
         handle = len(self.made)
-        size = self.bytes_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
-        self.made.append(
-            [category, label, *size, self._name_of_stream(), self.phase, bool(self._paths)]
-        )
+        size = self.shape_of(num_bytes, element_bytes) if shape is None else (shape, element_bytes)
+        self.made.append([category or self._category(), label, *size, self._name_of_stream()])
         self.events.append(handle)
         return handle
+
+    def _category(self) -> Category:
+        """What a tensor that is made now is for, unless somebody says otherwise later."""
+        if self.phase is None:
+            return Category.BUFFERS
+        if self.phase is Phase.OPTIMIZER:
+            return Category.OPTIMIZER_WORKSPACE
+        if self._paths:
+            return Category.ACTIVATIONS
+        return Category.LOSS if self.phase is Phase.FORWARD else Category.TEMPORARIES
 
     def workspace(self, label: str, shape: str, element_bytes: int) -> None:
         """A tensor that exists only within a kernel."""
         self.events.append(~self.add(Category.TEMPORARIES, label, 0, element_bytes, shape))
 
-    def bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
-        """Bytes as a shape and the bytes of its elements, with as many axes in the shape as
-        there are.
-        """
-        key = num_bytes, element_bytes
-        if key not in self._shapes:
-            self._shapes[key] = self._bytes_of(*key)
-        return self._shapes[key]
-
-    def _bytes_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
+    def _shape_of(self, num_bytes: int, element_bytes: int) -> tuple[str, int]:
         of_elements = self.names.product(num_bytes // element_bytes)
         of_bytes = self.names.product(num_bytes)
         if num_bytes % element_bytes == 0 and _count_axes(of_elements) >= _count_axes(of_bytes):
@@ -274,7 +279,7 @@ class StepTrace:
         """
         sides = zip(tensor.shape, tensor.stride(), strict=True)
         count = prod(size for size, stride in sides if stride)
-        return self.bytes_of(count * tensor.element_size(), tensor.element_size())
+        return self.shape_of(count * tensor.element_size(), tensor.element_size())
 
     # operations
 
@@ -285,13 +290,13 @@ class StepTrace:
         self.places.append(self._path())
         self._views = 0
 
-    def record(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def record(self, name: str, args: Any, kwargs: Any, out: Any) -> None:
         """Note an operation that was dispatched: its new tensors and what it launches."""
         outs = [*tensors_in(out)]
         ins = [*tensors_in((args, *kwargs.values()))]
         if not outs and not ins:
             return
-        name = function.name().split("::")[1].split(".")[0]
+        self.routing.note(name, ins, args, outs)
         label = self._label(name)
         known = len(self.made)
         if name == "_scaled_dot_product_efficient_attention":  # pads the sums (cuda/attention.cu)
@@ -322,7 +327,7 @@ class StepTrace:
     def _sizes_of(self, tensor: Tensor) -> str | None:
         """The sizes of a new tensor as they are, if no names stand for them."""
         is_whole = tensor.nbytes == tensor.untyped_storage().nbytes()
-        return " ".join(map(str, tensor.shape)) if is_whole and not self.axes else None
+        return " ".join(map(str, tensor.shape)) if is_whole and not self.names.axes else None
 
     def _follow_positions(self, name: str, args: Any, outs: Sequence[Tensor]) -> None:
         """Know the positions of tokens, which are no data, and refuse those that a table does
@@ -370,11 +375,8 @@ class StepTrace:
 
         One that is not dispatched is a further kernel of the operator before it.
         """
-        moved = tuple(map(self.moved, tensors))
-        if is_dispatched:
-            self.launch("passes", moved, how)
-        else:
-            self.launch("passes", moved, how, 1, 0)
+        launches_and_calls = () if is_dispatched else (1, 0)
+        self.launch("passes", tuple(map(self.moved, tensors)), how, *launches_and_calls)
 
     def collective(self, function: Any, args: Any) -> Any:
         """A collective among ranks that are not there, which takes no time and changes nothing."""
@@ -387,24 +389,22 @@ class StepTrace:
     def tape(self) -> Tape:
         """The tape of all that was recorded."""
         kinds: dict[TensorKey, int] = {}
-        tensors = []
-        for category, label, shape, element_bytes, stream, phase, in_module in self.made:
-            key = (category or _category(phase, in_module), label, shape, element_bytes, stream)
-            tensors.append(kinds.setdefault(key, len(kinds)))
-        tape = Tape(self.axes, [*kinds], [*self._operations])
-        tape.tensors, tape.events, tape.launches, tape.steps = (
-            tensors,
-            [*self.events],
-            [*self.launches],
-            self.steps,
-        )
+        tensors = [kinds.setdefault(tuple(key), len(kinds)) for key in self.made]
+        idle_parameters = None
         if self.routing.is_assumed:
-            tape.idle_parameters = round(self.routing.idle_parameters)
-        return tape
+            idle_parameters = round(self.routing.idle_parameters)
+        return Tape(
+            axes=self.names.axes,
+            kinds=[*kinds],
+            makes=[*self._operations],
+            tensors=tensors,
+            events=[*self.events],
+            launches=[*self.launches],
+            steps=self.steps,
+            idle_parameters=idle_parameters,
+        )
 
-    def matmul(
-        self, form: Form, sides: tuple[int, int, int], element_bytes: int, batch: int = 1
-    ) -> None:
+    def matmul(self, form: Form, sides: Sequence[int], element_bytes: int, batch: int = 1) -> None:
         """Launch a matmul, or a batch of them, of (rows, inner) by (inner, columns) matrices."""
         self.launch(
             "matmul",
@@ -415,9 +415,7 @@ class StepTrace:
         )
         self.claim_workspace()
 
-    def attention(
-        self, form: Form, batch: int, sides: tuple[int, int, int], element_bytes: int
-    ) -> None:
+    def attention(self, form: Form, batch: int, sides: Sequence[int], element_bytes: int) -> None:
         """Launch fused attention of so many heads in all, with the sides of its scores."""
         tensors = 4 if form is Form.ATTENTION else 8
         moved = (self.names.product(batch * sides[0] * sides[1]),) * tensors
@@ -438,17 +436,6 @@ class StepTrace:
             self.add(
                 Category.LIBRARY_WORKSPACE, "cuBLAS workspace", 0, 1, str(CUBLAS_WORKSPACE_BYTES)
             )
-
-
-def _category(phase: Phase | None, in_module: bool) -> Category:
-    """What a tensor is for, by when it was made, if nobody has said."""
-    if phase is None:
-        return Category.BUFFERS
-    if phase is Phase.OPTIMIZER:
-        return Category.OPTIMIZER_WORKSPACE
-    if in_module:
-        return Category.ACTIVATIONS
-    return Category.LOSS if phase is Phase.FORWARD else Category.TEMPORARIES
 
 
 def _count_axes(shape: str) -> int:

@@ -120,12 +120,13 @@ def tape_of(config: RunConfig) -> Tape:
 def _tape(config: RunConfig) -> Tape:
     """The tape as it was traced; one without steps if it could not be, or was not yet."""
     kept = _kept(_name(traced_as(config)[0]))
-    return Tape({}, [], []) if kept is None else _decoded(kept)
+    return Tape() if kept is None else _decoded(kept)
 
 
 @lru_cache(maxsize=256)
 def _resized(tape: Tape, sizes: tuple[tuple[str, int], ...]) -> Tape:
-    return tape.resized({name: size for name, size in sizes if name in tape.names.axes})
+    known = {name: size for name, size in sizes if name in tape.axes}
+    return msgspec.structs.replace(tape, axes=known)
 
 
 def has_tape(config: RunConfig) -> bool:
@@ -176,7 +177,7 @@ def idle_parameters(config: RunConfig) -> int | None:
 @lru_cache(maxsize=256)
 def _decoded(kept: bytes) -> Tape:
     """The tape that is kept so, with one more step."""
-    tape = Tape.from_json(json.loads(lzma.decompress(kept)))
+    tape = Tape.from_json(lzma.decompress(kept))
     if tape.steps:
         tape.repeat()
     return tape
@@ -184,36 +185,28 @@ def _decoded(kept: bytes) -> Tape:
 
 def encoded(tape: Tape) -> bytes:
     """A tape as it is kept."""
-    text = json.dumps(tape.to_json(), separators=(",", ":")).encode()
-    return lzma.compress(text)
+    return lzma.compress(tape.to_json())
 
 
 _traced: dict[str, bytes] = {}
 """Tapes that were traced for this process, by name."""
-SEAL_BYTES = 32
 
 
 def _kept(name: str) -> bytes | None:
     """A tape as it is kept: by this process, in the archive, or in the cache.
 
-    A file of the cache that is not as it was written, under this name and by this version, counts
-    as missing.
+    A damaged file of the cache counts as missing.
     """
     if name in _traced:
         return _traced[name]
     if (shipped := _shipped().get(name)) is not None:
         return shipped
     try:
-        sealed = (_cache() / name).read_bytes()
-    except OSError:
+        kept = (_cache() / name).read_bytes()
+        lzma.decompress(kept)  # compares its checksum
+    except (OSError, lzma.LZMAError):
         return None
-    data = sealed[SEAL_BYTES:]
-    return _traced.setdefault(name, data) if sealed == _seal(name, data) + data else None
-
-
-def _seal(name: str, data: bytes) -> bytes:
-    """What stands before a tape in a file of the cache."""
-    return hashlib.sha256(f"{_cache().name} {name} ".encode() + data).digest()
+    return _traced.setdefault(name, kept)
 
 
 @cache
@@ -279,7 +272,7 @@ def trace_missing(configs: Iterable[RunConfig]) -> list[RunConfig]:
                 continue
             with contextlib.suppress(OSError):  # without a cache it is traced again
                 _cache().mkdir(parents=True, exist_ok=True)
-                write_atomically(_cache() / name, _seal(name, _traced[name]) + _traced[name])
+                write_atomically(_cache() / name, _traced[name])
     return [*missing.values()]
 
 
@@ -298,7 +291,7 @@ def one_tracer() -> Iterator[TraceSteps]:
     anyway.
     """
     if lacking := lacking_torch():
-        failure = encoded(Tape.of_failure(f"tracing the step {lacking}"))
+        failure = encoded(Tape(failure=f"tracing the step {lacking}"))
         yield lambda asked: dict.fromkeys(asked, failure)
     elif "torch" in sys.modules:
         yield importlib.import_module(TRACER).trace_all
@@ -331,7 +324,7 @@ class _Tracer:
         except (EOFError, OSError):
             failure = f"the process that traced it ended with status {process.wait()}"
             self.end()
-            return {name: encoded(Tape.of_failure(failure)) for name in asked}
+            return {name: encoded(Tape(failure=failure)) for name in asked}
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._pipe, theirs = Pipe()

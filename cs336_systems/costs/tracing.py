@@ -21,14 +21,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .internals import (
-    FakeTensor,
-    TensorBase,
-    address_of,
-    determinism_checks,
-    tensor_module,
-    without_modes,
-)
+from .internals import FakeTensor, TensorBase, determinism_checks, tensor_module, without_modes
 from .on_cuda import as_on_cuda, clear_copies, without_autocast
 from .operators import LAUNCHERS, one_pass
 from .tape import Category, TraceError
@@ -114,8 +107,6 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, trace: StepTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
-        self._forms: dict[Any, list[Any]] = {}
-        """Of the new tensors that an operation makes, by what it is given."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -134,14 +125,18 @@ class _Recorder(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # there is no data to copy to the host
         name = function.name().split("::")[1].split(".")[0]
-        if (answer := self._trace.routing.answer(name, args)) is not None:
-            self._trace.record(function, args, kwargs or {}, answer)
-            return answer
+        out = self._trace.routing.answer(name, args)
+        if out is None:
+            out = self._result(function, args, kwargs or {})
+        self._trace.record(name, args, kwargs or {}, out)
+        return out
+
+    def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation makes of meta tensors; raise TraceError if that depends on values."""
+        if _is_in_place(function) and next(tensors_in(args), None) is not None:
+            return args[0] if function._schema.returns else None
         try:
-            if _is_in_place(function) and next(tensors_in(args), None) is not None:
-                out = args[0] if function._schema.returns else None
-            else:
-                out = self._result(function, args, kwargs or {})
+            return _META.get(function, function)(*args, **kwargs)
         except RuntimeError as error:
             if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
                 raise  # it fails with values too
@@ -149,41 +144,6 @@ class _Recorder(TorchDispatchMode):
                 f"{self._trace.place}{function.name()} needs the values of a tensor, so the step "
                 "cannot be traced; its parameters and optimizer state can be counted nevertheless"
             ) from error
-        self._trace.record(function, args, kwargs or {}, out)
-        self._trace.routing.note(name, [*tensors_in(args)], args, [*tensors_in(out)])
-        return out
-
-    def _result(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation makes: most come again in each layer, and PyTorch takes far longer
-        to find its form.
-        """
-        key = function, _form_of((args, *kwargs.items()))
-        if forms := self._forms.get(key):
-            made = [
-                torch.empty_strided(size, strides, dtype=dtype, device="meta")
-                for size, strides, dtype, _ in forms
-            ]
-            return made[0] if len(made) == 1 else tuple(made)
-        out = _META.get(function, function)(*args, **kwargs)
-        outs = out if isinstance(out, tuple) else (out,)
-        if all(isinstance(x, Tensor) and x.is_meta and not x.is_conj() for x in outs):
-            given = {address_of(x.untyped_storage()) for x in tensors_in((args, *kwargs.values()))}
-            new = {
-                address_of(x.untyped_storage())
-                for x in outs
-                if x.nbytes == x.untyped_storage().nbytes()
-            }
-            # results that share memory, with an argument or with each other, are not made again
-            is_new = len(new - given) == len(outs)
-            self._forms[key] = [*map(_form_of, outs)] if is_new else []
-        return out
-
-
-def _form_of(value: Any) -> Any:
-    """All of an argument that decides what an operation on meta tensors makes."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return (*map(_form_of, value),) if isinstance(value, (list, tuple)) else (type(value), value)
 
 
 @contextmanager

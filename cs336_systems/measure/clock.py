@@ -52,25 +52,25 @@ class HostClock:
 
     def start(self) -> None:
         self._synchronize()
-        self._laps: list[tuple[Phase, int]] = []
-        self._start = perf_counter_ns()
+        self._phases: list[Phase] = []
+        self._ends = [perf_counter_ns()]
 
     def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
         assert end is None, "the host does not see when the device records an event"
         self._synchronize()
-        self._laps.append((phase, perf_counter_ns()))
+        self._phases.append(phase)
+        self._ends.append(perf_counter_ns())
 
     def stop(self) -> StepTimes:
         launched = perf_counter_ns()
         self._synchronize()
         end = perf_counter_ns()
-        starts = [self._start, *(time for _, time in self._laps)]
-        phases = {
-            phase: (time - start) / 1e9
-            for (phase, time), start in zip(self._laps, starts, strict=False)
-        }
+        start = self._ends[0]
+        times_s = ((end - begin) / 1e9 for begin, end in pairwise(self._ends))
         return StepTimes(
-            step_s=(end - self._start) / 1e9, host_s=(launched - self._start) / 1e9, phases_s=phases
+            step_s=(end - start) / 1e9,
+            host_s=(launched - start) / 1e9,
+            phases_s=dict(zip(self._phases, times_s, strict=True)),
         )
 
 

@@ -31,12 +31,13 @@ def identity(device: Device, gpu: Gpu | None = None) -> Identity:
     """The conditions that records of one table must share; `gpu` defaults to the first visible
     one.
     """
-    if device is Device.CUDA and gpu is None:
+    if device is Device.CPU:
+        gpu = None
+    elif gpu is None:
         gpu = next(iter(visible_gpus()), None)
-    on_gpu = device is Device.CUDA and gpu is not None
     return Identity(
-        device_name=gpu.name if on_gpu and gpu else cpu_name(),
-        driver=gpu.driver if on_gpu and gpu else None,
+        device_name=gpu.name if gpu else cpu_name(),
+        driver=gpu.driver if gpu else None,
         torch=importlib.metadata.version("torch"),
         code=code_digest(),
     )

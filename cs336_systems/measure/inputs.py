@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec, PathFinder
-from itertools import chain
 from pathlib import Path
 
 from .. import places_of
@@ -42,21 +41,21 @@ def inputs_of(config: RunConfig) -> tuple[Input, ...]:
     """Current state of the user's files that the run depends on; none for this project's model
     on random tokens.
     """
-    named = config.model_factory, config.own_ddp, config.own_optimizer
-    inputs = [source_of(name) for name in named if name is not None]
-    if config.tokens is not None:
-        state = _file_state(Path(config.tokens))
-        inputs.append(Input(name=f"token file {config.tokens}", state=state))
-    return tuple(inputs)
+    return all_inputs([config])
 
 
 def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
     """Inputs of all the runs; each is listed once and read once."""
-    alike = {
-        (config.model_factory, config.own_ddp, config.own_optimizer, config.tokens): config
-        for config in configs
-    }
-    return tuple(dict.fromkeys(chain.from_iterable(map(inputs_of, alike.values()))))
+    names: dict[str | None, None] = {}  # sets that keep the order
+    files: dict[str | None, None] = {}
+    for config in configs:
+        names |= dict.fromkeys((config.model_factory, config.own_ddp, config.own_optimizer))
+        files[config.tokens] = None
+    inputs = [source_of(name) for name in names if name is not None]
+    for file in files:
+        if file is not None:
+            inputs.append(Input(name=f"token file {file}", state=_file_state(Path(file))))
+    return tuple(inputs)
 
 
 def source_of(name: str) -> Input:
@@ -78,9 +77,10 @@ def source_digest(module: str) -> str | None:
     while waiting:
         for name, source in _sources(waiting.pop(0)):
             files.setdefault(name, source)
-            imported = _imported(source) - known if root else set()
-            waiting += _beside(root, imported) if root else []
-            known |= imported
+            if root is not None:
+                imported = _imported(source) - known
+                waiting += _beside(root, imported)
+                known |= imported
     for name, source in sorted(files.items()):
         digest.update(f"{name}\0{len(source)}\0".encode(errors="surrogateescape"))
         digest.update(source)

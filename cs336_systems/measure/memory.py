@@ -6,7 +6,7 @@ The snapshot is PyTorch's own format; the notes say which tensor was at which ad
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,12 +25,12 @@ from ..analysis.memory.notes import (
     notes_path,
     write_notes,
 )
-from ..config import CompileMode, Phase
+from ..config import Device, Phase
 from ..model.annotate import current_path
+from ..model.fast.master_adamw import MasterAdamW
 from ..model.fast.model import FastLM
 from ..model.fast.weights import Weight
 from ..parallel.fully_sharded import FSDP
-from ..parallel.packs import OwnsWeights
 from ..ranges import Range
 from .step import TrainingStep
 
@@ -47,21 +47,17 @@ block.
 class MemoryRecorder:
     """Records the allocator of the current CUDA device, and the addresses of the tensors of a step.
 
-    `step` is a `TrainingStep`, or has its `model`, `optimizer`, `way`, `phase` and `config`.
+    `step` is a `TrainingStep`, or has its `model`, `optimizer`, `optimizer_state`, `way` and
+    `phase`. `checkpoint_blocks` is the number of blocks in a checkpoint; 0 without checkpoints.
     """
 
-    def __init__(self, step: Any) -> None:  # noqa: ANN401
-        self._step = step
+    def __init__(self, step: Any, device: Device, checkpoint_blocks: int = 0) -> None:  # noqa: ANN401
+        self._step, self._device = step, device
         self._weights = list(_weights(step))
         self._known = {_address(weight): name for _, name, weight in self._weights}
-        self._names = {id(weight.master): name for name, weight in _named_weights(step)}
+        self._names = {id(weight.master): weight.name for weight in _updated_weights(step)}
         self._names |= {id(weight): name for _, name, weight in self._weights}
-        self._checkpoint_blocks = (
-            step.config.checkpoint_blocks if step.config.compile is CompileMode.NONE else 0
-        )
-        """Blocks in a checkpoint; 0 without checkpoints, and for a compiled model, whose blocks
-        run no hooks.
-        """
+        self._checkpoint_blocks = checkpoint_blocks
         self._gathered: list[Tensor] = []
         """Tensors into which a fully sharded model gathers its whole parameters."""
         if isinstance(step.way, FSDP):
@@ -128,7 +124,11 @@ class MemoryRecorder:
 
     def dump(self, path: Path) -> None:
         """Write the snapshot to `path` and the notes beside it, and stop recording."""
-        self._see_optimizer_state()
+        for parameter, state in self._step.optimizer_state().items():
+            name = self._names.get(id(parameter), "a tensor outside of the model")
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self._see(SightingKind.OPTIMIZER_STATE, f"{key} of {name}", value)
         counters = _counters()
         temporary = path.with_name(f".{path.name}.tmp")
         torch.cuda.memory._dump_snapshot(str(temporary))
@@ -159,7 +159,7 @@ class MemoryRecorder:
     def _see(self, kind: SightingKind, name: str, tensor: Tensor) -> None:
         """Note where this tensor is now, if it has memory on the device."""
         storage = tensor.untyped_storage()
-        if tensor.device.type == self._step.config.device.value and storage.nbytes():
+        if tensor.device.type == self._device.value and storage.nbytes():
             self._sightings.append(
                 Sighting(
                     kind=kind,
@@ -171,16 +171,6 @@ class MemoryRecorder:
                     position=_position(_counters()),
                 )
             )
-
-    def _see_optimizer_state(self) -> None:
-        optimizer = self._step.optimizer
-        if optimizer is None:
-            return
-        for parameter, state in optimizer.state.items():
-            name = self._names.get(id(parameter), "a tensor outside of the model")
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    self._see(SightingKind.OPTIMIZER_STATE, f"{key} of {name}", value)
 
     def _saved(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves in forward; return what autograd keeps."""
@@ -278,28 +268,22 @@ def _weights(step: TrainingStep) -> Iterator[tuple[SightingKind, str, Tensor]]:
 
     for name, parameter in step.model.named_parameters():
         note(SightingKind.PARAMETER, name, parameter)
-    for name, weight in _named_weights(step):
+    for weight in _updated_weights(step):
         if id(weight.master) not in weights:
-            note(SightingKind.PARAMETER, name, weight.master)
+            note(SightingKind.PARAMETER, weight.name, weight.master)
         if weight.remainder is not None:
-            note(SightingKind.PARAMETER, name, weight.remainder)
+            note(SightingKind.PARAMETER, weight.name, weight.remainder)
         if weight.copy is not None:
-            note(SightingKind.AUTOCAST_COPY, name, weight.copy.leaf)
+            note(SightingKind.AUTOCAST_COPY, weight.name, weight.copy.leaf)
     for kind, names, tensor in weights.values():
         yield kind, " + ".join(names), tensor
 
 
-def _named_weights(step: TrainingStep) -> Iterable[tuple[str, Weight]]:
+def _updated_weights(step: TrainingStep) -> Sequence[Weight]:
     """The weights of the fast model; on several ranks those that this rank updates."""
-    owners: tuple[object, ...] = (step.way, step.optimizer)
-    for owner in owners:
-        if isinstance(owner, OwnsWeights):
-            return owner.named_weights
-    names: dict[Tensor, str] = {
-        parameter: name for name, parameter in step.model.named_parameters()
-    }
-    weights = step.model.weights if isinstance(step.model, FastLM) else ()
-    return [(names[weight.master], weight) for weight in weights]
+    if isinstance(step.optimizer, MasterAdamW):
+        return step.optimizer.weights
+    return step.model.weights if isinstance(step.model, FastLM) else ()
 
 
 def _address(tensor: Tensor) -> int:

@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -50,8 +49,8 @@ def _initialised() -> bool:
     return True
 
 
-def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
-    """GPUs that `visible` (default: CUDA_VISIBLE_DEVICES) names, in its order; numbers count by PCI
+def visible_gpus() -> tuple[Gpu, ...]:
+    """GPUs that CUDA_VISIBLE_DEVICES names, in its order, or all without it; numbers count by PCI
     bus.
 
     As in CUDA, the first entry that names no GPU ends the list, and naming a GPU twice empties it.
@@ -59,7 +58,7 @@ def visible_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     Empty without an NVIDIA driver.
     """
     every = _every()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return _as_cuda_counts(every) if visible is None else select(every, visible)
 
 
@@ -87,17 +86,17 @@ def select(gpus: Sequence[Gpu], visible: str) -> tuple[Gpu, ...]:
 
 
 def _named(gpus: Sequence[Gpu], entry: str, kind: str) -> Gpu | None:
-    """The GPU that the entry names; if it names a GPU in MIG mode as a whole, its first slice."""
+    """The GPU that the entry names by its UUID, shortened or not, if `kind` is the UUID's prefix,
+    else by its number; if it names a GPU in MIG mode as a whole, its first slice.
+    """
+    firsts = {gpu.index: gpu for gpu in reversed(gpus)}
+    if not kind:
+        return next((gpu for gpu in firsts.values() if str(gpu.index) == entry), None)
     if kind == "MIG-":
-        match = [gpu for gpu in gpus if gpu.slice_of and gpu.uuid.startswith(entry)]
+        uuids = {gpu.uuid: gpu for gpu in gpus}
     else:
-        firsts = list({gpu.index: gpu for gpu in reversed(gpus)}.values())
-        by_number = [gpu for gpu in firsts if str(gpu.index) == entry]
-        match = (
-            [gpu for gpu in firsts if (gpu.slice_of or gpu.uuid).startswith(entry)]
-            if kind
-            else by_number
-        )
+        uuids = {gpu.slice_of or gpu.uuid: gpu for gpu in firsts.values()}
+    match = [gpu for uuid, gpu in uuids.items() if uuid.startswith(entry)]
     return match[0] if len(match) == 1 and entry.startswith(kind) else None
 
 
@@ -114,11 +113,9 @@ def why_none_visible() -> str | None:
     purpose (empty or -1).
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if (
-        visible_gpus()
-        or not _initialised()
-        or (visible is not None and visible.strip() in ("", "-1"))
-    ):
+    if visible_gpus() or not _initialised():
+        return None
+    if visible is not None and visible.strip() in ("", "-1"):
         return None
     every = _every()
     if visible is not None and every:
@@ -151,10 +148,21 @@ def _devices(index: int) -> list[Gpu]:
     """The GPU with that number, or its slices (possibly none) in MIG mode."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     gpu = _gpu(index, handle)
-    if not _is_sliced(handle):
+    is_sliced = False
+    with contextlib.suppress(pynvml.NVMLError):  # raised by GPUs without MIG
+        is_sliced = pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    if not is_sliced:
         return [gpu]
-    slices = [_gpu(index, slice_handle) for slice_handle in _slices(handle)]
-    return [replace(part, name=_slice_name(part, gpu), slice_of=gpu.uuid) for part in slices]
+    slices = []
+    for slice_handle in _slices(handle):
+        part = _gpu(index, slice_handle)
+        name = part.name
+        # the driver may give a slice the name of the whole GPU, whose peaks do not apply to it
+        if " MIG " not in name:
+            size = "" if part.memory_bytes is None else f" {part.memory_bytes / 2**30:.0f}gb"
+            name = f"{gpu.name} MIG{size}"
+        slices.append(replace(part, name=name, slice_of=gpu.uuid))
+    return slices
 
 
 def _gpu(index: int, handle: object) -> Gpu:
@@ -174,29 +182,11 @@ def _gpu(index: int, handle: object) -> Gpu:
     )
 
 
-def _is_sliced(handle: object) -> bool:
-    with contextlib.suppress(pynvml.NVMLError):  # raised by GPUs without MIG
-        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    return False
-
-
 def _slices(handle: object) -> Iterator[object]:
-    count = 0
     with contextlib.suppress(pynvml.NVMLError):
-        count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    for number in range(count):
-        with contextlib.suppress(pynvml.NVMLError):  # not every possible slice exists
-            yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-
-
-def _slice_name(part: Gpu, whole: Gpu) -> str:
-    """The driver's name if it differs from that of the whole GPU, whose peaks do not apply to a
-    slice.
-    """
-    if " MIG " in part.name:
-        return part.name
-    size = "" if part.memory_bytes is None else f" {part.memory_bytes / 2**30:.0f}gb"
-    return f"{whole.name} MIG{size}"
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(pynvml.NVMLError):  # not every possible slice exists
+                yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
 
 
 class GpuMonitor:
@@ -215,8 +205,8 @@ class GpuMonitor:
         """
         return len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
 
-    def state(self, own_processes: int = 1) -> GpuState:
-        """Clocks, power, temperature, throttle reasons and other processes right now."""
+    def state(self) -> GpuState:
+        """Clocks, power, temperature, throttle reasons and processes beside this one right now."""
         handle = self._handle
         reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return GpuState(
@@ -228,7 +218,7 @@ class GpuMonitor:
             power_w=pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             temperature_c=pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
-            other_processes=max(0, self.processes() - own_processes),
+            other_processes=max(0, self.processes() - 1),
         )
 
     def energy_j(self) -> float | None:
@@ -259,18 +249,6 @@ def disturbances(gpus: Sequence[Gpu]) -> list[str]:
     battery = psutil.sensors_battery()
     if battery is not None and battery.power_plugged is False:
         reasons.append("the machine runs on its battery, which lowers its clocks: plug it in")
-    scaling = Path("/sys/devices/system/cpu/cpu0/cpufreq")
-    # other systems, and most virtual machines, have no such files
-    with contextlib.suppress(OSError):
-        driver, governor = (
-            (scaling / f"scaling_{name}").read_text().strip() for name in ("driver", "governor")
-        )
-        # whose powersave raises clocks as needed
-        if governor == "powersave" and not driver.endswith("pstate"):
-            reasons.append(
-                "the CPU's governor is powersave: use performance (cpupower frequency-set -g "
-                "performance)"
-            )
     for gpu in gpus:
         with contextlib.suppress(pynvml.NVMLError):
             if count := GpuMonitor(gpu.uuid).processes():

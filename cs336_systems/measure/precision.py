@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,16 +13,6 @@ T = TypeVar("T")
 
 AUTOCAST_DTYPES = MappingProxyType({Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16})
 """The type that autocast casts to; other precisions run without autocast."""
-
-
-class MathModes(TypedDict):
-    """Modes of fp32 matmuls in force; `mixed` or None if PyTorch's settings contradict each
-    other.
-    """
-
-    float32_matmul_precision: str
-    allow_tf32_matmul: bool | None
-    allow_tf32_cudnn: bool | None
 
 
 def apply_math_mode(precision: Precision) -> None:
@@ -41,13 +31,15 @@ def apply_math_mode(precision: Precision) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def math_modes() -> MathModes:
-    """Read back the modes in force, without touching a GPU."""
-    return MathModes(
-        float32_matmul_precision=_read(torch.get_float32_matmul_precision) or "mixed",
-        allow_tf32_matmul=_read(lambda: torch.backends.cuda.matmul.allow_tf32),
-        allow_tf32_cudnn=_read(lambda: torch.backends.cudnn.allow_tf32),
-    )
+def math_modes() -> dict[str, Any]:
+    """The modes of fp32 matmuls in force, as fields of `Environment`, read without touching a GPU;
+    `mixed` or None if PyTorch's settings contradict each other.
+    """
+    return {
+        "float32_matmul_precision": _read(torch.get_float32_matmul_precision) or "mixed",
+        "allow_tf32_matmul": _read(lambda: torch.backends.cuda.matmul.allow_tf32),
+        "allow_tf32_cudnn": _read(lambda: torch.backends.cudnn.allow_tf32),
+    }
 
 
 def _read(switch: Callable[[], T]) -> T | None:

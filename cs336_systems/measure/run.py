@@ -46,7 +46,7 @@ from .failure import classify, describe
 from .inputs import inputs_of
 from .nvml import Gpu, GpuMonitor, visible_gpus
 from .precision import apply_math_mode
-from .step import TrainingStep
+from .step import TrainingStep, memory_since, reset_memory
 from .watchers import Watch, annotator_of
 
 MAX_EXTRA_WARMUP_STEPS = 20
@@ -101,13 +101,27 @@ class Progress:
     watch: Watch | None = None
 
     def warn(self, code: WarningCode, message: str) -> None:
-        """Add a warning that the times may not be what they should."""
-        self.warnings.append(RunWarning(code=code, message=message))
+        """Add a warning that the times may not be what they should, one of each code."""
+        if all(warning.code is not code for warning in self.warnings):
+            self.warnings.append(RunWarning(code=code, message=message))
 
     def warn_if_throttled(self, telemetry: Telemetry) -> None:
         """Add a warning if the driver has lowered the clock."""
         if (slowed := throttled(telemetry)) is not None:
             self.warn(WarningCode.THROTTLED, slowed)
+
+    def warn_of_short_warmup(self, taken: int, advice: str = "") -> None:
+        """Add a warning if a warm-up of so many steps leaves what only the first steps of training
+        do to the measured ones.
+        """
+        if taken < LEAST_TRAIN_WARMUP_STEPS:
+            first = "the making of the optimizer's state"
+            if taken:
+                first = "the first with the optimizer's state"
+            self.warn(
+                WarningCode.FEW_WARMUP_STEPS,
+                f"{taken} warm-up step(s): the measured ones include {first}{advice}",
+            )
 
     @property
     def config(self) -> RunConfig:
@@ -251,7 +265,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         )
         with _collector_off(), watch.measured_steps(one_step):
             energy_before = monitor.energy_j() if monitor else None
-            graphs, memory_before = step.compiled_graphs(), step.reset_memory()
+            graphs = step.compiled_graphs()
+            memory_before = reset_memory() if config.device is Device.CUDA else None
             of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
             with annotate(Range.MEASURE), of_rank:
                 _meet_under_nsys(config, "begin")
@@ -261,7 +276,12 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
             telemetry = _telemetry(monitor, progress, energy_before)
             progress.where = "the end of profiling"
     progress.where = "the readings after the steps"
-    memory = step.memory_since(memory_before, progress.first_step_peak_bytes)
+    memory = None
+    if memory_before is not None:
+        memory = replace(
+            memory_since(memory_before, step.graph.peak_bytes if step.graph else None),
+            first_step_peak_allocated_bytes=progress.first_step_peak_bytes,
+        )
     _judge(progress, memory, telemetry, step.compiled_graphs() - graphs)
     traffic = _look_inside(step, clock, progress, moments)
     return replace(
@@ -315,10 +335,8 @@ def _find_gpu(progress: Progress) -> GpuMonitor | None:
 
 
 def _warn_of_others(progress: Progress, others: int) -> None:
-    """Warn once of other processes on the GPU."""
-    if others > 0 and not any(
-        warning.code is WarningCode.GPU_SHARED for warning in progress.warnings
-    ):
+    """Warn of other processes on the GPU."""
+    if others > 0:
         progress.warn(
             WarningCode.GPU_SHARED,
             f"{others} other process(es) held a context on this GPU; end them, run again",
@@ -346,17 +364,9 @@ def _warm_up(
             wanted += 1
     if not taken:
         _settle(progress, monitor)
-    if config.mode is Mode.TRAIN and taken < LEAST_TRAIN_WARMUP_STEPS:
-        first = (
-            "the first with the optimizer's state"
-            if taken
-            else "the making of the optimizer's state"
-        )
-        progress.warn(
-            WarningCode.FEW_WARMUP_STEPS,
-            f"{taken} warm-up step(s): the measured ones include {first}; "
-            f"use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}",
-        )
+    if config.mode is Mode.TRAIN:
+        advice = f"; use at least --warmup-steps {LEAST_TRAIN_WARMUP_STEPS}"
+        progress.warn_of_short_warmup(taken, advice)
 
 
 def _settle(progress: Progress, monitor: GpuMonitor | None) -> None:

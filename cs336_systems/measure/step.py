@@ -6,9 +6,10 @@ steps.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,26 +58,29 @@ class TrainingStep:
             else None
         )
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.trainable = _make_trainable(model, config)
+        self.trainable = Trainable(model, config)
+        if config.needs_fast_model:
+            from ..model.fast.model import FastTrainable
+
+            self.trainable = FastTrainable(cast("TransformerLM", model), config)
         self.model = self.trainable.model
         self.model.train(config.mode is not Mode.INFERENCE)
-        self.way = _make_way(self.trainable, config)
+        self.way: "Way | None" = None
         """The wrapper that shares the step among ranks; None if it is not shared."""
-        self._loss = self.trainable.loss if self.way is None else self.way
-        self.optimizer = self._make_optimizer() if config.mode is Mode.TRAIN else None
+        self._loss: Callable[..., Tensor] = self.trainable.loss
+        make_optimizer = self.trainable.make_optimizer
+        if config.is_shared:
+            from ..parallel.ways import make_shared_optimizer, make_way
+
+            self._loss = self.way = make_way(self.trainable, config)
+            make_optimizer = partial(make_shared_optimizer, self.trainable, config, self.way)
+        self.optimizer = make_optimizer() if config.mode is Mode.TRAIN else None
         self.phase = Phase.DATA
         """The phase that is running, which a failure's message names."""
         self.loss: Float[Tensor, ""]
         """Loss of the last step; a graph's next replay overwrites it."""
         self._grad = torch.no_grad if config.mode is Mode.INFERENCE else contextlib.nullcontext
         self.graph = self._make_graph() if config.cuda_graph else None
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        if self.way is None:
-            return self.trainable.make_optimizer()
-        from ..parallel.ways import make_shared_optimizer
-
-        return make_shared_optimizer(self.trainable, self.config, self.way)
 
     def _make_graph(self) -> "StepGraph":
         from ..model.fast.master_adamw import MasterAdamW
@@ -149,8 +153,7 @@ class TrainingStep:
             annotate(Range.FORWARD),
             autocast(self.config.precision, self.config.device),
         ):
-            loss: Tensor = self._loss(*batch)
-            return loss
+            return self._loss(*batch)
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
         """Gradients of the loss, scaled where the precision needs it."""
@@ -166,6 +169,10 @@ class TrainingStep:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """What the optimizer keeps of each parameter, by name; empty without an optimizer."""
+        return {} if self.optimizer is None else self.optimizer.state
 
     def give_up_graph(self) -> None:
         """Run further steps eagerly, without the CUDA graphs."""
@@ -215,32 +222,12 @@ class TrainingStep:
             recompiles=recompiles - before.recompiles,
         )
 
-    def reset_memory(self) -> dict[str, int] | None:
-        """The allocator's counters now, whose peaks start again from here; None on a CPU."""
-        if self.config.device is Device.CPU:
-            return None
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_stats()
-
-    def memory_since(
-        self, before: dict[str, int] | None, first_step_peak_bytes: int | None
-    ) -> Memory | None:
-        """The allocator's work since `reset_memory` returned `before`; None on a CPU.
-
-        A replayed CUDA graph allocates nothing; its peak is that of its capture.
-        """
-        if before is None:
-            return None
-        return memory_since(
-            before, first_step_peak_bytes, self.graph.peak_bytes if self.graph else None
-        )
-
     def memory_now(self, moment: MomentName) -> MemoryMoment:
         """What the step's tensors take now."""
         trained = self._trained()
         gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         state: list[Tensor] = []
-        for values in self.optimizer.state.values() if self.optimizer else ():
+        for values in self.optimizer_state().values():
             state += filter(torch.is_tensor, values.values())
         on_gpu = self.config.device is Device.CUDA
         return MemoryMoment(
@@ -263,19 +250,21 @@ class TrainingStep:
         return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def memory_since(
-    before: dict[str, int],
-    first_step_peak_bytes: int | None = None,
-    graph_peak_bytes: int | None = None,
-) -> Memory:
-    """The work of PyTorch's CUDA allocator since its counters, whose peaks were reset then, were
-    `before`.
+def reset_memory() -> dict[str, int]:
+    """The counters of PyTorch's CUDA allocator now; their peaks start again from here."""
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_stats()
+
+
+def memory_since(before: dict[str, int], graph_peak_bytes: int | None = None) -> Memory:
+    """The work of PyTorch's CUDA allocator since `reset_memory` returned `before`.
+
+    A replayed CUDA graph allocates nothing; its peak is that of its capture.
     """
     after = torch.cuda.memory_stats()
     return Memory(
         peak_allocated_bytes=max(after["allocated_bytes.all.peak"], graph_peak_bytes or 0),
         peak_reserved_bytes=after["reserved_bytes.all.peak"],
-        first_step_peak_allocated_bytes=first_step_peak_bytes,
         segments_allocated=after["segment.all.allocated"] - before["segment.all.allocated"],
         alloc_retries=after["num_alloc_retries"] - before["num_alloc_retries"],
     )
@@ -306,20 +295,3 @@ def with_own_vocabulary(config: RunConfig, model: nn.Module) -> RunConfig:
     low_precision = autocast(config.precision, config.device)
     vocab_size = vocabulary_of(model, tokens, low_precision, None if asked == usual else asked)
     return replace(config, model=replace(config.model, vocab_size=vocab_size))
-
-
-def _make_trainable(model: nn.Module, config: RunConfig) -> Trainable:
-    """The model as it is, or the fast model with its parameters if a setting needs that."""
-    if not config.needs_fast_model:
-        return Trainable(model, config)
-    from ..model.fast.model import FastTrainable
-
-    return FastTrainable(cast("TransformerLM", model), config)
-
-
-def _make_way(trainable: Trainable, config: RunConfig) -> "Way | None":
-    if not config.is_shared:
-        return None
-    from ..parallel.ways import make_way
-
-    return make_way(trainable, config)

@@ -15,7 +15,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..config import Parallel, Phase, RunConfig
 from ..costs.internals import address_of
@@ -44,20 +43,47 @@ known.
 
 
 def traced(config: RunConfig, axes: Mapping[str, int]) -> Tape:
-    """The tape of the steps of one rank, the one that keeps most, until the steady state."""
-    with tracing(axes, OF_FAST) as trace, _with_chunks(trace):
-        model = make_model(config)
-        parameters = _parameters(model, trace)
-        with one_of_the_ranks(config, model) as rank:
-            tape = _steps(config, model, trace, rank)
+    """The tape of the steps of one rank until the steady state.
+
+    If the step of a user's own model needs data, the tape has the reason and the parameters; if the
+    model cannot be used, the reason alone.
+    """
+    factory = config.model_factory
+    parameters: list[tuple[list[str], list[str]]] = []
+    try:
+        if factory is not None:
+            # outside of the modes below, which slow imports down
+            load_factory(factory)
+        patches = _with_chunks if factory is None else _as_of_whole_sequences
+        with tracing(axes, OF_FAST) as trace:
+            model = make_model(config)
+            parameters = _parameters(model, trace)
+            # of a user's model the first rank, as a way of the user's may share the optimizer's
+            # state otherwise; of ours the one that keeps most
+            ours = model if factory is None else None
+            with one_of_the_ranks(config, ours) as rank, patches(trace):
+                tape = _steps(config, model, trace, rank)
+            if factory is not None:
+                tape.places = trace.places
+    except TraceError as error:
+        tape = Tape(failure=_reason(error))
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        return Tape(failure=_reason(error))
     tape.parameters = parameters
     return tape
 
 
 def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> Tape:
+    """The tape of the steps of this rank, traced one after the other."""
+    trace.routing.tokens = config.batch_size * config.model.context_length
     step = TrainingStep(config, model, rank=rank)
     step.scaler = None  # it would read a value; its scalars are left out
-    order, hooks = _noted_order([] if config.is_shared else model.parameters())
+    order: list[int] = []  # in which backward makes the parameters' gradients
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+        for place, parameter in enumerate(model.parameters())
+        if parameter.requires_grad and not config.is_shared
+    ]
     _average_at_once(step)
     trace.note(Category.PARAMETERS, step.model.parameters())
     parameter_bytes = _bytes_kept(step.model.parameters())
@@ -77,19 +103,6 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
     return tape
 
 
-def _noted_order(parameters: Iterable[nn.Parameter]) -> tuple[list[int], list[RemovableHandle]]:
-    """An empty list, and hooks that append to it the index of each parameter whose gradient
-    backward has made.
-    """
-    order: list[int] = []
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
-        for place, parameter in enumerate(parameters)
-        if parameter.requires_grad
-    ]
-    return order, hooks
-
-
 def _bytes_kept(parameters: Iterable[Tensor]) -> int:
     """Bytes of the parameters on this rank; tied ones, and parts of one tensor, share their
     memory.
@@ -99,32 +112,6 @@ def _bytes_kept(parameters: Iterable[Tensor]) -> int:
         storage = getattr(parameter, "_local_tensor", parameter).untyped_storage()
         sizes[address_of(storage)] = storage.nbytes()
     return sum(sizes.values())
-
-
-def traced_own(config: RunConfig, axes: Mapping[str, int]) -> Tape:
-    """The tape of a user's own model.
-
-    If its step needs data, the tape has the reason and the parameters; if the model cannot be used,
-    the reason alone.
-    """
-    parameters: list[tuple[list[str], list[str]]] = []
-    try:
-        # outside of the modes below, which slow imports down
-        load_factory(config.model_factory or "")
-        with tracing(axes, OF_FAST) as trace:
-            model = make_model(config)
-            parameters = _parameters(model, trace)
-            trace.routing.tokens = config.batch_size * config.model.context_length
-            # of ranks the first, as a way of the user's may share the optimizer's state otherwise
-            with one_of_the_ranks(config), _as_of_whole_sequences():
-                tape = _steps(config, model, trace, rank=0)
-            tape.places = trace.places
-    except TraceError as error:
-        tape = Tape.of_failure(_reason(error))
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        return Tape.of_failure(_reason(error))
-    tape.parameters = parameters
-    return tape
 
 
 def _parameters(model: nn.Module, trace: StepTrace) -> list[tuple[list[str], list[str]]]:
@@ -139,7 +126,7 @@ def _parameters(model: nn.Module, trace: StepTrace) -> list[tuple[list[str], lis
 
 
 @contextmanager
-def _as_of_whole_sequences() -> Iterator[None]:
+def _as_of_whole_sequences(_trace: StepTrace) -> Iterator[None]:
     """Let transformers find that no row of a batch has several sequences, as in eager training.
 
     It reads the values of positions to find that out (find_packed_sequence_indices in
@@ -149,12 +136,9 @@ def _as_of_whole_sequences() -> Iterator[None]:
     if masks is None:
         yield
         return
-    with mock.patch.object(masks, "find_packed_sequence_indices", _finds_nothing):
+    # a Mock with a return value would keep its arguments, which are tensors of the step
+    with mock.patch.object(masks, "find_packed_sequence_indices", lambda *_, **__: None):  # noqa: PT008
         yield
-
-
-def _finds_nothing(*_: object, **__: object) -> None:
-    """No sequences within rows. A Mock would keep its arguments, which are tensors of the step."""
 
 
 def _expand(trace: StepTrace, call: Dispatch) -> None:
@@ -252,11 +236,11 @@ class _Clock:
         self._trace.begin(next(self._next))
 
     def lap(self, phase: Phase, end: object = None) -> None:  # noqa: ARG002 (of the protocol)
-        trace, optimizer = self._trace, self._step.optimizer
+        trace = self._trace
         gradients = [parameter.grad for parameter in self._step.model.parameters()]
         trace.note(Category.GRADIENTS, (grad for grad in gradients if grad is not None))
-        if phase is Phase.OPTIMIZER and optimizer is not None:
-            for state in optimizer.state.values():
+        if phase is Phase.OPTIMIZER:
+            for state in self._step.optimizer_state().values():
                 tensors = [value for value in state.values() if isinstance(value, Tensor)]
                 trace.note(Category.OPTIMIZER_STATE, tensors)
         trace.begin(next(self._next))
@@ -388,15 +372,7 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
 
 def trace_all(asked: Asked) -> dict[str, bytes]:
     """The tapes that are asked for, by name, as they are kept."""
-    made = {}
-    for name, (config, axes) in asked.items():
-        try:
-            make = traced if config.model_factory is None else traced_own
-            tape = make(config, axes)
-        except (ValueError, RuntimeError, ImportError) as error:
-            tape = Tape.of_failure(_reason(error))
-        made[name] = encoded(tape)
-    return made
+    return {name: encoded(traced(config, axes)) for name, (config, axes) in asked.items()}
 
 
 def _reason(error: BaseException) -> str:

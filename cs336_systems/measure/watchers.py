@@ -7,9 +7,8 @@ nsys runs outside of the process; for it, this module adds the ranges of backwar
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
-from ..config import CompileMode, Device, Phase, Profiler, RunConfig
+from ..config import CompileMode, Device, Profiler, RunConfig
 from ..model.annotate import (
     Annotator,
     annotate,
@@ -21,6 +20,7 @@ from ..model.annotate import (
 )
 from ..ranges import Range
 from .clock import Clock, ObservedClock
+from .step import TrainingStep
 
 
 def annotator_of(config: RunConfig) -> Annotator:
@@ -35,13 +35,13 @@ def annotator_of(config: RunConfig) -> Annotator:
 
 
 class Watch:
-    """The profiler of a run; it does nothing without one, or without the file that it would write.
-
-    `step` is a `TrainingStep`, or has its `model`, `optimizer`, `way`, `phase` and `config`.
+    """The profiler of a run; it does nothing without one, or without the file that it would
+    write.
     """
 
-    def __init__(self, step: Any, path: Path | None) -> None:  # noqa: ANN401
-        profiler: Profiler = step.config.profiler
+    def __init__(self, step: TrainingStep, path: Path | None) -> None:
+        config = step.config
+        profiler = config.profiler
         self._step, self._path = step, path
         self._is_profiled = profiler is Profiler.NSYS or (
             path is not None and profiler is not Profiler.NONE
@@ -51,18 +51,14 @@ class Watch:
         if path is not None and profiler is Profiler.MEMORY:
             from .memory import MemoryRecorder
 
-            self._recorder = MemoryRecorder(step)
+            # blocks of a compiled model run no hooks, so their checkpoints are not seen
+            is_eager = config.compile is CompileMode.NONE
+            checkpoint_blocks = config.checkpoint_blocks if is_eager else 0
+            self._recorder = MemoryRecorder(step, config.device, checkpoint_blocks)
 
     def clock(self, clock: Clock) -> Clock:
         """The clock that times the phases; the recorder of memory marks their ends too."""
-        return clock if self._recorder is None else ObservedClock(clock, self.mark)
-
-    def mark(self, ended: Phase | None) -> None:
-        """Tell the recorder of memory, if there is one, that a step begins (None) or that a
-        phase has ended.
-        """
-        if self._recorder is not None:
-            self._recorder.mark(ended)
+        return clock if self._recorder is None else ObservedClock(clock, self._recorder.mark)
 
     def whole_run(self) -> AbstractContextManager[object]:
         """Context around the warm-up and the measured steps.
@@ -84,28 +80,22 @@ class Watch:
         return watching
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context whose steps are recorded; a clean exit writes the file."""
+    def measured_steps(self, one_step: Callable[[], object]) -> Iterator[None]:
+        """Context around the measured steps, which are recorded; a clean exit writes the file.
+
+        torch.profiler needs a step to settle: `one_step`, a warm-up step.
+        """
         with ExitStack() as profiling:
             if self._trace is not None:
                 profiling.enter_context(
                     kineto_trace(self._trace, self._step.config.device is Device.CUDA)
                 )
+                with annotate(Range.WARMUP):
+                    one_step()
             if self._recorder is not None:
                 self._recorder.restart()
             yield
             self.dump_memory()
-
-    @contextmanager
-    def measured_steps(self, one_step: Callable[[], object]) -> Iterator[None]:
-        """Context around the measured steps. torch.profiler needs a step to settle: `one_step`,
-        a warm-up step.
-        """
-        with self.recording():
-            if self._trace is not None:
-                with annotate(Range.WARMUP):
-                    one_step()
-            yield
 
     def dump_memory(self) -> None:
         """Write the snapshot of memory, if there is a recorder; a failed run's snapshot shows what

@@ -78,13 +78,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _push_record(name: str) -> None:
-    """Open a range of torch.profiler on this thread."""
-    record = torch.profiler.record_function(name)
-    record.__enter__()
-    _thread.records.append(record)
-
-
 def current_path() -> tuple[str, ...]:
     """Names of the open ranges of this thread, the outermost first; empty unless the annotator
     is PATH.
@@ -92,15 +85,24 @@ def current_path() -> tuple[str, ...]:
     return tuple(_thread.path)
 
 
-def _nvtx_push_pop() -> "PushPop":
-    """Push and pop of ranges in NVTX's default domain, named by registered strings, as nsys's
-    capture range needs.
-    """
+def _push_and_pop(annotator: Annotator) -> tuple[Callable[[str], object], Callable[[], object]]:
+    """The functions that open a range of this name on this thread, and close the innermost."""
+    if annotator is Annotator.PATH:
+        return lambda name: _thread.path.append(name), lambda: _thread.path.pop()
+    if annotator is Annotator.RECORD_FUNCTION:
+        return _push_record, lambda: _thread.records.pop().__exit__(None, None, None)
     import nvtx  # which has no packages for macOS, and is needed for CUDA devices alone
 
-    domain = nvtx.get_domain()
+    domain = nvtx.get_domain()  # the default one, and registered strings: for nsys's capture range
     attributes = functools.cache(lambda name: domain.get_event_attributes(message=name))
     return lambda name: domain.push_range(attributes(name)), domain.pop_range
+
+
+def _push_record(name: str) -> None:
+    """Open a range of torch.profiler on this thread."""
+    record = torch.profiler.record_function(name)
+    record.__enter__()
+    _thread.records.append(record)
 
 
 class _Annotation:
@@ -120,15 +122,7 @@ class _Annotation:
         self._pop()
 
 
-PushPop = tuple[Callable[[str], object], Callable[[], object]]
 _NO_RANGE = nullcontext()
-_PUSH_POP: dict[Annotator, PushPop] = {
-    Annotator.RECORD_FUNCTION: (
-        _push_record,
-        lambda: _thread.records.pop().__exit__(None, None, None),
-    ),
-    Annotator.PATH: (lambda name: _thread.path.append(name), lambda: _thread.path.pop()),
-}
 _annotation: Callable[[str], _Annotation] | None = None
 
 
@@ -140,7 +134,7 @@ def set_annotator(annotator: Annotator) -> None:
     if annotator is Annotator.NONE:
         _annotation = None
     else:
-        push, pop = _nvtx_push_pop() if annotator is Annotator.NVTX else _PUSH_POP[annotator]
+        push, pop = _push_and_pop(annotator)
         _annotation = functools.cache(lambda name: _Annotation(name, push, pop))
 
 

@@ -91,7 +91,7 @@ class Trainable:
         mode = self.config.compile
         if mode is CompileMode.NONE:
             return loss
-        return cast("Loss", torch.compile(loss, mode=mode_of(mode)))
+        return cast("Loss", torch.compile(loss, mode=mode.value))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The configuration's optimizer, for all parameters."""
@@ -106,11 +106,6 @@ class Trainable:
             lr=config.learning_rate,
             capturable=config.cuda_graph,
         )
-
-
-def mode_of(mode: CompileMode) -> str | None:
-    """The mode as torch.compile has it."""
-    return None if mode is CompileMode.DEFAULT else mode.value
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:

@@ -25,6 +25,9 @@ Rotations = Float[Tensor, "seq pairs 2"]
 Mask = Bool[Tensor, "queries keys"]
 """True if the query attends to the key."""
 
+NORM_EPS = 1e-5
+"""What norms add to the mean square or the variance before they take its root."""
+
 
 class TransformerLM(nn.Module):
     """Language model, built and initialised on the default device: `with torch.device("cuda"):
@@ -273,14 +276,13 @@ class RMSNorm(nn.Module):
 
     range: str = Range.NORM
 
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d_model))
-        self.eps = eps
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS)
 
 
 class LayerNorm(nn.Module):
@@ -290,15 +292,14 @@ class LayerNorm(nn.Module):
 
     range: str = Range.NORM
 
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(d_model))
         self.bias = nn.Parameter(torch.zeros(d_model))
-        self.eps = eps
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
         with annotate(self.range):
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
 
 
 def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:

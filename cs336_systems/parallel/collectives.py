@@ -217,21 +217,6 @@ def start_grouped(
     return started
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """The elements of all tensors, which have one type, as one axis; a view if there is only one
-    contiguous tensor.
-    """
-    if len(tensors) == 1:
-        return tensors[0].contiguous().view(-1)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def parts_of(flat: Tensor, shaped_like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `flat`, one after the other, with the shapes of the given tensors."""
-    parts = flat.split([tensor.numel() for tensor in shaped_like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, shaped_like, strict=True)]
-
-
 @torch.no_grad()
 def take_from_rank_0(module: nn.Module) -> None:
     """Broadcast rank 0's values of the module's parameters and buffers, each once."""

@@ -7,15 +7,15 @@ of rank 0. Later changes of buffers are not exchanged. A parameter without a gra
 on any rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from ..config import Mode, Parallel, RunConfig
 from ..costs.communication import split_into_buckets
 from . import collectives
 from .exchange import Pushes, of_all_ranks, other_ranks, row_from_here, shared_rows
@@ -78,11 +78,14 @@ class FlatDDP(NaiveDDP):
         for leaf in leaves:
             if not leaf.shared_elements:
                 by_type.setdefault(leaf.tensor.dtype, []).append(leaf.tensor)
-        flats = [collectives.flattened(list(map(_gradient, group))) for group in by_type.values()]
+        flats = [
+            _flatten_dense_tensors([_gradient(tensor) for tensor in group])
+            for group in by_type.values()
+        ]
         for averaging in (collectives.Averaging(flats), _averaging(shared_out)):
             averaging.wait()
         for group, flat in zip(by_type.values(), flats, strict=True):
-            for tensor, part in zip(group, collectives.parts_of(flat, group), strict=True):
+            for tensor, part in zip(group, _unflatten_dense_tensors(flat, group), strict=True):
                 tensor.grad = part
 
 
@@ -286,20 +289,3 @@ def _split(order: Sequence[int], leaves: Sequence[Leaf], bucket_bytes: int) -> l
         for places in split_into_buckets(sizes, bucket_bytes):
             buckets.append([numbers[place] for place in places])
     return sorted(buckets, key=lambda bucket: order.index(bucket[-1]))
-
-
-DATA_PARALLEL: Mapping[
-    Parallel, Callable[[nn.Module, Sequence[Leaf] | None, RunConfig], NaiveDDP]
-] = {
-    Parallel.DDP_NAIVE: lambda module, leaves, _: NaiveDDP(module, leaves),
-    Parallel.DDP_FLAT: lambda module, leaves, _: FlatDDP(module, leaves),
-    Parallel.DDP_OVERLAP: lambda module, leaves, config: OverlapDDP(
-        module, leaves, config.bucket_mib * 2**20
-    ),
-    Parallel.DDP_PUSH: lambda module, leaves, config: PushDDP(
-        module, leaves, adds=leaves is None or config.mode is not Mode.TRAIN
-    ),
-}
-"""The ways of --parallel that leave the whole model to each rank. Leaves are given for the fast
-model alone, whose optimizer adds up the gradients that ranks send each other.
-"""

@@ -7,6 +7,7 @@ a kernel of NCCL, they take no multiprocessor from the matmuls that run at the s
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -108,21 +109,21 @@ class Pushes:
         """Copy each source to its target, once the current stream has made the sources; `local`
         pairs stay on this rank.
         """
+        on_stream: AbstractContextManager[object] = nullcontext()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            on_stream = torch.cuda.stream(self._stream)
+        with on_stream:
+            if self._waits and not self._has_begun:
+                self._has_begun = True
+                self.barrier()
+            for source, target in pairs:
+                push(source, target)
+            for source, target in local:
+                target.copy_(source)
         if self._stream is None:
-            self._begin()
-            _copy(pairs, local)
             return Copied(None, ())
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._begin()
-            _copy(pairs, local)
         return Copied(self._stream.record_event(), [source for source, _ in (*pairs, *local)])
-
-    def _begin(self) -> None:
-        """Before the first copy of a step, wait until all ranks have come, if asked to."""
-        if self._waits and not self._has_begun:
-            self._has_begun = True
-            self.barrier()
 
     def finish(self) -> None:
         """Wait until every rank has made its copies. On a GPU the current stream waits, and the
@@ -153,14 +154,6 @@ class Copied:
         """Have the current stream wait for them."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]], local: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Make the copies on the current stream."""
-    for source, target in pairs:
-        push(source, target)
-    for source, target in local:
-        target.copy_(source)
 
 
 def _check_access() -> None:

@@ -21,14 +21,14 @@ from .collectives import all_gather, own_part, start_grouped
 from .data_parallel import PushDDP
 from .exchange import Pushes, of_all_ranks
 from .fully_sharded import FSDP
-from .packs import OwnsWeights, Pack, named_weights, packs_of, received, with_received
+from .packs import Pack, packs_of, received, with_received
 from .sharded_units import ShardedParameter, UnitParameters, units_of
 
 BUCKET_BYTES = 64 * 2**20
 """Least bytes of copies in a full bucket; one bucket is exchanged while the next is updated."""
 
 
-class ShardedMasterAdamW(OwnsWeights, MasterAdamW):
+class ShardedMasterAdamW(MasterAdamW):
     """MasterAdamW of this rank's part of all matrices; each rank also updates every vector.
 
     Every rank updates the whole of a matrix that cannot be split into aligned parts, one for each
@@ -59,8 +59,7 @@ class ShardedMasterAdamW(OwnsWeights, MasterAdamW):
         for pack in packs:
             if pack.shared_elements:
                 pack.free_masters()
-        self.named_weights = named_weights(packs, updated)
-        super().__init__([weight for _, weight in self.named_weights], storage, lr=lr)
+        super().__init__(list(chain.from_iterable(updated)), storage, lr=lr)
         self._buckets = _buckets(updated, exchanged)
         if pushes is None:
             self._exchange: _Gathers | _PushedParts = _Gathers()
@@ -156,7 +155,7 @@ class _PushedParts:
         self._pushes.finish()
 
 
-class CopyFSDP(OwnsWeights, FSDP):
+class CopyFSDP(FSDP):
     """FSDP of a module that contains the fast model; `model.weights` become this rank's parts, and
     whole vectors.
 
@@ -169,15 +168,14 @@ class CopyFSDP(OwnsWeights, FSDP):
     ) -> None:
         packs = list(packs_of(model))
         super().__init__(module, COPY_DTYPE, list(_units(module, packs)), copies=copies, adds=adds)
-        updated = []
+        updated: list[Weight] = []
         for pack in packs:
-            weights = pack.weights
             if pack.is_matrix:
-                weights = [self._part_of(pack, is_summed=adds)]
+                updated.append(self._part_of(pack, is_summed=adds))
                 pack.free_masters()
-            updated.append(weights)
-        self.named_weights = named_weights(packs, updated)
-        model.weights = tuple(weight for _, weight in self.named_weights)
+            else:
+                updated += pack.weights
+        model.weights = tuple(updated)
 
     def _part_of(self, pack: Pack, *, is_summed: bool) -> Weight:
         """The weight that this rank updates: its part of the matrices of the pack."""

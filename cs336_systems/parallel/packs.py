@@ -5,7 +5,7 @@ The fast model has masters, and low-precision copies that it computes with (mode
 A rank updates its part of a whole pack, because gradients of the pack are exchanged as one tensor.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,6 @@ from .sharded_units import padded_part
 class Pack:
     """All weights whose copies are in one leaf tensor, or a single weight without a copy."""
 
-    names: list[str]
     weights: list[Weight]
     is_read: bool
     """Whether the model reads the masters themselves."""
@@ -30,7 +29,7 @@ class Pack:
     @property
     def name(self) -> str:
         """The names of all weights."""
-        return " + ".join(self.names)
+        return " + ".join(weight.name for weight in self.weights)
 
     @property
     def is_matrix(self) -> bool:
@@ -100,26 +99,22 @@ class Pack:
             # the part of the master shares the leaf's memory, so that updates reach the model
             [weight] = self.weights
             read = places[weight.master]
-            return Weight(master=read.values.requires_grad_(self.is_trained), read=read, copy=copy)
+            master = read.values.requires_grad_(self.is_trained)
+            return Weight(name=self.name, master=master, read=read, copy=copy)
         # new memory for this part alone, as the whole masters are freed (`free_masters`)
         masters = torch.cat([weight.master.detach().view(-1) for weight in self.weights])
         master = padded_part(masters, length).requires_grad_(self.is_trained)
-        return Weight(master=master, read=None, copy=copy)
+        return Weight(name=self.name, master=master, read=None, copy=copy)
 
 
 def packs_of(model: FastLM) -> Iterator[Pack]:
     """The model's weights, grouped by the leaf tensor that the model reads."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     by_leaf: dict[Tensor, list[Weight]] = {}
     for weight in model.weights:
         leaf = weight.master if weight.copy is None else weight.copy.leaf
         by_leaf.setdefault(leaf, []).append(weight)
     for weights in by_leaf.values():
-        yield Pack(
-            names=[names[weight.master] for weight in weights],
-            weights=weights,
-            is_read=weights[0].read is not None,
-        )
+        yield Pack(weights=weights, is_read=weights[0].read is not None)
 
 
 def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
@@ -131,26 +126,6 @@ def leaves_of(model: FastLM, *, shares: bool) -> list[Leaf]:
         shared_elements = pack.shared_elements if shares else 0
         leaves += [Leaf(pack.name, leaf, shared_elements) for leaf in pack.leaves]
     return leaves
-
-
-class OwnsWeights:
-    """Something that updates this rank's part of the weights."""
-
-    named_weights: list[tuple[str, Weight]]
-    """What this rank updates, by the names of the parameters that it is, or is a part of."""
-
-
-def named_weights(
-    packs: Sequence[Pack], updated: Sequence[list[Weight]]
-) -> list[tuple[str, Weight]]:
-    """The weights that this rank updates of each pack, by name; a part of several weights has the
-    names of all.
-    """
-    named: list[tuple[str, Weight]] = []
-    for pack, weights in zip(packs, updated, strict=True):
-        is_whole = len(weights) == len(pack.weights)
-        named += zip(pack.names if is_whole else [pack.name], weights, strict=True)
-    return named
 
 
 def with_received(weight: Weight, pushes: PushDDP) -> Weight:

@@ -15,7 +15,7 @@ from ..model.optimizer import make_optimizer
 from ..model.trainable import Trainable, blocks_of
 from ..model.user_code import own_way
 from .collectives import take_from_rank_0
-from .data_parallel import DATA_PARALLEL, NaiveDDP, PushDDP
+from .data_parallel import FlatDDP, NaiveDDP, OverlapDDP, PushDDP
 from .fast_sharded import CopyFSDP, ShardedMasterAdamW
 from .fully_sharded import FSDP
 from .packs import leaves_of, with_received
@@ -90,25 +90,32 @@ def make_way(trainable: Trainable, config: RunConfig) -> Way:
     """Wrap the model and its loss; call the result like the loss. The process group must exist."""
     module, model = LossModule(trainable), _with_copies(trainable)
     compute_dtype = torch.bfloat16 if config.precision is Precision.BF16 else None
+    leaves = leaves_of(model, shares=config.shard_optimizer) if model else None
+    # in training the fast model's optimizer adds up the gradients of all ranks
+    adds = model is None or config.mode is not Mode.TRAIN
     way: Way
-    if config.parallel in DATA_PARALLEL:
-        leaves = leaves_of(model, shares=config.shard_optimizer) if model else None
-        way = DATA_PARALLEL[config.parallel](module, leaves, config)
-    elif config.parallel.is_fsdp:
-        copies = config.parallel is Parallel.FSDP_PUSH
-        if model is None:
-            way = FSDP(module, compute_dtype, copies=copies)
-        else:
-            # in training the fast model's optimizer adds up the gradients of all ranks
-            adds = config.mode is not Mode.TRAIN
-            way = CopyFSDP(module, model, copies=copies, adds=adds)
-    elif config.parallel is Parallel.DDP:
-        way = TorchDDP(module)
-    elif config.parallel is Parallel.FSDP2:
-        way = TorchFSDP(module, compute_dtype)
-    else:
-        assert config.parallel is Parallel.OWN, config.parallel
-        way = own_way(config.own_ddp or "", module, config.bucket_mib)
+    match config.parallel:
+        case Parallel.DDP_NAIVE:
+            way = NaiveDDP(module, leaves)
+        case Parallel.DDP_FLAT:
+            way = FlatDDP(module, leaves)
+        case Parallel.DDP_OVERLAP:
+            way = OverlapDDP(module, leaves, config.bucket_mib * 2**20)
+        case Parallel.DDP_PUSH:
+            way = PushDDP(module, leaves, adds=adds)
+        case Parallel.FSDP | Parallel.FSDP_PUSH:
+            copies = config.parallel is Parallel.FSDP_PUSH
+            if model is None:
+                way = FSDP(module, compute_dtype, copies=copies)
+            else:
+                way = CopyFSDP(module, model, copies=copies, adds=adds)
+        case Parallel.DDP:
+            way = TorchDDP(module)
+        case Parallel.FSDP2:
+            way = TorchFSDP(module, compute_dtype)
+        case _:
+            assert config.parallel is Parallel.OWN, config.parallel
+            way = own_way(config.own_ddp or "", module, config.bucket_mib)
     for weight in model.weights if model else ():
         weight.refresh()  # the masters are now those of rank 0
     return way

@@ -15,9 +15,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Generic, Literal, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
 
-from .words import DOUBT, mean_and_std, significant
+from .words import DOUBT, count, mean_and_std, rounded, significant
 
 T = TypeVar("T")
 
@@ -33,13 +33,13 @@ class Column:
     unit: str = ""
     about: str = ""
     """What the values are, in a sentence."""
-    _: KW_ONLY
-    numeric: bool = True
-    """Numbers are aligned to the right, texts to the left."""
     drop_order: int = 0
     """If above 0, a terminal that is too narrow for the table leaves the column out, the highest
     number first.
     """
+    _: KW_ONLY
+    numeric: bool = True
+    """Numbers are aligned to the right, texts to the left."""
     text: Callable[[Any], str] | None = None
     """Writes the cell from the whole row, for a cell that shows more than the value under `key`."""
     key: str = ""
@@ -74,47 +74,21 @@ class Column:
             return self.text(row)
         value, std = row[self.key], row[self.std] if self.std else None
         if value is None:
-            return str(row[self.instead]) if self.instead else ""
+            return str(row[self.instead] or "") if self.instead else ""
         is_doubted = bool(self.doubt and row.get(self.doubt))
         if std is not None and value and (is_doubted or not self.derived):
             text = mean_and_std(value * self.scale, std * self.scale)
         else:
-            text = self.write(value if self.scale == 1 else value * self.scale)
+            text = self.written(value)
         return f"{text} {DOUBT}" if is_doubted else text
 
-
-class Writing(TypedDict, total=False):
-    """How a column writes its cells: the fields of `Column` for the keyword arguments below."""
-
-    drop_order: int
-    text: Callable[[Any], str]
-    scale: float
-    write: Callable[[Any], str]
-    std: str
-    doubt: str
-    derived: bool
-    instead: str
-
-
-class Changes(Writing, total=False):
-    """The fields of a `Column` that a single table may change."""
-
-    name: str
-    unit: str
-    about: str
+    def written(self, value: Any) -> str:  # noqa: ANN401 (the value of any column)
+        """The value in the unit of the column, without a deviation or a mark."""
+        return self.write(value if self.scale == 1 else value * self.scale)
 
 
 Written: TypeAlias = Literal["always", "shared", "never"]
 """When a CSV file has the column of a quantity; `shared` means if some run has several ranks."""
-
-
-class QuantityFields(Writing, total=False):
-    """The fields of a `Quantity` besides heading, explanation and computation."""
-
-    numeric: bool
-    in_csv: Written
-    place: int
-    of_one_run: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,13 +120,15 @@ class Quantity(Column, Generic[T]):
 
 
 def quantity(
-    name: str = "", unit: str = "", **changes: Unpack[QuantityFields]
+    name: str = "",
+    unit: str = "",
+    **others: Any,  # noqa: ANN401 (further fields of Quantity)
 ) -> Callable[[Callable[[Any], T]], Quantity[T]]:
     """Make a method the quantity of this heading and unit, with the docstring as explanation."""
 
     def declare(compute: Callable[[Any], T]) -> Quantity[T]:
         about = inspect.getdoc(compute) or ""
-        return Quantity(name, unit, about, compute=compute, **changes)
+        return Quantity(name, unit, about, compute=compute, **others)
 
     return declare
 
@@ -172,3 +148,13 @@ def text_column(
 ) -> Column:
     """A column of texts."""
     return Column(name, numeric=False, drop_order=drop_order, write=write, about=about)
+
+
+def rounded_ms(name: str, about: str, drop_order: int = 0, doubt: str = "") -> Column:
+    """A column of times in milliseconds, to four digits."""
+    return Column(name, "ms", about, drop_order, write=rounded, doubt=doubt)
+
+
+def count_column(name: str, about: str, drop_order: int = 0) -> Column:
+    """A column of counts, or of means of counts."""
+    return Column(name, "", about, drop_order, write=count)

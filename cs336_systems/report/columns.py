@@ -1,13 +1,14 @@
 """All columns of tables but those that one table alone has, by key."""
 
 from dataclasses import replace
-from typing import Unpack
+from typing import Any
 
 from .column import (
-    Changes,
     Column,
     Row,
+    count_column,
     four_decimals,
+    rounded_ms,
     short,
     signed,
     six_digits,
@@ -16,19 +17,8 @@ from .column import (
     two_digits,
 )
 from .profile_columns import OF_PROFILES
-from .quantities import StepResult
-from .words import (
-    DOUBT,
-    MIN_DIGITS,
-    amount,
-    count,
-    in_percent,
-    interval_digits,
-    interval_text,
-    rounded,
-    scientific,
-    significant,
-)
+from .quantities import Gain, StepResult
+from .words import amount, count, in_percent, interval_text, rounded, scientific
 
 __all__ = ["COLUMNS", "Column", "Row", "column", "columns_of", "short", "three_digits"]
 
@@ -36,7 +26,7 @@ WIDEST_RATIO = 1000
 """An interval of a ratio that reaches beyond this factor says nothing."""
 
 
-def column(key: str, **changes: Unpack[Changes]) -> Column:
+def column(key: str, **changes: Any) -> Column:  # noqa: ANN401 (fields of Column)
     """The column of this key in COLUMNS, with `changes` for a single table.
 
     If the value is derived from times, the row has its deviation and its doubt under `KEY_std` and
@@ -55,11 +45,8 @@ def columns_of(*parts: str | Column) -> list[Column]:
 
 def _ratio(row: Row) -> str:
     """A ratio to the digits of its interval, which would else seem to leave it out."""
-    if row["ratio"] is None:
-        return ""
-    low, high = row["ratio_low"], row["ratio_high"]
-    digits = MIN_DIGITS if low is None else interval_digits(low, high)
-    return f"{significant(row['ratio'], digits)}{f' {DOUBT}' if row['ratio_is_doubted'] else ''}"
+    interval = {"low": row["ratio_low"], "high": row["ratio_high"]}
+    return Gain(row["ratio"], is_doubted=row["ratio_is_doubted"], **interval).text()
 
 
 def _ratio_interval(row: Row) -> str:
@@ -71,29 +58,24 @@ def _ratio_interval(row: Row) -> str:
 
 def _flops(name: str, about: str, drop_order: int) -> Column:
     """A column of FLOPs in TFLOP."""
-    return Column(name, "TFLOP", about, drop_order=drop_order, scale=1e-12, write=rounded)
+    return Column(name, "TFLOP", about, drop_order, scale=1e-12, write=rounded)
 
 
 _OF_STEPS: dict[str, Column] = {entry.key: entry for entry in StepResult.entries() if entry.name}
+# in each: heading, unit, explanation, and the order in which narrow terminals drop columns
 COLUMNS = (
     _OF_STEPS
     | OF_PROFILES
     | {
         "phase": text_column("phase", "Phase of a training step, or the whole step."),
-        "share": Column(
-            "share", "%", "Part of the sum of all rows.", drop_order=1, write=in_percent
-        ),
+        "share": Column("share", "%", "Part of the sum of all rows.", 1, write=in_percent),
         # the forecast of times, against measured ones
-        "predicted_ms": Column(
-            "predicted",
-            "ms",
-            "Time that follows from the ceilings.",
-            write=rounded,
-            doubt="prediction_is_doubted",
+        "predicted_ms": rounded_ms(
+            "predicted", "Time that follows from the ceilings.", doubt="prediction_is_doubted"
         ),
-        "kernels_ms": Column("kernels", "ms", "Time of the kernels alone.", write=rounded),
+        "kernels_ms": rounded_ms("kernels", "Time of the kernels alone."),
         "scored": text_column("steps", "Which of the measured steps."),
-        "num_scored": Column("count", "", "Measured configurations.", write=count),
+        "num_scored": count_column("count", "Measured configurations."),
         "median_error": Column(
             "median error", "%", "Median of the errors, their signs left out.", write=two_digits
         ),
@@ -114,7 +96,7 @@ COLUMNS = (
             "limit right",
             "%",
             "Steps of which the forecast names the limit that was measured.",
-            drop_order=1,
+            1,
             write=three_digits,
         ),
         # the study of precision
@@ -135,18 +117,18 @@ COLUMNS = (
             "storing",
             "",
             "Part of the error that comes from storing the addend in its type.",
-            drop_order=2,
+            2,
             write=four_decimals,
         ),
         "rounding_error": Column(
             "rounding",
             "",
             "Part of the error that comes from rounding the sum each time.",
-            drop_order=3,
+            3,
             write=four_decimals,
         ),
         "growing_additions": Column(
-            "additions", "", "Additions that changed the sum.", drop_order=1, write=str
+            "additions", "", "Additions that changed the sum.", 1, write=str
         ),
         "activations": text_column(
             "activations", "The two values of the activations, each of half of them."
@@ -159,7 +141,7 @@ COLUMNS = (
             instead="variance_failure",
         ),
         "exact_variance": Column(
-            "exact variance", "", "Computed in fp64.", drop_order=2, write="{:.3g}".format
+            "exact variance", "", "Computed in fp64.", 2, write="{:.3g}".format
         ),
         "output": Column(
             "output",
@@ -168,14 +150,12 @@ COLUMNS = (
             write=six_digits,
             instead="output_failure",
         ),
-        "exact_output": Column(
-            "exact output", "", "Computed in fp64.", drop_order=1, write=six_digits
-        ),
+        "exact_output": Column("exact output", "", "Computed in fp64.", 1, write=six_digits),
         "library_output": Column(
             "layer_norm's output",
             "",
             "What PyTorch's layer norm makes of the same activations.",
-            drop_order=3,
+            3,
             write=six_digits,
             instead="output_failure",
         ),
@@ -187,7 +167,7 @@ COLUMNS = (
             "step of A",
             "ms",
             "Mean step of A, with its deviation; how its runs ended without one.",
-            drop_order=3,
+            3,
             std="a_step_std_ms",
             instead="a_ended",
         ),
@@ -195,12 +175,12 @@ COLUMNS = (
             "step of B",
             "ms",
             "Mean step of B, with its deviation; how its runs ended without one.",
-            drop_order=3,
+            3,
             std="b_step_std_ms",
             instead="b_ended",
         ),
-        "a_tokens_per_s": Column("tokens/s of A", "", "Tokens over time.", drop_order=1),
-        "b_tokens_per_s": Column("tokens/s of B", "", "Tokens over time.", drop_order=1),
+        "a_tokens_per_s": Column("tokens/s of A", "", "Tokens over time.", 1),
+        "b_tokens_per_s": Column("tokens/s of B", "", "Tokens over time.", 1),
         "ratio": Column(
             "B / A",
             "",
@@ -211,36 +191,26 @@ COLUMNS = (
             "interval",
             "",
             "Interval of the ratio beside it.",
+            2,
             numeric=False,
-            drop_order=2,
             text=_ratio_interval,
         ),
         "verdict": text_column("B is", "Faster or slower than A, or why that is not known."),
         "a_processes": Column(
-            "processes of A",
-            "",
-            "Fresh processes of A that were measured.",
-            drop_order=5,
-            write=str,
+            "processes of A", "", "Fresh processes of A that were measured.", 5, write=str
         ),
         "b_processes": Column(
-            "processes of B",
-            "",
-            "Fresh processes of B that were measured.",
-            drop_order=5,
-            write=str,
+            "processes of B", "", "Fresh processes of B that were measured.", 5, write=str
         ),
         # tables of quantities
         "amount": Column("value", "", "How much of the quantity.", write=amount),
         "unit": text_column("unit", "Unit of the value."),
-        "how": text_column("how", "How the value follows from those above.", drop_order=1),
+        "how": text_column("how", "How the value follows from those above.", 1),
         "question": text_column("question", "What is asked."),
         "answer": Column("answer", "", "The answer; empty where it is not known.", write=amount),
         # the account of a step
         "component": text_column("part", "Part of the model."),
-        "parameters": Column(
-            "parameters", "", "Parameters of the part.", drop_order=3, write=count
-        ),
+        "parameters": count_column("parameters", "Parameters of the part.", 3),
         "forward_flops": _flops("forward", "FLOPs of forward.", 1),
         "backward_flops": _flops("backward", "FLOPs of backward.", 2),
         "step_flops": _flops("step", "FLOPs of forward and backward.", 0),
@@ -248,81 +218,41 @@ COLUMNS = (
             "step, causal", "FLOPs of forward and backward, attention counted as causal.", 5
         ),
         "forward_moved_bytes": Column(
-            "moved forward",
-            "MiB",
-            "What its kernels read and write in forward.",
-            scale=2**-20,
-            drop_order=4,
+            "moved forward", "MiB", "What its kernels read and write in forward.", 4, scale=2**-20
         ),
         "backward_moved_bytes": Column(
-            "moved backward",
-            "MiB",
-            "What its kernels read and write in backward.",
-            scale=2**-20,
-            drop_order=5,
+            "moved backward", "MiB", "What its kernels read and write in backward.", 5, scale=2**-20
         ),
         "what": text_column("what", "What it is."),
         "size_bytes": Column("size", "MiB", "Bytes of all of them.", scale=2**-20),
-        "calls": Column(
-            "calls", "", "How often it is called in a step, for tensors of this size.", write=count
-        ),
-        "call_mib": Column("tensors", "MiB", "Those of one call together."),
-        "calls_sent_mib": Column(
-            "sent", "MiB", "By each rank in all these calls, if all form a ring."
-        ),
-        "calls_ms": Column(
-            "predicted", "ms", "Time of all these calls, by measured times of such collectives."
+        "num_bytes": Column("tensors", "MiB", "Those of one call together.", scale=2**-20),
+        "sent_bytes": Column(
+            "sent", "MiB", "By each rank in all these calls, if all form a ring.", scale=2**-20
         ),
         "formula": text_column(
-            "bytes of each", "Size of one as a product of the model's dimensions.", drop_order=2
+            "bytes of each", "Size of one as a product of the model's dimensions.", 2
         ),
-        "bound_by": text_column(
-            "bound by", "Whether memory or arithmetic sets the time.", drop_order=1
-        ),
+        "bound_by": text_column("bound by", "Whether memory or arithmetic sets the time.", 1),
         "least_s": Column("takes at least", "ms", "The least time by the data sheet.", scale=1e3),
         # a step on many GPUs
         "way": text_column("way", "How the ranks share a step."),
-        "ranks": Column("ranks", "", "GPUs that share a step.", write=count),
-        "step_ms": Column(
-            "step", "ms", "Predicted time of a step.", write=rounded, doubt="prediction_is_doubted"
+        "ranks": count_column("ranks", "GPUs that share a step."),
+        "step_ms": rounded_ms("step", "Predicted time of a step.", doubt="prediction_is_doubted"),
+        "compute_ms": rounded_ms(
+            "computing", "The step without communication.", 3, doubt="prediction_is_doubted"
         ),
-        "compute_ms": Column(
-            "computing",
-            "ms",
-            "The step without communication.",
-            drop_order=3,
-            write=rounded,
-            doubt="prediction_is_doubted",
-        ),
-        "communication_ms": Column(
-            "communication",
-            "ms",
-            "All collectives, one after the other.",
-            drop_order=4,
-            write=rounded,
-        ),
-        "slowed_ms": Column(
+        "communication_ms": rounded_ms("communication", "All collectives, one after the other.", 4),
+        "slowed_ms": rounded_ms(
             "slowed",
-            "ms",
             "How much longer kernels take because of the collectives beside them.",
-            drop_order=4,
-            write=rounded,
+            4,
             doubt="prediction_is_doubted",
         ),
-        "exposed_ms": Column(
-            "exposed",
-            "ms",
-            "Communication for which the kernels wait.",
-            write=rounded,
-            doubt="prediction_is_doubted",
+        "exposed_ms": rounded_ms(
+            "exposed", "Communication for which the kernels wait.", doubt="prediction_is_doubted"
         ),
         "exposed_part": Column(
-            "of step",
-            "%",
-            "Exposed communication over the step.",
-            drop_order=2,
-            scale=100,
-            write=short,
+            "of step", "%", "Exposed communication over the step.", 2, scale=100, write=short
         ),
         "peak_gib": Column(
             "memory", "GiB", "Peak of the rank that keeps most.", write=three_digits
@@ -336,7 +266,7 @@ COLUMNS = (
         ),
         # the study of attention
         "compile_s": Column(
-            "compiling", "s", "The longest compilation of its processes.", drop_order=2, write=short
+            "compiling", "s", "The longest compilation of its processes.", 2, write=short
         ),
         "d_head": Column("d_head", "", "Width of queries, keys and values.", write=str),
         "context_length": Column("context", "", "Tokens in a sequence.", write=str),
@@ -346,18 +276,6 @@ COLUMNS = (
         "closed_form_mib": Column(
             "naive saves, in closed form", "", "What written-out attention must save for backward."
         ),
-        "together_mean_ms": Column(
-            "forward and backward",
-            "ms",
-            "Time of forward and backward together.",
-            std="together_std_ms",
-        ),
-        "output_error": Column(
-            "output's error", "", "Largest distance of the output from attention in float64."
-        ),
-        "gradient_error": Column(
-            "gradients' error", "", "Largest distance of a gradient from attention's in float64."
-        ),
         # ceilings
         "shape": Column(
             "rows x inner x columns", "", "Sides of the matrices that are multiplied.", write=str
@@ -366,7 +284,7 @@ COLUMNS = (
             "intensity",
             "FLOP/byte",
             "FLOPs over the least bytes that must move.",
-            drop_order=3,
+            3,
             write=three_digits,
         ),
         "tflops_per_s": Column("rate", "TFLOP/s", "FLOPs over the time.", derived=True),
@@ -374,7 +292,7 @@ COLUMNS = (
             "of data sheet",
             "%",
             "Rate over what the data sheet promises.",
-            drop_order=1,
+            1,
             scale=100,
             derived=True,
             write=three_digits,
@@ -383,7 +301,7 @@ COLUMNS = (
             "of best",
             "%",
             "Rate over that of the best product at this precision.",
-            drop_order=1,
+            1,
             scale=100,
             derived=True,
             write=three_digits,
@@ -402,7 +320,7 @@ COLUMNS = (
         ),
         "tensor_mib": Column("tensor", "MiB", "Size of the whole tensor that is exchanged."),
         "algorithm_gb_per_s": Column(
-            "algorithm", "GB/s", "Bytes of the tensor over the time.", drop_order=1, derived=True
+            "algorithm", "GB/s", "Bytes of the tensor over the time.", 1, derived=True
         ),
         "bus_gb_per_s": Column(
             "bus", "GB/s", "Bytes that each process of a ring sends, over the time.", derived=True
@@ -411,14 +329,14 @@ COLUMNS = (
         "measured": Column(
             "measured", "", "The best that was measured.", std="measured_std", doubt="is_doubted"
         ),
-        "data_sheet": Column("data sheet", "", "What the data sheet promises.", drop_order=2),
-        "reached_at": text_column("reached at", "Size at which it was reached.", drop_order=3),
+        "data_sheet": Column("data sheet", "", "What the data sheet promises.", 2),
+        "reached_at": text_column("reached at", "Size at which it was reached.", 3),
         # the study of fusion; times and rates of ceilings too
         "speed_up": Column(
             "speed-up",
             "vs eager",
             "How many times faster than the eager operation.",
-            drop_order=4,
+            4,
             derived=True,
             write=three_digits,
         ),
@@ -426,9 +344,9 @@ COLUMNS = (
         "version": text_column(
             "version", "Written out, compiled, or PyTorch's own fused operation."
         ),
-        "kernels": Column("kernels", "", "Kernels that were launched.", drop_order=3, write=count),
+        "kernels": count_column("kernels", "Kernels that were launched.", 3),
         "must_move_mib": Column(
-            "must move", "MiB", "Inputs read once and results written once.", drop_order=6
+            "must move", "MiB", "Inputs read once and results written once.", 6
         ),
         "moved_mib": Column("moved", "MiB", "Bytes that were read and written."),
         "median_ms": Column(
@@ -444,7 +362,7 @@ COLUMNS = (
             "of bandwidth",
             "%",
             "Rate of the bytes that must move over the data sheet's bandwidth.",
-            drop_order=4,
+            4,
             scale=100,
             derived=True,
             write=three_digits,
@@ -453,7 +371,7 @@ COLUMNS = (
             "max error",
             "",
             "Largest distance from the same mathematics in float64.",
-            drop_order=8,
+            8,
             write=scientific,
             instead="error_words",
         ),

@@ -5,8 +5,9 @@ What was measured alternately is kept with COMPARISON_FILE, from which the table
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,23 +16,14 @@ from ..analysis.statistics import FEWEST
 from ..analysis.warnings import in_doubt
 from ..files import read_json
 from ..record import RUNS, RecordError, RunRecord, load_records, read_record
-from ..subject import Subject
 from ..text import counted, print_aside, text_of
 from .columns import Row, columns_of
 from .configurations import step_results
 from .formats import texts_of, write_files
-from .identity import (
-    ALWAYS,
-    SHAPE,
-    heading,
-    identity_columns,
-    rows_without,
-    shared_settings,
-    without_unused,
-)
+from .identity import ALWAYS, SHAPE, heading, identity_columns, without_unused
 from .quantities import StepResult
-from .section import Section, known, make_table
-from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant, status_text
+from .section import Section, known, make_table, settings
+from .words import DOUBT, SCATTER, in_percent, mean_and_std, significant
 
 COMPARISON_FILE = "comparison.json"
 ONLY_A, ONLY_B, NOT_COMPARED = "only in A", "only in B", "not compared"
@@ -72,8 +64,6 @@ class Compared:
     """The verdict on each configuration of two sides, and the table that shows it."""
 
     sides: Sides
-    records: Sequence[Sequence[RunRecord]]
-    """Records of A, then records of B, without runs under a profiler."""
     section: Section
     left_out: Sequence[str] = ()
     """Sentences on runs that are not compared."""
@@ -115,13 +105,10 @@ def compare_sides(
     results = [step_results(side) for side in plain]
     matching = _matched(results, allow_mixed=is_mixed)
     a, b = results
-    pairs: list[tuple[StepResult | None, StepResult | None]] = [
-        (a[i], b[j]) for i, j in matching.pairs
-    ]
-    pairs += [(a[i], None) for i in matching.only_a]
-    pairs += [(None, b[j]) for j in matching.only_b]
-    times = [_times(side, sides=2 if are_alternate else 1) for side in plain]
-    rows = [_row(*pair, times, matching.differing, are_alternate) for pair in pairs]
+    row_of = partial(_row, differing=matching.differing, are_alternate=are_alternate)
+    rows = [row_of(a[i], b[j]) for i, j in matching.pairs]
+    rows += [row_of(a[i], None) for i in matching.only_a]
+    rows += [row_of(None, b[j]) for j in matching.only_b]
     when = "their runs alternate (A B B A)" if are_alternate else _when(plain)
     findings = [
         *_counted(rows),
@@ -129,7 +116,7 @@ def compare_sides(
         *_ratio_notes(rows, are_alternate),
     ]
     section = _section(rows, results, matching.differing, findings)
-    return Compared(sides=sides, records=plain, section=section, left_out=left_out)
+    return Compared(sides=sides, section=section, left_out=left_out)
 
 
 def load_compared(directory: Path, records: Sequence[RunRecord]) -> Compared:
@@ -179,8 +166,7 @@ def _section(
         *known(columns_of(*rates, *SWEEPS), rows),
     ]
     notes = [*findings]
-    shared = shared_settings([(row.subject, row["device_name"]) for row in chain(*results)])
-    if shared:
+    if shared := settings(chain(*results)):
         notes.append(f"{shared}.")
     table = make_table(
         "A against B",
@@ -223,24 +209,11 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
 
 def _settings(row: StepResult) -> Row:
     """What tells the row from others of its sweep."""
-    (settings,) = rows_without([row["identity"]], ("repeat",))
-    return settings
-
-
-def _times(side: Sequence[RunRecord], sides: int) -> dict[Subject, compare.StepBlocks]:
-    """The times per token of each process that ended well, by configuration."""
-    repeats: dict[Subject, list[RunRecord]] = {}
-    for record in side:
-        repeats.setdefault(record.subject.configuration, []).append(record)
-    return {config: compare.measured_steps(same, sides) for config, same in repeats.items()}
+    return {name: value for name, value in row.identity.items() if name not in ("repeat", "digest")}
 
 
 def _row(
-    a: StepResult | None,
-    b: StepResult | None,
-    times: Sequence[Mapping[Subject, compare.StepBlocks]],
-    differing: Sequence[str],
-    are_alternate: bool,
+    a: StepResult | None, b: StepResult | None, differing: Sequence[str], are_alternate: bool
 ) -> Row:
     """What is known of one configuration, which may be missing on one side."""
     whole = a or b
@@ -251,16 +224,15 @@ def _row(
     for side, result in (("a", a), ("b", b)):
         for name in differing:
             row[f"{name}_{side}"] = result and result["identity"][name]
-        for name in (*OF_A_SIDE, "tokens_per_s"):
+        for name in (*OF_A_SIDE, "tokens_per_s", "ended"):
             row[f"{side}_{name}"] = result and result[name]
-        row[f"{side}_ended"] = status_text(result["status"]) if result else ""
     if a is None or b is None:
         return row | {"verdict": ONLY_B if a is None else ONLY_A}
-    times_a, times_b = times
-    measured = times_a.get(a.subject, {}), times_b.get(b.subject, {})
-    if not all(measured):
+    sides = 2 if are_alternate else 1
+    times = [compare.measured_steps(side.records, sides) for side in (a, b)]
+    if not all(times):
         return row | {"verdict": NOT_COMPARED}
-    compared = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*measured)
+    compared = (compare.compare_in_turn if are_alternate else compare.compare_apart)(*times)
     if a.subject.tokens_per_step != b.subject.tokens_per_step:
         row["per"] = " per token"
     return row | {

@@ -1,6 +1,6 @@
 """The records of finished runs by configuration, in the order of tables."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..costs.time import prepare_forecasts
 from ..record import RunRecord
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings
 from ..subject import Subject
-from .identity import identities, settings_of, shared_settings
+from .identity import identities, settings_of
 from .quantities import StepResult
 
 _SORTED_BY = (
@@ -56,13 +56,13 @@ def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) ->
     """Give each result its baseline over these settings: the result on the same device that has
     the first value of the first of them, and equals it in all settings but these.
     """
-    others = [apart_from(result.subject, *settings) for result in results]
     baselines = {
-        (rest, result.device_name): result
-        for rest, result in zip(others, results, strict=True)
+        (apart_from(result.subject, *settings), result.device_name): result
+        for result in results
         if _has_first_value(result.subject, settings[0])
     }
-    for rest, result in zip(others, results, strict=True):
+    for result in results:
+        rest = apart_from(result.subject, *settings)
         # a run that failed before it could name its device is the baseline of runs on any device
         baseline = baselines.get((rest, result.device_name)) or baselines.get((rest, None))
         if baseline is not None and not _has_first_value(result.subject, settings[0]):
@@ -94,11 +94,6 @@ def _warmup_counts(results: Sequence[StepResult]) -> list[set[int]]:
     for rest, result in zip(others, results, strict=True):
         counts.setdefault(rest, set()).add(result.warmup_steps)
     return [counts[rest] for rest in others]
-
-
-def describe(results: Iterable[StepResult], also: Collection[str] = ()) -> str:
-    """The settings that all results share; see `shared_settings`."""
-    return shared_settings([(result.subject, result.device_name) for result in results], also)
 
 
 def apart_from(subject: Subject, *names: str) -> tuple[object, ...]:

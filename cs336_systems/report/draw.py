@@ -1,6 +1,5 @@
 """A picture as a PNG, and as an SVG of the page."""
 
-import hashlib
 import io
 import math
 import re
@@ -19,11 +18,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ..text import inert_line, shorten
-from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink
+from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink, visible
 from .words import significant
 
-Handles = dict[str, Any]
-"""Handles of the legend's entries, by their words."""
 LONGEST_LABEL = 34
 """Most characters in a line of a horizontal bar's label."""
 WIDTH = 6.5
@@ -57,12 +54,14 @@ def _figure(picture: Picture) -> Figure:
 
 def figure_of(chart: Chart) -> Figure:
     """The chart as a figure of matplotlib."""
-    bars = chain.from_iterable(panel.bars for panel in chart.panels)
+    bars = [bar for panel in chart.panels for bar in panel.bars]
     names = [wrapped(bar.name) for bar in bars]
-    handles: Handles = {
-        inert(name): Patch(**_look(style)) for name, style in chart.visible_styles.items()
-    }
-    handles |= {inert(panel.mark): Line2D([], [], **MARK) for panel in chart.panels if panel.mark}
+    handles: list[Patch | Line2D] = [
+        Patch(label=inert(name), **_look(style))
+        for name, style in visible(bars, chart.styles).items()
+    ]
+    marks = dict.fromkeys(panel.mark for panel in chart.panels if panel.mark)
+    handles += [Line2D([], [], label=inert(mark), **MARK) for mark in marks]
     most_lines = max((1 + name.count("\n") for name in names), default=1)
     legend_rows = math.ceil(len(handles) / chart.legend)
     height = 0.4 * len(chart.panels) + max(0.36, 0.16 * most_lines) * len(names)
@@ -198,23 +197,14 @@ def style(axes: Axes, values: Literal["x", "y"] = "y") -> None:
     axes.tick_params(labelsize=9)
 
 
-def legend_below(
-    figure: Figure, handles: Mapping[str, Any] | Sequence[Patch | Line2D], num_columns: int
-) -> None:
-    """A legend below the picture that reads row by row; matplotlib fills one column by column.
-
-    The handles have labels of their own, or stand under them.
-    """
-    if isinstance(handles, Mapping):
-        named = handles
-    else:
-        named = {str(handle.get_label()): handle for handle in handles}
-    missing = -len(named) % num_columns if len(named) > num_columns else 0
-    whole = [*named.items(), *[("", Patch(alpha=0.0))] * missing]
+def legend_below(figure: Figure, handles: Sequence[Patch | Line2D], num_columns: int) -> None:
+    """A legend below the picture that reads row by row; matplotlib fills one column by column."""
+    missing = -len(handles) % num_columns if len(handles) > num_columns else 0
+    whole = [*handles, *[Patch(alpha=0.0, label="")] * missing]
     by_column = list(chain.from_iterable(whole[n::num_columns] for n in range(num_columns)))
     figure.legend(
-        [handle for _, handle in by_column],
-        [label for label, _ in by_column],
+        by_column,
+        [str(handle.get_label()) for handle in by_column],
         loc="outside lower center",
         ncols=num_columns,
         frameon=False,
@@ -233,8 +223,8 @@ def svg_of(picture: Picture, name: str) -> str:
     """The picture as an element of a page, in which words are texts; greys turn around on a dark
     page. `name` is its identifier there.
 
-    Its identifiers differ from those of pictures of other names. What has more points than
-    MOST_POINTS is an image.
+    Its identifiers are hashed with the name, so that they differ from those of other pictures. What
+    has more points than MOST_POINTS is an image.
     """
     figure = _figure(picture)
     for artist in figure.findobj(lambda artist: isinstance(artist, Collection | Line2D | Patch)):
@@ -243,7 +233,7 @@ def svg_of(picture: Picture, name: str) -> str:
         num_points = sum(len(path.vertices) for path in paths)
         artist.set_rasterized(num_points > MOST_POINTS)
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         unnamed = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", metadata=unnamed, transparent=True, dpi=DPI)
     text = buffer.getvalue().decode().partition("<svg")[2]
@@ -251,14 +241,6 @@ def svg_of(picture: Picture, name: str) -> str:
     text = re.sub(_OF_FILES, "", text)
     # two decimals of a point are finer than a pixel
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)
-    digest = hashlib.sha256(name.encode(errors="replace")).hexdigest()[:8]
-    identifiers = dict.fromkeys(re.findall(r' id="(.*?)"', text))
-    renamed = {old: f"p{digest}-{number}" for number, old in enumerate(identifiers)}
-    text = re.sub(
-        r'(?<= id=")[^"]+|(?<=url\(#)[^)]+|(?<=href="#)[^"]+',
-        lambda old: renamed.get(old[0], old[0]),
-        text,
-    )
     return "<svg" + re.sub(r"#([0-9a-f]{2})\1\1(?=[;\"])", _themed, text)
 
 

@@ -176,8 +176,10 @@ ON_REQUEST = frozenset({"tex", "typ"})
 
 def csv_of(section: Section) -> str:
     """The values of the section as CSV; empty without rows."""
-    values = section.values
-    return to_csv(tuple(values[0]), (row.values() for row in values)) if values else ""
+    if not section.rows:
+        return ""
+    keys = section.keys or tuple(section.rows[0])
+    return to_csv(keys, ([row[key] for key in keys] for row in section.rows))
 
 
 def texts_of(section: Section, note: str = "") -> dict[str, str]:

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
-from functools import cache
-from types import MappingProxyType
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 from ..config import (
@@ -46,12 +45,10 @@ longer.
 """
 ALWAYS = ("size", "context_length")
 """Columns that tables and names always have, whether configurations differ in them or not."""
-OTHERS: Mapping[str, Setting] = MappingProxyType(
-    {
-        "device_name": Setting(heading="device", word="", note="{}", noted="always", csv_place=15),
-        "digest": Setting(heading="record", noted="never", always_in_csv=True, named_last=True),
-    }
-)
+OTHERS = {
+    "device_name": Setting(heading="device", word="", note="{}", noted="always", csv_place=15),
+    "digest": Setting(heading="record", noted="never", always_in_csv=True, named_last=True),
+}
 """Columns that are not settings and may distinguish runs, declared as settings are."""
 _DECLARED: dict[str, Setting] = {
     setting.column or name: setting for name, setting in SETTINGS.items()
@@ -223,16 +220,14 @@ def trailing(rows: Sequence[Identity]) -> list[str]:
 def without_unused(rows: Sequence[Identity]) -> list[str]:
     """All columns, without those of settings that no run uses and CSV files need not have."""
     names = list(rows[0]) if rows else []
-    used = {name for name in names if _is_listed(name, rows)}
+    used = set()
+    for name in names:
+        setting, values = _setting(name), {row.get(name) for row in rows}
+        is_always_there = setting.csv_place is not None or setting.always_in_csv
+        if is_always_there or values - {None, _DEFAULTS.get(name)}:
+            used.add(name)
     groups = {_setting(name).group for name in used} - {""}
     return [name for name in names if name in used or _setting(name).group in groups]
-
-
-def _is_listed(name: str, rows: Sequence[Identity]) -> bool:
-    setting = _setting(name)
-    if setting.csv_place is not None or setting.always_in_csv:
-        return True
-    return any(row.get(name) not in (None, _DEFAULTS.get(name)) for row in rows)
 
 
 def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
@@ -243,8 +238,9 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
     that differ still look the same, further columns are added, at last those that are named last,
     such as the digest.
     """
-    names = [name for name in (rows[0] if rows else ()) if name not in always]
-    names = [name for name in names if name not in (*_IMPLIED, *_NAMED_LAST)]
+    names = [
+        name for name in (rows[0] if rows else ()) if name not in (*always, *_IMPLIED, *_NAMED_LAST)
+    ]
     ordered = sorted(names, key=_name_place)
     shown = [*always, *(name for name in ordered if _varies(rows, name))]
     by_size: dict[str, list[Identity]] = {}
@@ -255,13 +251,11 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
             shown.append(name)
     # cells cut long values, and a value may be unknown, so rows that differ can look the same
     num_different = len({tuple(row.values()) for row in rows})
-    candidates = iter(name for name in (*ordered, *_IMPLIED, *_NAMED_LAST) if name not in shown)
-    while len({tuple(_cell(row.get(name)) for name in shown) for row in rows}) < num_different:
-        candidate = next(candidates, None)
-        if candidate is None:
+    for name in (*ordered, *_IMPLIED, *_NAMED_LAST):
+        if len({tuple(_cell(row.get(name)) for name in shown) for row in rows}) == num_different:
             break
-        if len({row.get(candidate) for row in rows}) > 1:
-            shown.append(candidate)
+        if name not in shown and len({row.get(name) for row in rows}) > 1:
+            shown.append(name)
     return shown
 
 
@@ -279,64 +273,35 @@ def identity_columns(
 ) -> list[Column]:
     """The distinguishing columns of a table; each row has its identity under `identity`."""
     runs = [row["identity"] for row in rows]
-    return [
-        Column(heading(name), numeric=_is_numeric(runs, name), key=name, text=_identity_cell(name))
-        for name in distinguishing(runs, always)
-    ]
+    columns = []
+    for name in distinguishing(runs, always):
+        values = {run[name] for run in runs} - {None}
+        is_numeric = all(type(value) in (int, float) for value in values)
+        text = partial(_identity_cell, name)
+        columns.append(Column(heading(name), numeric=is_numeric, key=name, text=text))
+    return columns
 
 
-def _identity_cell(name: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda row: _cell(row["identity"][name])
+def _identity_cell(name: str, row: Mapping[str, Any]) -> str:
+    """The value of the setting of this name in the row, which has its identity."""
+    return _cell(row["identity"][name])
 
 
-def _is_numeric(rows: Sequence[Identity], name: str) -> bool:
-    values = [row[name] for row in rows if row[name] is not None]
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def rows_without(rows: Sequence[Identity], names: Collection[str]) -> list[Identity]:
-    """The rows without these columns."""
-    return [
-        {name: value for name, value in row.items() if name not in (*names, "digest")}
-        for row in rows
-    ]
-
-
-def names_of(
-    rows: Sequence[Identity], *, always: Sequence[str] = ALWAYS, without: Sequence[str] = ()
-) -> list[str]:
+def names_of(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[str]:
     """A name for each row, of its distinguishing settings: `small ctx 128 bf16`. Different rows
     have different names.
-
-    Rows that differ only in the settings `without` have the same name.
     """
-    kept = rows_without(rows, without) if without else rows
-    shown = distinguishing(kept, [name for name in always if name not in without])
+    shown = distinguishing(rows, always)
     names = []
-    for row in kept:
+    for row in rows:
         words = [_word(name, row[name]) for name in shown]
         names.append(" ".join(word for word in words if word))
-    values = [tuple(row.values()) for row in kept]
+    values = [tuple(row.values()) for row in rows]
     same = Counter(name for name, _ in set(zip(names, values, strict=True)))
     return [
         name if same[name] == 1 else f"{name} {_hashed(repr(list(row)))}"
         for name, row in zip(names, values, strict=True)
     ]
-
-
-def by_name(
-    rows: Sequence[Mapping[str, Any]],
-    value: Callable[[Any], float | None],
-    *,
-    always: Sequence[str] = ALWAYS,
-    without: Sequence[str] = (),
-) -> dict[str, float]:
-    """The value of each row that has one, by the name of the row, which has its identity under
-    `identity`.
-    """
-    names = names_of([row["identity"] for row in rows], always=always, without=without)
-    values = zip(names, map(value, rows), strict=True)
-    return {name: number for name, number in values if number is not None}
 
 
 def _word(name: str, value: object) -> str:

@@ -1,181 +1,115 @@
 """Columns of the tables of explained profiles, of kernels and of memory, by key."""
 
-from .column import Column, text_column, three_digits
-from .words import change, count, in_percent, label, rounded
+from .column import Column, count_column, rounded_ms, text_column, three_digits
+from .words import change, in_percent, label
 
+# in each: heading, unit, explanation, and the order in which narrow terminals drop columns
 OF_PROFILES: dict[str, Column] = {
     # kernels, per step
-    "kernels_per_step": Column(
-        "kernels", "", "Kernels that were launched.", drop_order=4, write=count
-    ),
-    "kernel_mean_ms": Column(
-        "GPU time", "ms", "Durations of the kernels, added up.", write=rounded
-    ),
-    "wall_mean_ms": Column(
-        "wall",
-        "ms",
-        "Time on the device until the phase's last kernel has ended.",
-        drop_order=1,
-        write=rounded,
+    "kernels_per_step": count_column("kernels", "Kernels that were launched.", 4),
+    "kernel_mean_ms": rounded_ms("GPU time", "Durations of the kernels, added up."),
+    "wall_mean_ms": rounded_ms(
+        "wall", "Time on the device until the phase's last kernel has ended.", 1
     ),
     "busy_share": Column(
-        "GPU busy",
-        "%",
-        "Part of the wall time in which a kernel or copy ran.",
-        drop_order=2,
-        write=in_percent,
+        "GPU busy", "%", "Part of the wall time in which a kernel or copy ran.", 2, write=in_percent
     ),
-    "host_mean_ms": Column(
-        "CPU",
-        "ms",
-        "Time that the host was in the phase, waits included.",
-        drop_order=5,
-        write=rounded,
-    ),
+    "host_mean_ms": rounded_ms("CPU", "Time that the host was in the phase, waits included.", 5),
     "host_per_launch_s": Column(
-        "CPU per launch",
-        "µs",
-        "The host's time in the phase, over its launches.",
-        drop_order=6,
-        scale=1e6,
+        "CPU per launch", "µs", "The host's time in the phase, over its launches.", 6, scale=1e6
     ),
-    "copies_per_step": Column(
-        "copies", "", "Copies and fills by the driver.", drop_order=8, write=count
-    ),
-    "recomputed_mean_ms": Column(
-        "recomputed",
-        "ms",
-        "GPU time of forward that backward does again.",
-        drop_order=7,
-        write=rounded,
+    "copies_per_step": count_column("copies", "Copies and fills by the driver.", 8),
+    "recomputed_mean_ms": rounded_ms(
+        "recomputed", "GPU time of forward that backward does again.", 7
     ),
     "clock_mean_ms": Column(
-        "clock", "ms", "Time of the same phase in a run without a profiler.", drop_order=3
+        "clock", "ms", "Time of the same phase in a run without a profiler.", 3
     ),
     "wall_over_clock": Column(
         "wall vs clock",
         "%",
         "By how much the wall time is longer than without a profiler.",
-        drop_order=5,
+        5,
         write=change,
     ),
     "slowdown": Column(
         "slowdown",
         "times",
         "Time by the clock with a profiler over that without.",
-        drop_order=4,
+        4,
         write=three_digits,
     ),
     "collective": text_column(
         "collective", "What the ranks do together; in a profile, all is all kinds at once."
     ),
-    "collectives_per_step": Column(
-        "began",
-        "",
-        "Kernels of collectives, and copies to peers, that began there.",
-        drop_order=4,
-        write=count,
+    "collectives_per_step": count_column(
+        "began", "Kernels of collectives, and copies to peers, that began there.", 4
     ),
-    "collective_mean_ms": Column(
-        "collectives", "ms", "Time in which a kernel of a collective ran.", write=rounded
+    "collective_mean_ms": rounded_ms("collectives", "Time in which a kernel of a collective ran."),
+    "overlapped_mean_ms": rounded_ms(
+        "overlapped", "The part of it in which the device computed or copied too.", 3
     ),
-    "overlapped_mean_ms": Column(
-        "overlapped",
-        "ms",
-        "The part of it in which the device computed or copied too.",
-        drop_order=3,
-        write=rounded,
-    ),
-    "exposed_mean_ms": Column(
-        "exposed", "ms", "The part of it in which the device computed nothing.", write=rounded
+    "exposed_mean_ms": rounded_ms(
+        "exposed", "The part of it in which the device computed nothing."
     ),
     "exposed_share": Column(
-        "of wall",
-        "%",
-        "The exposed part, over the phase's wall time.",
-        drop_order=1,
-        write=in_percent,
+        "of wall", "%", "The exposed part, over the phase's wall time.", 1, write=in_percent
     ),
     "rank": Column("rank", "", "Number of the process among those that share the step.", write=str),
-    "waited_mean_ms": Column(
-        "waited",
-        "ms",
-        "How long it waited in collectives for the rank that came last.",
-        write=rounded,
+    "waited_mean_ms": rounded_ms(
+        "waited", "How long it waited in collectives for the rank that came last."
     ),
-    "total_ms_per_step": Column(
-        "time", "ms", "Durations of these kernels, added up.", write=rounded
-    ),
-    "count_per_step": Column("launches", "", "Launches of these kernels.", write=count),
+    "total_ms_per_step": rounded_ms("time", "Durations of these kernels, added up."),
+    "count_per_step": count_column("launches", "Launches of these kernels."),
     "class": text_column("class", "What kind of work the kernels do, by their names."),
     "short_name": text_column(
         "kernel", "Name of the kernel without its template arguments.", write=label
     ),
-    "mean_s": Column("mean", "µs", "Mean duration of one launch.", drop_order=4, scale=1e6),
-    "median_s": Column("median", "µs", "Median duration of one launch.", drop_order=6, scale=1e6),
-    "min_s": Column("min", "µs", "Shortest launch.", drop_order=8, scale=1e6),
-    "max_s": Column("max", "µs", "Longest launch.", drop_order=7, scale=1e6),
-    "std_s": Column(
-        "std", "µs", "Standard deviation of the launches' durations.", drop_order=5, scale=1e6
-    ),
+    "mean_s": Column("mean", "µs", "Mean duration of one launch.", 4, scale=1e6),
+    "median_s": Column("median", "µs", "Median duration of one launch.", 6, scale=1e6),
+    "min_s": Column("min", "µs", "Shortest launch.", 8, scale=1e6),
+    "max_s": Column("max", "µs", "Longest launch.", 7, scale=1e6),
+    "std_s": Column("std", "µs", "Standard deviation of the launches' durations.", 5, scale=1e6),
     "of": text_column("of", "Forward, or the whole step."),
     "part": text_column("part", "Scores, softmax or values."),
-    "share_of_phase": Column(
-        "of phase", "%", "Part of the phase's GPU time.", drop_order=4, write=in_percent
-    ),
-    "products_ms_per_step": Column(
-        "products", "ms", "GPU time of matrix products.", drop_order=1, write=rounded
-    ),
-    "scores_ms_per_step": Column(
-        "scores", "ms", "GPU time of the scores.", drop_order=4, write=rounded
-    ),
-    "values_ms_per_step": Column(
-        "values", "ms", "GPU time of the weighted values.", drop_order=4, write=rounded
-    ),
-    "softmax_ms_per_step": Column("softmax", "ms", "GPU time of the softmax.", write=rounded),
-    "whole_ms_per_step": Column(
-        "all of attention",
-        "ms",
-        "GPU time of all kernels of attention.",
-        drop_order=2,
-        write=rounded,
-    ),
+    "share_of_phase": Column("of phase", "%", "Part of the phase's GPU time.", 4, write=in_percent),
+    "products_ms_per_step": rounded_ms("products", "GPU time of matrix products.", 1),
+    "scores_ms_per_step": rounded_ms("scores", "GPU time of the scores.", 4),
+    "values_ms_per_step": rounded_ms("values", "GPU time of the weighted values.", 4),
+    "softmax_ms_per_step": rounded_ms("softmax", "GPU time of the softmax."),
+    "whole_ms_per_step": rounded_ms("all of attention", "GPU time of all kernels of attention.", 2),
     "time_ratio": Column(
-        "time ratio", "", "Softmax over matrix products, in time.", drop_order=3, write=three_digits
+        "time ratio", "", "Softmax over matrix products, in time.", 3, write=three_digits
     ),
     "flops_ratio": Column(
-        "FLOP ratio",
-        "",
-        "Softmax over matrix products, in FLOPs.",
-        drop_order=3,
-        write=three_digits,
+        "FLOP ratio", "", "Softmax over matrix products, in FLOPs.", 3, write=three_digits
     ),
     "time_per_flop_ratio": Column(
         "time per FLOP",
         "",
         "Softmax over matrix products, in time per FLOP.",
-        drop_order=3,
+        3,
         write=three_digits,
     ),
     "module": text_column("module", "Ranges around the launch, the outermost first."),
     "cause": text_column("cause", "Why the GPU had nothing to run."),
-    "idle_ms_per_step": Column("idle", "ms", "Time in which no kernel or copy ran.", write=rounded),
-    "share_of_wall": Column(
-        "of wall", "%", "Part of the step's wall time.", drop_order=1, write=in_percent
-    ),
+    "idle_ms_per_step": rounded_ms("idle", "Time in which no kernel or copy ran."),
+    "share_of_wall": Column("of wall", "%", "Part of the step's wall time.", 1, write=in_percent),
     # memory
     "quantity": text_column("quantity", "What the value is of."),
-    "category": text_column("category", "What the memory is used for.", drop_order=3),
+    "category": text_column("category", "What the memory is used for.", 3),
     "bytes": Column("size", "", "Bytes in blocks of the allocator."),
     "requested_bytes": Column(
         "asked for", "", "Bytes that the program asked for; a block may be larger."
     ),
-    "blocks": Column("blocks", "", "Blocks of the allocator.", drop_order=2, write=count),
+    "blocks": count_column("blocks", "Blocks of the allocator.", 2),
     "rounding_bytes": Column(
         "rounding",
         "",
-        "Part of the peak that was not asked for: a block is rounded up to "
-        "512 bytes, and a rest of up to 1 MiB is not split off.",
+        (
+            "Part of the peak that was not asked for: a block is rounded up to "
+            "512 bytes, and a rest of up to 1 MiB is not split off."
+        ),
     ),
     "peak_requested_bytes": Column(
         "peak asked for", "", "The peak without rounding: what PyTorch's viewer draws."
@@ -193,7 +127,7 @@ OF_PROFILES: dict[str, Column] = {
         "private pools",
         "",
         "Reserved at the peak for CUDA graphs and others with a pool of their own.",
-        drop_order=5,
+        5,
     ),
     "idle_private_bytes": Column(
         "private, in no block", "", "Of private pools, what no block used at the peak."
@@ -205,47 +139,40 @@ OF_PROFILES: dict[str, Column] = {
     ),
     "gpu_index": Column("device", "index", "Index of the GPU."),
     "recorded_steps": Column("steps", "steps", "Steps in the recording."),
-    "flops": Column("work", "GFLOP", "FLOPs of the part.", drop_order=6, scale=1e-9),
+    "flops": Column("work", "GFLOP", "FLOPs of the part.", 6, scale=1e-9),
     "peak_allocated_bytes": Column(
         "peak", "", "The most in blocks at any time, as torch.cuda.max_memory_allocated() counts."
     ),
     "peak_phase": text_column("in", "The phase in which memory was at its peak."),
     "predicted_peak_allocated_bytes": Column(
-        "predicted", "", "The peak that the configuration was predicted to have.", drop_order=1
+        "predicted", "", "The peak that the configuration was predicted to have.", 1
     ),
     "peak_reserved_bytes": Column(
-        "reserved", "", "The most that PyTorch held in segments at any time.", drop_order=5
+        "reserved", "", "The most that PyTorch held in segments at any time.", 5
     ),
     "residual_stream_bytes": Column(
-        "residual", "", "One tensor of batch x context x d_model in fp32.", drop_order=6
+        "residual", "", "One tensor of batch x context x d_model in fp32.", 6
     ),
     "block_saved_bytes": Column(
-        "saved per block", "", "What a typical block of the model saves for backward.", drop_order=2
+        "saved per block", "", "What a typical block of the model saves for backward.", 2
     ),
     "block_gradient_bytes": Column(
-        "gradients per block", "", "Gradients of a typical block of the model.", drop_order=4
+        "gradients per block", "", "Gradients of a typical block of the model.", 4
     ),
     "step": Column("step", "", "Number of the recorded step, from 0.", write=str),
     "moment": text_column("moment", "When: the end of a phase, or the peak."),
-    "time_s": Column("at", "ms", "Time from the first recorded event.", drop_order=4),
+    "time_s": Column("at", "ms", "Time from the first recorded event.", 4),
     "allocated_bytes": Column("allocated", "", "All categories together, in blocks."),
-    "counted_bytes": Column(
-        "PyTorch's count", "", "What PyTorch's allocator itself counted.", drop_order=2
-    ),
-    "reserved_bytes": Column("reserved", "", "Segments that PyTorch held then.", drop_order=3),
+    "counted_bytes": Column("PyTorch's count", "", "What PyTorch's allocator itself counted.", 2),
+    "reserved_bytes": Column("reserved", "", "Segments that PyTorch held then.", 3),
     "phase_peak_bytes": Column(
-        "phase's peak",
-        "",
-        "The most that was allocated during the phase that ends here.",
-        drop_order=2,
+        "phase's peak", "", "The most that was allocated during the phase that ends here.", 2
     ),
-    "count": Column("count", "", "Allocations that are alike.", drop_order=2, write=count),
+    "count": count_column("count", "Allocations that are alike.", 2),
     "bytes_at_peak": Column("together", "", "Bytes of all of them at the peak, in blocks."),
-    "share_of_peak": Column("share", "%", "Part of the peak.", drop_order=1, write=in_percent),
-    "count_at_peak": Column(
-        "count", "", "How many of them there were at the peak.", drop_order=2, write=count
-    ),
+    "share_of_peak": Column("share", "%", "Part of the peak.", 1, write=in_percent),
+    "count_at_peak": count_column("count", "How many of them there were at the peak.", 2),
     "name": text_column("name", "Name of the tensor in the model.", write=label),
-    "shape_and_type": text_column("shape", "Shape and data type of the tensor.", drop_order=7),
-    "place": text_column("place", "The line of code that allocated it.", drop_order=6),
+    "shape_and_type": text_column("shape", "Shape and data type of the tensor.", 7),
+    "place": text_column("place", "The line of code that allocated it.", 6),
 }

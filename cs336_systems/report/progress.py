@@ -5,11 +5,11 @@ It has no thread, which would disturb what is timed on the host. rich is importe
 draws: a step that is timed in this process has nothing beside it that it does not need.
 """
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..config import Phase, RunConfig
@@ -51,7 +51,7 @@ class StatusLine(Listener):
         """
         self._names, self._first = names or {}, first
         self._live: Live | None = None
-        self._printed_s: float | None = None
+        self._printed_s = -math.inf
         self._doing = ""
         self._running: dict[str, str] = {}
         self._done = self._total = 0
@@ -75,12 +75,7 @@ class StatusLine(Listener):
                 console.show_cursor()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def end(self) -> None:
@@ -101,7 +96,7 @@ class StatusLine(Listener):
         now_s = monotonic()
         if self._live is not None:
             self.tick()
-        elif self._printed_s is None or now_s - self._printed_s >= LEAST_APART_S:
+        elif now_s - self._printed_s >= LEAST_APART_S:
             self._printed_s = now_s
             print_aside(f"[{now_s - _STARTED:5.1f} s] {self._doing}")
 

@@ -17,7 +17,7 @@ from ..analysis.warnings import in_doubt
 from ..config import OF_SEVERAL_RANKS, Phase, RunConfig
 from ..costs.accounting import mfu, step_flops
 from ..costs.communication import calls
-from ..costs.curves import time_s
+from ..costs.curves import Curves, time_s
 from ..costs.memory import predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
 from ..costs.time import TimePrediction
@@ -30,8 +30,8 @@ from .words import (
     DOUBT,
     GIB,
     MIB,
-    STATUS_WORDS,
     TERA,
+    ended,
     interval_digits,
     interval_text,
     mean_and_std,
@@ -100,6 +100,10 @@ class Gain(NamedTuple):
         else:
             text = three_digits(self.ratio * scale)
         return f"{text} {DOUBT}" if self.is_doubted else text
+
+    def interval(self) -> str:
+        """The interval of the ratio, `2.56 to 2.58`; empty for unknown."""
+        return interval_text(self.low, self.high)
 
     @classmethod
     def over(cls, slow: "StepResult", fast: "StepResult", ratio: float) -> "Gain":
@@ -259,12 +263,16 @@ class StepResult(Mapping[str, Any]):
         return None if flops is None else flops / self.step.mean_s
 
     @cached_property
+    def curves(self) -> Curves | None:
+        """Times on the device, from its measured ceilings."""
+        return self.ceilings.curves(self.device_name or "")
+
+    @cached_property
     def forecast(self) -> TimePrediction | None:
         """The step as predicted from the measured ceilings of the device."""
-        if self.config is None or self.device_name is None:
+        if self.config is None or self.curves is None:
             return None
-        curves = self.ceilings.curves(self.device_name)
-        return None if curves is None else predicted_time(self.config, curves)
+        return predicted_time(self.config, self.curves)
 
     @cached_property
     def memories(self) -> list[Memory]:
@@ -482,7 +490,7 @@ class StepResult(Mapping[str, Any]):
         collectives = calls(self.config)
         if collectives is None:
             return None
-        curves = self.ceilings.collective_times(self.device_name, self.config.ranks)
+        curves = self.ceilings.collectives(self.device_name).get(self.config.ranks, {})
         return scaled(time_s(collectives, curves), MS)
 
     # quantities that only tables have
@@ -501,7 +509,7 @@ class StepResult(Mapping[str, Any]):
     @quantity(numeric=False, in_csv="never")
     def ended(self) -> str:
         """How the runs ended, in words."""
-        return "not run" if self.status is None else STATUS_WORDS[self.status]
+        return ended(self.status)
 
     @quantity("first measured step", "ms", drop_order=2, in_csv="never")
     def first_step_ms(self) -> Value:
@@ -512,15 +520,12 @@ class StepResult(Mapping[str, Any]):
     @quantity(in_csv="never")
     def prediction_is_doubted(self) -> bool:
         """Whether the ceilings of the forecast are in doubt."""
-        if self.forecast is None or self.device_name is None:
-            return False
-        curves = self.ceilings.curves(self.device_name)
-        return curves is not None and curves.is_in_doubt
+        return self.forecast is not None and self.curves is not None and self.curves.is_in_doubt
 
     @quantity(in_csv="never")
     def prediction_is_shipped(self) -> bool:
         """Whether the ceilings of the forecast come with this program."""
-        return self.forecast is not None and self.ceilings.is_shipped(self.device_name or "")
+        return self.forecast is not None and self.curves is not None and self.curves.is_shipped
 
     speed_up = _speed_up(
         "vs fp32",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..config import Profiler
 from ..record import RunRecord, Status
@@ -17,7 +17,7 @@ from ..subject import Subject
 from .configurations import step_results
 from .formats import pngs_of, texts_of, write_files
 from .quantities import StepResult
-from .section import Section, Table, findings_section, findings_table, rows_with
+from .section import Section, Table, findings_section, findings_table
 from .sections.ceilings import ceilings_sections
 from .sections.kernels.communication import by_configuration
 from .sections.kernels.entry import Explained, load_profiled
@@ -101,17 +101,10 @@ class Results:
 
     @cached_property
     def sections(self) -> Mapping[str, Sequence[Section]]:
-        """The sections of each subject that these results have: findings first, then tables and
-        pictures.
+        """The sections of each subject that these results have, where time and memory go before
+        the times: findings first, then tables and pictures.
         """
         sections: dict[str, Sequence[Section]] = {}
-        steps = [self.steps] if self.published else []
-        steps += added_sections(Results, self)
-        if sentences := list(added_findings(self)):
-            table = findings_table(sentences)
-            steps.append(Section(name="plugin_findings", tables=(table,), rows=table.values))
-        if steps:
-            sections[STEPS] = steps
         if self.kernels:
             findings = findings_section("kernel_findings", self.kernels, kernel_findings)
             sections[KERNELS] = [findings, *kernel_sections(self.kernels)]
@@ -120,14 +113,23 @@ class Results:
                 "memory_findings", self.memory, lambda entry: memory_findings(entry.profile)
             )
             sections[MEMORY] = [findings, *memory_sections(self.memory)]
+        steps = [self.steps] if self.published else []
+        steps += added_sections(Results, self)
+        if sentences := list(added_findings(self)):
+            table = findings_table(sentences)
+            steps.append(Section(name="plugin_findings", tables=(table,), rows=table.values))
+        if steps:
+            sections[STEPS] = steps
         return sections
 
     def tables(self) -> list[Table]:
         """The tables for a terminal, with the first finding of each profile."""
         tables = [table for section in self.sections.get(STEPS, ()) for table in section.tables]
-        for subject in (KERNELS, MEMORY):
-            for findings in self.sections.get(subject, ())[:1]:
-                tables += [rows_with(table, "number", {1}) for table in findings.tables]
+        for first in (
+            findings_section("", self.kernels, lambda entry: kernel_findings(entry)[:1]),
+            findings_section("", self.memory, lambda entry: memory_findings(entry.profile)[:1]),
+        ):
+            tables += first.tables
         return [*tables, *kernel_tables(self.kernels), *memory_tables(self.memory)]
 
     def write(
@@ -154,6 +156,15 @@ directory.
 """
 
 
+_SECTIONS: Mapping[str, Callable[[Any], Sequence[Section]]] = {
+    "ceilings": ceilings_sections,
+    "attention": lambda study: [attention_section(study)],
+    "fusion": lambda study: [fusion_section(study)],
+    "precision": precision_sections,
+}
+"""The function that makes the tables of each kind of study."""
+
+
 @dataclass(frozen=True)
 class StudyResults:
     """A study as its directory and its page show it."""
@@ -168,13 +179,7 @@ class StudyResults:
     @cached_property
     def sections(self) -> Sequence[Section]:
         """Its tables."""
-        if isinstance(self.study, CeilingsStudy):
-            return ceilings_sections(self.study)
-        if isinstance(self.study, AttentionStudy):
-            return [attention_section(self.study)]
-        if isinstance(self.study, FusionStudy):
-            return [fusion_section(self.study)]
-        return precision_sections(self.study)
+        return _SECTIONS[self.subject](self.study)
 
     def write(self, directory: Path, formats: Collection[str] = ()) -> None:
         """Write the tables into the directory, also in `formats`. The record stays as it is: a

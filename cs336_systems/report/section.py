@@ -42,13 +42,6 @@ class Table:
     values: tuple[Mapping[str, Any], ...] = ()
     """The values that the rows were made from, by key: unrounded, in the units of CSV files."""
 
-    def __post_init__(self) -> None:
-        for index, row in enumerate(self.rows):
-            if len(row) != len(self.headings):
-                raise ValueError(
-                    f"row {index} needs {len(self.headings)} cells, one per heading, got {len(row)}"
-                )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -87,17 +80,6 @@ def findings_table(findings: Sequence[Finding | str], none: str = "") -> Table:
 def with_note(table: Table, note: str) -> Table:
     """The table with one more note, before the others."""
     return replace(table, notes=(note, *table.notes))
-
-
-def rows_with(table: Table, key: str, wanted: Collection[object]) -> Table:
-    """The table with only the rows that have one of these values under the key, and the columns
-    that these fill.
-    """
-    kept = [row for row in table.values if row[key] in wanted]
-    failed = {id(table.values[index]) for index in table.failed}
-    return make_table(
-        table.title, known(table.headings, kept), kept, table.notes, lambda row: id(row) in failed
-    )
 
 
 def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
@@ -154,22 +136,16 @@ class Section:
     """Name of the files, without an ending."""
     tables: tuple[Table, ...] = ()
     """Empty if the subject is written as CSV only."""
-    rows: Sequence[Mapping[str, object]] = ()
+    rows: Sequence[Mapping[str, Any]] = ()
     """The values by key, in the units of the CSV file; empty if nothing is known of the subject."""
     keys: Sequence[str] = ()
     """Keys of the CSV file's columns, in order; if empty, all keys of the first row."""
     pictures: "Sequence[Picture]" = ()
     """Pictures in files of their names in plots/, and on the page."""
 
-    @property
-    def values(self) -> list[dict[str, object]]:
-        """The rows of the CSV file."""
-        keys = self.keys or (self.rows[0] if self.rows else ())
-        return [{key: row[key] for key in keys} for row in self.rows]
-
 
 class Entry(Protocol):
-    """An explained profile, with what is known of its run."""
+    """An explained profile, or a row of results, with what is known of its run."""
 
     @property
     def subject(self) -> Subject | None:
@@ -215,14 +191,14 @@ def _runs(entries: Iterable[Entry]) -> list[tuple[Subject, str | None]]:
     return [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
 
 
-def labels(
-    entries: Sequence[Entry],
-    *,
-    always: Sequence[str] = identity.ALWAYS,
-    without: Sequence[str] = (),
-) -> list[str]:
+def labels(entries: Sequence[Entry], always: Sequence[str] = identity.ALWAYS) -> list[str]:
     """A name for each entry, of the settings that distinguish it: `small ctx 128 train bf16`."""
-    return identity.names_of(identities_of(entries), always=always, without=without)
+    return identity.names_of(identities_of(entries), always)
+
+
+def distinct_labels(entries: Sequence[Entry]) -> list[str]:
+    """Names that tell several entries apart; none for a single one."""
+    return labels(entries) if len(entries) > 1 else []
 
 
 def settings(entries: Iterable[Entry], also: Collection[str] = ()) -> str:

@@ -119,15 +119,15 @@ def print_measured(record: RunRecord, runs: Path) -> None:
     print_run(record, runs / f"{record.key}.json", ceilings)
     if record.subject.profiler is Profiler.NONE or not has_explanation(record.subject, runs):
         return
-    from .sections.kernels.entry import load_profiled
+    from .results import Results
     from .sections.kernels.files import tables_of_one as kernel_tables
-    from .sections.memory.entry import load_memory
     from .sections.memory.findings import answer
     from .sections.memory.tables import tables_of_one as memory_tables
 
-    for explained in load_profiled([record], runs.parent):
+    results = Results.load([record], runs.parent)
+    for explained in results.kernels:
         print_tables(kernel_tables(explained, TOP))
-    for entry in load_memory([record], runs.parent):
+    for entry in results.memory:
         texts = [finding.text for finding in answer(entry.profile)]
         print_tables(memory_tables(entry.profile, TOP), answer=texts)
 

@@ -5,11 +5,13 @@ user's own code.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from ..analysis import compare
 from ..analysis.statistics import FEWEST
 from ..record import Failure, RunRecord, Status
+from ..text import counted
 
 MIN_DIGITS, MAX_DIGITS = 3, 5
 """Fewest and most significant digits of a value that has an interval."""
@@ -61,6 +63,11 @@ def status_text(status: str) -> str:
     return STATUS_WORDS[Status(status)]
 
 
+def ended(status: Status | None) -> str:
+    """How a run ended, in words; None if it was not run."""
+    return "not run" if status is None else STATUS_WORDS[status]
+
+
 def warning_counts(codes: Sequence[str | None], rows: str) -> str:
     """How many rows have each warning: `drift in 2 of 4 rows, unstable in 1 of 4 rows`; empty
     without warnings.
@@ -83,8 +90,7 @@ def significant(value: float, digits: int = 4) -> str:
     """
     if not math.isfinite(value):
         return str(value)
-    exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:,.{max(0, digits - 1 - exponent)}f}"
+    return f"{value:,.{max(0, digits - 1 - _exponent(value, digits))}f}"
 
 
 def rounded(value: float) -> str:
@@ -142,8 +148,9 @@ def interval_digits(low: float, high: float) -> int:
     return min(MAX_DIGITS, max(MIN_DIGITS, wanted))
 
 
-def _exponent(value: float) -> int:
-    return int(f"{value:e}".partition("e")[2])
+def _exponent(value: float, digits: int = 7) -> int:
+    """The power of ten of the value, once it is rounded to this many significant digits."""
+    return int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 
 def percent(part: float, whole: float) -> str:
@@ -178,7 +185,7 @@ def amount(value: float | str) -> str:
         return f"{value:,.0f}"
     if 1e-3 <= value < 1e6:
         return significant(value)
-    exponent = int(f"{value:.3e}".partition("e")[2]) // 3 * 3
+    exponent = _exponent(value, 4) // 3 * 3
     return f"{value / 10.0**exponent:.4g}e{exponent}"
 
 
@@ -193,15 +200,66 @@ def percent_of(part: float, whole: float = 1) -> str:
     return f"{share} %"
 
 
-def between(values: Mapping[str, float], text: Callable[[float], str]) -> str:
-    """The least and the largest value with their names; one value if they read the same, empty
-    without any.
+class NamedRows:
+    """Rows of results, and what a sentence says of all of them.
+
+    With `names`, one for each row, the sentence names the rows that it singles out.
     """
-    if not values:
-        return ""
-    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
-    low, high = text(values[least]), text(values[most])
-    return low if low == high else f"{low} ({least}) to {high} ({most})"
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
+        self.rows, self.names = rows, names
+
+    def range(self, key: str, text: Callable[[Any], str], doubt: str = "") -> str:
+        """The least and the largest value under the key as texts, with the names of their rows;
+        the text alone if both read the same, empty if no row has a value.
+
+        A value is marked if its row says under the key `doubt` that it is in doubt.
+        """
+        known = [index for index, row in enumerate(self.rows) if row[key] is not None]
+        if not known:
+            return ""
+        known.sort(key=lambda index: self.rows[index][key])
+        ends = []
+        for index in (known[0], known[-1]):
+            row = self.rows[index]
+            mark = f" {DOUBT}" if row.get(doubt) else ""
+            ends.append(f"{text(row[key])}{mark}")
+        low, high = ends
+        if low == high and len(known) > 1:
+            return low
+        least = f"{low}{self._name(known[0])}"
+        return least if len(known) == 1 else f"{least} to {high}{self._name(known[-1])}"
+
+    def _name(self, index: int) -> str:
+        """The name of this row in parentheses; empty if the rows have no names."""
+        return f" ({self.names[index]})" if self.names else ""
+
+    def count(self, what: str, chosen: Sequence[int]) -> str:
+        """In how many of the rows this is so, and in which, if in one: `out of memory in 1 of 3
+        (xl ctx 512)`. `chosen` are the indices of the rows.
+        """
+        if len(self.rows) == 1:
+            return what
+        name = self._name(chosen[0]) if len(chosen) == 1 else ""
+        return f"{what} in {len(chosen)} of {len(self.rows)}{name}"
+
+    def counts(self, texts: Iterable[str]) -> list[str]:
+        """Each different text, and in how many rows it is; `texts` has one for each row."""
+        indices: dict[str, list[int]] = {}
+        for index, text in enumerate(texts):
+            indices.setdefault(text, []).append(index)
+        return [self.count(text, chosen) for text, chosen in indices.items() if text]
+
+    def failures(self) -> str:
+        """How the rows that did not end well ended, after semicolons."""
+        ends = ["" if row["status"] is Status.OK else ended(row["status"]) for row in self.rows]
+        return "".join(f"; {told}" for told in self.counts(ends))
+
+    def part(self, key: str) -> str:
+        """In how many of the rows something is known: `in 2 of 3 configurations`."""
+        whole = counted(len(self.rows), "configuration")
+        number = sum(row[key] is not None for row in self.rows)
+        return f"in {whole}" if number == len(self.rows) else f"in {number} of {whole}"
 
 
 def own_traceback(record: RunRecord) -> str:
@@ -226,8 +284,8 @@ def _factory(record: RunRecord) -> str | None:
 
 def _of_the_user(failure: Failure | None) -> str:
     """The traceback reduced to the user's files; empty if it has none."""
-    traceback = failure.traceback if failure is not None else None
-    if traceback is None or not any(_is_users(frame) for frame in _FRAME.finditer(traceback)):
+    traceback = failure and failure.traceback
+    if not traceback or not any(map(_is_users, _FRAME.finditer(traceback))):
         return ""
     return _FRAME.sub(lambda frame: frame[0] if _is_users(frame) else "", traceback)
 

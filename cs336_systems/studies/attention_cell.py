@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -52,12 +52,16 @@ _NO_KERNEL = r"No available kernel|No viable backend|No (valid )?execution plans
 
 
 def make_attention(grid: AttentionGrid, cell: AttentionCell) -> OpFunction:
-    """The function that the cell's implementation names."""
+    """The function that the cell's implementation names; raises ValueError where the user's own is
+    not there.
+    """
     if cell.implementation is Implementation.OWN:
         # the user's may be compiled too, and refuse the ninth shape as ours would
         torch._dynamo.reset()
-        users_attention = load_own(str(grid.own))
-        return lambda q, k, v: users_attention(q, k, v, grid.causal)
+        own: Any = load_callable(str(grid.own), "--own", "a function or a torch.autograd.Function")
+        if isinstance(own, type) and issubclass(own, torch.autograd.Function):
+            own = own.apply
+        return lambda q, k, v: own(q, k, v, grid.causal)
     if cell.implementation not in (Implementation.NAIVE, Implementation.COMPILED):
         return partial(_sdpa, _BACKENDS.get(cell.implementation), grid.causal)
     function: OpFunction = full_attention
@@ -75,16 +79,6 @@ def _sdpa(backend: SDPBackend | None, causal: bool, q: Tensor, k: Tensor, v: Ten
     q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
     with nullcontext() if backend is None else sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).squeeze(1)
-
-
-def load_own(name: str) -> OpFunction:
-    """Import the function, or `apply` of the torch.autograd.Function; raise ValueError where it
-    is not there.
-    """
-    attention: Any = load_callable(name, "--own", "a function or a torch.autograd.Function")
-    if isinstance(attention, type) and issubclass(attention, torch.autograd.Function):
-        attention = attention.apply
-    return cast("OpFunction", attention)
 
 
 def measure_attention(grid: AttentionGrid, rows: Sequence[CellResult]) -> list[CellResult]:
@@ -212,13 +206,12 @@ def _compared(grid: AttentionGrid, result: CellResult, passes: Passes) -> CellRe
     wrong = wrong_quantities(cell, result.errors, kernel)
     if not wrong:
         return result
-    of_kernel = {error.quantity: error.relative or 0 for error in kernel}
     parts = []
     for error in result.errors:
         if error.quantity in wrong:
             relative = math.inf if error.relative is None else error.relative
-            theirs = of_kernel[error.quantity]
-            parts.append(f"{error.quantity} {relative:.2g} (PyTorch's {theirs:.2g})")
+            of_kernel = wrong[error.quantity]
+            parts.append(f"{error.quantity} {relative:.2g} (PyTorch's {of_kernel:.2g})")
     message = f"{grid.own}: errors against float64, over the largest magnitude: {', '.join(parts)}"
     return replace(
         result, status=Status.INVALID, failure=Failure(message=message, where=cell.label)

@@ -72,30 +72,25 @@ def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]
         return [*measure_collectives(grid, collectives)]
     if grid.device is Device.CPU:  # measured in rounds
         grid = replace(grid, loops=1)
-    measured: list[StudyRow] = []
-    for row in rows:
-        if isinstance(row, ProductCell):
-            measured.append(measure_product(grid, row))
-        elif isinstance(row, StreamCell):
-            elements = row.moved_bytes // STREAM_BYTES[row.stream]
-            measured.append(row.with_loops(measure(make_stream(grid, row.stream, elements), grid)))
-        elif isinstance(row, KernelCell):
-            measured.append(measure_kernel(grid, row))
-        elif isinstance(row, PassCell):
-            measured.append(row.with_loops(measure(make_pass(grid, row), _brief(grid))))
-        elif isinstance(row, LaunchCell):
-            measured.append(row.with_loops(measure_launch(grid, row.launch)))
-            if grid.device is Device.CUDA and row.launch is LaunchKind.EAGER:
-                measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
+    [row] = rows
+    if isinstance(row, ProductCell):
+        if reason := why_unavailable(grid.device, row.precision, row.shape):
+            return [row.failed(Status.UNAVAILABLE, Failure(message=reason))]
+        is_tf32 = row.precision is ProductPrecision.TF32
+        apply_math_mode(Precision.TF32 if is_tf32 else Precision.FP32)
+        return [row.with_loops(measure(make_product(grid, row.precision, row.shape), grid))]
+    if isinstance(row, KernelCell):
+        return [measure_kernel(grid, row)]
+    if isinstance(row, PassCell):
+        return [row.with_loops(measure(make_pass(grid, row), _brief(grid)))]
+    if isinstance(row, StreamCell):
+        elements = row.moved_bytes // STREAM_BYTES[row.stream]
+        return [row.with_loops(measure(make_stream(grid, row.stream, elements), grid))]
+    assert isinstance(row, LaunchCell)
+    measured: list[StudyRow] = [row.with_loops(measure_launch(grid, row.launch))]
+    if grid.device is Device.CUDA and row.launch is LaunchKind.EAGER:
+        measured.append(CacheRow(torch.cuda.get_device_properties().L2_cache_size))
     return measured
-
-
-def measure_product(grid: CeilingsGrid, row: ProductCell) -> ProductCell:
-    """Time one matmul of random matrices; zeros would take less power and be faster."""
-    if reason := why_unavailable(grid.device, row.precision, row.shape):
-        return row.failed(Status.UNAVAILABLE, Failure(message=reason))
-    apply_math_mode(Precision.TF32 if row.precision is ProductPrecision.TF32 else Precision.FP32)
-    return row.with_loops(measure(make_product(grid, row.precision, row.shape), grid))
 
 
 def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -> str | None:
@@ -120,6 +115,8 @@ def why_unavailable(device: Device, precision: ProductPrecision, shape: Shape) -
 def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) -> Run:
     """The matmul of a (rows, inner) matrix with the transpose of a (columns, inner) one, as in a
     linear layer.
+
+    Both are random; zeros would take less power and be faster.
     """
     is_fp8 = precision is ProductPrecision.FP8
     dtype = PRODUCT_DTYPES[precision]
@@ -136,10 +133,14 @@ def make_product(grid: CeilingsGrid, precision: ProductPrecision, shape: Shape) 
     return lambda: torch.mm(left, right.t(), out=out)
 
 
+def _uniform(grid: CeilingsGrid, elements: int) -> Tensor:
+    """Random numbers from 0 to 1 in fp32."""
+    return torch.rand(elements, generator=make_generator(grid), device=grid.device.value)
+
+
 def make_stream(grid: CeilingsGrid, stream: Stream, elements: int) -> Run:
     """One pass over this many elements in fp32."""
-    generator = make_generator(grid)
-    source = torch.rand(elements, generator=generator, device=grid.device.value)
+    source = _uniform(grid, elements)
     if stream is Stream.READ:
         return source.sum
     target = torch.empty_like(source)
@@ -253,10 +254,7 @@ def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:
     """One pass over memory as a step makes them: a copy, a cast to fp32, a transposition, a mask or
     a softmax.
     """
-    generator = make_generator(grid)
-    source = torch.rand(
-        row.moved_bytes // PASS_BYTES[row.how], generator=generator, device=grid.device.value
-    )
+    source = _uniform(grid, row.moved_bytes // PASS_BYTES[row.how])
     if row.how is Pass.COPY:
         return source.clone
     if row.how is Pass.WIDEN:

@@ -46,9 +46,7 @@ def measure_collectives(grid: CeilingsGrid, rows: Sequence[CollectiveCell]) -> l
     gpus = [gpu.uuid for gpu in visible_gpus()] if grid.device is Device.CUDA else []
     ranks = rows[0].world_size
     devices = devices_of(gpus[:ranks], all_of_them=True)
-    first, *_ = ends = run_ranks(
-        partial(_serve, grid, rows), _RankLoops, ranks, devices, PATIENCE_S
-    )
+    first, *_ = ends = run_ranks(partial(_serve, grid, rows), ranks, devices, PATIENCE_S)
     if (failed := first_failed(ends)) is not None:
         return [row.failed(failed.status, failed.failure) for row in rows]
     assert first.answer is not None

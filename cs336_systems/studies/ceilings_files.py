@@ -6,12 +6,11 @@ same everywhere.
 
 import functools
 import gzip
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 from ..analysis.warnings import in_doubt
 from ..config import Precision
@@ -34,7 +33,6 @@ DOUBTED_SHARE = 0.25
 are.
 """
 
-T = TypeVar("T")
 CollectiveTimes = dict[int, dict[Collective, dict[int, float]]]
 """Seconds of each collective by the number of ranks and by the bytes of the tensor."""
 
@@ -70,38 +68,23 @@ class Ceilings:
             names += [folder.replace("-", " ") for folder in sorted(folders)]
         return list(dict.fromkeys(names))
 
-    def is_shipped(self, device_name: str) -> bool:
-        """Whether predictions for this device rest on ceilings that come with the program."""
-        curves = self.curves(device_name)
-        return curves is not None and curves.is_shipped
-
-    def _measured(self, device_name: str) -> tuple[CeilingsStudy, ...]:
+    def _studies_of(self, device_name: str) -> Iterator[tuple[CeilingsStudy, ...]]:
+        """The user's studies of the device, then the shipped ones, if these may stand in."""
         name = bare_name(device_name)
-        return tuple(study for study in self.studies if bare_name(study.device_name) == name)
-
-    def _user_or_shipped(
-        self, device_name: str, take: Callable[[tuple[CeilingsStudy, ...]], T]
-    ) -> T:
-        """What `take` returns for the user's studies of the device. If that is empty or None, and
-        shipped studies may stand in, what it returns for those.
-        """
-        measured = take(self._measured(device_name))
-        if measured or not self.has_shipped:
-            return measured
-        return take(shipped(device_name))
+        yield tuple(study for study in self.studies if bare_name(study.device_name) == name)
+        if self.has_shipped:
+            yield shipped(name)
 
     def flops_per_s(
         self, device_name: str, precision: Precision | ProductPrecision
     ) -> float | None:
         """Highest rate of matmuls that any study of this device measured, or None."""
-        wanted = ProductPrecision(precision)
-
-        def best(studies: tuple[CeilingsStudy, ...]) -> float | None:
+        for studies in self._studies_of(device_name):
             matmuls = chain.from_iterable(study.products for study in studies)
-            rates = [matmul.flops_per_s for matmul in matmuls if matmul.precision is wanted]
-            return max((rate for rate in rates if rate is not None), default=None)
-
-        return self._user_or_shipped(device_name, best)
+            rates = [matmul.flops_per_s for matmul in matmuls if matmul.precision == precision]
+            if known := [rate for rate in rates if rate is not None]:
+                return max(known)
+        return None
 
     def curves(self, device_name: str) -> Curves | None:
         """The times from which those of steps are predicted: of the first study of this device that
@@ -114,31 +97,29 @@ class Ceilings:
         """
         name = bare_name(device_name)
         if name not in self._curves:
-            curves = _joined_curves(self._measured(name))
-            if curves is None and self.has_shipped:
-                curves = _joined_curves(shipped(name))
-                curves = curves and replace(curves, is_shipped=True)
-            self._curves[name] = curves and replace(curves, collectives=self.collectives(name))
+            self._curves[name] = None
+            for is_shipped, studies in enumerate(self._studies_of(name)):
+                curves = _joined_curves(studies)
+                if curves is not None:
+                    self._curves[name] = replace(
+                        curves, is_shipped=bool(is_shipped), collectives=self.collectives(name)
+                    )
+                    break
         return self._curves[name]
 
     def collectives(self, device_name: str) -> CollectiveTimes:
         """Times of collectives among devices of this name, by ranks and bytes: of the study with
         most sizes of each.
         """
-
-        def longest(studies: tuple[CeilingsStudy, ...]) -> CollectiveTimes:
-            by_ranks: CollectiveTimes = {}
+        by_ranks: CollectiveTimes = {}
+        for studies in self._studies_of(device_name):
             for study in studies:
                 for (ranks, collective), times_s in study.collective_times().items():
                     of_ranks = by_ranks.setdefault(ranks, {})
                     of_ranks[collective] = max(of_ranks.get(collective, {}), times_s, key=len)
-            return by_ranks
-
-        return self._user_or_shipped(device_name, longest)
-
-    def collective_times(self, device_name: str, ranks: int) -> dict[Collective, dict[int, float]]:
-        """Times of each collective among `ranks` devices of this name, by bytes."""
-        return self.collectives(device_name).get(ranks, {})
+            if by_ranks:
+                break
+        return by_ranks
 
 
 NO_CEILINGS = Ceilings()
@@ -150,17 +131,17 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
     if not curves_of_studies:
         return None
     first, *others = curves_of_studies
-    matmuls = {precision: list(measured) for precision, measured in first.matmuls.items()}
-    for precision, joined in matmuls.items():
-        for other in others:
+    matmuls = dict(first.matmuls)
+    for other in others:
+        for precision, measured in other.matmuls.items():
             # matmuls with a form are kernels of a step; squares are those of the first study alone
-            joined += [matmul for matmul in other.matmuls[precision] if matmul.form is not None]
+            matmuls[precision] += tuple(matmul for matmul in measured if matmul.form is not None)
     gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
     hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None] or studies
     calls_s = [study.host_call_s for study in hosts]
     return replace(
         first,
-        matmuls={precision: tuple(joined) for precision, joined in matmuls.items()},
+        matmuls=matmuls,
         passes=next((curves.passes for curves in curves_of_studies if curves.passes), {}),
         queued_gap_s=next((gap_s for gap_s in gaps_s if gap_s is not None), None),
         is_in_doubt=_is_doubted(studies),

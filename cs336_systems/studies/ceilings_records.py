@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, product
 from statistics import fmean, median, stdev
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -19,14 +19,14 @@ from ..config import SIZES, Attention, Device, Precision, RunConfig
 from ..costs.communication import TIMED, Collective
 from ..costs.curves import Curves, Matmul
 from ..costs.shards import FP32_BYTES
-from ..costs.tape import Form, OperationKind, Pass
+from ..costs.tape import Form, Pass
 from ..costs.time import is_fast_step, operations, prepare_forecasts
 from ..costs.traces import has_tape
 from ..files import CEILINGS
 from ..model.fast.choose import fastest
 from ..record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
 from ..settings import ByDevice, Setting, check
-from .records import ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, StudyRow
+from .records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, StudyRow
 
 MIN_TIME_S = 1e-9
 MAX_BYTES = 2**42
@@ -61,15 +61,9 @@ class Loops:
     """
 
     count: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    times_s: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.times_s or not all(
-            MIN_TIME_S <= time_s <= MAX_TIME_S for time_s in self.times_s
-        ):
-            raise ValueError(
-                f"loops need at least one time, each from {MIN_TIME_S:g} to {MAX_TIME_S:g} s"
-            )
+    times_s: Annotated[
+        tuple[Annotated[float, msgspec.Meta(ge=MIN_TIME_S, le=MAX_TIME_S)], ...], AT_LEAST_ONE
+    ]
 
     @property
     def median_s(self) -> float:
@@ -119,6 +113,18 @@ class Timing:
 
 UNTIMED = Timing(status=Status.OK)
 """Of cells that are yet to be measured."""
+KeyT = TypeVar("KeyT")
+
+
+def by_bytes(cells: Iterable[tuple[KeyT, int, Timing]]) -> dict[KeyT, dict[int, float]]:
+    """Times in seconds by key and number of bytes, of those of the cells (key, bytes and timing)
+    that have a time.
+    """
+    times_s: dict[KeyT, dict[int, float]] = {}
+    for key, num_bytes, timing in cells:
+        if timing.time_s is not None:
+            times_s.setdefault(key, {})[num_bytes] = timing.time_s
+    return times_s
 
 
 class TimedRow(StudyRow):
@@ -154,7 +160,7 @@ RESULT_BYTES = ELEMENT_BYTES | {ProductPrecision.FP8: 2}
 """Bytes per element of a matmul's result; that of an fp8 matmul is in bf16."""
 
 
-STEP_PRECISIONS = (ProductPrecision.FP32, ProductPrecision.TF32, ProductPrecision.BF16)
+STEP_PRECISIONS = (Precision.FP32, Precision.TF32, Precision.BF16)
 """Precisions of the steps whose kernels are measured."""
 ONLY_ON_GPUS = (ProductPrecision.TF32, ProductPrecision.FP8)
 """Precisions in which a CPU has no matmuls."""
@@ -313,26 +319,21 @@ def kernel_cells(
         configs += _configs(preset, context_length, precision, batch_size)
     prepare_forecasts(configs)
     cells: dict[KernelCell, None] = {}  # a set that keeps the order
-    for config in configs:
-        if has_tape(config):  # --fast cannot be traced where Triton is not installed
-            cells |= dict.fromkeys(_kernels_of(config))
+    for config in filter(has_tape, configs):  # --fast has none where Triton is not installed
+        for operation in chain.from_iterable(operations(config).values()):
+            if operation.is_matmul:
+                rows, inner, columns = operation.sides
+                cell = KernelCell(
+                    precision=config.precision,
+                    form=operation.form,
+                    batch=operation.batch,
+                    rows=rows,
+                    inner=inner,
+                    columns=columns,
+                    timing=UNTIMED,
+                )
+                cells[cell] = None
     yield from cells
-
-
-def _kernels_of(config: RunConfig) -> Iterator[KernelCell]:
-    """The matmuls and the attention kernels of one step."""
-    for operation in chain.from_iterable(operations(config).values()):
-        if operation.kind in (OperationKind.MATMUL, OperationKind.ATTENTION):
-            rows, inner, columns = operation.sides
-            yield KernelCell(
-                precision=config.precision,
-                form=operation.form,
-                batch=operation.batch,
-                rows=rows,
-                inner=inner,
-                columns=columns,
-                timing=UNTIMED,
-            )
 
 
 def _configs(
@@ -362,9 +363,9 @@ def pass_cells(device: Device, sizes: Sequence[int]) -> Iterator[PassCell]:
         # where a step makes tensors in memory that it has already
         if how is Pass.COPY and device is not Device.CPU:
             continue
-        units = dict.fromkeys(max(1, size // (PASS_BYTES[how] * PASS_UNIT)) for size in sizes)
-        for count in units:
-            yield PassCell(how=how, moved_bytes=count * PASS_UNIT * PASS_BYTES[how], timing=UNTIMED)
+        unit_bytes = PASS_BYTES[how] * PASS_UNIT
+        for count in dict.fromkeys(max(1, size // unit_bytes) for size in sizes):
+            yield PassCell(how=how, moved_bytes=count * unit_bytes, timing=UNTIMED)
 
 
 TIMED_ROWS = {
@@ -388,8 +389,8 @@ def joined(rows: Iterable[StudyRow]) -> Iterator[StudyRow]:
         rounds.setdefault(replace(row, timing=UNTIMED), []).append(row)  # type: ignore[type-var]
     for cell, repeats in rounds.items():
         failed = [row for row in repeats if row.timing.loops is None]
-        if failed or len(repeats) == 1:
-            yield [*failed, *repeats][0]
+        if failed:
+            yield failed[0]
             continue
         # rounds may differ in their number of repetitions, so the joint loops have one each
         times_s: list[float] = []
@@ -486,7 +487,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
             yield Cell(label=f"{precision} product {shape.label}", rows=(row,))
         for stream, num_bytes in product(Stream, sorted(set(self.stream_bytes))):
             # a whole number of elements
-            moved_bytes = num_bytes // STREAM_BYTES[stream] * STREAM_BYTES[stream]
+            moved_bytes = num_bytes - num_bytes % STREAM_BYTES[stream]
             passes = StreamCell(stream=stream, moved_bytes=moved_bytes, timing=UNTIMED)
             yield Cell(label=f"{stream} of {num_bytes / 2**20:g} MiB", rows=(passes,))
         for launch in LaunchKind if self.device is Device.CUDA else (LaunchKind.EAGER,):
@@ -519,9 +520,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
         """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
         if not self.step_presets:
             return
-        precisions = [
-            Precision(name) for name in dict.fromkeys(self.precisions) if name in STEP_PRECISIONS
-        ]
+        precisions = [name for name in STEP_PRECISIONS if ProductPrecision(name) in self.precisions]
         for kernel in kernel_cells(
             self.step_presets, self.step_contexts, precisions, self.step_batch_size
         ):
@@ -585,12 +584,10 @@ class CeilingsStudy:
 
     def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:
         """Times by bytes, of each number of processes and kind of collective."""
-        times_s: dict[tuple[int, Collective], dict[int, float]] = {}
-        for cell in self.reductions:
-            if cell.timing.time_s is not None:
-                by_bytes = times_s.setdefault((cell.world_size, cell.collective), {})
-                by_bytes[cell.num_bytes] = cell.timing.time_s
-        return times_s
+        return by_bytes(
+            ((cell.world_size, cell.collective), cell.num_bytes, cell.timing)
+            for cell in self.reductions
+        )
 
     def curves(self) -> Curves | None:
         """The measured times from which steps are predicted.
@@ -602,21 +599,18 @@ class CeilingsStudy:
         launch_s = self.host_call_s
         # a CPU runs a kernel as soon as it is called, so a launch and an empty kernel are the same
         kernel_s = launch_s if on_host else self.launch_s(LaunchKind.GRAPH)
-        copies, adamw = (self._stream_times(stream) for stream in (Stream.COPY, Stream.ADAMW))
-        if launch_s is None or kernel_s is None or not copies or not adamw:
+        streams = by_bytes((cell.stream, cell.moved_bytes, cell.timing) for cell in self.streams)
+        copies, adamw = streams.get(Stream.COPY), streams.get(Stream.ADAMW)
+        if launch_s is None or kernel_s is None or copies is None or adamw is None:
             return None
         # one copy of the same size, launched by the host and in a CUDA graph
         queued_s, in_graph_s = self.launch_s(LaunchKind.QUEUED), copies.get(QUEUED_BYTES)
         gap_s = None if queued_s is None or in_graph_s is None else max(0.0, queued_s - in_graph_s)
-        passes: dict[Pass, dict[int, float]] = {}
-        for cell in self.passes:
-            if (time_s := cell.timing.time_s) is not None:
-                passes.setdefault(cell.how, {})[cell.moved_bytes] = time_s
         return Curves(
             matmuls={precision: tuple(self._matmuls(precision)) for precision in Precision},
             copies=copies,
             adamw=adamw,
-            passes=passes,
+            passes=by_bytes((cell.how, cell.moved_bytes, cell.timing) for cell in self.passes),
             launch_s=launch_s,
             kernel_s=kernel_s,
             queued_gap_s=0.0 if on_host else gap_s,
@@ -642,14 +636,6 @@ class CeilingsStudy:
                     form=kernel.form,
                     time_s=time_s,
                 )
-
-    def _stream_times(self, stream: Stream) -> dict[int, float]:
-        """Seconds of the passes of this kind by the bytes that they move."""
-        times_s = {}
-        for cell in self.streams:
-            if cell.stream is stream and cell.timing.time_s is not None:
-                times_s[cell.moved_bytes] = cell.timing.time_s
-        return times_s
 
     @property
     def host_call_s(self) -> float | None:

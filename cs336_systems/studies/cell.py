@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -19,11 +19,6 @@ from ..measure.environment import environment
 from ..measure.failure import classify, describe
 from ..measure.nvml import visible_gpus
 from .records import Answer, Cell, Grid, RowT, StudyT
-
-Measure: TypeAlias = Callable[[Any, tuple[RowT, ...]], Sequence[RowT]]
-"""Takes a grid and the rows of one of its cells, and returns them with what it measured. Raises
-what running raises.
-"""
 
 DTYPES = {
     Precision.FP32: torch.float32,
@@ -53,15 +48,11 @@ class OperationObserver(TorchDispatchMode):
         """Run the operation and observe it."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        self.observe(func, args, kwargs, output)
+        self.observe(func, (*args, *kwargs.values()), output)
         return output
 
     def observe(
-        self,
-        func: OpOverload[..., object],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        output: object,
+        self, func: OpOverload[..., object], operands: Sequence[object], output: object
     ) -> None:
         """Take note of an operation, its operands and its result."""
         raise NotImplementedError
@@ -83,35 +74,41 @@ def normal(
 
 
 def serve(connection: Connection, grid: Grid[RowT, StudyT]) -> None:
-    """Measure the cells that come over the connection until it is closed."""
+    """Send the environment, then measure the cells that come over the connection until it is
+    closed.
+    """
     function = pkgutil.resolve_name(grid.MEASURE)
     gpu = next(iter(visible_gpus()), None) if grid.device is Device.CUDA else None
+    connection.send(environment(grid.device, gpu))
     gc.disable()  # a collection during a timed pass would lengthen its time
     num_modules = 0
     with contextlib.suppress(EOFError):
         while True:
-            rows, is_fit = attempt(grid, connection.recv(), function)
+            answer = attempt(grid, connection.recv(), function)
             if len(sys.modules) > num_modules:
                 # frozen, because collecting all of PyTorch's objects before each cell takes longer
                 # than some cells
                 gc.collect()
                 gc.freeze()
                 num_modules = len(sys.modules)
-            connection.send(Answer(rows, is_fit, environment(grid.device, gpu)))
+            connection.send(answer)
 
 
 def attempt(
-    grid: Grid[RowT, StudyT], cell: Cell[RowT], measure: Measure[RowT]
-) -> tuple[tuple[RowT, ...], bool]:
-    """The rows that `measure` returns, or rows of its failure; and whether this process is fit
-    for another cell.
+    grid: Grid[RowT, StudyT],
+    cell: Cell[RowT],
+    measure: Callable[[Any, tuple[RowT, ...]], Sequence[RowT]],
+) -> Answer[RowT]:
+    """The rows of the cell as `measure` returns them, given the grid, or rows of its failure, after
+    which this process is not fit for another cell.
     """
     gc.collect()
     if torch.cuda.is_initialized():
         # the next cell may need the memory that the last one left in the cache
         torch.cuda.empty_cache()
     try:
-        return tuple(measure(grid, cell.rows)) if cell.rows else (), True
+        return Answer(tuple(measure(grid, cell.rows)), is_fit=True)
     except Exception as error:
         status = classify(error)
-        return cell.failed(status, describe(error, status, cell.label, grid.device)), False
+        failure = describe(error, status, cell.label, grid.device)
+        return Answer(cell.failed(status, failure), is_fit=False)

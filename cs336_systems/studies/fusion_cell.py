@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -18,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from ..config import Device, Precision
-from ..measure.clock import HostClock
+from ..measure.clock import EventClock, HostClock
 from ..measure.precision import apply_math_mode
 from ..record import Measurement
 from .cell import OperationObserver, make_generator
-from .operators import PHASES, FusionGrid, FusionRow, Op, Version, input_shapes
+from .operators import FusionGrid, FusionRow, Op, Version, input_shapes
 from .passes import OpFunction, Passes, compiled, distance, full_attention, make_inputs
 
 T = TypeVar("T")
@@ -84,19 +85,25 @@ def measure_fusion(
     passes = _taking_turns(grid, op, precision, functions.get(version) or compiled(written_out))
     for turn in range(grid.warmup_passes):
         passes.backward(passes.forward(turn), turn)
-    times_s = _timed_turns(passes, grid)
-    moved = None if version is Version.COMPILED else _moved(passes)
-    kernels = _kernels(passes) if grid.device is Device.CUDA else None
+    on_gpu = grid.device is Device.CUDA
+    clock, head_start = (EventClock(), HEAD_START_CYCLES) if on_gpu else (HostClock(), 0)
+    turns = [passes.timed(clock, turn, head_start) for turn in range(grid.passes)]
+    # operations of compiled code cannot be observed
+    moved = [] if version is Version.COMPILED else _observed(passes, TrafficCounter)
+    profilers = []
+    if on_gpu:
+        profilers = _observed(passes, partial(profile, activities=[ProfilerActivity.CUDA]))
     max_errors = _max_errors(passes, written_out)
     measured = []
     for index, row in enumerate(rows):
-        measurement = Measurement(row.phase, times_s[index])
+        times_s = tuple(turn[row.phase] for turn in turns)
+        measurement = Measurement(row.phase, times_s)
         row = replace(row, measurement=measurement, max_error=max_errors[index])
-        if moved is not None:
+        if moved:
             operations = tuple(moved[index].operations)
             row = replace(row, kernels=operations, moved_bytes=moved[index].num_bytes)
-        if kernels is not None:
-            row = replace(row, kernels=kernels[index])
+        if profilers:
+            row = replace(row, kernels=_kernel_names(profilers[index]))
         measured.append(row)
     return measured
 
@@ -115,52 +122,24 @@ def _taking_turns(grid: FusionGrid, op: Op, precision: Precision, function: OpFu
     return Passes(function, first, *(make_set() for _ in range(num_sets - 1)))
 
 
-def _timed_turns(passes: Passes, grid: FusionGrid) -> list[tuple[float, ...]]:
-    """Times in seconds of forward, and of backward, in each turn.
-
-    On a GPU the device waits before each turn while the host launches it, so that the times are the
-    device's own.
-    """
-    if grid.device is Device.CPU:
-        turns = [passes.timed(HostClock()) for _ in range(grid.passes)]
-        return [tuple(turn[phase] for turn in turns) for phase in PHASES]
-    clocks = []
-    for turn in range(grid.passes):
-        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        start.record()
-        output = passes.forward(turn)
-        middle.record()
-        passes.backward(output, turn)
-        end.record()
-        clocks.append((start, middle, end))
-    torch.cuda.synchronize()
-    forward_s = tuple(start.elapsed_time(middle) / 1e3 for start, middle, _ in clocks)
-    backward_s = tuple(middle.elapsed_time(end) / 1e3 for _, middle, end in clocks)
-    return [forward_s, backward_s]
-
-
-def _kernels(passes: Passes) -> list[tuple[str, ...]]:
-    """Names of the kernels that forward and backward launch on the GPU, in order, as the
-    profiler sees them.
-    """
-    output, forward = _profiled(passes.forward)
-    _, backward = _profiled(lambda: passes.backward(output))
+def _observed(passes: Passes, observer: Callable[[], AbstractContextManager[T]]) -> list[T]:
+    """An observer of a forward pass, and another one of its backward pass."""
+    with observer() as forward:
+        output = passes.forward()
+    with observer() as backward:
+        passes.backward(output)
     return [forward, backward]
 
 
-def _profiled(run: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
-    """What `run` returns, and the names of the kernels that it launched, in order."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        result = run()
-        torch.cuda.synchronize()
+def _kernel_names(profiler: profile) -> tuple[str, ...]:
+    """Names of the kernels that were launched on the GPU, in order, as the profiler sees them."""
     kernels = []
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
         is_on_gpu = event.device_type == DeviceType.CUDA  # `is` would compare different objects
         is_copy = event.name.startswith(("Memcpy", "Memset"))
         if is_on_gpu and not event.is_user_annotation and not is_copy:
             kernels.append(event.name)
-    return result, tuple(kernels)
+    return tuple(kernels)
 
 
 class TrafficCounter(OperationObserver):
@@ -174,36 +153,18 @@ class TrafficCounter(OperationObserver):
         self.num_bytes = 0
 
     def observe(
-        self,
-        func: OpOverload[..., object],
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        output: object,
+        self, func: OpOverload[..., object], operands: Sequence[object], output: object
     ) -> None:
         """Add up what the operation reads and writes."""
         if func.is_view or str(func).startswith(_NO_NEW_VALUES):
             return
         self.operations.append(str(func))
-        for leaf in tree_leaves((args, kwargs, output)):
+        for leaf in tree_leaves((operands, output)):
             if isinstance(leaf, Tensor):
-                self.num_bytes += _distinct_elements(leaf) * leaf.element_size()
-
-
-def _distinct_elements(tensor: Tensor) -> int:
-    """Elements of the tensor that lie in memory: those that a broadcast repeats count once."""
-    axes = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(size for size, stride in axes if stride)
-
-
-def _moved(passes: Passes) -> list[TrafficCounter]:
-    """What the operations of forward and of backward read and write. Those of compiled code
-    cannot be watched.
-    """
-    with TrafficCounter() as forward:
-        output = passes.forward()
-    with TrafficCounter() as backward:
-        passes.backward(output)
-    return [forward, backward]
+                # elements that a broadcast repeats lie in memory once
+                axes = zip(leaf.shape, leaf.stride(), strict=True)
+                elements = math.prod(size for size, stride in axes if stride)
+                self.num_bytes += elements * leaf.element_size()
 
 
 def _max_errors(passes: Passes, written_out: OpFunction) -> list[float | None]:

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 import torch
 
 from ..config import Device
-from .ceilings_records import CeilingsGrid, Loops
+from .ceilings_records import MIN_TIME_S, CeilingsGrid, Loops
 
 GRAPH_BELOW_S = 1e-3
 """A run shorter than this is repeated within a CUDA graph; otherwise its launch may take longer
@@ -113,21 +113,11 @@ def timed_loops(run: Run, timer: Timer, grid: CeilingsGrid, runs_per_call: int =
         if elapsed_s >= grid.loop_s:
             # a second loop must take as long too, because an interruption can make one short loop
             # look long
-            first_s = timer(run, count)
-            if first_s >= grid.loop_s:
+            elapsed_s = timer(run, count)
+            if elapsed_s >= grid.loop_s:
                 break
-            elapsed_s = first_s
-        count = next_count(count, elapsed_s, grid.loop_s)
+        growth = min(MAX_GROWTH, MARGIN * grid.loop_s / max(elapsed_s, MIN_TIME_S))
+        count = max(count + 1, math.ceil(growth * count))
         elapsed_s = timer(run, count)
     others_s = (timer(run, count) for _ in range(grid.loops - 1))
-    return Loops(count=count * runs_per_call, times_s=(first_s, *others_s))
-
-
-def next_count(count: int, elapsed_s: float, wanted_s: float) -> int:
-    """A larger number of repetitions, which should take `wanted_s`, given that `count` took the
-    shorter `elapsed_s`.
-    """
-    if elapsed_s * MAX_GROWTH < wanted_s:  # the quotient below could overflow
-        return MAX_GROWTH * count
-    guess = math.ceil(MARGIN * count * wanted_s / elapsed_s)
-    return max(count + 1, min(MAX_GROWTH * count, guess))
+    return Loops(count=count * runs_per_call, times_s=(elapsed_s, *others_s))

@@ -6,12 +6,11 @@ context, d_head).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 from operator import add
-from types import MappingProxyType
 from typing import Annotated, ClassVar
 
 from ..config import Device, Phase, Precision, is_import_name
@@ -32,9 +31,12 @@ TOLERANCE = 10
 """An own implementation is wrong if it is more than this many times as far from float64 as
 PyTorch's kernel.
 """
-ROUNDING: Mapping[Precision, float] = MappingProxyType(
-    {Precision.FP32: 2**-23, Precision.TF32: 2**-10, Precision.BF16: 2**-7, Precision.FP16: 2**-10}
-)
+ROUNDING = {
+    Precision.FP32: 2**-23,
+    Precision.TF32: 2**-10,
+    Precision.BF16: 2**-7,
+    Precision.FP16: 2**-10,
+}
 """Distance from 1 to the next larger number of the type that inputs and results have; for tf32, of
 the type that matmuls round their inputs to.
 """
@@ -224,23 +226,23 @@ class ExactError:
 
 def wrong_quantities(
     cell: AttentionCell, errors: Sequence[ExactError], of_kernel: Sequence[ExactError]
-) -> tuple[Quantity, ...]:
+) -> dict[Quantity, float]:
     """The quantities whose errors are over TOLERANCE times those of PyTorch's kernel on the same
-    inputs.
+    inputs, each with the kernel's error, over the largest magnitude.
 
     A kernel may happen to round hardly at all, so its error counts as at least one rounding of the
     data type, and as at least the error of a sum over the context in fp32, which grows as the root
     of the number of terms.
     """
     least = max(ROUNDING[cell.precision], ROUNDING[Precision.FP32] * math.sqrt(cell.context_length))
-    known = {error.quantity: error.relative for error in of_kernel if error.max_exact}
-    wrong = []
+    known = {error.quantity: error.relative or 0 for error in of_kernel if error.max_exact}
+    wrong = {}
     for error in errors:
         if error.quantity in known:
-            allowed = TOLERANCE * max(least, known[error.quantity] or 0)
-            if error.relative is None or error.relative > allowed:
-                wrong.append(error.quantity)
-    return tuple(wrong)
+            of_this = known[error.quantity]
+            if error.relative is None or error.relative > TOLERANCE * max(least, of_this):
+                wrong[error.quantity] = of_this
+    return wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ observed.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import MappingProxyType
 
@@ -189,7 +190,7 @@ def observed_dtypes(
     """
     seen = {"parameters": _names(parameter.dtype for parameter in model.parameters())}
     hooks = [
-        model.get_submodule(name).register_forward_hook(_recorder(seen, quantity))
+        model.get_submodule(name).register_forward_hook(partial(_note_output, seen, quantity))
         for quantity, name in outputs.items()
     ]
     try:
@@ -208,11 +209,11 @@ def observed_dtypes(
     return seen
 
 
-def _recorder(seen: dict[str, str], quantity: str) -> Callable[[nn.Module, object, Tensor], None]:
-    def record(_module: nn.Module, _inputs: object, output: Tensor) -> None:
-        seen.setdefault(quantity, short_name(output.dtype))
-
-    return record
+def _note_output(
+    seen: dict[str, str], quantity: str, _module: nn.Module, _inputs: object, output: Tensor
+) -> None:
+    """Hook of a module that notes the data type of its first output in `seen`."""
+    seen.setdefault(quantity, short_name(output.dtype))
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
@@ -237,23 +238,17 @@ class AttentionOps(OperationObserver):
         self._last_matmul: torch.dtype | None = None
 
     def observe(
-        self,
-        func: OpOverload[..., object],
-        args: Sequence[object],
-        _kwargs: Mapping[str, object],
-        output: object,
+        self, func: OpOverload[..., object], operands: Sequence[object], output: object
     ) -> None:
         """Note the operation's data type if it is one of attention's."""
-        if str(func) in MATMULS and isinstance(output, Tensor):
+        if not isinstance(output, Tensor):
+            return
+        if str(func) in MATMULS:
             self._last_matmul = output.dtype
-            factor = args[-2]
+            factor = operands[-2]
             if SOFTMAX in self._seen and isinstance(factor, Tensor):
                 self._seen.setdefault(WEIGHTS, short_name(factor.dtype))
-        elif (
-            str(func) == "aten._softmax.default"
-            and SOFTMAX not in self._seen
-            and isinstance(output, Tensor)
-        ):
+        elif str(func) == "aten._softmax.default" and SOFTMAX not in self._seen:
             if self._last_matmul is not None:
                 self._seen[SCORES] = short_name(self._last_matmul)
             self._seen[SOFTMAX] = short_name(output.dtype)

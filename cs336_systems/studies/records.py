@@ -57,7 +57,6 @@ class Answer(NamedTuple, Generic[RowT]):
     rows: tuple[RowT, ...]
     is_fit: bool
     """Whether the worker can measure another cell."""
-    environment: Environment
 
 
 class StudyRecord(Protocol):

@@ -18,7 +18,7 @@ from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, Generic, TypeAlias, cast
+from typing import Any, Generic, cast
 
 import msgspec
 
@@ -27,27 +27,25 @@ from ..files import encode_json, write_atomically
 from ..measure.environment import identity
 from ..measure.inputs import source_of
 from ..measure.nvml import Gpu, visible_gpus
-from ..record import Environment, Failure, RecordError, Status
+from ..record import Environment, RecordError
 from ..sweep import store
 from ..sweep.isolation import WorkerProcess, fork_server, preload, wait_for_workers
 from ..sweep.process import adopt_orphans, begin_worker
 from ..text import counted, plain_word, print_aside
 from .records import Answer, Cell, Grid, RowT, StudyT, read_study
 
-Announce: TypeAlias = Callable[[str, int, int], object]
-"""Called before each cell with its label, how many cells are done, and how many there are."""
-
 
 def run_study(
     grid: Grid[RowT, StudyT],
-    announce: Announce = lambda *_: None,
+    announce: Callable[[str, int, int], object] = lambda *_: None,
     cells: "Cells[RowT, StudyT] | None" = None,
     on_progress: Callable[[], object] = lambda: None,
 ) -> StudyT:
     """Measure the cells of the grid that are not done; a cell that fails has rows that say so.
 
-    `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses one of the
-    GPUs, and SweepError if no worker starts.
+    `announce` is called before each cell with its label, how many cells are done, and how many
+    there are. `cells` keeps each before `on_progress` is called. Raises LockedError if a sweep uses
+    one of the GPUs, and SweepError if no worker starts.
     """
     cells = cells or Cells(grid)
     groups = cells.todo()
@@ -64,17 +62,16 @@ def run_study(
             )
         announce("importing PyTorch", 0, 0)
         worker = stack.enter_context(contextlib.closing(_CellWorker(grid, gpus)))
-        environment = worker.environment()
         for group in groups:
             for key, cell in group.items():
                 announce(cell.label, done, total)
-                rows, seen = worker.measure(cell)
+                rows = worker.measure(cell)
                 if grid.own is not None and grid.source not in (None, source_of(grid.own)):
                     raise store.SweepError(
                         f"{grid.own} changed while it was measured; run the same command again"
                     )
-                environment, done = seen or environment, done + 1
-                cells.keep(key, rows, environment)
+                done += 1
+                cells.keep(key, rows, worker.environment)
                 on_progress()
             worker.close()
     return cells.study()
@@ -173,80 +170,73 @@ def _keyed(grid: Grid[RowT, StudyT]) -> Iterator[dict[str, Cell[RowT]]]:
 
 
 class _CellWorker(Generic[RowT, StudyT]):
-    """Measures cells in a process that starts with the next cell whenever there is none."""
+    """Measures cells in a process; after one that failed, the next cell gets a fresh process."""
+
+    environment: Environment
+    """Where the process measures."""
 
     def __init__(self, grid: Grid[RowT, StudyT], gpus: Sequence[Gpu]) -> None:
         self._grid, self._gpu_uuids = grid, [gpu.uuid for gpu in gpus]
-        self._process: WorkerProcess | None = None
+        self._start()
 
-    def environment(self) -> Environment:
-        """Where cells are measured. Raises SweepError if no worker can say so."""
-        answer = self._ask(Cell(label="environment", rows=()))
-        if isinstance(answer, Answer):
-            return answer.environment
-        _, failure = answer
-        last_line = (failure.log_tail or "").splitlines()[-1:]
-        raise store.SweepError(": ".join(["no worker could start", failure.message, *last_line]))
-
-    def measure(self, cell: Cell[RowT]) -> tuple[tuple[RowT, ...], Environment | None]:
-        """The rows of the cell, and where they were measured; rows of its failure if the process
-        ends or hangs.
-        """
-        answer = self._ask(cell)
-        if not isinstance(answer, Answer):
-            status, failure = answer
-            return cell.failed(status, replace(failure, where=cell.label)), None
-        if not answer.is_fit:
-            self.close()
-        return answer.rows, answer.environment
-
-    def _ask(self, cell: Cell[RowT]) -> Answer[RowT] | tuple[Status, Failure]:
-        """Send the cell to the process, and return its answer, or how it ended or was killed
-        without one.
-        """
-        process = self._process or self._start()
+    def measure(self, cell: Cell[RowT]) -> tuple[RowT, ...]:
+        """The rows of the cell; rows of its failure if the process ends or hangs."""
+        if self._connection.closed:
+            self._start()
         # the process has already died; receiving will raise
         with contextlib.suppress(ConnectionError):
             self._connection.send(cell)
-        is_in_time = self._wait(process)
-        if is_in_time:
-            with contextlib.suppress(EOFError, ConnectionError):
-                answer: Answer[RowT] = self._connection.recv()
-                return answer
-        else:
-            process.kill()
-        end = process.failure(process.reap(), None if is_in_time else self._grid.timeout_s)
-        self.close()
-        return end
+        answer = self._receive()
+        if not isinstance(answer, Answer):
+            status, failure = answer
+            return cell.failed(status, replace(failure, where=cell.label))
+        if not answer.is_fit:
+            self.close()
+        return answer.rows
 
-    def _start(self) -> WorkerProcess:
+    def _start(self) -> None:
+        """Start a process, which sends its environment. Raises SweepError if it cannot."""
         self._connection, theirs = fork_server().Pipe()
         self._process = WorkerProcess(
             _serve, theirs, self._grid, self._gpu_uuids, timeout_s=self._grid.timeout_s
         )
         theirs.close()
-        return self._process
+        answer = self._receive()
+        if isinstance(answer, Environment):
+            self.environment = answer
+            return
+        _, failure = answer
+        last_line = (failure.log_tail or "").splitlines()[-1:]
+        raise store.SweepError(": ".join(["no worker could start", failure.message, *last_line]))
 
-    def _wait(self, process: WorkerProcess) -> bool:
-        """Wait until the process has answered or ended; False if it does neither within the time
-        of a cell.
+    def _receive(self) -> Any:  # noqa: ANN401 (what the process sends)
+        """What the process sends next, or the status and the failure of one that ends, or does
+        nothing within the time of a cell, and is killed.
         """
-        started, timeout_s = monotonic(), self._grid.timeout_s
+        process, started, timeout_s = self._process, monotonic(), self._grid.timeout_s
         while True:
             left_s = None if timeout_s is None else max(0.0, started + timeout_s - monotonic())
             ready = wait_for_workers([process], [self._connection], left_s)
+            # otherwise it has only printed
             if not ready or self._connection in ready or process.process.sentinel in ready:
-                return bool(ready)
+                break
+        if ready:
+            with contextlib.suppress(EOFError, ConnectionError):
+                return self._connection.recv()
+        else:
+            process.kill()
+        end = process.failure(process.reap(), None if ready else timeout_s)
+        self.close()
+        return end
 
     def close(self) -> None:
         """Kill the process and all that descends from it; the rows are here, so nothing in it is
         needed any more.
         """
-        if self._process is not None:
+        if not self._connection.closed:
             self._process.kill()
             self._process.reap()
             self._connection.close()
-            self._process = None
 
 
 def _serve(

@@ -1,14 +1,12 @@
 """A sweep on a Ray cluster: every run is a task of Ray, and this process alone writes records.
 
 Ray places the tasks, starts a task whose machine dies on another one, and brings back what a task
-returns: plain bytes, which are a `Reply` in JSON on the first line, then the files that the run has
-left. A task measures as a local sweep does, in a fresh process that a fork server starts; that
-process does not load Ray.
+returns: plain bytes, which are a `Reply` in MessagePack. A task measures as a local sweep does, in
+a fresh process that a fork server starts; that process does not load Ray.
 """
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import socket
@@ -19,6 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from time import monotonic
@@ -58,8 +57,8 @@ _TICK_S = 1.0
 _HEAD_S = 10.0
 """How long a process of Ray may take to accept a connection, and to answer it."""
 _ANSWER_S = 15.0
-"""How long all machines together may take to describe themselves; a sweep uses those that answer
-later when they do.
+"""How long all machines together may take to describe themselves; of one that is silent for longer,
+the runs themselves find out whether it has what the sweep needs.
 """
 _RAY_S = 20.0
 """How long a call of Ray may take in which Ray waits for nothing but its own processes."""
@@ -99,11 +98,9 @@ class Needs(msgspec.Struct, frozen=True):
             return "it has no nsys on the PATH, which --nsys needs"
         if self.identity is None:
             return None
-        needed, present = msgspec.to_builtins(self.identity), msgspec.to_builtins(node.identity)
         different = [
-            f"{name} is {present[name]}, needed {needed[name]}"
-            for name in needed
-            if present[name] != needed[name]
+            f"{name} is {present}, needed {needed}"
+            for name, present, needed in store.differences(node.identity, self.identity)
         ]
         return f"{'; '.join(different)}; --allow-mixed uses it too" if different else None
 
@@ -121,12 +118,12 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What a task returns, followed by the contents of `files`."""
+    """What a task returns."""
 
     refused: str | None = None
     """Why the machine has not measured the run; None if it has."""
-    files: tuple[tuple[str, int], ...] = ()
-    """Name and number of bytes of each file that the run has left, the record last."""
+    files: dict[str, bytes] = {}
+    """Contents of the files that the run has left, by their names."""
 
 
 def describe(device: str) -> bytes:
@@ -165,30 +162,26 @@ def measure(request: bytes) -> bytes:
         node = Node(identity(config.device, next(iter(gpus), None)), not needs.nsys or has_nsys())
         if (why := needs.why_left_out(node)) is not None:
             raise store.SweepError(why)
-        with temporary_directory() as scratch, contextlib.ExitStack() as stack:
-            for gpu in gpus:
-                stack.enter_context(
-                    store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
-                )
-            (runs := scratch / "runs").mkdir()
+        with temporary_directory() as scratch, store.exclusive_gpus(gpus):
+            runs = scratch / "runs"
+            runs.mkdir()
             measure_one(
                 config, runs, timeout_s=asked.timeout_s, gpus=gpus or (None,), explains=False
             )
-            paths = [path for path in _paths(config, runs) if path.is_file()]
-            contents = [path.read_bytes() for path in paths]
-            sizes = zip([path.name for path in paths], map(len, contents), strict=True)
-            head = msgspec.json.encode(Reply(files=tuple(sizes)))
-            return b"".join([head, b"\n", *contents])
+            files = {
+                path.name: path.read_bytes() for path in _paths(config, runs) if path.is_file()
+            }
+            return msgspec.msgpack.encode(Reply(files=files))
     except KeyboardInterrupt:
         os._exit(1)  # Ray ends this process, and starts the run elsewhere
     except Exception as error:  # the driver would unpickle an exception
         why = str(error) or type(error).__name__
         if isinstance(error, OSError):
             why = error_in_words(error)
-        return msgspec.json.encode(Reply(refused=why)) + b"\n"
+        return msgspec.msgpack.encode(Reply(refused=why))
 
 
-@functools.cache
+@cache
 def _prepare() -> None:
     """Let this process of Ray end with the one that has started it, and what it starts not import
     Ray's program.
@@ -198,7 +191,7 @@ def _prepare() -> None:
     files is to be one.
     """
     fork_server()
-    when_it_ends(os.getppid(), functools.partial(os._exit, 1))
+    when_it_ends(os.getppid(), partial(os._exit, 1))
     with contextlib.suppress(AttributeError):
         del sys.modules["__main__"].__file__
 
@@ -234,14 +227,20 @@ def connected(address: str) -> Iterator[None]:
             # Ray warns that it sets no handler of signals, as it is not called in the main thread
             logging.getLogger("ray").setLevel(logging.ERROR)
             _promptly(
-                ray.init, address, configure_logging=False, log_to_driver=False, runtime_env=package
+                partial(
+                    ray.init,
+                    address,
+                    configure_logging=False,
+                    log_to_driver=False,
+                    runtime_env=package,
+                )
             )
             hint = ""
             try:
                 yield
             finally:
                 with contextlib.suppress(OSError):  # after an error, ray.shutdown often hangs too
-                    _within(_HEAD_S if sys.exc_info()[0] is None else _TICK_S, ray.shutdown)
+                    _promptly(ray.shutdown, _HEAD_S if sys.exc_info()[0] is None else _TICK_S)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if isinstance(error, store.SweepError):
             raise
@@ -251,19 +250,15 @@ def connected(address: str) -> Iterator[None]:
         ) from error
 
 
-def _promptly(call: Callable[..., T], *arguments: Any, **options: Any) -> T:  # noqa: ANN401
-    """What the call returns, in which Ray waits for its own processes alone; raise OSError if
-    one of them hangs.
+def _promptly(call: Callable[[], T], patience_s: float = _RAY_S) -> T:
+    """What the call to Ray returns; raise OSError if it takes longer, as one of Ray's processes
+    hangs.
     """
-    return _within(_RAY_S, call, *arguments, **options)
-
-
-def _within(patience_s: float, call: Callable[..., T], *arguments: object, **options: object) -> T:
     future: Future[T] = Future()
 
     def answer() -> None:
         try:
-            future.set_result(call(*arguments, **options))
+            future.set_result(call())
         except BaseException as error:
             future.set_exception(error)
 
@@ -327,11 +322,8 @@ class Machine:
         return int(self.count) if device is Device.CUDA else 1
 
 
-def look(
-    device: Device, needs: Needs, *, allow_mixed: bool
-) -> tuple[list[Machine], Needs, dict[str, Any]]:
-    """All machines of the cluster, what a sweep requires of those that join later, and answers
-    still to come by id.
+def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machine], Needs]:
+    """All machines of the cluster, and what a sweep requires of those that join later.
 
     If `needs` names no identity, the machines that have most slots choose it, unless all may be
     mixed.
@@ -347,7 +339,7 @@ def look(
         ).remote(device.value)
         for name in alive
     }
-    ready = _ready([*answers.values()], _ANSWER_S)
+    _ready([*answers.values()], _ANSWER_S)
 
     def machines(needs: Needs) -> list[Machine]:
         return [
@@ -360,9 +352,7 @@ def look(
             slots[machine.node.identity] += machine.runs_at_once(device)
     if needs.identity is None and not allow_mixed and slots:
         needs = msgspec.structs.replace(needs, identity=slots.most_common(1)[0][0])
-    in_order = sorted(machines(needs), key=attrgetter("host", "address", "id"))
-    late = {name: answer for name, answer in answers.items() if answer not in ready}
-    return in_order, needs, late
+    return sorted(machines(needs), key=attrgetter("host", "address", "id")), needs
 
 
 def _ready(references: list[Any], patience_s: float, least: int | None = None) -> list[Any]:
@@ -372,8 +362,10 @@ def _ready(references: list[Any], patience_s: float, least: int | None = None) -
     if not references:
         time.sleep(patience_s)
         return []
-    options = {"num_returns": least or len(references), "timeout": patience_s}
-    return [*_within(patience_s + _RAY_S, ray.wait, references, **options)[0]]
+    waiting = partial(
+        ray.wait, references, num_returns=least or len(references), timeout=patience_s
+    )
+    return [*_promptly(waiting, patience_s + _RAY_S)[0]]
 
 
 def _alive() -> dict[str, dict[str, Any]]:
@@ -405,12 +397,12 @@ def _machine(
     """The machine as Ray has `listed` it, with its answer to `describe`, and whether the sweep
     uses it.
     """
-    node, count = None, _count(listed, device)
+    node, refused, count = None, None, _count(listed, device)
     try:
         node = msgspec.json.decode(ray.get(answer, timeout=0), type=Node | None)
         refused = "it has no NVIDIA GPU" if node is None else needs.why_left_out(node)
     except ray.exceptions.GetTimeoutError:
-        refused = f"it did not answer within {_ANSWER_S:g} s"
+        pass  # its runs find out
     except (RayError, msgspec.DecodeError, TypeError, RecursionError) as error:
         refused = _in_a_line(error)
     if not count:
@@ -436,11 +428,11 @@ def sweep_on_cluster(
     listener: Listener,
     *,
     address: str,
-    timeout_s: float = 600.0,
-    fresh: bool = False,
-    allow_mixed: bool = False,
-    require_device: str | None = None,
-    wait_nodes_s: float = 180.0,
+    timeout_s: float,
+    fresh: bool,
+    allow_mixed: bool,
+    require_device: str | None,
+    wait_nodes_s: float,
 ) -> Outcome:
     """Measure those of `configs` that have no result in `directory` yet, on the machines of the
     cluster at `address`.
@@ -455,7 +447,7 @@ def sweep_on_cluster(
         )
         adopt_orphans()
         preload_to_explain()
-        interrupts = stack.enter_context(Interrupts(at_once=True))
+        interrupts = stack.enter_context(Interrupts())
         explainer = Loop(keeper, (None,), timeout_s, interrupts, deque(unexplained))
         stack.callback(explainer.end)
         if todo:
@@ -464,9 +456,7 @@ def sweep_on_cluster(
                 interrupts.at_once = False
                 nsys = any(config.profiler is Profiler.NSYS for config in todo)
                 needs = Needs(identity=present, require_device=require_device, nsys=nsys)
-                _Driver(
-                    keeper, explainer, todo, timeout_s, wait_nodes_s, interrupts, needs, allow_mixed
-                ).run()
+                _Driver(keeper, explainer, todo, wait_nodes_s, needs, allow_mixed).run()
         explainer.run(())  # what is left; the machines are free for others
         return outcome(keeper, interrupted=interrupts.count > 0)
 
@@ -479,9 +469,7 @@ class _Driver:
     explainer: Loop
     """Explains profiles on this machine; if CPUs are measured, after all runs."""
     todo: Sequence[RunConfig]
-    timeout_s: float
     wait_nodes_s: float
-    interrupts: Interrupts
     needs: Needs
     allow_mixed: bool
     _waiting: deque[RunConfig] = field(default_factory=deque)
@@ -504,10 +492,6 @@ class _Driver:
     """Hosts of the machines that the sweep uses, by id."""
     _lost_s: dict[str, float] = field(default_factory=dict)
     """When machines were lost whose runs Ray may not have started elsewhere yet, by id."""
-    _late: dict[str, Any] = field(default_factory=dict)
-    """Descriptions that are still to come, by the id of the machine, which is not used until
-    then.
-    """
     _worked_s: float = field(default_factory=monotonic)
     """When a machine was last there that had slots for a run."""
     _cores: float = 0.0
@@ -517,10 +501,8 @@ class _Driver:
         """Measure all; raise SweepError if there is no usable machine for too long."""
         self._waiting.extend(sorted(self.todo, key=num_slots, reverse=True))
         used: list[Machine] = []
-        while not used and not self.interrupts.count:
-            machines, self.needs, self._late = look(
-                self._device, self.needs, allow_mixed=self.allow_mixed
-            )
+        while not used and not self.explainer.interrupts.count:
+            machines, self.needs = look(self._device, self.needs, allow_mixed=self.allow_mixed)
             used = [machine for machine in machines if self._is_used(machine)]
             widths = [machine.runs_at_once(self._device) for machine in used]
             self._check_patience(max(widths, default=0))
@@ -529,10 +511,8 @@ class _Driver:
         for cores, _ in Counter(machine.count for machine in used).most_common(1):
             self._cores = cores
         measure_task = ray.remote(max_calls=0)(measure)
-        while (self._waiting or self._running) and not self.interrupts.count:
-            alive = _alive()
-            self._hear(alive)
-            slots = self._slots(alive)
+        while (self._waiting or self._running) and not self.explainer.interrupts.count:
+            slots = self._slots(_alive())
             self._submit(measure_task, slots)
             for reference in _ready([*self._running], _TICK_S, least=1):
                 self._take(reference, *self._running.pop(reference))
@@ -541,22 +521,16 @@ class _Driver:
                 self.explainer.step(0.0)
             self._check_patience(max(slots.values(), default=0))
             self.keeper.listener.tick()
-        _promptly(ray.experimental.internal_kv._internal_kv_del, self._keys, del_by_prefix=True)
+        delete = ray.experimental.internal_kv._internal_kv_del
+        _promptly(partial(delete, self._keys, del_by_prefix=True))
 
     @property
     def _device(self) -> Device:
+        """The device of all runs."""
         return self.todo[0].device
 
-    def _hear(self, alive: dict[str, dict[str, Any]]) -> None:
-        """Use the machines that have described themselves since the last call, or say why not."""
-        answered = _ready([*self._late.values()], 0.0)
-        for name in [name for name, answer in self._late.items() if answer in answered]:
-            answer = self._late.pop(name)
-            self._left_out.discard(name)
-            if name in alive:
-                self._is_used(_machine(name, alive[name], answer, self._device, self.needs))
-
     def _is_used(self, machine: Machine) -> bool:
+        """Whether the sweep uses the machine; if not, it is left out from now on."""
         if machine.refused is None:
             # where an earlier look found that it could not be used
             self._left_out.discard(machine.id)
@@ -565,6 +539,7 @@ class _Driver:
         return machine.refused is None
 
     def _leave_out(self, name: str, host: str, why: str) -> None:
+        """Have Ray place no run on the machine with this id, and tell the listener why, once."""
         if name not in self._left_out:
             self._left_out.add(name)
             self._there.pop(name, None)
@@ -574,7 +549,7 @@ class _Driver:
         """Ids of the machines where the run with this key has begun, the last being where it is;
         none if it waits.
         """
-        noted = _promptly(ray.experimental.internal_kv._internal_kv_get, key) or b""
+        noted = _promptly(partial(ray.experimental.internal_kv._internal_kv_get, key)) or b""
         return noted.decode().split()
 
     def _ask_again(self) -> None:
@@ -588,7 +563,7 @@ class _Driver:
         now_s = monotonic()
         gone = {name for name, lost_s in self._lost_s.items() if now_s - lost_s >= _RAY_S}
         for reference, (config, started_s, key) in [*self._running.items()]:
-            is_late = now_s - started_s >= MAX_TRIES * (self.timeout_s + _SPARE_S)
+            is_late = now_s - started_s >= MAX_TRIES * (self.explainer.timeout_s + _SPARE_S)
             place = "".join(self._places(key)[-1:]) if gone or is_late else ""
             if is_late or (gone and place in {"", *gone}):
                 del self._running[reference]
@@ -643,10 +618,10 @@ class _Driver:
             on_cpu = self._device is Device.CPU
             needed = {"num_cpus": self._cores} if on_cpu else {"num_cpus": 0, "num_gpus": width}
             key = f"{self._keys}{uuid4()}"
-            request = msgspec.json.encode(Request(config, self.timeout_s, self.needs, key))
+            request = Request(config, self.explainer.timeout_s, self.needs, key)
             retries = MAX_TRIES - 1 - self._deaths[config]
             options = {**needed, "max_retries": retries, "label_selector": selector}
-            reference = task.options(**options).remote(request)
+            reference = task.options(**options).remote(msgspec.json.encode(request))
             self._running[reference] = config, monotonic(), key
             self.keeper.listener.started(config, None)
 
@@ -656,7 +631,7 @@ class _Driver:
         """
         elapsed_s = monotonic() - started_s
         try:
-            reply, contents = _decoded(_promptly(ray.get, reference), config, self.keeper.runs)
+            reply = _decoded(_promptly(partial(ray.get, reference)), config)
             why = reply.refused
         except (ray.exceptions.LocalRayletDiedError, ray.exceptions.RaySystemError):
             raise
@@ -665,10 +640,10 @@ class _Driver:
             failure = Failure(message=f"{tries}: {_in_a_line(error)}")
             self.keeper.finish(self.keeper.fail(config, Status.KILLED, failure, elapsed_s))
             return
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             why = f"no reply of a run: {error}"
         if why is None:
-            record = self._kept(config, contents, elapsed_s)
+            record = self._kept(config, reply.files, elapsed_s)
             self.keeper.finish(record)
             self.explainer.explain_later(record)
         elif places := self._places(key):
@@ -679,15 +654,14 @@ class _Driver:
         else:
             self.keeper.finish(self.keeper.refuse(config, why, elapsed_s))
 
-    def _kept(
-        self, config: RunConfig, contents: dict[Path, memoryview], elapsed_s: float
-    ) -> RunRecord:
+    def _kept(self, config: RunConfig, files: dict[str, bytes], elapsed_s: float) -> RunRecord:
         """Write what the run has left, and check its record."""
         try:
             (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
             store.fresh_profile_path(config, self.keeper.runs)
-            for path, content in contents.items():
-                write_atomically(path, content)
+            for path in _paths(config, self.keeper.runs):
+                if path.name in files:
+                    write_atomically(path, files[path.name])
         except OSError as error:
             raise store.SweepError(error_in_words(error)) from error
         return self.keeper.read(config, elapsed_s)
@@ -708,22 +682,16 @@ class _Driver:
             )
 
 
-def _decoded(data: object, config: RunConfig, runs: Path) -> tuple[Reply, dict[Path, memoryview]]:
-    """The reply in what a task has returned, and the contents of the run's files by their paths
-    here.
+def _decoded(data: bytes, config: RunConfig) -> Reply:
+    """The reply in what a task has returned.
 
-    Raises ValueError for data that cannot be a reply of this run.
+    Raises ValueError or TypeError for data that cannot be a reply of this run.
     """
-    if not isinstance(data, bytes):
-        raise ValueError(f"needed bytes, got {type(data).__name__}")
-    end = data.find(b"\n") + 1
-    reply = msgspec.json.decode(data[:end], type=Reply)
-    paths = {path.name: path for path in _paths(config, runs)}
-    contents, rest = {}, memoryview(data)[end:]
-    for name, num_bytes in reply.files:
-        if name not in paths or not 0 <= num_bytes <= len(rest):
-            raise ValueError(f"needed files among {', '.join(paths)}, got {name[:80]!r}")
-        contents[paths[name]], rest = rest[:num_bytes], rest[num_bytes:]
-    if reply.refused is None and runs / f"{config.key}.json" not in contents:
+    reply = msgspec.msgpack.decode(data, type=Reply)
+    names = [path.name for path in _paths(config, Path("runs"))]
+    for name in reply.files:
+        if name not in names:
+            raise ValueError(f"needed files among {', '.join(names)}, got {name[:80]!r}")
+    if reply.refused is None and names[-1] not in reply.files:
         raise ValueError("needed a record, got none")
-    return reply, contents
+    return reply

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -26,6 +27,7 @@ from typing import Any, NoReturn, TypeAlias
 import psutil
 
 from ..interrupt import end_at_once
+from ..measure.nvml import Gpu
 from ..record import Failure, Status
 from ..subject import Subject
 from ..temporary import shared_directory
@@ -253,6 +255,7 @@ def _is_running(process: BaseProcess) -> bool:
 
 
 def _server() -> int:
+    """Process id of the fork server."""
     server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return server
 
@@ -323,6 +326,10 @@ class WorkerProcess:
         text = self._tail.decode(errors="replace").replace("\0", "\\0").strip()
         return text or None
 
+    def last_line(self) -> str:
+        """Last line of the worker's output; empty if it printed nothing."""
+        return self._tail.decode(errors="replace").strip().rpartition("\n")[2]
+
     def kill(self) -> None:
         """Kill the worker, its process group and all its descendants."""
         pid = self.process.pid if self._exit_code is None else None
@@ -358,16 +365,13 @@ class WorkerProcess:
         """Why a reaped worker gave no result; `timeout_s` is the time limit where it was killed
         at that limit.
         """
-        status, name = Status.CRASHED, None
         if timeout_s is not None:
             status = Status.TIMEOUT
             message = f"no result within {timeout_s:g} s; raise --timeout-s if it needs longer"
-        elif exit_code < 0:
-            status = Status.KILLED if exit_code == -signal.SIGKILL else Status.CRASHED
-            message, name = end_in_words(exit_code), signal_name(-exit_code)
-        else:
-            message = f"{end_in_words(exit_code)} and gave no result"
-        return status, Failure(message=message, signal=name, log_tail=self.log_tail())
+            return status, Failure(message=message, log_tail=self.log_tail())
+        status, failure = failure_of(exit_code)
+        message = failure.message if exit_code < 0 else f"{failure.message} and gave no result"
+        return status, replace(failure, message=message, log_tail=self.log_tail())
 
 
 def wait_for_workers(
@@ -379,25 +383,40 @@ def wait_for_workers(
     Returns what is ready; for a worker that has ended, this is its sentinel.
     """
     printing = [worker for worker in workers if not worker.log_closed]
-    sentinels, logs = (
-        [worker.process.sentinel for worker in workers],
-        [worker.log for worker in printing],
-    )
-    ready = wait([*sentinels, *logs, *others], timeout_s)
+    sentinels = [worker.process.sentinel for worker in workers]
+    ready = wait([*sentinels, *(worker.log for worker in printing), *others], timeout_s)
     for worker in printing:
         worker.drain()
     return [*ready]
 
 
 class Worker(WorkerProcess):
-    """One run, measured or explained by `entry`."""
+    """One run, measured or explained by `entry` in a slot for each of `gpus`, or in one on the CPU,
+    which is None.
+    """
 
     def __init__(
-        self, subject: Subject, directory: Path, entry: Entry, timeout_s: float | None = None
+        self,
+        subject: Subject,
+        directory: Path,
+        entry: Entry,
+        timeout_s: float,
+        gpus: Sequence[Gpu | None],
     ) -> None:
         name = subject.key
         super().__init__(entry, subject, directory.absolute(), name=name, timeout_s=timeout_s)
         self.subject = subject
+        self.gpus = gpus
+        self.explains = False
+        """Whether it explains the run's profile, and does not measure."""
+
+
+def failure_of(exit_code: int) -> tuple[Status, Failure]:
+    """How a process ended that left no result, by its exit code, which is negative for a signal."""
+    name = signal_name(-exit_code) if exit_code < 0 else None
+    is_killed = exit_code in (-signal.SIGKILL, -signal.SIGSTOP)
+    status = Status.KILLED if is_killed else Status.CRASHED
+    return status, Failure(message=end_in_words(exit_code), signal=name)
 
 
 def end_in_words(exit_code: int) -> str:
@@ -451,6 +470,7 @@ def kill_orphans() -> None:
 
 
 def _in_other_session(process: psutil.Process) -> bool:
+    """Whether the process has not ended and belongs to another session than this one."""
     try:
         return os.getsid(process.pid) != os.getsid(0)
     except ProcessLookupError:
@@ -470,12 +490,10 @@ class Interrupts:
     A signal that was ignored when the process started, as under nohup, stays ignored.
     """
 
-    def __init__(self, *, at_once: bool = False) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self.at_once = at_once
-        """Whether the first signal ends the process at once too, because no worker has started
-        yet.
-        """
+        self.at_once = True
+        """Whether the first signal ends the process at once too: set until a worker has started."""
         self._last = -math.inf
         self.workers: list[Worker] = []
         self.wakeup, self._write = os.pipe()
@@ -498,6 +516,7 @@ class Interrupts:
         os.close(self._write)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        """Count a signal; the second, and with `at_once` the first, ends the process."""
         if monotonic() - self._last < _ONE_REQUEST_S:
             return
         if self.at_once:

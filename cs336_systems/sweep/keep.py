@@ -97,17 +97,6 @@ class Keeper:
         self.measured.append(record)
         self.listener.finished(record)
 
-    def _changed_since(self, record: RunRecord) -> str | None:
-        """Why a result does not count, if an input file of its run has changed since the sweep
-        began.
-        """
-        changed = store.changed_inputs(record, self.inputs) if record.status.is_result else []
-        return (
-            f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
-            if changed
-            else None
-        )
-
     def read(self, config: RunConfig, elapsed_s: float, log_tail: str | None = None) -> RunRecord:
         """The record that the run has left in the directory, or one that says why that does not
         count.
@@ -118,8 +107,11 @@ class Keeper:
         except RecordError as error:
             message = f"the record was not readable; kept as {store.quarantine(path).name}: {error}"
             return self.refuse(config, message, elapsed_s, log_tail)
-        changed = self._changed_since(record)
-        return record if changed is None else self.refuse(config, changed, elapsed_s, log_tail)
+        changed = store.changed_inputs(record, self.inputs)
+        if not changed or not record.status.is_result:
+            return record
+        why = f"changed while the sweep ran: {'; '.join(changed)}; start over with --fresh"
+        return self.refuse(config, why, elapsed_s, log_tail)
 
     def refuse(
         self, config: RunConfig, message: str, elapsed_s: float, log_tail: str | None = None
@@ -199,34 +191,31 @@ def resume(
 
 
 def lacks_explanation(record: RunRecord, runs: Path) -> bool:
-    """Whether the run was profiled, ended in a way that can be explained, and has no readable
-    explanation.
-
-    A failed run can be explained only if it left a memory snapshot, which shows how it ran out of
-    memory.
-    """
+    """Whether the run was profiled, could be explained, and has no readable explanation."""
     subject = record.subject
-    if subject.profiler is Profiler.NONE:
+    if subject.profiler is Profiler.NONE or has_explanation(subject, runs):
         return False
-    is_explicable = record.status is Status.OK
-    if subject.profiler is Profiler.MEMORY and store.raw_profile_path(subject, runs).is_file():
-        is_explicable = True
-    return is_explicable and not has_explanation(subject, runs)
+    return record.status is Status.OK or raw_profile(record, runs) is not None
 
 
 def can_be_explained(record: RunRecord, runs: Path) -> bool:
     """Whether the run lacks an explanation and has the raw profile to make one from."""
-    return (
-        lacks_explanation(record, runs) and store.raw_profile_path(record.subject, runs).is_file()
-    )
+    return raw_profile(record, runs) is not None and not has_explanation(record.subject, runs)
 
 
-def has_trace(record: RunRecord, runs: Path) -> bool:
-    """Whether the raw profile of the run is a trace of kernels, and still there."""
-    subject = record.subject
-    if subject.profiler in (Profiler.NONE, Profiler.MEMORY) or record.status is not Status.OK:
-        return False
-    return store.raw_profile_path(subject, runs).is_file()
+def raw_profile(record: RunRecord, runs: Path) -> Path | None:
+    """The raw profile from which the run can be explained; None if there is none.
+
+    A failed run can be explained only if it left a memory snapshot, which shows how it ran out of
+    memory.
+    """
+    profiler = record.subject.profiler
+    if profiler is Profiler.NONE:
+        return None
+    if record.status is not Status.OK and profiler is not Profiler.MEMORY:
+        return None
+    path = store.raw_profile_path(record.subject, runs)
+    return path if path.is_file() else None
 
 
 def has_explanation(subject: Subject, runs: Path) -> bool:

@@ -288,6 +288,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LadderFile:
+    """Content of the JSON file that `write_ladder` writes."""
+
     rungs: tuple[Rung, ...]
     format_version: int = FORMAT_VERSION
 

@@ -152,5 +152,6 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Call prctl(2), which only Linux has; elsewhere do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

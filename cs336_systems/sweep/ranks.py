@@ -20,7 +20,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
-import msgspec
 import psutil
 
 from ..config import Device, Phase, RunConfig
@@ -37,7 +36,7 @@ from ..record import (
     time_now,
 )
 from ..temporary import temporary_directory
-from .isolation import end_in_words, signal_name
+from .isolation import failure_of
 from .process import die_with_forker
 from .store import path_of_rank
 
@@ -65,7 +64,7 @@ _OF_OTHERS = (
 
 
 class Answer(Protocol):
-    """What a rank sends when it is done, as JSON."""
+    """What a rank sends when it is done."""
 
     @property
     def status(self) -> Status:
@@ -104,22 +103,19 @@ class RankEnd(Generic[AnswerT]):
         """How the rank ended."""
         if self.answer is not None:
             return self.answer.status
-        return (
-            Status.KILLED
-            if self.exit_code in (-signal.SIGKILL, -signal.SIGSTOP)
-            else Status.CRASHED
-        )
+        assert self.exit_code is not None
+        status, _ = failure_of(self.exit_code)
+        return status
 
     @property
     def failure(self) -> Failure:
         """Why a rank that has failed did so; the message names the rank."""
         if self.answer is not None and self.answer.failure is not None:
-            return replace(
-                self.answer.failure, message=f"rank {self.rank}: {self.answer.failure.message}"
-            )
+            failure = self.answer.failure
+            return replace(failure, message=f"rank {self.rank}: {failure.message}")
         assert self.exit_code is not None
-        name = signal_name(-self.exit_code) if self.exit_code < 0 else None
-        return Failure(message=f"rank {self.rank} {end_in_words(self.exit_code)}", signal=name)
+        _, failure = failure_of(self.exit_code)
+        return replace(failure, message=f"rank {self.rank} {failure.message}")
 
     @property
     def blame(self) -> tuple[int, int]:
@@ -131,13 +127,14 @@ class RankEnd(Generic[AnswerT]):
             return (2 if any(sign in failure.message for sign in _OF_OTHERS) else 0), self.order
         return (1 if self.exit_code == -signal.SIGABRT else 0), self.order
 
-    def receive(self, kind: type[AnswerT]) -> None:
+    def receive(self) -> None:
         """Receive the answer, or note how the process ended if it closed the pipe without one."""
         try:
-            self.answer = msgspec.json.decode(self.pipe.recv_bytes(), type=kind)
-        except (EOFError, OSError, msgspec.DecodeError):
+            self.answer = self.pipe.recv()
+        except (EOFError, OSError):
             self.process.join(_GRACE_S)
-            self.exit_code = self.process.exitcode if self.process.exitcode is not None else 255
+            exit_code = self.process.exitcode
+            self.exit_code = 255 if exit_code is None else exit_code
 
     def look(self) -> None:
         """Note whether the process is stopped, and give it up if that lasts."""
@@ -151,14 +148,9 @@ class RankEnd(Generic[AnswerT]):
 
 
 def run_ranks(
-    call: Callable[[Rank], AnswerT],
-    kind: type[AnswerT],
-    ranks: int,
-    devices: Sequence[str],
-    timeout_s: float,
+    call: Callable[[Rank], AnswerT], ranks: int, devices: Sequence[str], timeout_s: float
 ) -> list[RankEnd[AnswerT]]:
-    """Make the call for each rank in a process, a child of this one, which sends what it returns,
-    of the type `kind`.
+    """Make the call for each rank in a process, a child of this one, which sends what it returns.
 
     `devices` are the GPUs that each sees (see devices_of), empty on a CPU. A collective may take
     `timeout_s`. The others end at most _GRACE_S after the first that fails. Afterwards no process
@@ -180,7 +172,7 @@ def run_ranks(
                 process.start()
                 other.close()
                 ends.append(RankEnd(rank=number, process=process, pipe=pipe))
-            _watch(ends, kind)
+            _watch(ends)
         finally:
             for end in ends:
                 end.process.kill()
@@ -205,19 +197,19 @@ def _answer(
     die_with_forker(signal.SIGKILL)
     if devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[place.rank]
-    pipe.send_bytes(msgspec.json.encode(call(place)))
+    pipe.send(call(place))
     pipe.close()
     os._exit(0)
 
 
-def _watch(ends: Sequence[RankEnd[AnswerT]], kind: type[AnswerT]) -> None:
+def _watch(ends: Sequence[RankEnd[AnswerT]]) -> None:
     """Wait until no rank is pending, but not longer than _GRACE_S after one has failed."""
     deadline = math.inf
     while (pending := [end for end in ends if end.is_pending]) and monotonic() < deadline:
         ready = wait([end.pipe for end in pending], min(_LOOK_S, deadline - monotonic()))
         for end in pending:
             if end.pipe in ready:
-                end.receive(kind)
+                end.receive()
             else:
                 end.look()
             if not end.is_pending:
@@ -237,9 +229,7 @@ def measure_on_ranks(
     """
     started_at = time_now()
     devices = devices_of(gpu_uuids, all_of_them=config.parallel.writes_to_others)
-    ends = run_ranks(
-        partial(_measure_rank, config, profile), RunRecord, config.ranks, devices, _COLLECTIVE_S
-    )
+    ends = run_ranks(partial(_measure_rank, config, profile), config.ranks, devices, _COLLECTIVE_S)
     if (failed := first_failed(ends)) is None:
         return merge([end.answer for end in ends if end.answer is not None])
     record = failed.answer or RunRecord(config=config, status=failed.status, started_at=started_at)
@@ -285,6 +275,7 @@ def merge(records: Sequence[RunRecord]) -> RunRecord:
 
 
 def _sent_bytes(traffic: Sequence[Traffic]) -> int:
+    """Bytes that one rank sends in a step, by all of its collectives."""
     return sum(collectives.sent_bytes for collectives in traffic)
 
 
@@ -304,6 +295,7 @@ def _slowest(
 
 
 def _times(record: RunRecord, phase: Phase) -> tuple[float, ...]:
+    """The rank's times of a phase, one a step, in seconds; empty if it has none."""
     measurement = record.measurement(phase)
     return () if measurement is None else measurement.times_s
 
@@ -357,8 +349,8 @@ def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
 
 
 def _of_rank(rank: int, record: RunRecord) -> RankRecord:
-    names = {field.name for field in fields(RankRecord)}
-    names &= {field.name for field in fields(RunRecord)}
+    """What is kept of one rank of its record."""
+    names = {field.name for field in fields(RankRecord)} - {"rank", "device_uuid"}
     shared = {name: getattr(record, name) for name in names}
     device_uuid = record.environment.device_uuid if record.environment else None
     return RankRecord(rank=rank, device_uuid=device_uuid, **shared)

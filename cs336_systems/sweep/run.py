@@ -31,6 +31,10 @@ the host.
 """
 
 
+EXPLAIN_S = 600.0
+"""Longest time to explain a profile again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a sweep did."""
@@ -68,11 +72,7 @@ def run_sweep(
             raise store.SweepError(
                 f"a run on {needed} ranks needs {needed} GPUs of one kind, found {len(gpus)}"
             )
-        for gpu in gpus:
-            if gpu is not None:
-                stack.enter_context(
-                    store.exclusive(store.gpu_lock_path(gpu.uuid), f"{gpu.name} ({gpu.uuid})")
-                )
+        stack.enter_context(store.exclusive_gpus(gpus))
         present = identity(configs[0].device, gpus[0]) if configs else None
         keeper, todo, unexplained, _ = keep.resume(
             configs, runs, listener, fresh=fresh, allow_mixed=allow_mixed, present=present
@@ -81,7 +81,7 @@ def run_sweep(
             isolation.preload(*modules_of([*todo, *unexplained]))
         elif unexplained:
             isolation.preload_to_explain()
-        interrupts = stack.enter_context(isolation.Interrupts(at_once=True))
+        interrupts = stack.enter_context(isolation.Interrupts())
         if todo:
             isolation.ensure_fork_server()
             listener.importing()
@@ -107,8 +107,6 @@ def explain_again(
     records: Sequence[RunRecord],
     runs: Path,
     listener: keep.Listener,
-    *,
-    timeout_s: float = 600.0,
     rules: KernelRules | None = None,
 ) -> tuple[Subject, ...]:
     """Explain those of `records` in `runs` that have a raw profile and no explanation; measure
@@ -119,16 +117,17 @@ def explain_again(
     """
     waiting = []
     for record in records:
-        is_new = rules is not None and keep.has_trace(record, runs)
-        if is_new or keep.can_be_explained(record, runs):
+        is_trace = record.subject.profiler is not Profiler.MEMORY
+        is_renamed = rules is not None and is_trace and keep.raw_profile(record, runs) is not None
+        if is_renamed or keep.can_be_explained(record, runs):
             waiting.append(record.subject)
     if waiting:
         isolation.preload_to_explain()
         isolation.spare_children()
         adopt_orphans()
-        with isolation.Interrupts(at_once=True) as interrupts:
+        with isolation.Interrupts() as interrupts:
             keeper = keep.Keeper(runs, listener)
-            Loop(keeper, (None,), timeout_s, interrupts, deque(waiting), rules=rules).run(())
+            Loop(keeper, (None,), EXPLAIN_S, interrupts, deque(waiting), rules=rules).run(())
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(subject for subject in waiting if not keep.has_explanation(subject, runs))
@@ -146,7 +145,6 @@ class Loop:
     interrupts: isolation.Interrupts
     unexplained: deque[Subject] = field(default_factory=deque)
     """Runs to explain. A free slot explains the first of them before it measures another run."""
-    explaining: set[isolation.Worker] = field(default_factory=set)
     explains: bool = True
     """Whether the raw profiles of runs are explained here after they have been measured."""
     rules: KernelRules | None = None
@@ -154,7 +152,6 @@ class Loop:
     waiting: deque[RunConfig] = field(default_factory=deque)
     """Runs to measure."""
     free: list[Gpu | None] = field(init=False)
-    working: dict[isolation.Worker, list[Gpu | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free = list(self.gpus)
@@ -162,7 +159,7 @@ class Loop:
     @property
     def is_busy(self) -> bool:
         """Whether anything is left to do."""
-        return bool(self.waiting or self.unexplained or self.working)
+        return bool(self.waiting or self.unexplained or self.interrupts.workers)
 
     def run(self, todo: Sequence[RunConfig]) -> None:
         """Measure these, explain what is to be explained, and leave no process."""
@@ -187,11 +184,11 @@ class Loop:
             if len(self.free) < count:
                 break
             gpus, self.free = self.free[:count], self.free[count:]
-            self.working[self._start(gpus)] = gpus
-        for worker in self._ended(list(self.working), patience_s):
+            self._start(gpus)
+        for worker in self._ended(patience_s):
             # sorted, so that each of several runs on the same ranks gets the same GPUs in the same
             # order
-            self.free = sorted([*self.free, *self.working.pop(worker)], key=self.gpus.index)
+            self.free = sorted([*self.free, *worker.gpus], key=self.gpus.index)
             self.interrupts.workers.remove(worker)
 
     def end(self) -> None:
@@ -201,37 +198,34 @@ class Loop:
             left.reap()
         isolation.kill_orphans()
 
-    def _start(self, gpus: Sequence[Gpu | None]) -> isolation.Worker:
+    def _start(self, gpus: Sequence[Gpu | None]) -> None:
         """Start to explain the first run that waits for it; if none does, to measure the first
         on these GPUs.
         """
         runs, listener = self.keeper.runs, self.keeper.listener
-        if self.unexplained:
+        explains = bool(self.unexplained)
+        subject: Subject
+        if explains:
             subject = self.unexplained.popleft()
-            explain: isolation.Entry = keep.explain_in_worker
-            if self.rules is not None:
-                explain = functools.partial(keep.explain_in_worker, rules=self.rules)
-            worker = isolation.Worker(subject, runs, explain, self.timeout_s)
-            self.explaining.add(worker)
+            entry = functools.partial(keep.explain_in_worker, rules=self.rules)
             tell = functools.partial(listener.explaining, subject)
         else:
-            config = self.waiting.popleft()
-            (runs / f"{config.key}.json").unlink(missing_ok=True)
+            subject = self.waiting.popleft()
+            (runs / f"{subject.key}.json").unlink(missing_ok=True)
             uuids = [gpu.uuid for gpu in gpus if gpu]
-            measure = functools.partial(measure_in_worker, gpu_uuids=uuids)
-            worker = isolation.Worker(config, runs, measure, self.timeout_s)
-            tell = functools.partial(listener.started, config, gpus[0])
+            entry = functools.partial(measure_in_worker, gpu_uuids=uuids)
+            tell = functools.partial(listener.started, subject, gpus[0])
+        worker = isolation.Worker(subject, runs, entry, self.timeout_s, gpus)
+        worker.explains = explains
         self.interrupts.workers.append(worker)
         self.interrupts.at_once = False
         tell()
-        return worker
 
-    def _ended(
-        self, working: Sequence[isolation.Worker], patience_s: float
-    ) -> Iterator[isolation.Worker]:
+    def _ended(self, patience_s: float) -> Iterator[isolation.Worker]:
         """Wait for an event, then yield the workers that have ended, after their results have
         been kept.
         """
+        working = list(self.interrupts.workers)
         left_s = min(
             [patience_s, *(max(0.0, self.timeout_s - worker.elapsed_s) for worker in working)]
         )
@@ -245,7 +239,7 @@ class Loop:
                 if timed_out:
                     worker.kill()
                 exit_code = worker.reap()
-                if worker in self.explaining:
+                if worker.explains:
                     why = self._why_unexplained(worker, exit_code, timed_out)
                     self.keeper.listener.explained(worker.subject, why)
                 else:
@@ -271,7 +265,7 @@ class Loop:
         if timed_out:
             why = f"not done within {self.timeout_s:g} s"
         elif exit_code == NOT_EXPLAINED:
-            why = (worker.log_tail() or "").splitlines()[-1]
+            why = worker.last_line()
         else:
             why = isolation.end_in_words(exit_code)
         return (
@@ -290,20 +284,13 @@ class Loop:
                 return record
             if exit_code or timed_out:  # the worker may have ended before it judged the times
                 record = self.keeper.write(judged(record))
-            if (
-                record.failed_rank is not None
-                and record.failure is not None
-                and record.failure.log_tail is None
-            ):
-                record = self.keeper.write(
-                    replace(record, failure=replace(record.failure, log_tail=worker.log_tail()))
-                )
+            if record.failed_rank is not None and record.failure is not None:
+                failure = replace(record.failure, log_tail=worker.log_tail())
+                record = self.keeper.write(replace(record, failure=failure))
             return record
         if exit_code == RECORD_NOT_WRITTEN and not timed_out:
-            why = (worker.log_tail() or "").splitlines()[-1:]
-            raise store.SweepError(
-                f"the record of {config.key} could not be written: {''.join(why)}"
-            )
+            why = worker.last_line()
+            raise store.SweepError(f"the record of {config.key} could not be written: {why}")
         status, failure = worker.failure(exit_code, self.timeout_s if timed_out else None)
         return self.keeper.fail(config, status, failure, worker.elapsed_s)
 
@@ -325,11 +312,9 @@ def modules_of(configs: Sequence[RunConfig]) -> list[str]:
     Dynamo and torch.compile's backend take 2 s each to import. The backend is included only if runs
     compile on a CPU, because on a GPU its imports could touch CUDA.
     """
-    modules = (
-        [*isolation.EXPLAINING]
-        if any(config.profiler is not Profiler.NONE for config in configs)
-        else []
-    )
+    modules: list[str] = []
+    if any(config.profiler is not Profiler.NONE for config in configs):
+        modules += isolation.EXPLAINING
     if any(config.profiler is Profiler.MEMORY for config in configs):
         modules.append("cs336.measure.memory")
     if any(config.needs_fast_model or config.cuda_graph for config in configs):
@@ -383,7 +368,7 @@ def measure_one(
     isolation.preload(*modules_of([config]))
     isolation.spare_children()
     adopt_orphans()
-    with isolation.Interrupts(at_once=True) as interrupts:
+    with isolation.Interrupts() as interrupts:
         keeper = keep.Keeper(runs, keep.Listener())
         gpus = gpus or _gpus([config])
         Loop(keeper, gpus, timeout_s, interrupts, explains=explains).run([config])

@@ -13,13 +13,15 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ..config import Profiler, RunConfig
 from ..files import encode_json, remedy, write_atomically
+from ..measure.nvml import Gpu
 from ..record import Identity, Input, RecordError, RunRecord, published_runs
 from ..subject import Subject
 from ..text import LONGEST_PART, shorten, shortened
@@ -158,13 +160,10 @@ def set_aside_run(config: RunConfig, runs: Path) -> Path | None:
     """
     stamp = time_stamp()
     patterns = (f"*/{config.key}.*", f"*/rank*_{config.key}.*")
-    for path in [
-        path
-        for pattern in patterns
-        for path in runs.parent.glob(pattern)
-        if not path.name.endswith("Z")
-    ]:
-        path.rename(path.with_name(f"{path.name}.{stamp}"))
+    for pattern in patterns:
+        for path in [*runs.parent.glob(pattern)]:
+            if not path.name.endswith("Z"):
+                path.rename(path.with_name(f"{path.name}.{stamp}"))
     kept = runs / f"{config.key}.json.{stamp}"
     return kept if kept.exists() else None
 
@@ -192,10 +191,8 @@ def refuse_to_mix(
     changed.
     """
     for record in records:
-        if changed := [
-            *_changed_conditions(record, present),
-            *(changed_inputs(record, inputs) if inputs else ()),
-        ]:
+        changed = _changed_conditions(record, present) + changed_inputs(record, inputs)
+        if changed:
             raise SweepError(
                 f"{directory} holds records made under other conditions ({'; '.join(changed)}). "
                 "Choose another --name, start over with --fresh (the old records are kept beside), "
@@ -204,32 +201,35 @@ def refuse_to_mix(
 
 
 def _changed_conditions(record: RunRecord, present: Identity) -> list[str]:
+    """A sentence for each condition of the record that differs from the present one."""
     if record.environment is None:
         return []
-    past = msgspec.to_builtins(record.environment.identity)
-    now = msgspec.to_builtins(present)
-    return [
-        f"{name} was {_shown(past[name])}, is {now[name]}"
-        for name in now
-        if past[name] != now[name]
-    ]
+    changed = differences(record.environment.identity, present)
+    return [f"{name} was {_shown(past)}, is {now}" for name, past, now in changed]
+
+
+def differences(one: Identity, other: Identity) -> list[tuple[str, Any, Any]]:
+    """Name and both values of each condition in which the two differ."""
+    values, others = msgspec.to_builtins(one), msgspec.to_builtins(other)
+    return [(name, value, others[name]) for name, value in values.items() if value != others[name]]
 
 
 def _shown(text: str | None) -> str:
+    """A text from a record as messages quote it; a long one loses its middle."""
     return shortened(str(text), LONGEST_PART)
 
 
 def changed_inputs(record: RunRecord, inputs: Sequence[Input]) -> list[str]:
     """A sentence for each input of the record's run whose state differs from that in `inputs`."""
-    now = {found.name: found.state for found in inputs}
-    return [
-        (
-            f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is "
-            f"{now[past.name] or 'unreadable'}"
-        )
-        for past in record.inputs
-        if past.name in now and past.state != now[past.name]
-    ]
+    now = {present.name: present.state for present in inputs}
+    changed = []
+    for past in record.inputs:
+        if past.name in now and past.state != now[past.name]:
+            changed.append(
+                f"{_shown(past.name)} was {_shown(past.state or 'unreadable')}, is "
+                f"{now[past.name] or 'unreadable'}"
+            )
+    return changed
 
 
 def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
@@ -240,8 +240,8 @@ def write_environment(records: Sequence[RunRecord], directory: Path) -> None:
     if known:
         latest = max(known, key=lambda record: record.started_at)
         argv = [Path(sys.argv[0]).name, *sys.argv[1:]]
-        found = {**msgspec.to_builtins(latest.environment), "argv": argv}
-        write_atomically(directory / ENVIRONMENT_FILE, encode_json(found))
+        described = {**msgspec.to_builtins(latest.environment), "argv": argv}
+        write_atomically(directory / ENVIRONMENT_FILE, encode_json(described))
 
 
 def command_in(directory: Path) -> str:
@@ -249,17 +249,10 @@ def command_in(directory: Path) -> str:
     not have it.
     """
     try:
-        return shlex.join(
-            msgspec.json.decode((directory / ENVIRONMENT_FILE).read_bytes(), type=_Argv).argv
-        )
-    except (OSError, msgspec.MsgspecError):
+        data = (directory / ENVIRONMENT_FILE).read_bytes()
+        return shlex.join(msgspec.json.decode(data)["argv"])
+    except (OSError, ValueError, LookupError, TypeError):
         return ""
-
-
-class _Argv(msgspec.Struct):
-    """What this module reads of environment.json."""
-
-    argv: list[str]
 
 
 @contextlib.contextmanager
@@ -317,6 +310,17 @@ def _open(path: Path) -> int:
         descriptor = os.open(path, flags | os.O_CREAT, 0o666)
         os.fchmod(descriptor, 0o666)
         return descriptor
+
+
+@contextlib.contextmanager
+def exclusive_gpus(gpus: Iterable[Gpu | None]) -> Iterator[None]:
+    """Hold the lock of each GPU during the context; None stands for the CPU, which has no lock."""
+    with contextlib.ExitStack() as stack:
+        for gpu in gpus:
+            if gpu is not None:
+                name = f"{gpu.name} ({gpu.uuid})"
+                stack.enter_context(exclusive(gpu_lock_path(gpu.uuid), name))
+        yield
 
 
 def gpu_lock_path(uuid: str) -> Path:

@@ -57,6 +57,7 @@ def run_here(config: RunConfig, runs: Path, gpu_uuids: Sequence[str] = ()) -> Ru
 def _measured(
     config: RunConfig, gpu_uuids: Sequence[str], profile: Path | None = None
 ) -> RunRecord:
+    """The record of the run, measured on its ranks if it has any, or in this process."""
     if config.is_shared:
         return measure_on_ranks(config, gpu_uuids, profile)
     return measure(config, profile=profile)

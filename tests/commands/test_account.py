@@ -9,6 +9,7 @@ import pytest
 
 from cs336.cli import main
 from cs336.commands import account as command
+from cs336.commands import machine
 from cs336.commands.account import AccountArguments, device_meant
 from cs336.commands.parse import parse
 from cs336.config import Precision
@@ -252,7 +253,7 @@ def test_a_device_that_is_not_said_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no GPU here, and the ceilings are of two."""
-    monkeypatch.setattr(command, "visible_gpus", lambda: ())
+    monkeypatch.setattr(command, "first_gpu", lambda: None)
     for number, name in enumerate(("NVIDIA H200", "NVIDIA A30")):
         ceilings_of(tmp_path / str(number), name)
     assert account("--size", "tiny", "--mixed-precision", "--ceilings", tmp_path) == 0
@@ -300,7 +301,7 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
         for name in (here,)
         if name
     ]
-    for module in (command, nvml):
+    for module in (machine, nvml):
         monkeypatch.setattr(module, "visible_gpus", lambda: tuple(gpus))
     directory = ceilings_of(tmp_path / "h100", "NVIDIA H100 80GB HBM3", tflops=1e-3)
     assert account("--size", "tiny", "--mixed-precision", "--fit", "--ceilings", directory) == 0
@@ -434,8 +435,7 @@ def test_training_that_cannot_be_told_is_refused_in_one_line(
 def test_without_a_known_gpu_the_device_must_be_named(
     gpus: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        command, "visible_gpus", lambda: tuple(SimpleNamespace(name=name) for name in gpus)
-    )
+    gpu = SimpleNamespace(name=gpus[0]) if gpus else None
+    monkeypatch.setattr(command, "first_gpu", lambda: gpu)
     assert account(*DAYS) == 2
     assert "--device-name or --peak-tflops" in capsys.readouterr().err

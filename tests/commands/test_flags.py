@@ -163,13 +163,6 @@ def test_every_setting_has_a_flag(gpu: None, monkeypatch: pytest.MonkeyPatch) ->
             assert tuple(one(typed(config)) for config in pair) == pair
 
 
-@pytest.mark.usefixtures("gpu")
-def test_graphs_go_where_memory_is_recorded() -> None:
-    plain, recorded = grid("--fast --sizes small --context-lengths 512 --memory")
-    assert plain.cuda_graph
-    assert recorded == replace(plain, cuda_graph=False, profiler=Profiler.MEMORY, measured_steps=2)
-
-
 UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
 
 
@@ -444,10 +437,9 @@ def test_fast_is_the_same_step_chosen_by_rule() -> None:
     assert (fast.precision, fast.cast_once, fast.cuda_graph) == (Precision.BF16, True, True)
     assert (fast.model.d_model, fast.batch_size, fast.seed, fast.mode) == (1600, 2, 3, Mode.TRAIN)
     assert one("--fast --memory").profiler is Profiler.MEMORY
-    found = grid("--fast --sizes small xl --context-lengths 512 --precisions bf16 --memory")
-    assert [(c.size, c.precision, c.cuda_graph) for c in found] == [
-        (size, Precision.BF16, is_plain) for size in ("small", "xl") for is_plain in (True, False)
-    ], "a graph's memory cannot be recorded"
+    plain, recorded = grid("--fast --sizes small --context-lengths 512 --precisions bf16 --memory")
+    assert plain.cuda_graph
+    assert recorded == replace(plain, cuda_graph=False, profiler=Profiler.MEMORY, measured_steps=2)
     assert name("--fast") == "train_fast_NVIDIA-H100-80GB-HBM3"
 
 

@@ -13,9 +13,10 @@ from cs336.config import Phase
 from cs336.costs.tape import OperationKind
 from cs336.costs.time import StepLimit, operations, step_time
 from cs336.record import Measurement, WarningCode
+from cs336.report.configurations import step_results
 from cs336.report.formats import texts_of
 from cs336.report.sections.forecast import Shapes, forecast_section, scored
-from cs336.studies.ceilings_files import NO_CEILINGS, Ceilings
+from cs336.studies.ceilings_files import Ceilings
 from cs336.studies.ceilings_records import Shape
 from tests.committed import DATA
 from tests.report.ceilings import FP32, make_rates, product_at
@@ -43,10 +44,11 @@ def test_errors_are_those_of_the_records() -> None:
         make_record(CONFIG, [exact, exact, 9 * exact]),
         make_record(double, [2 * predicted_s(double)] * 3, codes=[WarningCode.LAUNCH_BOUND]),
     ]
-    rows, others = scored({PLACE: records}, lambda _: CEILINGS)
+    rows, others = scored({PLACE: step_results(records, CEILINGS)})
     assert others == 0
-    assert [row["step_error"] for row in rows] == pytest.approx([0, -50])
-    assert [row["limit"] for row in rows] == [StepLimit.DEVICE, StepLimit.LAUNCHES]
+    double_batch, once = rows
+    assert [once["step_error"], double_batch["step_error"]] == pytest.approx([0, -50])
+    assert (once["limit"], double_batch["limit"]) == (StepLimit.DEVICE, StepLimit.LAUNCHES)
     texts = texts_of(forecast_section(rows, others))
     assert len(texts["errors.csv"].splitlines()) == 3
 
@@ -69,14 +71,14 @@ def test_the_predicted_limit_is_found_as_that_of_the_record_was(is_by_phase) -> 
     record = make_record(make_config("tiny", 16, optimizer="fused"), [1.0])
     if is_by_phase:
         record = replace(record, host_phases=(Measurement(Phase.FORWARD, (0.1,)),))
-    ((row,), _) = scored({PLACE: [record]}, lambda _: SlowHost((make_rates(),)))
+    ((row,), _) = scored({PLACE: step_results([record], SlowHost((make_rates(),)))})
     assert row["predicted_limit"] is (StepLimit.LAUNCHES if is_by_phase else StepLimit.DEVICE)
 
 
 def test_limits_that_are_named_right_are_counted() -> None:
     """Of four steps limited by launches two."""
     record = make_record(CONFIG, [1.0], codes=[WarningCode.LAUNCH_BOUND])
-    ((row,), _) = scored({PLACE: [record]}, lambda _: CEILINGS)
+    ((row,), _) = scored({PLACE: step_results([record], CEILINGS)})
     named = (StepLimit.LAUNCHES, StepLimit.LAUNCHES, StepLimit.DEVICE, StepLimit.DEVICE)
     rows = [
         {**row, "key": str(number), "predicted_limit": limit} for number, limit in enumerate(named)
@@ -91,11 +93,11 @@ def test_what_is_not_predicted_is_counted() -> None:
         make_record(config, [1.0])
         for config in (CONFIG, compiled, make_config("tiny", 16, precision="fp16"))
     ]
-    rows, others = scored({PLACE: records}, lambda _: CEILINGS)
+    rows, others = scored({PLACE: step_results(records, CEILINGS)})
     assert (len(rows), others) == (1, 2)
-    assert scored({PLACE: records}, lambda _: NO_CEILINGS) == ([], 3)
+    assert scored({PLACE: step_results(records)}) == ([], 3)
     elsewhere = [make_record(CONFIG, [1.0], device_name="NVIDIA A10")]
-    assert scored({PLACE: elsewhere}, lambda _: CEILINGS) == ([], 1)
+    assert scored({PLACE: step_results(elsewhere, CEILINGS)}) == ([], 1)
 
 
 def committed_errors() -> list[dict[str, str]]:
@@ -127,7 +129,7 @@ def test_a_step_is_also_predicted_as_if_its_matmuls_had_not_been_measured() -> N
     ]
     study = make_rates()
     ceilings = Ceilings((replace(study, products=(*study.products, *fast)),))
-    measured, unmeasured = scored({PLACE: [make_record(CONFIG, [1.0])]}, lambda _: ceilings)[0]
+    measured, unmeasured = scored({PLACE: step_results([make_record(CONFIG, [1.0])], ceilings)})[0]
     assert (measured["shapes"], unmeasured["shapes"]) == (Shapes.MEASURED, Shapes.UNMEASURED)
     assert 1e3 * predicted_s(CONFIG) == pytest.approx(unmeasured["predicted_step_ms"], rel=1e-6)
     assert measured["predicted_step_ms"] > 100 * unmeasured["predicted_step_ms"]

@@ -157,7 +157,7 @@ def test_of_interrupted_work_the_old_page_is_left(
         raise KeyboardInterrupt
 
     (tree / "index.html").write_text("old")
-    monkeypatch.setattr(results, "precision_sections", interrupted)
+    monkeypatch.setattr(results.StudyResults, "write", interrupted)
     assert cli.main(["report", str(tree)]) == 130
     assert (tree / "index.html").read_text() == "old"
     assert sorted(tree.rglob("*.tmp")) == []

@@ -39,7 +39,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This machine has none, and no ceilings."""
-    monkeypatch.setattr(account, "visible_gpus", lambda: ())
+    monkeypatch.setattr(account, "first_gpu", lambda: None)
     monkeypatch.chdir(tmp_path)
 
 

@@ -171,16 +171,8 @@ def test_flags_mean_a_grid() -> None:
 
 
 def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = tuple(
-        Gpu(
-            index=index,
-            uuid=f"GPU-{index}",
-            name="NVIDIA H200 (of mine)",
-            memory_bytes=1,
-            driver="1",
-        )
-        for index in (0, 1)
-    )
+    gpu = Gpu(index=0, uuid="GPU-0", name="NVIDIA H200 (of mine)", memory_bytes=1, driver="1")
+    gpus = (gpu, replace(gpu, index=1, uuid="GPU-1"))
     for module in ("cs336.commands.study", "cs336.commands.machine"):
         monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
     grid = parsed().grid()
@@ -191,7 +183,7 @@ def test_flags_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert [
         shape.rows for shape in grid.shapes if shape.rows == shape.inner == shape.columns
-    ] == list(command.GPU_SIZES)
+    ] == list(command.USUAL_CEILINGS[Device.CUDA]["sizes"])
     assert parsed().directory() == Path("data/ceilings/NVIDIA-H200-of-mine")
     assert parsed("--world-size", 1).grid().world_size == 1
     with pytest.raises(ValueError, match="--world-size 3 needs as many GPUs, this process sees 2"):

@@ -90,8 +90,8 @@ def test_every_part_is_as_torch_counts_its_module(arch, shape) -> None:
         Mode.TRAIN: step,
     }
     flops = attention_forward_flops(config.model, 3)
-    assert flops.scores == flops.values
-    assert flops.scores + flops.values == forward["attn bmm"]
+    assert flops["scores"] == flops["values"]
+    assert flops["scores"] + flops["values"] == forward["attn bmm"]
     for pass_name, counted in (("forward", forward), ("backward", backward)):
         told = {part.component: getattr(part, pass_name) for part in component_flops(config)}
         attention = told[Component.SCORES] + told[Component.VALUES]
@@ -185,7 +185,7 @@ def test_softmax_counts_each_operation_of_its_definition() -> None:
     for x in powers:
         total = total + x
     weights = [x / total for x in powers]
-    assert attention_forward_flops(model, 3).softmax == rows * Counted.count
+    assert attention_forward_flops(model, 3)["softmax"] == rows * Counted.count
 
     torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), scores.softmax(dim=0))
 

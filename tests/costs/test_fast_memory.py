@@ -19,13 +19,7 @@ from cs336.config import (
     Precision,
     RunConfig,
 )
-from cs336.costs.fast_memory import (
-    gradient_bytes,
-    held_bytes,
-    peak_bytes,
-    saved_bytes,
-    with_checkpoints,
-)
+from cs336.costs.fast_memory import FastMemory, with_checkpoints
 from cs336.measure.clock import HostClock
 from cs336.measure.step import TrainingStep
 from cs336.record import load_records
@@ -87,11 +81,11 @@ def test_state_and_gradients_are_those_of_a_step(
     assert step.optimizer is not None
     moments = [tensor for state in step.optimizer.state.values() for tensor in state.values()]
     remainders = [weight.remainder for weight in step.model.weights if weight.remainder is not None]
-    assert held_bytes(config) == sum(
+    assert FastMemory(config).held_bytes == sum(
         tensor.nbytes for tensor in (*leaves.values(), *remainders, *moments)
     )
     step.backward(step.forward(step.batches()))
-    assert gradient_bytes(config) == sum(
+    assert FastMemory(config).gradient_bytes == sum(
         leaf.grad.nbytes for leaf in leaves.values() if leaf.grad is not None
     )
 
@@ -104,7 +98,7 @@ def test_peaks_of_the_runs_in_data_are_forecast() -> None:
         place: load_records(ROOT / "data" / "published" / place / "runs")[0] for place in MEASURED
     }
     ratios = [
-        peak_bytes(record.config) / record.memory.peak_allocated_bytes
+        FastMemory(record.config).peak_bytes / record.memory.peak_allocated_bytes
         for place, records in known.items()
         for record in records
         if record.memory and record.config.fused_blocks and record.config.fused_loss
@@ -123,14 +117,14 @@ def test_the_8b_step_fits_two_h200_with_selective_checkpoints() -> None:
     assert chosen == replace(plain, **SELECTIVE, **IN_PARTS, keep_hidden=chosen.keep_hidden)
     hidden = 32_768 * 11_008 * 2 * 2
     assert (
-        saved_bytes(chosen) - saved_bytes(replace(chosen, keep_hidden=0))
+        FastMemory(chosen).saved_bytes - FastMemory(replace(chosen, keep_hidden=0)).saved_bytes
         == chosen.keep_hidden * hidden
     )
     chosen = replace(chosen, keep_hidden=0)
     of_head, logits = 4096 * 151_936 * 2, 32_768 * 151_936 * 2
-    per_token = (saved_bytes(chosen) - of_head) / 34 / 32_768
+    per_token = (FastMemory(chosen).saved_bytes - of_head) / 34 / 32_768
     assert per_token == pytest.approx(48 * 1024, rel=0.03)
-    assert (saved_bytes(plain) - logits) / 34 / 32_768 == pytest.approx(146e3, rel=0.03)
+    assert (FastMemory(plain).saved_bytes - logits) / 34 / 32_768 == pytest.approx(146e3, rel=0.03)
 
 
 @pytest.mark.parametrize(

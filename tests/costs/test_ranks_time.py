@@ -29,7 +29,6 @@ from cs336.costs.curves import Curves, Matmul
 from cs336.costs.ranks_time import (
     Links,
     RanksTime,
-    compute_time,
     fastest_bytes_per_s,
     predicted_time,
     ranks_step_time,
@@ -152,7 +151,7 @@ def test_buckets_are_averaged_while_backward_goes_on(
 ) -> None:
     wide = replace(MODEL, arch=arch, d_model=1024, d_ff=4096)  # of several buckets
     config = on(way, model=wide)
-    forecast, alone = predicted(config, rate), compute_time(config, curves())
+    forecast, alone = predicted(config, rate), step_time(config, curves())
     assert alone is not None
     backward_s = alone.phases_s[Phase.BACKWARD]
     buckets = [stage for stage in stages(config) if stage.multiplied_elements or stage.sends]
@@ -241,7 +240,7 @@ def sharded_parts(
 @pytest.mark.parametrize("way", [Parallel.FSDP, Parallel.FSDP2])
 def test_gathers_run_ahead_and_scatters_behind(way: Parallel, rate: float) -> None:
     config = on(way)
-    forecast, alone = predicted(config, rate), compute_time(config, curves())
+    forecast, alone = predicted(config, rate), step_time(config, curves())
     assert alone is not None
     ahead, once = (2, True) if way is Parallel.FSDP else (1, False)
     _, end_s = ticked(sharded_parts(config, alone.phases_s, rate, ahead, once))
@@ -307,7 +306,7 @@ def test_the_forecast_crosses_where_the_inequality_says(
     assert {ranks <= most for ranks in tried} == {True, False}, "both sides are tried"
     for ranks in tried:
         config = replace(RUN, parallel=PARALLEL[scheme], ranks=ranks, batch_size=sequences // ranks)
-        forecast, compute = ranks_step_time(config, curves(), wide), compute_time(config, curves())
+        forecast, compute = ranks_step_time(config, curves(), wide), step_time(config, curves())
         assert forecast is not None
         assert compute is not None
         beside = (Phase.BACKWARD,) if scheme is Scheme.DATA else (Phase.FORWARD, Phase.BACKWARD)

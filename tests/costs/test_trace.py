@@ -2,8 +2,6 @@
 its tapes.
 """
 
-import json
-import lzma
 import random
 import subprocess
 import sys
@@ -33,7 +31,7 @@ from cs336.config import (
 from cs336.costs import memory, traces
 from cs336.costs.memory import MemoryPrediction, predict_memory
 from cs336.costs.shards import kept_elements
-from cs336.costs.tape import MATMULS_OF, Category, Names, OperationKind, Tape, phases_of
+from cs336.costs.tape import Category, Names, OperationKind, Tape, phases_of
 from cs336.costs.time import flops_of
 from cs336.costs.tracing import tracing
 from cs336.measure.traced import traced
@@ -130,10 +128,7 @@ def test_matmuls_of_a_foreign_model_have_the_flops_that_pytorch_counts() -> None
     flops = dict.fromkeys(OperationKind, 0)
     tape = trace_of(Encoder(), torch.zeros(BATCH, SEQ, WIDTH))
     for operation in map(tape.operations.__getitem__, tape.launches):
-        rows, inner, columns = operation.sides
-        flops[operation.kind] += (
-            MATMULS_OF.get(operation.form, 1) * 2 * operation.batch * rows * inner * columns
-        )
+        flops[operation.kind] += flops_of(operation)
     model = Encoder()
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(BATCH, SEQ, WIDTH)).sum().backward()
@@ -223,7 +218,7 @@ def test_widths_of_ranks_are_not_taken_for_other_sizes(parallel: Parallel) -> No
 
 def test_a_kept_tape_is_the_same_tape() -> None:
     tape = traced(*traces.traced_as(RunConfig(size="custom", model=TINY)))
-    again = Tape.from_json(json.loads(json.dumps(tape.to_json())))
+    again = Tape.from_json(tape.to_json())
     assert (again.events, again.tensors, again.launches, again.steps) == (
         tape.events,
         tape.tensors,
@@ -238,52 +233,36 @@ def test_every_published_step_has_its_tape_shipped() -> None:
     assert wanted().keys() == traces._shipped().keys()
 
 
-def damaged(data: bytes, other: bytes, draw: random.Random) -> Iterator[bytes]:
-    """A file of the cache as it may be after a crash, or from other hands."""
+def damaged(data: bytes, draw: random.Random) -> Iterator[bytes]:
+    """A file of the cache as it may be after a crash."""
     yield b""
     yield data[: draw.randrange(len(data))]
     place = draw.randrange(len(data))
     yield data[:place] + bytes([data[place] ^ 1 << draw.randrange(8)]) + data[place + 1 :]
-    yield data + b"more"
-    yield other
-    yield data[traces.SEAL_BYTES :]
-    yield lzma.compress(b"[]")
     yield draw.randbytes(500)
 
 
-def test_what_is_not_a_tape_of_this_version_is_traced_anew(
+def test_a_damaged_tape_of_the_cache_is_traced_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, other = (
-        RunConfig(size="custom", model=TINY, device=Device.CUDA, mode=mode)
-        for mode in (Mode.TRAIN, Mode.INFERENCE)
-    )
+    config = RunConfig(size="custom", model=TINY, device=Device.CUDA)
     monkeypatch.setattr(traces, "_shipped", dict)
 
-    def prediction_from(folder: str) -> MemoryPrediction | None:
+    monkeypatch.setattr(traces, "_cache", lambda: tmp_path / "version")
+
+    def prediction() -> MemoryPrediction | None:
         memory._predict.cache_clear()
         monkeypatch.setattr(traces, "_traced", {})
-        monkeypatch.setattr(traces, "_cache", lambda: tmp_path / folder)
         return predict_memory(config)
 
-    right = prediction_from("version")
+    right = prediction()
     (path,) = (tmp_path / "version").iterdir()
-    data = path.read_bytes()
-    predict_memory(other)
-    (other_path,) = {*path.parent.iterdir()} - {path}
-    draw = random.Random(0)
-    for content in [
-        content for _ in range(4) for content in damaged(data, other_path.read_bytes(), draw)
-    ]:
-        path.write_bytes(content)
-        assert prediction_from("version") == right
-        assert path.read_bytes() == data
-    path.parent.rename(tmp_path / "earlier")
-    (tmp_path / "earlier" / path.name).write_bytes(data)
-    (tmp_path / "next").mkdir()
-    (tmp_path / "next" / path.name).write_bytes(data)
-    assert prediction_from("next") == right
-    assert (tmp_path / "next" / path.name).read_bytes() != data, "sealed anew"
+    data, draw = path.read_bytes(), random.Random(0)
+    for _ in range(4):
+        for content in damaged(data, draw):
+            path.write_bytes(content)
+            assert prediction() == right
+            assert path.read_bytes() == data
 
 
 PRINTING = """
@@ -359,8 +338,8 @@ def test_shipped_tapes_are_those_of_this_code(attention: Attention) -> None:
     )
     shipped, fresh = traces.tape_of(config), traced(*traces.traced_as(config))
     fresh.repeat()
-    assert (shipped.events, shipped.kinds) == (fresh.events, [[*key] for key in fresh.kinds])
-    assert shipped.parameters == [[*parameter] for parameter in fresh.parameters]
+    assert (shipped.events, shipped.kinds) == (fresh.events, fresh.kinds)
+    assert shipped.parameters == fresh.parameters
     assert shipped.gradient_order == fresh.gradient_order
     assert [phase for phase, _, _ in phases_of(shipped, -1)] == [*config.phases, Phase.STEP]
 

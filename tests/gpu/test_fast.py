@@ -82,7 +82,7 @@ CHANGED = """
 import json, sys, torch
 from cs336.commands.configure import make_fast_config
 from cs336.config import Device, ModelConfig
-from cs336.costs.fast_memory import peak_bytes
+from cs336.costs.fast_memory import FastMemory
 from cs336.measure.clock import make_clock
 from cs336.measure.step import TrainingStep
 from cs336.model.transformer import TransformerLM
@@ -109,7 +109,7 @@ kernels = [
     event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
 ]
 attention = sum("fprop" in event.name or "flash_fwd" in event.name for event in kernels)
-peaks = {"peak": step.graph.peak_bytes, "foretold": peak_bytes(config)}
+peaks = {"peak": step.graph.peak_bytes, "foretold": FastMemory(config).peak_bytes}
 print(
     json.dumps(
         {

@@ -50,7 +50,7 @@ def make_step(arch: Arch = Arch.CS336, **options: Any) -> TrainingStep:
 
 def record(step: TrainingStep, folder: Path, num_steps: int = 1) -> MemoryNotes:
     """The notes on the steps."""
-    recorder = MemoryRecorder(step)
+    recorder = MemoryRecorder(step, step.config.device, step.config.checkpoint_blocks)
     with recorder.watching():
         for _ in range(num_steps):
             step(ObservedClock(HostClock(), recorder.mark))

@@ -35,10 +35,8 @@ VISIBLE = {
     " 1 , 0 ": [1, 0],
     "0,1,2,3": [0, 1, 2, 3],
     "0,-1,1": [0],
-    "0,9,1": [0],
     "0,,1": [0],
     "0,0": [],
-    "1,0,1": [],
     "GPU-22cc": [2],
     "GPU-22": [2],
     "GPU-11": [],
@@ -46,7 +44,6 @@ VISIBLE = {
     "GPU-33dd,GPU-99": [3],
     "GPU-33dd,GPU-33": [],
     "MIG-11aa": [],
-    "0,GPU-22cc": [0],
     "GPU-22cc,0": [2],
     "0,GPU-11aa": [0],
 }
@@ -193,11 +190,9 @@ def test_what_may_disturb_a_measurement_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(psutil, "sensors_battery", lambda: battery)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 9.0, 9.0))
-    assert not [text for text in nvml.disturbances(()) if "governor" not in text]
+    assert nvml.disturbances(()) == []
     monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
     battery.power_plugged, memory.available = False, 2**30
-    found = [text for text in nvml.disturbances(()) if "governor" not in text]
-    assert all(
-        word in text
-        for word, text in zip(("load is 3.0", "1.0 of 16.0 GiB", "battery"), found, strict=True)
-    )
+    words = ("load is 3.0", "1.0 of 16.0 GiB", "battery")
+    for word, text in zip(words, nvml.disturbances(()), strict=True):
+        assert word in text

@@ -414,11 +414,6 @@ CUDA_OOM = (
         ),
         (RuntimeError("CUDA error: device-side assert triggered"), Status.CUDA_ERROR, None),
         (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), Status.CUDA_ERROR, None),
-        (
-            RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
-            Status.CUDA_ERROR,
-            None,
-        ),
         (torch.AcceleratorError("unspecified launch failure"), Status.CUDA_ERROR, None),
         (
             RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),

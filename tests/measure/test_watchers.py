@@ -75,7 +75,6 @@ KINDS: dict[str, Kind] = {
     "checkpoint": Kind(replace(CONFIG, checkpoint_blocks=1)),
     "checkpoints of two": Kind(replace(CONFIG, checkpoint_blocks=2, mode=Mode.FORWARD_BACKWARD)),
     "compiled": Kind(replace(CONFIG, compile=CompileMode.DEFAULT), plain),
-    "compiled by block": Kind(replace(CONFIG, **BLOCKS), plain),
     "compiled by block, checkpoint": Kind(replace(CONFIG, **BLOCKS, checkpoint_blocks=1), plain),
     "graph": Kind(replace(CONFIG, optimizer=OptimizerKind.FUSED), has_graph=True),
     "fast, checkpoint": Kind(replace(FAST, checkpoint_blocks=2)),
@@ -128,10 +127,7 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
     open.
     """
     stacks = Stacks()
-    leave, (push_path, pop_path) = (
-        profiling._Annotation.__exit__,
-        profiling._PUSH_POP[Annotator.PATH],
-    )
+    leave, push_and_pop = profiling._Annotation.__exit__, profiling._push_and_pop
 
     def checked(annotation: Any, *error: object) -> None:
         assert stacks.here[-1:] == [annotation._name], (
@@ -139,16 +135,14 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stacks]:
         )
         leave(annotation, *error)
 
-    told = {
-        Annotator.RECORD_FUNCTION: (stacks.push, stacks.pop),
-        Annotator.PATH: (
-            lambda name: (push_path(name), stacks.push(name)),
-            lambda: (pop_path(), stacks.pop()),
-        ),
-    }
+    def told(annotator: Annotator) -> tuple[Any, Any]:
+        if annotator is not Annotator.PATH:
+            return stacks.push, stacks.pop
+        push, pop = push_and_pop(annotator)
+        return (lambda name: (push(name), stacks.push(name)), lambda: (pop(), stacks.pop()))
+
     monkeypatch.setattr(profiling._Annotation, "__exit__", checked)
-    monkeypatch.setattr(profiling, "_nvtx_push_pop", lambda: (stacks.push, stacks.pop))
-    monkeypatch.setattr(profiling, "_PUSH_POP", told)
+    monkeypatch.setattr(profiling, "_push_and_pop", told)
     yield stacks
     set_annotator(Annotator.NONE)
 

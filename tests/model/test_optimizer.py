@@ -49,7 +49,7 @@ def test_every_kind_follows_torch(kind, dtype, weight_decay):
 
 def test_the_optimizer_of_masters_follows_torch():
     ours, theirs = parameters(), parameters()
-    run(MasterAdamW([whole(parameter) for parameter in ours], **SETTINGS), ours, range(20))
+    run(MasterAdamW([whole("", parameter) for parameter in ours], **SETTINGS), ours, range(20))
     run(torch.optim.AdamW(theirs, **SETTINGS, foreach=False), theirs, range(20))
     allowed = of_chain(torch.float32, 20 * OF_AN_UPDATE)
     torch.testing.assert_close(ours, theirs, rtol=allowed, atol=allowed * SETTINGS["lr"])

@@ -267,7 +267,7 @@ def recorded(settings, folder):
         config = replace(config_of("cs336", num_layers=3), ranks=dist.get_world_size(), **settings)
         step = TrainingStep(config, rank=rank)
         step(HostClock())
-        recorder = MemoryRecorder(step)
+        recorder = MemoryRecorder(step, step.config.device)
         with recorder.watching():
             step(ObservedClock(HostClock(), recorder.mark))
         recorder.dump(path)

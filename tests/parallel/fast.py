@@ -22,8 +22,6 @@ from cs336.model.fast.master_adamw import MasterAdamW, storage_of
 from cs336.model.fast.weights import whole
 from cs336.model.transformer import TransformerLM
 from cs336.parallel.collectives import TrafficCounter
-from cs336.parallel.fast_sharded import ShardedMasterAdamW
-from cs336.parallel.packs import OwnsWeights
 from tests.model.fast.steps import EPS, with_smooth_updates
 
 STEPS, LEARNING_RATE = 3, 1e-2
@@ -44,14 +42,14 @@ def of_all_ranks(part):
     return torch.cat([piece.view(-1) for piece in parts])
 
 
-def whole_masters(sharding, model):
+def whole_masters(weights, model):
     """The masters whole, by their names in the model: of several that are one tensor, each rank
     may have a part.
     """
     shapes = {name: parameter.shape for name, parameter in TransformerLM(model).named_parameters()}
     masters = {}
-    for joined, weight in sharding.named_weights:
-        names, values = joined.split(" + "), weight.values()
+    for weight in weights:
+        names, values = weight.name.split(" + "), weight.values()
         is_part = values.shape != shapes[names[0]]
         flat = of_all_ranks(values) if is_part else values.reshape(-1)
         for name in names:
@@ -118,13 +116,7 @@ def train(way, arch, shard, device="cpu", changes=None):
     losses = [step(clock)[1].item() for _ in range(STEPS - 1 if device == "cpu" else STEPS + 2)]
     with TrafficCounter() as counter:
         losses.append(step(clock)[1].item())
-    sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
-    if isinstance(sharding, OwnsWeights):
-        masters = whole_masters(sharding, step.config.model)
-    else:
-        names = [name for name, _ in step.model.named_parameters()]
-        values = [weight.values().clone() for weight in step.model.weights]
-        masters = dict(zip(names, values, strict=True))
+    masters = whole_masters(step.optimizer.weights, step.config.model)
     masters = {name: master.cpu() for name, master in masters.items()}
     updated = sum(state["exp_avg"].numel() for state in step.optimizer.state.values())
     leaves = dict.fromkeys(weight.copy.leaf for weight in step.model.weights if weight.copy)
@@ -139,7 +131,7 @@ def kept(way, shard):
     config = config_of("gpt2", way, shard, dist.get_world_size(), split_masters=True)
     step = TrainingStep(config, rank=dist.get_rank())
     step(HostClock())
-    split = [weight for weight in step.optimizer._weights if weight.read is None]
+    split = [weight for weight in step.optimizer.weights if weight.read is None]
     elements = sum(weight.copy.values.numel() for weight in split)
     return (
         elements,
@@ -159,11 +151,7 @@ def train_frozen(way, shard):
     step = TrainingStep(config, model, rank=dist.get_rank())
     for _ in range(2):
         step(HostClock())
-    sharding = step.optimizer if isinstance(step.optimizer, ShardedMasterAdamW) else step.way
-    is_sharded = isinstance(sharding, OwnsWeights)
-    after = (
-        whole_masters(sharding, config.model) if is_sharded else dict(step.model.named_parameters())
-    )
+    after = whole_masters(step.optimizer.weights, config.model)
     return [name for name, matrix in before.items() if not torch.equal(after[name], matrix)]
 
 
@@ -225,7 +213,7 @@ def train_alone(arch, ranks, axes_in_fp32=None, changes=None):
     weights = step.model.weights
     read = [weight.copy.leaf for weight in weights if weight.copy]
     leaves = list(dict.fromkeys([*step.model.parameters(), *read]))
-    masters = [whole(weight.master) for weight in weights]
+    masters = [whole(weight.name, weight.master) for weight in weights]
     of_masters = MasterAdamW(masters, storage_of(config), lr=config.learning_rate, eps=EPS)
     before = {name: master.detach().clone() for name, master in step.model.named_parameters()}
     round_copies(weights, splits)

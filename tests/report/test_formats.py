@@ -199,11 +199,6 @@ def test_failed_rows_stand_out_on_a_terminal():
     assert [row.style for row in to_rich(table).renderables[1].rows] == [None, "dim red"]
 
 
-def test_a_row_of_the_wrong_length_is_an_error():
-    with pytest.raises(ValueError, match="row 0 needs 2 cells, one per heading, got 1"):
-        Table(title="t", headings=(Column("a"), Column("b")), rows=(("1",),))
-
-
 def test_formats_on_request_are_written_then_and_never_left_stale(tmp_path):
     def written(text, *formats):
         files = {"a.csv": text, "b/a.tex": text, "a.typ": text}

@@ -5,9 +5,9 @@ from collections import Counter
 
 from cs336.record import Status, WarningCode
 from cs336.report.configurations import step_results
-from cs336.report.headlines import NamedRows, of_memory, of_profiles, of_steps
+from cs336.report.page.glance import of_memory, of_profiles, of_steps
 from cs336.report.sections.memory.entry import MemoryEntry
-from cs336.report.words import GIB, status_text
+from cs336.report.words import GIB, NamedRows, status_text
 from tests.report.making import make_config, make_failure, make_record
 from tests.report.reading import has_extremes
 from tests.report.sections.kernels.test_findings import draw

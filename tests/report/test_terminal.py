@@ -124,11 +124,11 @@ def kinds():
             ("a kernel on one element", "time"),
         ),
         "attention": (
-            attention_section(attention).tables[:3],
+            attention_section(attention).tables[:2],
             ("d_head", "context", *Implementation),
         ),
         "attention's memory": (
-            attention_section(attention).tables[3:],
+            attention_section(attention).tables[2:],
             ("d_head", "context", "naive"),
         ),
         "fusion": (fusion_section(fusion).tables, ("op", "version", "time")),

@@ -127,7 +127,7 @@ def test_shipped_ceilings_are_the_published_ones(tmp_path: Path) -> None:
 def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path) -> None:
     """By a study of 1 TFLOP/s, far below any H200."""
     nothing = load_ceilings(tmp_path)
-    assert nothing.is_shipped(H200)
+    assert nothing.curves(H200).is_shipped
     rate = nothing.flops_per_s(H200, Precision.BF16)
     assert rate is not None
     assert rate > 500e12
@@ -135,10 +135,10 @@ def test_what_the_user_measured_comes_before_what_is_shipped(tmp_path: Path) -> 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/ceilings.json").write_bytes(encode_json(make_rates(tflops_per_s=1.0)))
     own = load_ceilings(tmp_path)
-    assert not own.is_shipped(H200)
     assert own.flops_per_s(H200, Precision.BF16) == pytest.approx(1e12)
     curves = own.curves(H200)
     assert curves is not None
+    assert not curves.is_shipped
     assert curves.matmul_s(Precision.BF16, 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / 1e12)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336.config import SIZES, Attention, Device, Precision, RunConfig
@@ -52,7 +51,7 @@ from cs336.studies.ceilings_records import (
     kernel_cells,
     pass_cells,
 )
-from cs336.studies.cell import attempt
+from cs336.studies.cell import OperationObserver, attempt
 from cs336.studies.loops import replayed, timed_loops
 from cs336.studies.runner import run_study
 from tests.report.ceilings import lasting, make_ceilings, make_rates, product_at, square, stream_at
@@ -271,7 +270,7 @@ def kernel(form: Form, rows: int, inner: int, columns: int, batch: int = 1) -> K
     return KernelCell(precision=Precision.FP32, form=form, **sides, timing=UNTIMED)
 
 
-class Matmuls(TorchDispatchMode):
+class Matmuls(OperationObserver):
     """Shapes of the factors of matmuls, and in which of their last two axes neighbours in memory
     lie.
     """
@@ -280,17 +279,10 @@ class Matmuls(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[tuple[tuple[int, ...], bool], ...]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def observe(self, func: Any, operands: Any, _output: object) -> None:
         if func.overloadpacket.__name__ in ("mm", "bmm"):
-            factors = [(tuple(factor.shape), factor.stride(-1) == 1) for factor in args]
+            factors = [(tuple(factor.shape), factor.stride(-1) == 1) for factor in operands]
             self.seen.append(tuple(factors))
-        return func(*args, **(kwargs or {}))
 
 
 def of_cell(row: KernelCell) -> Any:
@@ -381,6 +373,11 @@ def test_a_grid_has_each_matmul_of_the_steps_once() -> None:
             assert (matmul.form, matmul.batch, *matmul.sides) in measured
 
 
+def launches_of(time_s: float) -> list[LaunchCell]:
+    kinds = (LaunchKind.EAGER, LaunchKind.GRAPH)
+    return [LaunchCell(launch=kind, timing=lasting(time_s)) for kind in kinds]
+
+
 def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
     """Each kernel takes a millisecond, and nothing else takes time."""
     config = RunConfig(size="tiny", model=SIZES["tiny"], device=Device.CUDA)
@@ -390,10 +387,7 @@ def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
     study = make_ceilings(
         [product_at(square(8), 1, precision=ProductPrecision.FP32)],
         [stream_at(1e9, stream=stream, num_bytes=2**40) for stream in (Stream.COPY, Stream.ADAMW)],
-        [
-            LaunchCell(launch=launch, timing=lasting(1e-9))
-            for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
-        ],
+        launches_of(1e-9),
     )
     curves = replace(
         study, kernels=tuple(replace(cell, timing=lasting(1e-3)) for cell in cells)
@@ -406,10 +400,7 @@ def test_a_forecast_has_the_measured_time_of_each_kernel() -> None:
 
 
 def test_the_gap_is_what_a_queued_copy_takes_more_than_in_a_graph() -> None:
-    launches = [
-        LaunchCell(launch=launch, timing=lasting(1e-6))
-        for launch in (LaunchKind.EAGER, LaunchKind.GRAPH)
-    ]
+    launches = launches_of(1e-6)
     streams = [stream_at(1000, 2**28, stream) for stream in (Stream.COPY, Stream.ADAMW)]
     alone_s = 2**28 / 1e12
     without = make_ceilings([], streams, launches).curves()

@@ -41,13 +41,9 @@ class Witness(Listener):
 
 
 def good(config, node):
-    return returned(config, encode_record(record_of(config, node.identity)))
-
-
-def returned(config, data, name=None, num_bytes=None, **fields):
     """What a task returns whose run has left a record."""
-    files = ((name or f"{config.key}.json", len(data) if num_bytes is None else num_bytes),)
-    return msgspec.json.encode(Reply(files=files, **fields)) + b"\n" + data
+    record = encode_record(record_of(config, node.identity))
+    return msgspec.msgpack.encode(Reply(files={f"{config.key}.json": record}))
 
 
 def name_of(number):
@@ -118,7 +114,7 @@ class FakeRay:
         self.places[asked.key] = " ".join([*[name_of(0)] * self.num_died, name_of(number)]).encode()
         self.retries.append(options["max_retries"])
         why = needs.why_left_out(node)
-        reply = msgspec.json.encode(Reply(refused=why)) + b"\n" if why else None
+        reply = msgspec.msgpack.encode(Reply(refused=why)) if why else None
         self.results[reference] = reply or self.answer(config, node)
         self.widths[reference] = options.get("num_gpus", 1)
         self.most = max(self.most, sum(self.widths.values()))
@@ -149,7 +145,13 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(cluster, "_TICK_S", 0.01)
         witness = Witness()
         outcome = sweep_on_cluster(
-            configs, tmp_path, witness, address="auto", wait_nodes_s=0.5, **options
+            configs,
+            tmp_path,
+            witness,
+            address="auto",
+            wait_nodes_s=0.5,
+            require_device=None,
+            **{"timeout_s": 600.0, "fresh": False, "allow_mixed": False} | options,
         )
         return outcome, witness
 
@@ -261,12 +263,10 @@ def test_a_run_whose_machines_die_and_one_for_which_ray_fails_have_rows_that_say
     [
         lambda config: {"not": "bytes"},
         lambda config: b"",
-        lambda config: b'{"node": 1}\n',
-        lambda config: b'{"x": ' + b"[" * 200_000 + b"\n",
-        lambda config: returned(config, b"{}", name="../../x"),
-        lambda config: returned(config, b"{}", num_bytes=3),
-        lambda config: returned(config, b"{}", num_bytes=-1),
-        lambda config: msgspec.json.encode(Reply()) + b"\n",
+        lambda config: msgspec.msgpack.encode({"refused": 1}),
+        lambda config: b"\x81\xa1x" + b"\x91" * 200_000,  # arrays in arrays
+        lambda config: msgspec.msgpack.encode(Reply(files={"../../x": b"{}"})),
+        lambda config: msgspec.msgpack.encode(Reply()),
     ],
 )
 def test_an_odd_answer_loses_its_machine_and_no_run(run, tmp_path, answer):
@@ -315,12 +315,13 @@ def test_a_task_returns_the_profiles_of_two_ranks(monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "ray", fake)
     config = replace(grid(1)[0], profiler=Profiler.KINETO, parallel=Parallel.DDP_FLAT, ranks=2)
     data = cluster.measure(msgspec.json.encode(Request(config, 60.0, Needs(), "")))
-    reply, contents = cluster._decoded(data, config, tmp_path / "out" / "runs")
+    reply = cluster._decoded(data, config)
     assert reply.refused is None
-    for path, content in contents.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    explained = explain(raw_profile_path(config, tmp_path / "out" / "runs"), config)
+    raw = raw_profile_path(config, tmp_path / "runs")
+    raw.parent.mkdir()
+    for name, content in reply.files.items():
+        (raw.parent / name).write_bytes(content)
+    explained = explain(raw, config)
     assert [own.rank for own in explained.ranks] == [0, 1]
 
 

@@ -37,8 +37,8 @@ scatter of gradients.
 
 The last one is PyTorch's fully_shard.
 """
-MIN_LOST = 0.02
-"""Smallest share of its launches without kernels that makes the first or last step a cut one."""
+MIN_LOST = 2
+"""Fewest launches at an edge of the file that make a step a cut one; one may be lost anywhere."""
 _OF_LIBRARY = re.compile(r"nccl|gloo:")
 """Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put
 around a collective.
@@ -295,21 +295,17 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
 
 
 def _cut_off(attribution: Attribution) -> Mask:
-    """Whether an edge of the file cuts each step: it is the first or the last of those with
-    kernels, and MIN_LOST of its launches have no kernel in the file.
+    """Whether an edge of the file cuts each step: the host launched MIN_LOST kernels in it before
+    the first, or after the last, whose run is in the file.
     """
-    steps, api = attribution.plan.steps, attribution.trace.api_calls
-    is_cut = np.zeros(len(steps), dtype=np.bool_)
-    nesting = Nesting(steps.start_ns, steps.end_ns)
-    lost = nesting.at(api.start_ns[lost_launches(attribution.trace)])
-    is_launch = ApiCallKind.ONE_KERNEL.among(api.name, attribution.trace.strings)
-    launched = nesting.at(api.start_ns[is_launch])
-    if not len(lost) or (launched < 0).all():
-        return is_cut
-    num_lost = np.bincount(lost[lost >= 0], minlength=len(steps))
-    num_launched = np.bincount(launched[launched >= 0], minlength=len(steps))
-    edges = np.flatnonzero(num_launched)[[0, -1]]
-    is_cut[edges] = num_lost[edges] >= np.maximum(MIN_LOST * num_launched[edges], 1)
+    steps, trace = attribution.plan.steps, attribution.trace
+    launch = trace.kernels.launch_ns[trace.kernels.is_launched]
+    lost = trace.api_calls.start_ns[lost_launches(trace)]
+    if not len(launch) or not len(lost):
+        return np.zeros(len(steps), dtype=np.bool_)
+    beyond = lost[(lost < launch.min()) | (lost > launch.max())]
+    in_step = Nesting(steps.start_ns, steps.end_ns).at(beyond)
+    is_cut: Mask = np.bincount(in_step[in_step >= 0], minlength=len(steps)) >= MIN_LOST
     return is_cut
 
 

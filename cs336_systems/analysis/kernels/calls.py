@@ -34,6 +34,8 @@ class ApiCallKind(Enum):
     """Returns when the device has finished some work: synchronisations, and copies that are not
     asynchronous.
     """
+    ALLOCATE = r"(?:cuda|cu|hip)(?:Malloc|Free|HostAlloc|HostFree|Mem(?:Alloc|Free|Create|Map))"
+    """Allocates or frees memory of the device, or memory of the host that devices reach."""
     WAIT_FOR_DEVICE = r"(?:cuda|cu|hip)(?:Device|Ctx)Synchronize$"
     STREAM_WAIT = r"(?:cuda|cu|hip)StreamWaitEvent$"
     """Makes a stream, and not the host, wait for the work of another stream."""

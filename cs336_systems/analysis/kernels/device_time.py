@@ -25,6 +25,7 @@ from .phases import CODES, Codes, LaunchPhase
 from .steps import StepTimes
 from .trace import MAX_TIME_NS, DeviceWork, Union
 
+_UNATTRIBUTED = np.int8(CODES[LaunchPhase.UNATTRIBUTED])
 QUEUE_NS = 15_000
 """Longest time from the end of a launch to the start of its kernel on an idle device, with what
 clocks of host and device differ.
@@ -94,9 +95,7 @@ def times_on_device(
         begin = np.maximum(begin, all_finished(begin))
     if not is_of_host:
         begin = np.maximum(begin, _first_seen(jobs, host))
-    # the time after the last phase lasts only as long as there is work
-    is_after = is_rest & ~is_first
-    end = np.where(is_after, finished, np.maximum(host_end, finished))
+    end = np.maximum(host_end, finished)
     end = np.maximum(pd.Series(end).groupby(windows.step).cummax().to_numpy(), begin[windows.step])
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
     on_device = DeviceWindows(
@@ -113,30 +112,34 @@ def times_on_device(
         end_ns=np.maximum(end[is_rest], steps.end_ns),
         origin_ns=np.where(is_ahead, begin, steps.start_ns),
     )
-    return spans, chosen(on_device, ~is_after | (end > start))
+    return spans, chosen(on_device, (windows.phase != _UNATTRIBUTED) | (end > start))
 
 
 def _with_rest(windows: HostWindows, steps: StepTimes) -> HostWindows:
-    """The windows, and in each step the times before the first of them and after the last, of
-    which the latter is the whole of a step without phases.
+    """The windows, and the times of each step before, between and after them, the last of which is
+    the whole of a step without phases.
     """
-    number, last_end = np.arange(len(steps)), steps.start_ns.copy()
-    last_end[windows.step] = windows.end_ns  # the last assignment stays
-    first_start = steps.start_ns.copy()
-    first_start[windows.step[::-1]] = windows.start_ns[::-1]
-    unattributed = np.full(len(steps), CODES[LaunchPhase.UNATTRIBUTED], dtype=np.int8)
-    before = HostWindows(
-        step=number, phase=unattributed, start_ns=steps.start_ns, end_ns=first_start
+    is_first = np.diff(windows.step, prepend=-1) > 0
+    reached = pd.Series(windows.end_ns).groupby(windows.step).cummax().to_numpy()
+    since = np.where(is_first, steps.start_ns[windows.step], np.append(0, reached[:-1]))
+    between = HostWindows(
+        step=windows.step,
+        phase=np.full(len(windows), _UNATTRIBUTED),
+        start_ns=since,
+        end_ns=windows.start_ns,
     )
-    before = chosen(before, first_start > steps.start_ns)
+    last_end = steps.start_ns.copy()
+    last_end[windows.step] = reached  # the last assignment stays
     rest = HostWindows(
-        step=number,
-        phase=unattributed,
+        step=np.arange(len(steps)),
+        phase=np.full(len(steps), _UNATTRIBUTED),
         start_ns=last_end,
         end_ns=np.maximum(last_end, steps.end_ns),
     )
-    both = joined(before, windows, rest)
-    return chosen(both, np.argsort(both.step, kind="stable"))
+    both = joined(chosen(between, since < windows.start_ns), windows, rest)
+    # `rest` is the last of its step, also where it lasts no time
+    is_rest = np.arange(len(both)) >= len(both) - len(rest)
+    return chosen(both, np.lexsort((both.end_ns, both.start_ns, is_rest, both.step)))
 
 
 def _is_before_wait(windows: HostWindows, steps: StepTimes, host: Host) -> Mask:

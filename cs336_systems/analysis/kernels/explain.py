@@ -17,7 +17,7 @@ from ...ranges import PhaseNames
 from ...text import inert_line
 from ..columns import Ints, Mask, groups
 from . import communication, idle, modules, step_profile
-from .attribution import Attribution, attribute, by_step, frame_of, select_steps
+from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
 from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
@@ -25,7 +25,7 @@ from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .modules import CLASSES
 from .phase_ranges import check_names
-from .phases import PHASES
+from .phases import CODES, PHASES, LaunchPhase
 from .readers import read_trace
 from .trace import Trace, Union
 
@@ -92,6 +92,7 @@ def summarise(
         copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
         doubts=grave,
         rank=trace.rank,
+        between=_between_steps(spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
@@ -100,6 +101,33 @@ def summarise(
     for wrong in step_profile.contradictions(profile):
         raise AttributionError(wrong)
     return profile
+
+
+def _between_steps(
+    spans: DeviceSteps, selection: Selection, attribution: Attribution
+) -> step_profile.BetweenSteps | None:
+    """The time between steps that follow each other in the file."""
+    if selection.is_whole_trace:
+        return None
+    number, begins = selection.number[:-1], attribution.plan.steps.start_ns.copy()
+    is_profiled = number >= 0
+    begins[is_profiled] = spans.start_ns
+    # what follows a profiled step may be left out, and begins all the same
+    followed = np.flatnonzero(is_profiled[:-1])
+    start, end = spans.end_ns[number[followed]], begins[followed + 1]
+    start, end = start[end > start], end[end > start]
+    if not len(start):
+        return None
+    jobs = attribution.jobs
+    holes = Union(jobs.start_ns, jobs.end_ns).holes(start, end)
+    windows = attribution.plan.windows
+    is_data = windows.phase == CODES[LaunchPhase.DATA]
+    data = Union(windows.start_ns[is_data], windows.end_ns[is_data])
+    return step_profile.BetweenSteps(
+        total_s=int((end - start).sum()) / 1e9,
+        idle_s=int((holes.end - holes.start).sum()) / 1e9,
+        data_s=int(data.within(holes.start, holes.end).sum()) / 1e9,
+    )
 
 
 def _left(kernels: pd.DataFrame, step: Ints, is_cut: Mask) -> step_profile.Left:

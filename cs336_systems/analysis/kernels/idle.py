@@ -1,19 +1,21 @@
 """Why a device was idle.
 
-The first of these rules that holds gives the cause of an idle time of a device within a step.
+An idle time that lies partly in a range of the phase `data`, or in a call that allocates memory, is
+cut there, so that each piece has one cause. The first of these rules that holds gives the cause.
 `next` is the kernel or copy that ends the idle time.
 
-1. Nothing follows in the step: END_OF_STEP.
-2. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the
-   idle time began, or had launched earlier work too (a CUDA graph), or the device took the larger
-   part of the idle time to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device.
-   In the other rules the device waited for the host until the call that launched `next`.
-3. For more than half of that wait the host was in a range of the phase `data`: DATA.
+1. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the
+   piece began, or had launched earlier work too (a CUDA graph), or the device took the larger part
+   of the piece to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device. In the
+   other rules the device waited for the host until the call that launched `next`.
+2. The host was in a range of the phase `data`: DATA. It was in a call that allocates: ALLOCATION.
+3. Nothing follows in the step: END_OF_STEP.
 4. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
    HOST_PAUSE.
 5. When the idle time began, the host was in a call that waits for the device, or had left one less
-   than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED. The start
-   of a step is exempt from this rule.
+   than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED; likewise
+   if the host was in calls that copy for more than half of the wait. The start of a step is exempt
+   from the first part of this rule.
 6. Otherwise: LATE_LAUNCH.
 """
 
@@ -25,6 +27,7 @@ import numpy as np
 
 from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, groups, joined
 from .attribution import Jobs, Selection, frame_of, totals
+from .calls import ApiCallKind
 from .device_time import Busy, DeviceSteps
 from .host_calls import Host
 from .modules import RangeParts
@@ -88,14 +91,17 @@ def find_gaps(
 ) -> Gaps:
     """All idle times of the devices that a step used, with their causes, by step and start."""
     gaps = joined(NO_GAPS, *(_gaps_of(busy, spans) for busy in devices))
+    causes = _Causes(host, selection)
+    gaps = causes.in_pieces(gaps)
     ends_step = gaps.after < 0
     phase = np.append(jobs.phase, np.int8(0))[gaps.after]
     phase[ends_step] = _last_phase(selection)[gaps.step[ends_step]]
     cause = np.full(len(gaps), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
+    causes.explain(cause, gaps.start_ns, gaps.end_ns)
     followed = chosen(gaps, ~ends_step)
     of_launch = _starts_its_launch(jobs)[followed.after] | ~jobs.is_launched[followed.after]
-    causes = _Causes(host, selection).of(followed, jobs)
-    cause[~ends_step] = np.where(of_launch, causes, _CODE[IdleCause.BETWEEN_KERNELS])
+    by_host = causes.of(followed, jobs)
+    cause[~ends_step] = np.where(of_launch, by_host, _CODE[IdleCause.BETWEEN_KERNELS])
     gaps = replace(gaps, phase=phase, cause=cause)
     return chosen(gaps, np.lexsort((gaps.start_ns, gaps.step)))
 
@@ -125,16 +131,22 @@ def _last_phase(selection: Selection) -> Codes:
 
 
 class _Causes:
-    """Applies rules 2 to 6 to idle times."""
+    """Applies the rules to idle times."""
 
     def __init__(self, host: Host, selection: Selection) -> None:
         self._host = host
-        windows = selection.windows
+        calls, windows = host.calls, selection.windows
         is_data = windows.phase == CODES[LaunchPhase.DATA]
-        self._data = Union(windows.start_ns[is_data], windows.end_ns[is_data])
-        calls = host.calls
+        allocates = ApiCallKind.ALLOCATE.among(calls.name, host.names)
+        self._explained = {
+            IdleCause.ALLOCATION: Union(calls.start_ns[allocates], calls.end_ns[allocates]),
+            IdleCause.DATA: Union(windows.start_ns[is_data], windows.end_ns[is_data]),
+        }
+        copies = calls.is_launch & ~calls.is_kernel
+        self._copies = Union(calls.start_ns[copies], calls.end_ns[copies])
         called = Union(calls.start_ns, calls.end_ns)
-        quiet_start, quiet_end = called.end[:-1], called.start[1:]
+        quiet_start = np.append(-MAX_TIME_NS, called.end)
+        quiet_end = np.append(called.start, MAX_TIME_NS)
         is_pause = quiet_end - quiet_start > _PAUSE_NS
         # times longer than _PAUSE_NS in which no thread is in a call
         self._pauses = Union(quiet_start[is_pause], quiet_end[is_pause])
@@ -144,26 +156,47 @@ class _Causes:
             for _, rows in groups(calls.thread[waits])
         ]
 
+    def in_pieces(self, gaps: Gaps) -> Gaps:
+        """The idle times, cut where the host began or ended what explains a part of them."""
+        unions = self._explained.values()
+        cuts = np.unique(np.concatenate([np.append(u.start, u.end) for u in unions]))
+        first = np.searchsorted(cuts, gaps.start_ns, side="right")
+        last = np.searchsorted(cuts, gaps.end_ns, side="left")
+        count = last - first + 1
+        pieces = chosen(gaps, np.repeat(np.arange(len(gaps)), count))
+        # the number of each piece within its idle time
+        piece = np.arange(len(pieces)) - np.repeat(np.cumsum(count) - count, count)
+        at = np.repeat(first, count) + piece
+        start = np.where(piece > 0, np.append(cuts, 0)[at - 1], pieces.start_ns)
+        is_last = piece == np.repeat(count, count) - 1
+        end = np.where(is_last, pieces.end_ns, np.append(cuts, 0)[np.minimum(at, len(cuts))])
+        return replace(pieces, start_ns=start, end_ns=end)
+
+    def explain(self, cause: Codes, start: Ints, end: Ints) -> None:
+        """Set the cause of the pieces that lie in what explains them."""
+        for known, union in self._explained.items():
+            cause[union.within(start, end) == end - start] = _CODE[known]
+
     def of(self, gaps: Gaps, jobs: Jobs) -> Codes:
         """The causes of these idle times, each of which ends with a job."""
         start, end, after = gaps.start_ns, gaps.end_ns, gaps.after
         launch = jobs.launch_ns[after]
         returned = self._host.returned(jobs.call[after], launch)
-        # rule 2: the host had launched the job in time. From `could_begin` on, the device could
+        # rule 1: the host had launched the job in time. From `could_begin` on, the device could
         # have begun it
         could_begin = np.clip(returned + _LATENCY_NS, start, end)
         in_time = (returned <= start) | (2 * (could_begin - start) < end - start)
-        # rules 3 and 4: the device waited for the host from `start` to `waited_until`
+        # rule 4: the device waited for the host from `start` to `waited_until`
         waited_until = np.clip(launch, start, end)
-        is_data = 2 * self._data.within(start, waited_until) > waited_until - start
         is_pause = 2 * self._pauses.within(start, waited_until) > waited_until - start
         # rule 5, which needs an earlier job in the step
         is_wait = (gaps.before >= 0) & self._was_waiting(start, launch)
+        is_wait |= 2 * self._copies.within(start, waited_until) > waited_until - start
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
         # from the last rule to the first, since an earlier rule overrides a later one
         cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
         cause[is_pause] = _CODE[IdleCause.HOST_PAUSE]
-        cause[is_data] = _CODE[IdleCause.DATA]
+        self.explain(cause, start, end)
         cause[in_time] = _CODE[IdleCause.BETWEEN_KERNELS]
         cause[~jobs.is_launched[after]] = UNKNOWN_CAUSE
         return cause

@@ -22,8 +22,12 @@ _WORDS = {
     "backward compute": LaunchPhase.BACKWARD,
     "optimizer": LaunchPhase.OPTIMIZER,
     "optimizer step": LaunchPhase.OPTIMIZER,
+    "data": LaunchPhase.DATA,
     "data loading": LaunchPhase.DATA,
     "dataloader": LaunchPhase.DATA,
+    "get batch": LaunchPhase.DATA,
+    "load batch": LaunchPhase.DATA,
+    "next batch": LaunchPhase.DATA,
 }
 """Whole names of ranges, in lower case, with one space for what separates words."""
 _OF_PROGRAMS = (

@@ -245,4 +245,4 @@ def _flops(config: RunConfig, num_scores: int) -> dict[AttentionPart, int]:
     if rest:
         return {}
     flops = attention_forward_flops(config.model, config.batch_size)
-    return {part: passes * getattr(flops, part) for part in ATTENTION_PARTS}
+    return {part: passes * flops[part] for part in ATTENTION_PARTS}

@@ -182,6 +182,8 @@ class IdleCause(StrEnum):
     """The host took a batch, in a range of the phase `data`, and had not yet launched the next
     kernel.
     """
+    ALLOCATION = "memory allocation"
+    """The host was in a call that allocates or frees memory of the device, or pinned memory."""
     HOST_PAUSE = "host pause"
     """The host neither launched nor waited for longer than HOST_PAUSE_S."""
     HOST_WAITED = "host waited"
@@ -319,6 +321,19 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BetweenSteps:
+    """The time from the end of a profiled step on the device to the beginning of the next one, over
+    all of them.
+    """
+
+    total_s: Time
+    idle_s: Time
+    """The part in which no device ran anything."""
+    data_s: Time
+    """The part of `idle_s` in which the host was in a range of the phase `data`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankTimes:
     """Times of one of the ranks that share a step; each tuple has one entry per step."""
 
@@ -391,6 +406,8 @@ class StepProfile:
     """What cannot be in so many events that no verdict is sure."""
     rank: Count | None = None
     """Rank of the process, if the file or its ranges name it."""
+    between: BetweenSteps | None = None
+    """None where steps follow each other at once, and where there is only one."""
     graph_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the steps' kernels that CUDA graphs launched."""
     steps_from: str = ""

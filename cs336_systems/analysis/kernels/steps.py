@@ -18,13 +18,14 @@ from .phase_plan import (
     outermost,
     rows_named,
     shows_no_training,
+    update_launches,
     windows_of,
     with_forward,
 )
 from .phase_ranges import PhaseRanges, advice
 from .phases import LaunchPhase, PhaseSource
 from .step_profile import StepLabel
-from .trace import MAX_TIME_NS, Nesting, Trace
+from .trace import MAX_TIME_NS, Nesting, Trace, Union
 
 _NUMBER = re.compile(r"\d+")
 MIN_PERIODS = 3
@@ -90,15 +91,17 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
     has_forward = bool(windows.among(LaunchPhase.FORWARD).any())
     if not has_forward:
         is_inference = bool(names.labels) or shows_no_training(trace, names)
-        events = NO_ROWS if main is None else main_events(trace, main, around)
+        events = updates = NO_ROWS
+        if main is not None:
+            events, updates = main_events(trace, main, around), update_launches(trace, main)
         windows = with_forward(
-            windows, steps.start_ns, steps.end_ns, events, is_inference=is_inference
+            windows, steps.start_ns, steps.end_ns, events, updates, is_inference=is_inference
         )
         notes = [_note(trace, windows, is_inference, is_named)]
     if not is_named:
         source = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
     times = _step_times(trace, names, steps.start_ns, steps.end_ns)
-    labels = _labels(steps, names, windows)
+    labels = _labels(trace, steps, names, windows)
     return PhasePlan(
         source=source,
         windows=windows,
@@ -237,8 +240,9 @@ def _by_period(trace: Trace, names: PhaseRanges) -> _Steps:
     if len(names.measure):
         return _NO_STEPS
     kernels = trace.kernels
-    rows = np.flatnonzero(kernels.is_launched)
-    rows = rows[np.lexsort((kernels.start_ns[rows], kernels.launch_ns[rows]))]
+    if not kernels.is_launched.all():
+        return _NO_STEPS
+    rows = np.lexsort((kernels.start_ns, kernels.launch_ns))
     period = find_period(kernels.name[rows])
     if period is None:
         return _NO_STEPS
@@ -253,43 +257,48 @@ def _by_period(trace: Trace, names: PhaseRanges) -> _Steps:
 
 
 def find_period(names: Ints) -> int | None:
-    """The smallest distance at which a sequence of names repeats: each name that occurs at least
-    twice is followed by itself at this distance, but for MIN_ALIKE of its occurrences.
+    """The smallest distance at which a sequence of names repeats: MIN_ALIKE of the occurrences of
+    each name are followed by the same name at this distance.
 
-    None if there is no such distance, or fewer than MIN_PERIODS repetitions.
+    None if there is no such distance, or a name occurs less than MIN_PERIODS times: what repeats
+    besides may be layers.
     """
     used, index, counts = np.unique(names, return_inverse=True, return_counts=True)
-    if not len(used) or counts.max() < MIN_PERIODS:
+    if not len(used) or counts.min() < MIN_PERIODS:
         return None
-    # a whole period has the rarest names too, so their distances are all that need be tried
-    often = counts >= MIN_PERIODS
-    rarest = np.flatnonzero(often & (counts == counts[often].min()))[0]
-    places = np.flatnonzero(index == rarest)
+    # a whole period has the rarest name too, so its distances are all that need be tried
+    places = np.flatnonzero(index == counts.argmin())
     distances = Counter(np.diff(places).tolist())
     likely = [int(distance) for distance, _ in distances.most_common(3)]
     for period in sorted(likely):
         is_alike = index[:-period] == index[period:]
         alike = np.bincount(index[:-period], is_alike, len(used))
         tried = np.bincount(index[:-period], minlength=len(used))
-        repeated = (counts < MIN_PERIODS) | (alike >= MIN_ALIKE * tried)
-        rare = counts[counts < MIN_PERIODS].sum()
-        is_enough = len(names) >= MIN_PERIODS * period and rare <= (1 - MIN_ALIKE) * len(names)
-        if repeated.all() and is_enough:
+        if (alike >= MIN_ALIKE * tried).all() and len(names) >= MIN_PERIODS * period:
             return period
     return None
 
 
-def _labels(steps: _Steps, names: PhaseRanges, windows: MarkedWindows) -> tuple[StepLabel, ...]:
+def _labels(
+    trace: Trace, steps: _Steps, names: PhaseRanges, windows: MarkedWindows
+) -> tuple[StepLabel, ...]:
     """What tells the steps of one kind from those of another, or nothing if all are alike."""
     if names.labels:
         return tuple(names.labels.get(name, StepLabel()) for name in steps.names)
+    if not steps.names:
+        return ()  # steps that something else shows than ranges may be parts of one
     is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
     has_optimizer = _has(windows.start_ns[is_optimizer], steps)
     has_backward = _has(windows.start_ns[windows.among(LaunchPhase.BACKWARD)], steps)
+    has_forward = _has(windows.start_ns[windows.among(LaunchPhase.FORWARD)], steps)
+    # what was launched in no phase may be a backward that nothing shows
+    launch = trace.kernels.launch_ns[trace.kernels.is_launched]
+    in_no_phase = Union(windows.start_ns, windows.end_ns).within(launch, launch + 1) == 0
+    is_forward_only = has_forward & ~_has(launch[in_no_phase], steps) & has_backward.any()
     kinds = np.select(
-        [has_optimizer, has_backward],
-        ["with the optimizer", "without the optimizer"],
-        "forward only" if has_backward.any() else "",
+        [has_optimizer, has_backward, is_forward_only],
+        ["with the optimizer", "without the optimizer", "forward only"],
+        "",
     ).tolist()
     if len(set(kinds)) < 2:
         kinds = [""] * len(kinds)

@@ -139,48 +139,24 @@ def _update(
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start if IS_MASKED else None
     if HAS_COPY:
-        copy_at = (
-            tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
-        )
+        copy_at = _elements(row, 3, tl.bfloat16, start, offsets)
     if IS_SPLIT:
-        rest_at = (
-            tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.int16)), 16) + start + offsets
-        )
+        rest_at = _elements(row, 0, tl.int16, start, offsets)
         upper = tl.load(copy_at, mask=inside).to(tl.int16, bitcast=True).to(tl.int32) << 16
         master = (upper + tl.load(rest_at, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
     else:
-        master_at = (
-            tl.multiple_of(tl.load(row + 0).to(tl.pointer_type(tl.float32)), 16) + start + offsets
-        )
+        master_at = _elements(row, 0, tl.float32, start, offsets)
         master = tl.load(master_at, mask=inside)
-    if NARROW_MOMENTS:
-        first_at = (
-            tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
-        )
-        second_at = (
-            tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.bfloat16)), 16) + start + offsets
-        )
-    else:
-        first_at = (
-            tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + start + offsets
-        )
-        second_at = (
-            tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + start + offsets
-        )
+    moments: tl.constexpr = tl.bfloat16 if NARROW_MOMENTS else tl.float32
+    first_at = _elements(row, 1, moments, start, offsets)
+    second_at = _elements(row, 2, moments, start, offsets)
 
     gradient = tl.zeros([SIZE], tl.float32)
-    for number in tl.static_range(NUM_WIDE):
-        wide_at = (
-            tl.multiple_of(tl.load(row + 5 + number).to(tl.pointer_type(tl.float32)), 16)
-            + start
-            + offsets
-        )
-        gradient += tl.load(wide_at, mask=inside)
-    for number in tl.static_range(NUM_NARROW):
-        narrow_at = tl.load(row + 5 + NUM_WIDE + number).to(tl.pointer_type(tl.bfloat16))
-        gradient += tl.load(tl.multiple_of(narrow_at, 16) + start + offsets, mask=inside).to(
-            tl.float32
-        )
+    for number in tl.static_range(5, 5 + NUM_WIDE):
+        gradient += tl.load(_elements(row, number, tl.float32, start, offsets), mask=inside)
+    for number in tl.static_range(5 + NUM_WIDE, 5 + NUM_WIDE + NUM_NARROW):
+        narrow_at = _elements(row, number, tl.bfloat16, start, offsets)
+        gradient += tl.load(narrow_at, mask=inside).to(tl.float32)
 
     master *= 1 - lr * decay
     first = beta1 * tl.load(first_at, mask=inside).to(tl.float32) + (1 - beta1) * gradient
@@ -210,6 +186,13 @@ def _update(
             sizes = tl.where(inside, sizes, 0.0) if IS_MASKED else sizes
             largest_at = tl.load(row + 4).to(tl.pointer_type(tl.float32))
             tl.atomic_max(largest_at, tl.max(sizes, 0), sem="relaxed")
+
+
+@triton.jit
+def _elements(row, column, DTYPE: tl.constexpr, start, offsets):
+    """Pointers to the elements start + offsets of the tensor whose address is in this column."""
+    tensor = tl.load(row + column).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(tensor, 16) + start + offsets
 
 
 @triton.jit
@@ -253,9 +236,6 @@ class ChunkedAdamW:
         gradient_types: Sequence[torch.dtype],
     ) -> None:
         self._is_split = masters[0].dtype is torch.int16
-        assert copies or not (largest or self._is_split), (
-            "only copies have largest magnitudes and remainders"
-        )
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])
         chunks = (sizes + CHUNK - 1) // CHUNK

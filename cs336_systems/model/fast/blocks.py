@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ...ranges import Range
 from ..annotate import annotate
 from ..transformer import (
+    NORM_EPS,
     Block,
     Embedding,
     GeluMLP,
@@ -252,7 +253,6 @@ class AddNorm(nn.Module):
         super().__init__()
         self.weight = norm.weight
         self.bias: nn.Parameter | None = getattr(norm, "bias", None)
-        self.eps = norm.eps
         self._feeds_fp8 = feeds_fp8
 
     def forward(
@@ -271,7 +271,7 @@ class AddNorm(nn.Module):
                 branch_bias,
                 self.weight,
                 self.bias,
-                self.eps,
+                NORM_EPS,
                 tag,
                 measures=self._feeds_fp8,
             )
@@ -349,7 +349,7 @@ class SelectiveBlock(DeferredBlock):
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.ln1.range):
                 dtype = self.attn.output_proj.copies.weight.dtype
-                normed = norm(stream, self.ln1.weight, self.ln1.bias, self.ln1.eps, dtype)
+                normed = norm(stream, self.ln1.weight, self.ln1.bias, NORM_EPS, dtype)
             with annotate(self.attn.range):
                 return self.attn.project(normed)
 
@@ -401,7 +401,7 @@ class FusedEmbedding(Embedding):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
         with annotate(self.range):
-            x = lookup(self.weight, tokens)
+            x: Tensor = lookup(self.weight, tokens)
             return x if self.positions is None else x + self.positions[: tokens.shape[1]]
 
 

@@ -26,7 +26,7 @@ from ...config import (
     RunConfig,
     SdpaBackend,
 )
-from ...costs.fast_memory import peak_bytes
+from ...costs.fast_memory import FastMemory
 from ...costs.hardware import find_device
 from ...settings import declared, in_note
 from . import packages
@@ -228,5 +228,5 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
         without = config.with_defaults(
             "checkpoint_blocks", "selective_checkpoints", "keep_hidden", "loss_chunks"
         )
-        words = f"{words} ({peak_bytes(without) / 2**30:.0f} GiB without)"
+        words = f"{words} ({FastMemory(without).peak_bytes / 2**30:.0f} GiB without)"
     yield words

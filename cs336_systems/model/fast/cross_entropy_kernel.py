@@ -23,19 +23,13 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 def losses(
-    logits: Tensor,
-    targets: Tensor,
-    vocab_size: int,
-    count: int | None = None,
-    *,
-    write_gradients: bool,
+    logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool
 ) -> Tensor:
     """The loss of each row, in fp32: -log softmax of its first `vocab_size` logits, at its target.
 
     With `write_gradients` the logits are overwritten with the gradient of sum(losses) / count:
-    (softmax - 1 at the target) / count, and 0 in the padding. `count` defaults to the number of
-    rows. Logits must lie within 1e38. For a target outside of the vocabulary, the loss is NaN, and
-    1 is subtracted nowhere.
+    (softmax - 1 at the target) / count, and 0 in the padding. Logits must lie within 1e38. For a
+    target outside of the vocabulary, the loss is NaN, and 1 is subtracted nowhere.
     """
     result = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     programs, num_warps = (3, 16) if vocab_size >= LONG_ROW else (6, 8)
@@ -50,7 +44,7 @@ def losses(
         targets,
         result,
         len(logits),
-        1 / (count or len(logits)),
+        1 / count,
         vocab_size,
         logits.shape[1],
         WRITE_GRADIENTS=write_gradients,

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from .fp8 import Largest, Tag, magnitudes, scale_if
@@ -44,7 +44,7 @@ def add_norm(
     """
     assert stream.shape == branch.shape
     total, normed, _, largest = _add_norm(
-        stream, branch, branch_bias, gain, bias, eps, tag, measures
+        stream, branch, branch_bias, gain, bias, eps, branch.dtype, tag, measures
     )
     return total, normed, largest if measures else None
 
@@ -57,7 +57,8 @@ def norm(
     dtype: torch.dtype,
 ) -> Float[Tensor, "... d_model"]:
     """The norm of x alone, as `add_norm` computes it, in `dtype`."""
-    return cast(tuple[Tensor, Tensor], _rms_or_layer_norm(x, gain, bias, eps, dtype))[0]
+    normed: Tensor = _add_norm(x, None, None, gain, bias, eps, dtype, None, False)[1]
+    return normed
 
 
 def bias_gelu(
@@ -73,52 +74,32 @@ def bias_gelu(
     return result, None if tag is None else largest
 
 
-def lookup(
-    weight: Float[Tensor, "vocab d_model"], tokens: Int[Tensor, "..."]
-) -> Float[Tensor, "... d_model"]:
-    """The rows of `weight` that `tokens` index; like PyTorch's embedding it needs indices within
-    the table.
-    """
-    return cast(Tensor, _lookup(weight, tokens))
-
-
 @operator("fused_blocks_kernel.add_norm")
 def _add_norm(
     stream: Tensor,
-    branch: Tensor,
+    branch: Tensor | None,
     branch_bias: Tensor | None,
     gain: Tensor,
     bias: Tensor | None,
     eps: float,
+    dtype: torch.dtype,
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`add_norm`, which also returns, for backward, 1 / deviation of each row and, for LayerNorm,
-    its mean.
+    """The sum of stream, branch and its bias; its RMSNorm, or LayerNorm with a bias, in `dtype`;
+    statistics; magnitudes.
 
-    The last result has a magnitude for each row of the norm; it is empty unless `measures`.
+    Without a branch the norm is that of the stream, and the sum is empty. The statistics, which
+    backward needs, are 1 / deviation of each row and, for LayerNorm, its mean. There is a magnitude
+    for each row of the norm; none unless `measures`.
     """
     del tag
-    total = stream.float() + branch.float()
-    if branch_bias is not None:
-        total = total + branch_bias.float()
-    total = total.to(stream.dtype).contiguous()
-    normed, statistics = _normed(total, gain, bias, eps, branch.dtype)
-    return total, normed, statistics, magnitudes(normed, statistics.shape[1] if measures else 0)
-
-
-@operator("fused_blocks_kernel.norm")
-def _rms_or_layer_norm(
-    x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """`norm`, which also returns the statistics that `_add_norm` returns."""
-    return _normed(x, gain, bias, eps, dtype)
-
-
-def _normed(
-    total: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """RMSNorm, or LayerNorm with a bias; and the statistics that `_add_norm` returns."""
+    total, result = stream, stream.new_empty(0)
+    if branch is not None:
+        wide = stream.float() + branch.float()
+        if branch_bias is not None:
+            wide = wide + branch_bias.float()
+        total = result = wide.to(stream.dtype).contiguous()
     wide = total.float().flatten(0, -2)
     means = [] if bias is None else [wide.mean(dim=-1)]
     if means:
@@ -127,7 +108,8 @@ def _normed(
     normed = wide * scale.unsqueeze(-1) * gain.float()
     if bias is not None:
         normed = normed + bias.float()
-    return normed.view(total.shape).to(dtype, copy=True), torch.stack((scale, *means))
+    normed = normed.view(total.shape).to(dtype, copy=True)
+    return result, normed, torch.stack((scale, *means)), magnitudes(normed, len(scale) * measures)
 
 
 @operator("fused_blocks_kernel.add_norm_backward")
@@ -206,8 +188,10 @@ def _bias_gelu_backward(
 
 
 @operator()
-def _lookup(weight: Tensor, tokens: Tensor) -> Tensor:
-    """`lookup`; PyTorch itself computes it on a GPU too."""
+def lookup(weight: Tensor, tokens: Tensor) -> Tensor:
+    """The rows of `weight` (vocab, d_model) that `tokens` index, by PyTorch's embedding on a GPU
+    too; only its backward is replaced.
+    """
     return F.embedding(tokens, weight)
 
 
@@ -220,15 +204,12 @@ def _lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
 
 def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save for backward what `_differentiate_add_norm` needs."""
-    _, branch, branch_bias, gain, bias, _, tag, _ = inputs
+    stream, branch, branch_bias, gain, bias, _, ctx.dtype, tag, _ = inputs
     total, _, statistics, largest = output
-    ctx.save_for_backward(total, statistics, gain)
-    ctx.types = (
-        branch.dtype,
-        None if branch_bias is None else branch_bias.dtype,
-        None if bias is None else bias.dtype,
-    )
-    ctx.is_tagged = tag is not None
+    ctx.has_branch, ctx.is_tagged = branch is not None, tag is not None
+    ctx.save_for_backward(total if ctx.has_branch else stream, statistics, gain)
+    ctx.branch_bias_type = None if branch_bias is None else branch_bias.dtype
+    ctx.bias_type = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(statistics, largest)
     ctx.set_materialize_grads(False)  # the sum has no gradient after the last norm
 
@@ -242,54 +223,27 @@ def _differentiate_add_norm(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of the arguments of `_add_norm`, in their order."""
     total, statistics, gain = ctx.saved_tensors
-    branch_type, branch_bias_type, bias_type = ctx.types
     if gradient is None:
-        gradient = torch.zeros_like(total, dtype=branch_type)
+        gradient = torch.zeros_like(total, dtype=ctx.dtype)
     of_stream, of_branch, rows, of_branch_bias, scale = _add_norm_backward(
         stream_gradient,
         gradient,
         total,
         statistics,
         gain,
-        bias_type is not None,
-        branch_bias_type,
+        ctx.bias_type is not None,
+        ctx.branch_bias_type,
         ctx.is_tagged,
     )
-    of_bias = None if bias_type is None else rows[1].to(bias_type)
-    of_tag = scale if ctx.is_tagged else None
     return (
         of_stream,
-        of_branch,
-        of_branch_bias if branch_bias_type else None,
+        of_branch if ctx.has_branch else None,
+        of_branch_bias if ctx.branch_bias_type else None,
         rows[0].to(gain.dtype),
-        of_bias,
+        rows[1].to(ctx.bias_type) if ctx.bias_type else None,
         None,
-        of_tag,
         None,
-    )
-
-
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save for backward what `_differentiate_norm` needs."""
-    x, gain, bias, _, _ = inputs
-    statistics = output[1]
-    ctx.save_for_backward(x, statistics, gain)
-    ctx.bias_type = None if bias is None else bias.dtype
-    ctx.mark_non_differentiable(statistics)
-
-
-def _differentiate_norm(ctx: Any, gradient: Tensor, _statistics: None) -> tuple[Tensor | None, ...]:
-    """Gradients of the arguments of `_rms_or_layer_norm`, in their order."""
-    x, statistics, gain = ctx.saved_tensors
-    is_centred = ctx.bias_type is not None
-    of_x, _, rows, _, _ = _add_norm_backward(
-        None, gradient, x, statistics, gain, is_centred, None, False
-    )
-    return (
-        of_x,
-        rows[0].to(gain.dtype),
-        rows[1].to(ctx.bias_type) if is_centred else None,
-        None,
+        scale if ctx.is_tagged else None,
         None,
     )
 
@@ -321,12 +275,11 @@ def _keep_lookup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
 
 
 def _differentiate_lookup(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    """Gradients of the arguments of `_lookup`, in their order."""
+    """Gradients of the arguments of `lookup`, in their order."""
     (tokens,) = ctx.saved_tensors
     return cast(Tensor, _lookup_backward(gradient, tokens, ctx.num_rows)), None
 
 
 _add_norm.register_autograd(_differentiate_add_norm, setup_context=_keep_add_norm)
-_rms_or_layer_norm.register_autograd(_differentiate_norm, setup_context=_keep_norm)
 _bias_gelu.register_autograd(_differentiate_bias_gelu, setup_context=_keep_bias_gelu)
-_lookup.register_autograd(_differentiate_lookup, setup_context=_keep_lookup)
+lookup.register_autograd(_differentiate_lookup, setup_context=_keep_lookup)

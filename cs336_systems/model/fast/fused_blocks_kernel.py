@@ -52,60 +52,33 @@ FP8_MAX: tl.constexpr = tl.constexpr(MAX)
 
 def add_norm(
     stream: Tensor,
-    branch: Tensor,
-    branch_bias: Tensor | None,
-    gain: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    tag: Tensor | None,
-    measures: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum, its norm in the type of `branch`, 1 / deviation and, if centred, mean of each
-    row, and magnitudes.
-    """
-    del tag
-    stream, branch = stream.contiguous(), branch.contiguous()
-    total = torch.empty_like(stream)
-    return total, *_launch_norm(
-        stream, branch, branch_bias, gain, bias, eps, total, branch.dtype, measures
-    )
-
-
-def norm(
-    x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The norm of x in `dtype`, and the statistics as `add_norm` returns them."""
-    return _launch_norm(x.contiguous(), None, None, gain, bias, eps, None, dtype, False)[:2]
-
-
-def _launch_norm(
-    stream: Tensor,
     branch: Tensor | None,
     branch_bias: Tensor | None,
     gain: Tensor,
     bias: Tensor | None,
     eps: float,
-    total: Tensor | None,
     dtype: torch.dtype,
+    tag: Tensor | None,
     measures: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm each row of `stream`, after adding `branch` and its bias and writing the sum to `total`
-    if they are given.
-    """
-    vectors = [
-        None if vector is None else vector.contiguous() for vector in (branch_bias, gain, bias)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What fused_blocks.py says of the operator."""
+    del tag
+    stream = stream.contiguous()
+    others = [
+        None if tensor is None else tensor.contiguous()
+        for tensor in (branch, branch_bias, gain, bias)
     ]
     width = stream.shape[-1]
     rows = stream.numel() // width
+    total = stream.new_empty(0 if branch is None else stream.shape)
     normed = torch.empty_like(stream, dtype=dtype)
     statistics = torch.empty(
         1 if bias is None else 2, rows, dtype=torch.float32, device=stream.device
     )
-    largest = torch.empty(rows if measures else 0, dtype=torch.float32, device=stream.device)
+    largest = statistics.new_empty(rows if measures else 0)
     _add_norm_values[(rows,)](
         stream,
-        branch,
-        *vectors,
+        *others,
         total,
         normed,
         statistics,
@@ -120,7 +93,7 @@ def _launch_norm(
         BLOCK=triton.next_power_of_2(width),
         num_warps=NUM_WARPS if width <= 2048 else 2 * NUM_WARPS,
     )
-    return normed, statistics, largest
+    return total, normed, statistics, largest
 
 
 def add_norm_backward(
@@ -338,11 +311,11 @@ def _add_norm_values(
     column = tl.arange(0, BLOCK)
     inside = column < width
     at = row * width + column
-    x = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
+    x = wide(stream + at, inside)
     if HAS_BRANCH:
-        x += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+        x += wide(branch + at, inside)
         if HAS_BRANCH_BIAS:
-            x += tl.load(branch_bias + column, mask=inside, other=0.0).to(tl.float32)
+            x += wide(branch_bias + column, inside)
         rounded = x.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -352,9 +325,9 @@ def _add_norm_values(
         x = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     tl.store(statistics + row, scale)
-    y = x * scale * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    y = x * scale * wide(gain + column, inside)
     if IS_CENTRED:
-        y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        y += wide(bias + column, inside)
     tl.store(normed + at, y.to(normed.dtype.element_ty), mask=inside)
     if MEASURES:
         tl.store(largest + row, tl.max(tl.where(inside, magnitude(y, normed), 0.0), 0))
@@ -385,15 +358,15 @@ def _add_norm_grads(
     programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    gains = wide(gain + column, inside)
     of_gain = tl.zeros((BLOCK,), tl.float32)
     of_bias = tl.zeros((BLOCK,), tl.float32)
     of_branch_bias = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
     at = program.to(tl.int64) * width + column
     for row in tl.range(program, rows, programs, num_stages=STAGES):
-        x = tl.load(total + at, mask=inside, other=0.0).to(tl.float32)
-        of_normed = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        x = wide(total + at, inside)
+        of_normed = wide(gradient + at, inside)
         scale = tl.load(statistics + row)
         if IS_CENTRED:
             x = tl.where(inside, x - tl.load(statistics + rows + row), 0.0)
@@ -406,7 +379,7 @@ def _add_norm_grads(
             result -= tl.sum(of_normed, 0) / width
         result *= scale
         if HAS_STREAM:
-            result += tl.load(stream_gradient + at, mask=inside, other=0.0).to(tl.float32)
+            result += wide(stream_gradient + at, inside)
         tl.store(of_stream + at, result.to(of_stream.dtype.element_ty), mask=inside)
         tl.store(of_branch + at, result.to(of_branch.dtype.element_ty), mask=inside)
         if HAS_BRANCH_BIAS:
@@ -437,15 +410,14 @@ def _bias_gelu_values(
     BLOCK: tl.constexpr,
 ):
     """Forward of a tile of ROWS rows and BLOCK columns, and its largest magnitude."""
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = column < width
-    biases = tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)
+    column, is_column = block_columns(width, BLOCK)
+    biases = wide(bias + column, is_column)
     maxima = tl.zeros((BLOCK,), tl.float32)
     for number in tl.static_range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + number
         inside = is_column & (row < rows) if ROWS > 1 else is_column
         at = row * width + column
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
+        value = wide(x + at, inside) + biases
         value *= _gelu_share(value)
         tl.store(result + at, value.to(result.dtype.element_ty), mask=inside)
         if MEASURES:
@@ -474,15 +446,14 @@ def _bias_gelu_grads(
     """Backward of BLOCK columns of every n-th row; `partial` gets their sum for the bias."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    biases = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    column, inside = block_columns(width, BLOCK)
+    biases = wide(bias + column, inside)
     of_bias = tl.zeros((BLOCK,), tl.float32)
     largest = tl.zeros((BLOCK,), tl.float32)
     at = program.to(tl.int64) * width + column
     for _ in tl.range(program, rows, programs, num_stages=STAGES):
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + biases
-        of_x = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        value = wide(x + at, inside) + biases
+        of_x = wide(gradient + at, inside)
         share = _gelu_share(value)
         slope = (value * value * (3 * CUBIC) + 1) * TWICE_ROOT
         of_x *= share * (1 + value * slope * (1 - share))
@@ -509,8 +480,7 @@ def _gelu_share(x):
 def _lookup_grads(result, tokens, gradient, width, BLOCK: tl.constexpr):
     """Add LOOKUP_COLUMNS of one token's gradient to its row of the table."""
     position = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    column, inside = block_columns(width, BLOCK)
     row = tl.load(tokens + position).to(tl.int64)
     of_token = tl.load(gradient + position * width + column, mask=inside, other=0.0)
     tl.atomic_add(result + row * width + column, of_token, mask=inside, sem="relaxed")
@@ -534,9 +504,7 @@ def _cast_part(
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     at = row[:, None] * num_columns + column[None, :]
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(scale))
-    values = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor).to(
-        result.dtype.element_ty
-    )
+    values = (wide(x + at, inside) * factor).to(result.dtype.element_ty)
     tl.store(result + at, values, mask=inside)
     if TRANSPOSES:
         tl.store(
@@ -585,6 +553,19 @@ def _reduce_sums(
                     seen, tl.load(maxima + start + item, mask=start + item < num_maxima, other=0.0)
                 )
             tl.store(scale, tl.maximum(tl.max(seen, 0), FP8_TINY) / FP8_MAX)
+
+
+@triton.jit
+def wide(at, inside):
+    """The values at these pointers, in fp32; 0 outside."""
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def block_columns(width, BLOCK: tl.constexpr):
+    """Numbers of the columns of this program's block, and which of them are columns of the row."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return column, column < width
 
 
 @triton.jit

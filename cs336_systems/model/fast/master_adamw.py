@@ -69,7 +69,7 @@ class MasterAdamW(EagerOptimizer):
             if weight.read is None:
                 weight.split()
         super().__init__([weight.master for weight in weights], {**DEFAULTS, **hyperparameters})
-        self._weights, self._moments = weights, storage.moments
+        self.weights, self._moments = weights, storage.moments
         self._noise = torch.Generator().manual_seed(0)
         self._steps = torch.zeros((), device=weights[0].master.device)
         self._kernels: dict[_Kind, ChunkedAdamW] = {}
@@ -81,12 +81,12 @@ class MasterAdamW(EagerOptimizer):
         """
         del closure
         self._steps += 1
-        self._update(self._weights)
+        self._update(self.weights)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of masters and copies."""
         super().zero_grad(set_to_none)
-        drop_gradients(self._weights)
+        drop_gradients(self.weights)
 
     def captured(self) -> None:
         """Prepare for replays of a graph that has captured this step."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ...config import RunConfig, SdpaBackend
 from ...ranges import Range, block_range
 from ..annotate import annotate
-from ..trainable import Trainable, mode_of
+from ..trainable import Trainable
 from ..transformer import Block, Mask, Rotations, TransformerLM, attention_backend
 from ..user_code import Loss
 from .blocks import (
@@ -50,7 +50,7 @@ class FastLM(nn.Module):
         super().__init__()
         self.config, self._settings = reference.config, settings
         check_device(settings, reference.lm_head.weight.device)
-        maker = CopyMaker(settings) if settings.cast_once else None
+        maker = CopyMaker(settings, reference) if settings.cast_once else None
         # in the reference's order, which is that of the parameters
         self.token_embeddings = reference.token_embeddings
         self.layers = nn.ModuleList(reference.layers)
@@ -70,7 +70,7 @@ class FastLM(nn.Module):
         """All parameters with their copies; empty if the model reads the parameters themselves."""
         self._scales: Sequence[KeptScale] = ()
         if maker is not None:
-            self.weights = maker.weights(self.parameters(), self.token_embeddings.weight)
+            self.weights = maker.weights(self.token_embeddings.weight)
             self._scales = tuple(maker.scales)
         if settings.checkpoint_blocks:
             # else the first checkpoint imports it, within a step
@@ -246,7 +246,7 @@ class FastTrainable(Trainable):
         if not self.config.compile_blocks:
             return super()._compiled(loss)
         for block in self._fast.layers:
-            block.compile(mode=mode_of(self.config.compile))
+            block.compile(mode=self.config.compile.value)
         return loss
 
     def make_optimizer(self) -> torch.optim.Optimizer:

@@ -32,21 +32,6 @@ from .operators import operator
 Heads = Float[Tensor, "batch seq heads d_head"]
 
 
-def swiglu(packed: Float[Tensor, "... twice_d_ff"]) -> Float[Tensor, "... d_ff"]:
-    """silu(gate) x up, whose factors are packed side by side; on a GPU computed in fp32 and
-    rounded once.
-    """
-    return cast(Tensor, _swiglu(packed))
-
-
-def rope_heads(
-    packed: Float[Tensor, "batch seq thrice_d_model"], rotations: Float[Tensor, "seq pairs 2"]
-) -> tuple[Heads, Heads, Heads]:
-    """The heads of q, k and v, which are packed side by side; q and k rotated by RoPE."""
-    assert packed.shape[1] == len(rotations)
-    return cast(tuple[Tensor, Tensor, Tensor], _rope_heads(packed, rotations))
-
-
 def cut_heads(
     packed: Float[Tensor, "batch seq thrice_d_model"],
     bias: Float[Tensor, " thrice_d_model"],
@@ -84,8 +69,10 @@ class _CutHeads(torch.autograd.Function):
 
 
 @operator("packed_kernel.swiglu")
-def _swiglu(packed: Tensor) -> Tensor:
-    """`swiglu`, rounded after each operation."""
+def swiglu(packed: Tensor) -> Tensor:
+    """silu(gate) x up, whose factors are the halves of the last axis of `packed`; on a GPU computed
+    in fp32 and rounded once, elsewhere rounded after each operation.
+    """
     gate, up = packed.contiguous().chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -100,8 +87,10 @@ def _swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
 
 
 @operator("packed_kernel.rope_heads")
-def _rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`rope_heads`."""
+def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as (batch, seq, heads, d_head) from `packed` (batch, seq, 3 d_model), where they
+    are side by side; q and k are rotated by RoPE (`rotations`: seq, pairs, 2).
+    """
     q, k, v = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1])).unbind(2)
     return (
         rotate_pairs(q, rotations),
@@ -130,13 +119,13 @@ def _cut_heads_backward(
 
 
 def _differentiate_swiglu(ctx: Any, gradient: Tensor) -> Tensor:
-    """Gradient of the argument of `_swiglu`."""
+    """Gradient of the argument of `swiglu`."""
     (packed,) = ctx.saved_tensors
     return cast(Tensor, _swiglu_backward(packed, gradient))
 
 
 def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-    """Gradients of the arguments of `_rope_heads`."""
+    """Gradients of the arguments of `rope_heads`."""
     (rotations,) = ctx.saved_tensors
     return cast(Tensor, _rope_heads_backward(q, k, v, rotations)), None
 
@@ -147,8 +136,8 @@ def _keep_last(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:
     ctx.save_for_backward(inputs[-1])
 
 
-_swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_last)
-_rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_last)
+swiglu.register_autograd(_differentiate_swiglu, setup_context=_keep_last)
+rope_heads.register_autograd(_differentiate_rope_heads, setup_context=_keep_last)
 
 
 def packed_attention(

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fused_blocks_kernel import STAGES, magnitude, num_programs, summed
+from .fused_blocks_kernel import STAGES, block_columns, magnitude, num_programs, summed
 
 BLOCK = 1024
 """Elements of a part in one program; each thread has 8, which are 16 bytes."""
@@ -179,8 +179,7 @@ def _grid(part: Tensor, width: int) -> tuple[int, int]:
 def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
     """SwiGLU of a part of one row."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    column, inside = block_columns(width, BLOCK)
     at = packed + row * 2 * width + column
     gate = tl.load(at, mask=inside).to(tl.float32)
     up = tl.load(at + width, mask=inside).to(tl.float32)
@@ -192,8 +191,7 @@ def _swiglu_values(packed, result, width, BLOCK: tl.constexpr):
 def _swiglu_grads(packed, gradient, result, width, BLOCK: tl.constexpr):
     """Gradients of gate and up of a part of one row."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    column, inside = block_columns(width, BLOCK)
     whole = row * 2 * width + column
     gate = tl.load(packed + whole, mask=inside).to(tl.float32)
     up = tl.load(packed + whole + width, mask=inside).to(tl.float32)
@@ -221,13 +219,8 @@ def _rope_heads(
 ):
     """Split and rotate a part of one row, or put it together and rotate it back."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    cos, sin = _pairs(
-        tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK
-    )
-    if BACK:
-        sin = -sin
+    column, inside = block_columns(width, BLOCK)
+    cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK, BLOCK)
     whole, part = packed + row * 3 * width + column, row * width + column
     _rope_part(whole, q + part, cos, sin, inside, BACK, BLOCK)
     _rope_part(whole + width, k + part, cos, sin, inside, BACK, BLOCK)
@@ -245,11 +238,7 @@ def _rope_packed(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < 2 * width
-    cos, sin = _pairs(
-        tl.load(rotations + (row % length) * D_HEAD + column % D_HEAD, mask=inside), BLOCK
-    )
-    if BACK:
-        sin = -sin
+    cos, sin = _rotation(rotations, row % length, column, inside, D_HEAD, BACK, BLOCK)
     at = packed + row * 3 * width + column
     _rope_part(at, at, cos, sin, inside, BACK, BLOCK)
 
@@ -271,8 +260,7 @@ def _cut_heads_grads(
     """Put together a part of every n-th row of n programs; `partial` gets its sum for the bias."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
+    column, inside = block_columns(width, BLOCK)
     of_q = tl.zeros((BLOCK,), tl.float32)
     of_k = tl.zeros((BLOCK,), tl.float32)
     of_v = tl.zeros((BLOCK,), tl.float32)
@@ -291,9 +279,8 @@ def _cut_heads_grads(
         of_v += own_v.to(tl.float32)
         if MEASURES:
             largest = tl.maximum(largest, magnitude(own_q, packed))
-            largest = tl.maximum(
-                largest, tl.maximum(magnitude(own_k, packed), magnitude(own_v, packed))
-            )
+            of_k_and_v = tl.maximum(magnitude(own_k, packed), magnitude(own_v, packed))
+            largest = tl.maximum(largest, of_k_and_v)
         part += programs.to(tl.int64) * width
         whole += programs.to(tl.int64) * 3 * width
     at = partial + program * 3 * width + column
@@ -324,8 +311,7 @@ def _reduce_packed(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     part = tl.program_id(2)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = column < width
+    column, is_column = block_columns(width, BLOCK)
     source = packed + part * width
     stride = 3 * width
     end = rows
@@ -349,6 +335,26 @@ def _reduce_packed(
     if MEASURES:
         at = (program * tl.num_programs(1) + tl.program_id(1)) * 3 + part
         tl.store(maxima + at, tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def _rotation(
+    rotations,
+    position,
+    column,
+    inside,
+    D_HEAD: tl.constexpr,
+    BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Cosines and sines of the angles of these columns' pairs at one position; of the opposite
+    angles with BACK.
+    """
+    at = rotations + position * D_HEAD + column % D_HEAD
+    cos, sin = _pairs(tl.load(at, mask=inside), BLOCK)
+    if BACK:
+        sin = -sin
+    return cos, sin
 
 
 @triton.jit

@@ -79,6 +79,8 @@ class LeafSlice:
 class Weight:
     """A parameter of the model, or one rank's part of one or several; trained unless frozen."""
 
+    name: str
+    """The name of the parameter; of a part of several, all their names."""
     master: Tensor
     """What the optimizer updates, in fp32: a parameter of the model, or one rank's part of some
     parameters.
@@ -177,9 +179,9 @@ def joined_values(copy: Tensor, remainder: Tensor) -> Float[Tensor, "..."]:
     return ((copy.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-def whole(master: nn.Parameter) -> Weight:
+def whole(name: str, master: nn.Parameter) -> Weight:
     """A parameter of the model as a weight without a copy."""
-    return Weight(master=master, read=LeafSlice(master, slice(0, master.numel())))
+    return Weight(name=name, master=master, read=LeafSlice(master, slice(0, master.numel())))
 
 
 def drop_gradients(weights: Iterable[Weight]) -> None:
@@ -217,8 +219,9 @@ class Copies(NamedTuple):
 class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has."""
 
-    def __init__(self, settings: RunConfig) -> None:
+    def __init__(self, settings: RunConfig, model: nn.Module) -> None:
         self.settings = settings
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
         # with several ranks, a block's copies may be gathered only just before the block runs
         self._keeps_scales = settings.fp8 and not settings.is_shared
         self._copied: dict[nn.Parameter, Weight] = {}
@@ -248,15 +251,16 @@ class CopyMaker:
         """
         return Copies(self._copy([layer.weight], surplus=-len(layer.weight) % multiple), None)
 
-    def weights(
-        self, parameters: Iterable[nn.Parameter], table: nn.Parameter
-    ) -> tuple[Weight, ...]:
-        """The parameters, with their copies if they have any; of those only the embedding's
+    def weights(self, table: nn.Parameter) -> tuple[Weight, ...]:
+        """The model's parameters, with their copies if they have any; of those only the embedding's
         `table` is read itself.
         """
         if table in self._copied:
             self._copied[table].read = LeafSlice(table, slice(0, table.numel()))
-        return tuple(self._copied.get(parameter) or whole(parameter) for parameter in parameters)
+        return tuple(
+            self._copied.get(parameter) or whole(name, parameter)
+            for parameter, name in self._names.items()
+        )
 
     def _copy(
         self, masters: Sequence[nn.Parameter], surplus: int = 0, largest: Tensor | None = None
@@ -277,6 +281,7 @@ class CopyMaker:
         for number, master in enumerate(masters):
             place = LeafSlice(source, slice(start, start + master.numel()))
             weight = Weight(
+                name=self._names[master],
                 master=master,
                 read=None,
                 copy=place,

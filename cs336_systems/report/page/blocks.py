@@ -1,10 +1,10 @@
-"""What a page consists of: a first screen, chapters of blocks, and the entries of the list of all
-pages. The template page.html writes each of them.
+"""What a page consists of: a first screen, and chapters of blocks; in the list of all pages each
+page is a block. The template page.html writes each of them.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..charts import Bar, Chart, Style, visible
@@ -23,7 +23,6 @@ class Prose:
     """Sentences."""
 
     paragraphs: Sequence[str]
-    kind: str = "prose"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +31,6 @@ class TableBlock:
 
     id: str
     table: Table
-    kind: str = "table"
 
     @property
     def notes(self) -> list[str]:
@@ -80,7 +78,6 @@ class PictureBlock:
 
     id: str
     svg: str
-    kind: str = "picture"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +88,6 @@ class Bars:
     bars: Sequence[Bar]
     styles: Mapping[str, Style]
     unit: str
-    kind: str = "bars"
 
     @property
     def legend(self) -> list[tuple[str, Style, str]]:
@@ -139,7 +135,6 @@ class Facts:
     """Pairs of a name and a text."""
 
     rows: Sequence[tuple[str, str]]
-    kind: str = "facts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +143,26 @@ class Closed:
 
     title: str
     text: str
-    kind: str = "closed"
 
 
-Block = Prose | TableBlock | PictureBlock | Bars | Facts | Closed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A page in the list of all."""
+
+    link: str
+    name: str
+    page: "Page"
+
+    @property
+    def thumbnail(self) -> Bars | PictureBlock | None:
+        """The last bars of the page's first screen, else its first picture."""
+        if self.page.glance is not None and self.page.glance.bars:
+            return self.page.glance.bars[-1]
+        blocks = (block for chapter in self.page.chapters for block in chapter.blocks)
+        return next((block for block in blocks if isinstance(block, PictureBlock | Bars)), None)
+
+
+Block = Entry | Prose | TableBlock | PictureBlock | Bars | Facts | Closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,28 +199,10 @@ class Glance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What a reader sees first, then chapters; in the list of all pages, their entries by
-    subject.
-    """
+    """What a reader sees first, then chapters."""
 
     title: str
+    subject: str = ""
+    """Key of the chapter of the list of all pages in which it stands."""
     chapters: Sequence[Chapter] = ()
     glance: Glance | None = None
-    shelves: Mapping[str, Sequence["Entry"]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A page in the list of all."""
-
-    link: str
-    name: str
-    page: Page
-
-    @property
-    def thumbnail(self) -> Bars | PictureBlock | None:
-        """The last bars of the page's first screen, else its first picture."""
-        if self.page.glance is not None and self.page.glance.bars:
-            return self.page.glance.bars[-1]
-        blocks = (block for chapter in self.page.chapters for block in chapter.blocks)
-        return next((block for block in blocks if isinstance(block, PictureBlock | Bars)), None)

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 from ..charts import Chart
 from ..draw import svg_of
-from ..results import KERNELS, MEMORY, STEPS
-from ..section import Section
+from ..results import KERNELS, MEMORY
+from ..section import Section, make_table
 from ..sections.kernels.files import modules_section
 from ..sections.ladder import ladder_section
 from .blocks import (
@@ -41,6 +41,7 @@ def page_of(directory: Directory) -> Page:
     glance = glance_at(directory)
     return Page(
         title=f"{SUBJECTS[directory.subject]}: {directory.path.resolve().name}",
+        subject=directory.subject,
         glance=glance,
         chapters=list(_chapters(directory, glance)),
     )
@@ -54,23 +55,23 @@ def write_page_of(directory: Directory, say: Callable[[str], None]) -> tuple[Pat
     return path, page
 
 
-def list_of(
-    root: Path, pages: Mapping[Path, tuple[str, Page]], unreadable: Mapping[Path, str]
-) -> Page:
-    """The list of all pages below `root`, by their directories relative to it and with their
-    subjects.
+def list_of(root: Path, pages: Mapping[Path, Page], unreadable: Mapping[Path, str]) -> Page:
+    """The list of all pages below `root`, by their directories relative to it; below them, which
+    directories cannot be read and why.
     """
-    shelves: dict[str, list[Entry]] = {}
-    for subject, title in SUBJECTS.items():
-        for path, (subject_of_page, page) in pages.items():
-            if subject_of_page == subject:
-                link = f"{quote(os.fsencode(path.as_posix()))}/{PAGE_FILE}"
-                shelves.setdefault(title, []).append(Entry(link=link, name=str(path), page=page))
     chapters = []
+    for subject, title in SUBJECTS.items():
+        entries = []
+        for path, page in pages.items():
+            if page.subject == subject:
+                link = f"{quote(os.fsencode(path.as_posix()))}/{PAGE_FILE}"
+                entries.append(Entry(link=link, name=str(path), page=page))
+        if entries:
+            chapters.append(Chapter(id=f"all-{subject}", title=title, blocks=entries))
     if unreadable:
         reasons = Prose(paragraphs=[f"{path}: {why}" for path, why in unreadable.items()])
         chapters.append(Chapter(id="unreadable", title="What cannot be read", blocks=[reasons]))
-    return Page(title=f"All results in {root.resolve().name}", chapters=chapters, shelves=shelves)
+    return Page(title=f"All results in {root.resolve().name}", chapters=chapters)
 
 
 def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
@@ -85,16 +86,17 @@ def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
     if directory.compared is not None:
         findings += directory.compared.left_out
     if results is not None and results.lost:
-        findings.append(f"{results.lost[0].upper()}{results.lost[1:]}.")
+        findings.append(f"{results.lost.capitalize()}.")
     if findings:
         yield Chapter(id="findings", title="Findings", blocks=[Prose(paragraphs=findings)])
     counts = Counter(note for table in tables for note in table.notes)
     repeated = [note for note, count in counts.items() if count > 1]
+    headline = f"{glance.answer} {glance.more}".strip()
     shown = [bar.parts for bars in glance.bars for bar in bars.bars]
     for number, (title, part) in enumerate(sections.items()):
         blocks = [
             block
-            for block in _blocks(title, part, repeated)
+            for block in _blocks(title, part, repeated, headline)
             if not isinstance(block, Bars) or any(bar.parts not in shown for bar in block.bars)
         ]
         yield Chapter(id=f"part-{number}", title=title, blocks=blocks)
@@ -113,25 +115,27 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
     chapters: dict[str, Sequence[Section]] = {}
     if directory.compared is not None:
         chapters["B against A"] = [directory.compared.section]
-    if directory.climbed is not None:
-        chapters["Rungs"] = [ladder_section(directory.climbed.rows)]
+    if directory.rungs:
+        chapters["Rungs"] = [ladder_section(directory.rungs)]
     if directory.study is not None:
         chapters["Tables and pictures"] = directory.study.sections
     results = directory.results
     if results is None:
         return chapters
-    for title in (KERNELS, MEMORY, STEPS):
+    for title, part in results.sections.items():
         # a ladder's times and memory are those of its table of rungs
-        if title in results.sections and (title == KERNELS or directory.climbed is None):
-            chapters[title] = results.sections[title]
+        if title == KERNELS or not directory.rungs:
+            chapters[title] = part
     if len(results.kernels) == 1:
         chapters[KERNELS] = [*chapters[KERNELS], modules_section(results.kernels[0].profile)]
     return chapters
 
 
-def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) -> Iterator[Block]:
-    """The pictures, then the tables without `repeated` notes; the second table of a section is
-    called `NAME1`.
+def _blocks(
+    title: str, sections: Sequence[Section], repeated: Collection[str], headline: str
+) -> Iterator[Block]:
+    """The pictures, then the tables without `repeated` notes and without the finding that is the
+    headline; the second table of a section is called `NAME1`.
 
     The page itself draws the horizontal bars of charts.
     """
@@ -145,4 +149,8 @@ def _blocks(title: str, sections: Sequence[Section], repeated: Collection[str]) 
         for number, table in enumerate(section.tables):
             notes = tuple(note for note in table.notes if note not in repeated)
             shown = replace(table, notes=notes)
-            yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown)
+            rows = [row for row in table.values if row.get("finding") != headline]
+            if len(rows) < len(table.values):
+                shown = make_table(table.title, table.headings, rows, notes)
+            if rows or not table.values:
+                yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown)

@@ -24,30 +24,16 @@ SUBJECTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Climbed:
-    """The results of a ladder, which `cs336 ladder` measures rung by rung."""
-
-    results: Results
-    """The records and profiles of the runs of all rungs."""
-    rows: Sequence[RungResult]
-    """The result of each rung, from the slow step to the fast one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
     """The results in one directory, as far as it has any."""
 
     path: Path
-    sweep: Results | None = None
-    """Of a comparison, the runs that `cs336 compare` measured."""
+    results: Results | None = None
+    """The runs of a sweep, of a comparison that `cs336 compare` measured, or of all rungs."""
     compared: Compared | None = None
-    climbed: Climbed | None = None
+    rungs: Sequence[RungResult] = ()
+    """The rungs of a ladder, from the slow step to the fast one."""
     study: StudyResults | None = None
-
-    @property
-    def results(self) -> Results | None:
-        """The runs, of a sweep or of a ladder."""
-        return self.sweep if self.climbed is None else self.climbed.results
 
     @property
     def subject(self) -> str:
@@ -56,11 +42,11 @@ class Directory:
         """
         if self.study is not None:
             return self.study.subject
-        if self.climbed is not None:
+        if self.rungs:
             return "ladders"
         if self.compared is not None:
             return "comparisons"
-        records = () if self.sweep is None else self.sweep.records
+        records = () if self.results is None else self.results.records
         profilers = {record.subject.profiler for record in records}
         if Profiler.MEMORY in profilers:
             return "memory"

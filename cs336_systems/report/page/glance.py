@@ -1,29 +1,40 @@
 """The first screen of a page: the headline, and of runs what their memory, their profiles or their
 times show.
+
+The headline answers the command's question from all rows, failed ones too. It takes two lines at
+most: it names the extremes, and a row that stands alone. What stands below names others.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
+from ...analysis.kernels.step_profile import Work
 from ...analysis.warnings import DOUBTFUL, in_doubt
-from ...config import Profiler
+from ...config import CompileMode, Mode, Profiler
+from ...record import WarningCode
+from ...studies.operators import Version
 from ...text import counted
-from .. import headlines, words
 from ..charts import Bar
-from ..columns import three_digits
+from ..columns import column, three_digits
+from ..compared import Compared
 from ..configurations import step_results
-from ..headlines import Headline, NamedRows
 from ..quantities import StepResult
 from ..results import Results
-from ..section import labels
+from ..section import Section, distinct_labels, labels
 from ..sections.kernels.entry import Explained
+from ..sections.kernels.findings import findings as kernel_findings
+from ..sections.kernels.limits import Limit, limit_of
 from ..sections.kernels.plots import STYLES, configuration_chart, parts_ms
 from ..sections.kernels.tables import phase_rows
-from ..sections.memory.entry import MemoryEntry, difference_bytes
+from ..sections.ladder import RungResult
+from ..sections.ladder import findings as ladder_findings
+from ..sections.memory.entry import MemoryEntry
+from ..sections.memory.findings import findings as memory_findings
 from ..sections.memory.plots import CATEGORIES, peak_bar, peak_charts
-from ..sections.memory.words import check_words
-from ..sections.steps import BY_PHASE, PARTS, phase_bars
+from ..sections.memory.words import check_words, size
+from ..sections.steps import BY_PHASE, PARTS, PHASES, phase_bars
+from ..words import DOUBT, GIB, NamedRows, milliseconds, percent_of, significant
 from .blocks import Bars, Glance, Tile
 from .directory import Directory
 
@@ -33,43 +44,57 @@ doubt.
 """
 
 
+Headline: TypeAlias = tuple[str, str]
+"""The answer in a sentence, and more that it needs."""
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+LIMITED = f"Limited by {Limit.LAUNCHES}"
+
+
 def headline_of(directory: Directory, rows: Sequence[StepResult]) -> Headline:
     """The headline of the directory's page; the rows are those of its runs."""
     if directory.study is not None:
-        return headlines.OF_STUDIES[directory.study.subject](directory.study.sections)
-    if directory.climbed is not None:
-        return headlines.of_ladder(directory.climbed.rows)
+        return OF_STUDIES[directory.study.subject](directory.study.sections)
+    if directory.rungs:
+        return of_ladder(directory.rungs)
     if directory.compared is not None:
-        return headlines.of_comparison(directory.compared)
-    if directory.sweep is not None and directory.subject == "memory":
-        return headlines.of_memory(directory.sweep.memory, rows)
-    if directory.sweep is not None and directory.sweep.kernels:
-        return headlines.of_profiles(directory.sweep.kernels, rows)
-    return headlines.of_steps(rows)
+        return of_comparison(directory.compared)
+    results = directory.results
+    if results is not None and directory.subject == "memory":
+        return of_memory(results.memory, rows)
+    if results is not None and results.kernels:
+        return of_profiles(results.kernels, rows)
+    return of_steps(rows)
 
 
 def glance_at(directory: Directory) -> Glance:
     """The first screen of the directory's page."""
-    results = directory.sweep
-    rows: Sequence[StepResult] = () if results is None else times_of(results)
+    results = directory.results
+    if results is None or directory.rungs:
+        answer, more = headline_of(directory, ())
+        return Glance(answer=answer, more=more)
+    rows = times_of(results)
     answer, more = headline_of(directory, rows)
-    glance = Glance(answer=answer, more=more)
-    if results is None:
-        return glance
     note = "" if results.published else "with the profiler running"
     title = f"{BY_PHASE}, {note}" if note else BY_PHASE
-    glance = replace(
-        glance,
-        bars=[Bars(title=title, bars=phase_bars(rows), styles=PARTS, unit="ms")],
-        tiles=_tiles(rows, note),
-        doubts=[*_failed_profiles(results), *_doubts(rows)],
-        trust=_steady(rows),
+    bars = [Bars(title=title, bars=phase_bars(rows), styles=PARTS, unit="ms")]
+    doubts = [*_failed_profiles(results), *_doubts(rows)]
+    trust = _steady(rows)
+    if directory.compared is None and results.memory:
+        bars = _bars_of_peaks(results.memory)
+        moments = [moment for entry in results.memory for moment in entry.profile.boundaries]
+        if wrong := check_words(moments):
+            doubts.append(wrong)
+    elif directory.compared is None and results.kernels:
+        bars = _bars_of_work(bars, results.kernels)
+        doubts += _slowdown(results.kernels)
+    return Glance(
+        answer=answer,
+        more=more,
+        bars=bars,
+        tiles=list(_tiles(rows, note)),
+        doubts=doubts,
+        trust=trust,
     )
-    if directory.compared is not None:
-        return glance
-    if results.memory:
-        return _with_memory(glance, results.memory)
-    return _with_profiles(glance, results.kernels) if results.kernels else glance
 
 
 def _failed_profiles(results: Results) -> Iterator[str]:
@@ -95,76 +120,61 @@ def times_of(results: Results) -> Sequence[StepResult]:
     return step_results(of_kernels or results.records, results.ceilings)
 
 
-def _with_profiles(glance: Glance, entries: Sequence[Explained]) -> Glance:
-    """Add what the profiles say: bars by kind of work, and a doubt if the profiler slowed a step
-    much.
-
-    With several profiles, these bars replace those by phase; with one, they stand below them.
-    """
+def _slowdown(entries: Sequence[Explained]) -> Iterator[str]:
+    """That the profiler made some step much longer, if so."""
     # the last row of each profile is that of the whole step
     of_steps = [list(phase_rows(entry))[-1] for entry in entries]
-    slowest = max((row["slowdown"] or 1.0 for row in of_steps), default=1.0)
+    slowest = max(row["slowdown"] or 1.0 for row in of_steps)
     if slowest > 1 + MAX_SLOWDOWN:
-        doubt = (
-            f"The profiler made a step up to {words.significant(slowest, 3)} times as long as it "
+        yield (
+            f"The profiler made a step up to {significant(slowest, 3)} times as long as it "
             "is without."
         )
-        glance = replace(glance, doubts=[*glance.doubts, doubt])
+
+
+def _bars_of_work(by_phase: Sequence[Bars], entries: Sequence[Explained]) -> list[Bars]:
+    """Bars by kind of work: of several profiles in place of those by phase, of one below them."""
     names = labels(entries)
     profiles = [entry.profile for entry in entries]
     chart = configuration_chart(list(zip(names, profiles, strict=True)))
     if chart is not None:
-        return replace(glance, bars=[Bars.of(chart)])
+        return [Bars.of(chart)]
     work = Bars(
         title=f"Kinds of work, and how long the device is idle, in the profiled step of {names[0]}",
         bars=[Bar(name="work", parts=parts_ms(profiles[0]))],
         styles=STYLES,
         unit="ms",
     )
-    return replace(glance, bars=[*glance.bars, work])
+    return [*by_phase, work]
 
 
-def _with_memory(glance: Glance, entries: Sequence[MemoryEntry]) -> Glance:
-    """Bars of what the peaks consist of, and whether categories agree with the allocator."""
+def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
+    """Bars of what the peaks of memory consist of."""
     bars = [Bars.of(chart) for chart in peak_charts(entries)]
-    if not bars:
-        title, peak = "What the peak consists of", peak_bar("peak", entries[0])
-        bars = [Bars(title=title, bars=[peak], styles=CATEGORIES, unit="GiB")]
-    moments = [moment for entry in entries for moment in entry.profile.boundaries]
-    checked = check_words(moments) if moments else ""
-    doubts = [checked] if any(map(difference_bytes, moments)) else []
-    return replace(glance, bars=bars, doubts=[*glance.doubts, *doubts], trust=checked)
+    if bars:
+        return bars
+    bar = peak_bar("peak", entries[0])
+    return [Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")]
 
 
-def _tiles(rows: Sequence[StepResult], note: str) -> list[Tile]:
+def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
     """Step, throughput, utilisation and memory, as ranges; of one configuration the step with
     its deviation.
     """
-    step = _range(rows, "step_mean_ms", words.milliseconds)
-    peak = _range(rows, "peak_allocated_gib", lambda gib: f"{words.significant(gib, 3)} GiB")
-    spread = f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
-    if len(rows) == 1 and rows[0].step_mean_ms is not None and rows[0].step_std_ms is not None:
-        step = f"{words.mean_and_std(rows[0].step_mean_ms, rows[0].step_std_ms)} ms"
+    spread = note or f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
+    if len(rows) == 1 and not note and rows[0].step_std_ms is not None:
         spread = "mean ± standard deviation"
-    tiles = [
-        Tile("step", step, note or spread),
-        Tile("tokens/s", _range(rows, "tokens_per_s", three_digits), "in a step over its time"),
-        Tile("MFU", _range(rows, "mfu", words.percent_of), "model FLOPs, of the data sheet's peak"),
-        Tile("peak of memory", peak, "allocated at most"),
-    ]
-    return [tile for tile in tiles if tile.value]
-
-
-def _range(rows: Sequence[StepResult], key: str, text: Callable[[float], str]) -> str:
-    """The least and the largest value under the key, the unit once; empty without any."""
-    values = [row[key] for row in rows if row[key] is not None]
-    if not values:
-        return ""
-    low, high = text(min(values)), text(max(values))
-    if low == high:
-        return low
-    number, space, unit = low.partition(" ")
-    return f"{number if high.endswith(f'{space}{unit}') else low} to {high}"
+    for name, entry, about in (
+        ("step", StepResult.step_mean_ms, spread),
+        ("tokens/s", StepResult.tokens_per_s, "in a step over its time"),
+        ("MFU", StepResult.mfu, "model FLOPs, of the data sheet's peak"),
+        ("peak of memory", StepResult.peak_allocated_gib, "allocated at most"),
+    ):
+        text = NamedRows(rows).range(entry.key, entry.written)
+        if len(rows) == 1:
+            text = entry.cell(rows[0])
+        if text:
+            yield Tile(name, f"{text} {entry.unit}".strip(), about)
 
 
 def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
@@ -179,7 +189,7 @@ def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
         return
     reasons = ", ".join(f"{code} in {count}" for code, count in counts.most_common())
     several = ", some in several ways" if counts.total() > number else ""
-    yield f"{number} of {len(timed)} times are in doubt ({words.DOUBT}){several}: {reasons}."
+    yield f"{number} of {len(timed)} times are in doubt ({DOUBT}){several}: {reasons}."
 
 
 def _timed(rows: Sequence[StepResult]) -> list[StepResult]:
@@ -193,6 +203,207 @@ def _steady(rows: Sequence[StepResult]) -> str:
     text = "No warning puts a time in doubt"
     spreads = [row.step_cv for row in rows if row.step_cv is not None]
     if spreads:
-        largest = words.percent_of(max(spreads))
+        largest = percent_of(max(spreads))
         text += f"; the standard deviation is at most {largest} of the step"
     return f"{text}."
+
+
+def of_steps(results: Sequence[StepResult]) -> Headline:
+    """How long a step takes, how many steps launches limit, and how the other runs failed."""
+    told = NamedRows(results, distinct_labels(results))
+    times = told.range("step_mean_ms", milliseconds)
+    text = "No step has a time"
+    if times and len(results) == 1:
+        (result,) = results
+        parts = [
+            f"{column(key).name} {percent_of(result[key], result['step_mean_ms'])}"
+            for key in PHASES
+            if result[key]
+        ]
+        text = f"A step takes {times}: {', '.join(parts)}"
+    elif times:
+        text = f"A step takes {times} {told.part('step_mean_ms')}"
+    late = [n for n, result in enumerate(results) if WarningCode.LAUNCH_BOUND in result.codes]
+    more = f"{told.count(LIMITED, late)}." if late else ""
+    configs = [results[index].config for index in late]
+    if late and all(config and config.compile is CompileMode.NONE for config in configs):
+        more += " Try --compile there."
+    return f"{text}{told.failures()}.", more
+
+
+def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> Headline:
+    """What limits the profiled steps, then how busy their GPU is, and how long the steps of all
+    results take.
+    """
+    if len(entries) == 1 and len(results) <= 1 and not any(result.failed for result in results):
+        return _first_sentence([finding.text for finding in kernel_findings(entries[0])])
+    steps, more = of_steps(results)
+    if any(entry.profile.work is Work.OPERATORS for entry in entries):
+        return steps, more  # on a CPU nothing else can be the limit
+    spans = [entry.span() for entry in entries]
+    busy_shares = [{"busy_share": span.busy_share} for span in spans]
+    told = NamedRows(busy_shares, distinct_labels(entries))
+    limits = told.counts(limit_of(entry) or "not known" for entry in entries)
+    what = f"{len(entries)} profiled steps"
+    if len(entries) == 1:
+        what = f"the profiled step of {labels(entries)[0]}"
+    num_profiled = sum(not span.by_clock for span in spans)
+    under = ", under the profiler" if num_profiled else ""
+    if 0 < num_profiled < len(entries):
+        under += f" in {num_profiled} of them"
+    ends = NamedRows(results, distinct_labels(results)).failures() if len(results) > 1 else ""
+    busy = f"The GPU is busy {told.range('busy_share', percent_of)} of the step{under}."
+    text = f"What limits {what}: {', '.join(limits)}{ends}."
+    return text, f"{busy} {steps.removesuffix(f'{ends}.')}. {more}".strip()
+
+
+def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> Headline:
+    """How much memory the runs need, and which ran out of it."""
+    told = NamedRows(results, distinct_labels(results))
+    peaks = told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB)))
+    ends = told.failures()
+    is_first_step = bool(entries) and all(
+        entry.config is not None
+        and entry.config.warmup_steps == 0
+        and entry.config.mode is Mode.TRAIN
+        for entry in entries
+    )
+    if len(entries) == 1 and len(results) <= 1 and not ends and not is_first_step:
+        text, more = _first_sentence(
+            [finding.text for finding in memory_findings(entries[0].profile)]
+        )
+        # the sentence about the peak goes on with what the bar shows
+        return (text, more) if more else (f"{text.partition('; ')[0].rstrip('.')}.", "")
+    text = "No run has a peak of memory"
+    if peaks:
+        text = f"Memory peaks at {peaks} {told.part('peak_allocated_gib')}"
+    more = ""
+    if is_first_step:
+        first_steps = [{"bytes": entry.profile.peak.allocated_bytes} for entry in entries]
+        told_first = NamedRows(first_steps, distinct_labels(entries))
+        at_first = told_first.range("bytes", size)
+        more = (
+            f"The first step peaks at {at_first}: later ones hold the optimizer's state from "
+            "their beginning."
+        )
+    return f"{text}{ends}.", more
+
+
+def of_comparison(compared: Compared) -> Headline:
+    """The verdict, or how many configurations have each, and what is compared."""
+    answer, sides, *_ = compared.section.tables[0].findings
+    return answer, sides
+
+
+def of_ladder(rungs: Sequence[RungResult]) -> Headline:
+    """The fastest rung that passed the gate, and how the others ended."""
+    ends = NamedRows(rungs, [rung.rung for rung in rungs]).failures()
+    text = "No rung passed the gate"
+    if any(rung.is_credited for rung in rungs):
+        text = next(ladder_findings(rungs)).rstrip(".")
+    return _with_doubt(f"{text}{ends}.")
+
+
+def _with_doubt(text: str, more: str = "") -> Headline:
+    """The headline, which explains the mark of doubt if it has one."""
+    if DOUBT in f"{text}{more}":
+        more = f"{more} {DOUBT} marks what follows from times that are in doubt.".strip()
+    return text, more
+
+
+def of_ceilings(sections: Sequence[Section]) -> Headline:
+    """The ranges over products, passes over memory and collectives, how other cells ended, and
+    times of launches.
+    """
+    rows = sections[0].rows
+    ends = NamedRows([row for section in sections[1:] for row in section.rows]).failures()
+    reached: dict[str, tuple[list[Mapping[str, Any]], list[str]]] = {}
+    times = []
+    for row in rows:
+        ceiling, unit = row["ceiling"], row["unit"]
+        if not unit.endswith("/s"):
+            times.append(_measured([row], [ceiling]))
+            continue
+        name, _, kind = ceiling.replace("(", "").replace(")", "").rpartition(" ")
+        of_kind, names = reached.setdefault(kind, ([], []))
+        of_kind.append(row)
+        names.append(name)
+    rates = [f"{kind} {_measured(*named)}" for kind, named in reached.items()]
+    text = f"Reached: {', '.join(rates) or 'nothing that is known'}{ends}."
+    return _with_doubt(text, f"Times: {', '.join(times)}." if times else "")
+
+
+def _measured(rows: Rows, names: Sequence[str]) -> str:
+    """The least and the largest of these ceilings, which have one unit."""
+    write = f"{{:,.4g}} {rows[0]['unit']}".format
+    return NamedRows(rows, names).range("measured", write, "is_doubted")
+
+
+def of_attention(sections: Sequence[Section]) -> Headline:
+    """The shortest and the longest time at the largest shape of each precision, and how the
+    other cells ended.
+    """
+    rows, key = sections[0].rows, "together_mean_ms"
+    timed: dict[str, dict[tuple[int, int], list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        if row[key] is not None:
+            shapes = timed.setdefault(row["precision"], {})
+            shapes.setdefault((row["context_length"], row["d_head"]), []).append(row)
+    ranges, largest_shapes = [], []
+    for precision, shapes in timed.items():
+        context, d_head = largest = max(shapes)
+        times = _implementations(shapes[largest]).range(key, milliseconds, "together_is_doubted")
+        ranges.append(f"{times} in {precision}")
+        largest_shapes.append(f"context {context}, d_head {d_head} in {precision}")
+    known = ", ".join(ranges) or "no known time"
+    more = ""
+    if largest_shapes:
+        more = f"The largest shape that was timed: {'; '.join(largest_shapes)}."
+    ends = _implementations(rows).failures()
+    return _with_doubt(f"Forward and backward take at the largest shape {known}{ends}.", more)
+
+
+def _implementations(rows: Rows) -> NamedRows:
+    """Cells of the study of attention, named by their implementations."""
+    return NamedRows(rows, [row["implementation"] for row in rows])
+
+
+def of_fusion(sections: Sequence[Section]) -> Headline:
+    """The least and the largest gain of fused operations, and how the other cells ended."""
+    rows = sections[0].rows
+    gains = _operations([row for row in rows if row["version"] is not Version.EAGER])
+    known = gains.range("speed_up", three_digits, "speed_up_is_doubted")
+    ends = _operations(rows).failures()
+    return _with_doubt(
+        f"Fused operations are {known or 'an unknown number of'} times as fast as written out"
+        f"{ends}."
+    )
+
+
+def _operations(rows: Rows) -> NamedRows:
+    """Cells of the study of fusion with their names."""
+    keys = ("op", "version", "phase", "precision")
+    return NamedRows(rows, [" ".join(str(row[key]) for key in keys) for row in rows])
+
+
+def of_precision(sections: Sequence[Section]) -> Headline:
+    """What is in fp32 in all rows."""
+    tables = [table for section in sections for table in section.tables if table.findings]
+    return tables[0].findings[0], ""
+
+
+OF_STUDIES: Mapping[str, Callable[[Sequence[Section]], Headline]] = {
+    "ceilings": of_ceilings,
+    "attention": of_attention,
+    "fusion": of_fusion,
+    "precision": of_precision,
+}
+"""The function of each kind of study."""
+
+
+def _first_sentence(findings: Sequence[str]) -> Headline:
+    """The first sentence of the first finding, and the rest of it."""
+    if not findings:
+        return "Nothing stands out.", ""
+    head, dot, rest = findings[0].partition(". ")
+    return f"{head}{dot.strip()}", rest

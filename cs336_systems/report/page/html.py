@@ -8,8 +8,9 @@ only the script whose hash it names. Equal pages are written as equal bytes.
 import base64
 import gzip
 import hashlib
+import importlib.metadata
 import importlib.resources
-import importlib.util
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -39,8 +40,8 @@ def to_html(page: Page) -> str:
     blocks = [block for chapter in page.chapters for block in chapter.blocks]
     names = [chapter.id for chapter in page.chapters]
     names += [block.id for block in blocks if isinstance(block, TableBlock | PictureBlock)]
-    for place, name in enumerate(names):
-        if name in names[:place]:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ValueError(
                 f"each part of a page needs an identifier of its own, got {name!r} twice"
             )
@@ -76,14 +77,13 @@ def _library() -> Mapping[str, Markup]:
     is not installed.
     """
     package, file = TABLES
-    spec = importlib.util.find_spec(package)
-    folders = spec.submodule_search_locations if spec else None
-    for folder in folders or ():
-        path = Path(folder) / file
-        if path.is_file():
-            # mtime=0 because equal pages are equal bytes
-            return {"tables": Markup(_base64(gzip.compress(path.read_bytes(), mtime=0)))}
-    return {}
+    try:
+        path = Path(str(importlib.metadata.distribution(package).locate_file(f"{package}/{file}")))
+        script = path.read_bytes()
+    except (importlib.metadata.PackageNotFoundError, FileNotFoundError):
+        return {}
+    # mtime=0 because equal pages are equal bytes
+    return {"tables": Markup(_base64(gzip.compress(script, mtime=0)))}
 
 
 _TEMPLATES = jinja2.Environment(

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ...config import Phase, Profiler
+from ...config import Profiler
 from ...record import RUNS, Environment, RunRecord, published_runs
+from ...studies.ceilings_files import NO_CEILINGS
 from ...studies.records import PrecisionStudy
 from ...sweep.store import VIEWERS, command_in, raw_profile_path
 from ...text import shortened
 from ..columns import Column, Row, column
 from ..configurations import order
+from ..quantities import MS, StepResult
 from ..section import known, make_table
 from ..words import significant, status_text
 from .blocks import Block, Closed, TableBlock
@@ -75,19 +77,17 @@ def run_blocks(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]
 
 def _run(record: RunRecord) -> Row:
     """The row of one run; None for what it has none of."""
-    step, subject = record.measurement(Phase.STEP), record.subject
-    row: Row = dict.fromkeys(column.key for column in RUN) | {
+    subject = record.subject
+    result = StepResult(subject, [record], NO_CEILINGS)
+    row: Row = {key: result[key] for key in ("status", "step_mean_ms", "step_std_ms")}
+    row |= {
         "run": subject.label,
-        "status": str(record.status),
-        "step_std_ms": None,
-        "warnings": ", ".join(warning.code for warning in record.warnings) or None,
+        "times_ms": [time_s * MS for time_s in result.times_s] or None,
+        "warnings": ", ".join(result.codes) or None,
         "record": f"{RUNS}/{record.key}.json",
+        "profile": None,
+        "viewer": None,
     }
-    if step is not None:
-        row["step_mean_ms"] = step.mean_s * 1e3
-        row["times_ms"] = [time_s * 1e3 for time_s in step.times_s]
-        if step.stdev_s is not None:
-            row["step_std_ms"] = step.stdev_s * 1e3
     if subject.profiler is not Profiler.NONE:
         row["run"] += f", under {subject.profiler}"
         row["profile"] = str(raw_profile_path(subject, Path(RUNS)))

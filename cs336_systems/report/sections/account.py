@@ -194,7 +194,11 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
         rows.append(("with attention counted as causal", causal, "TFLOP"))
     rows.append(("tokens of a step", _tokens(config), ""))
     if is_own and prediction is None:
-        rows += _state_rows(config, parameters)
+        # what is known of the memory of a step that cannot be traced: its state in fp32
+        parameters_gib = FP32_BYTES * parameters / GIB
+        rows.append(("parameters", parameters_gib, "GiB"))
+        if config.mode is Mode.TRAIN:
+            rows.append(("moments of AdamW", 2 * parameters_gib, "GiB"))
     if not is_own:
         stream_mib = memory.residual_stream_bytes(config) / MIB
         rows.append(("one tensor of the residual stream", stream_mib, "MiB"))
@@ -218,14 +222,6 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
     return quantity_table(f"One step of {label}", rows, notes)
 
 
-def _state_rows(config: RunConfig, parameters: int) -> Iterator[tuple[str, float, str]]:
-    """What is known of the memory of a step that cannot be traced: its state in fp32."""
-    parameters_gib = FP32_BYTES * parameters / GIB
-    yield "parameters", parameters_gib, "GiB"
-    if config.mode is Mode.TRAIN:
-        yield "moments of AdamW", 2 * parameters_gib, "GiB"
-
-
 def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:
     """Bytes at the moments of a step."""
     if prediction is None:
@@ -240,7 +236,7 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
 
 def _flops_table(parts: Mapping[str, Row]) -> Table:
     """FLOPs by part of one of this program's models."""
-    columns = columns_of(*_flops_keys(parts), "step_causal_flops")
+    columns = [*_flops_columns(parts), column("step_causal_flops")]
     note = (
         "A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after "
         "it count."
@@ -253,7 +249,7 @@ def _modules_table(parts: Mapping[str, Row]) -> Table:
     if not parts[ALL]["forward_flops"]:
         columns = columns_of("component", "parameters")
         return make_table("Parameters by module", columns, parts.values())
-    columns = columns_of(*_flops_keys(parts), "forward_moved_bytes")
+    columns = [*_flops_columns(parts), column("forward_moved_bytes")]
     if parts[ALL]["backward_flops"]:
         columns.append(column("backward_moved_bytes"))
     note = (
@@ -263,12 +259,15 @@ def _modules_table(parts: Mapping[str, Row]) -> Table:
     return make_table("FLOPs by module", columns, parts.values(), [note])
 
 
-def _flops_keys(parts: Mapping[str, Row]) -> list[str | Column]:
-    """The columns that both tables of FLOPs begin with."""
+def _flops_columns(parts: Mapping[str, Row]) -> list[Column]:
+    """The columns that both tables of FLOPs begin with; without a backward pass forward is the
+    whole step.
+    """
     if not parts[ALL]["backward_flops"]:
-        return ["component", "parameters", column("forward_flops", drop_order=0), "share"]
+        forward = column("forward_flops", drop_order=0)
+        return columns_of("component", "parameters", forward, "share")
     forward = column("forward_flops", drop_order=1)
-    return ["component", "parameters", forward, "backward_flops", "step_flops", "share"]
+    return columns_of("component", "parameters", forward, "backward_flops", "step_flops", "share")
 
 
 def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
@@ -285,7 +284,8 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
         "Every factor and result of a product moves once. Fused attention moves no scores, and "
         "computes only those of causal pairs. Norms, softmax, casts and the loss come on top."
     ]
-    has_time = device is not None and config.precision in device.peak_flops_per_s
+    if device is not None and config.precision not in device.peak_flops_per_s:
+        device = None
     rows: list[Row] = []
     for work in _work(config):
         row: Row = {
@@ -294,13 +294,13 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
             "moved_mib": work.moved_bytes / MIB,
             "flops_per_byte": work.intensity,
         }
-        if device is not None and has_time:
+        if device is not None:
             least_s = accounting.least_time_s(work, device)
             moves_s = work.moved_bytes / device.memory_bandwidth_bytes_per_s
             bound_by = "memory" if least_s == moves_s else "arithmetic"
             row |= {"bound_by": least_s and bound_by, "least_s": least_s}
         rows.append(row)
-    if device is not None and has_time:
+    if device is not None:
         columns += columns_of("bound_by", "least_s")
         notes.append(f"The least time is that of {device.names[0]} by its data sheet.")
     update = " and of the optimizer" if config.mode is Mode.TRAIN else ""
@@ -311,11 +311,9 @@ def _collectives(config: RunConfig, times: CollectiveTimes) -> list[Row]:
     """A row for each kind and size of the collectives of a step; those of one kind stand
     together.
     """
-    kinds = list(Collective)
     counts: Mapping[CollectiveCall, int] = calls(config) or {}
-    rows = []
-    for call in sorted(counts, key=lambda call: (kinds.index(call.collective), call.num_bytes)):
-        count = counts[call]
+    rows: list[Row] = []
+    for call, count in counts.items():
         row = {
             "collective": call.collective,
             "count": count,
@@ -324,20 +322,24 @@ def _collectives(config: RunConfig, times: CollectiveTimes) -> list[Row]:
             "time_s": time_s({call: count}, times),
         }
         rows.append(row)
+    kinds = list(Collective)
+    rows.sort(key=lambda row: (kinds.index(row["collective"]), row["num_bytes"]))
     return rows
 
 
 def _collectives_table(config: RunConfig, times: CollectiveTimes) -> Table:
     """The collectives of a step and their sum, with their times where all are known."""
     rows = _collectives(config, times)
-    columns = columns_of("collective", "calls", "call_mib", "calls_sent_mib")
+    called = column("count", name="calls", about="Calls in a step.", drop_order=0)
+    columns = columns_of("collective", called, "num_bytes", "sent_bytes")
     notes = ["Tensors: those of one call together. Sent: by each rank, if all form a ring."]
     sums: Row = {"collective": ALL, "num_bytes": None, "time_s": None}
     for key in ("count", "sent_bytes"):
         sums[key] = sum(row[key] for row in rows)
     if all(row["time_s"] is not None for row in rows):
         sums["time_s"] = sum(row["time_s"] for row in rows)
-        columns.append(column("calls_ms"))
+        about = "Time of all these calls, by measured times of such collectives."
+        columns.append(column("time_s", name="predicted", about=about, scale=1e3, drop_order=0))
         notes.append(
             "Time: one call after the other, interpolated between measured sizes; nothing "
             "computes meanwhile."
@@ -346,17 +348,7 @@ def _collectives_table(config: RunConfig, times: CollectiveTimes) -> Table:
         notes.append(
             f"No time: cs336 ceilings among {config.ranks} such devices gives one (--ceilings DIR)."
         )
-    shown = [
-        {
-            "collective": row["collective"],
-            "calls": row["count"],
-            "call_mib": ratio(row["num_bytes"], MIB),
-            "calls_sent_mib": row["sent_bytes"] / MIB,
-            "calls_ms": ratio(row["time_s"], 1e-3),
-        }
-        for row in (*rows, sums)
-    ]
-    return make_table("Collectives of a step", columns, shown, notes)
+    return make_table("Collectives of a step", columns, [*rows, sums], notes)
 
 
 def _time_tables(account: Account) -> Iterator[Table]:
@@ -366,18 +358,16 @@ def _time_tables(account: Account) -> Iterator[Table]:
     curves, time = account.curves, account.time
     if curves is None or time is None:
         return
-    times_s = [
-        (str(phase), phase_s, time.kernels_s[phase]) for phase, phase_s in time.phases_s.items()
-    ]
-    times_s.append((Phase.STEP, time.step_s, sum(time.kernels_s.values())))
+    predicted_s = {**time.phases_s, Phase.STEP: time.step_s}
+    kernels_s = {**time.kernels_s, Phase.STEP: sum(time.kernels_s.values())}
     rows = [
         {
             "phase": phase,
-            "predicted_ms": 1e3 * predicted_s,
-            "kernels_ms": 1e3 * kernels_s,
+            "predicted_ms": 1e3 * predicted_s[phase],
+            "kernels_ms": 1e3 * kernels_s[phase],
             "prediction_is_doubted": curves.is_in_doubt,
         }
-        for phase, predicted_s, kernels_s in times_s
+        for phase in predicted_s
     ]
     limit = "The GPU is the limit"
     if time.limit is StepLimit.LAUNCHES:
@@ -469,7 +459,7 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
     return quantity_table(title, rows, notes, ("question", "answer"))
 
 
-UNITS = (("days", accounting.SECONDS_PER_DAY), ("hours", 3600), ("minutes", 60))
+UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60))
 """Units of the time of a training, the largest first."""
 
 

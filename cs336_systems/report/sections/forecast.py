@@ -8,21 +8,21 @@ another configuration is worth.
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from ...config import Phase, Profiler, RunConfig
+from ...config import Phase, RunConfig
 from ...costs.curves import Curves
 from ...costs.ranks_time import predicted_time
 from ...costs.time import StepLimit, TimePrediction, measured_share, without_own_products
-from ...record import RunRecord, Status, WarningCode
-from ...studies.ceilings_files import Ceilings
+from ...record import WarningCode
 from ...text import counted
 from ..columns import Row, columns_of
 from ..identity import settings_of
-from ..section import Section, Table, make_table
+from ..quantities import MS, StepResult, scaled
+from ..section import Section, make_table
+from ..words import ratio
 
 SCORED_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP)
 ERROR_COLUMNS = (
@@ -82,9 +82,7 @@ RULE = (
 )
 
 
-def scored(
-    sweeps: Mapping[Path, Sequence[RunRecord]], ceilings_of: Callable[[Path], Ceilings]
-) -> tuple[list[Row], int]:
+def scored(sweeps: Mapping[Path, Sequence[StepResult]]) -> tuple[list[Row], int]:
     """A row for each measured configuration of a sweep whose time is predicted, and the number of
     the others.
 
@@ -94,70 +92,57 @@ def scored(
     """
     rows: list[Row] = []
     others = 0
-    for directory, records in sorted(sweeps.items()):
-        repeats: dict[RunConfig, list[RunRecord]] = {}
-        for record in records:
-            config = record.config
-            if config is None or config.profiler is not Profiler.NONE:
+    for directory, results in sorted(sweeps.items()):
+        for result in results:
+            curves = result.ceilings.curves(result.device_name or "")
+            if result.config is None or not result.done:
                 continue
-            if record.status is Status.OK:
-                repeats.setdefault(config.configuration, []).append(record)
-        for config, same in repeats.items():
-            curves = ceilings_of(directory).curves(same[0].device_name or "")
-            prediction = None if curves is None else predicted_time(config, curves)
-            if curves is None or prediction is None:
+            if curves is None or result.forecast is None:
                 others += 1
             else:
-                rows += _rows(directory, config, same, prediction, curves)
+                rows += _rows(directory, result, result.config, curves, result.forecast)
     return rows, others
 
 
 def _rows(
     directory: Path,
+    result: StepResult,
     config: RunConfig,
-    records: Sequence[RunRecord],
-    prediction: TimePrediction,
     curves: Curves,
+    prediction: TimePrediction,
 ) -> Iterator[Row]:
     """The row of one configuration, and that without its own matmuls if they were measured."""
     is_measured = measured_share(config, curves) > 1 / 2
-    row = _row(directory, config, records, prediction)
+    row = _row(directory, result, config, prediction)
     yield row | {"shapes": Shapes.MEASURED if is_measured else Shapes.UNMEASURED}
     if is_measured and row["limit"] is StepLimit.DEVICE:
         without = predicted_time(config, without_own_products(config, curves))
         if without is not None:
-            yield _row(directory, config, records, without) | {"shapes": Shapes.UNMEASURED}
+            yield _row(directory, result, config, without) | {"shapes": Shapes.UNMEASURED}
 
 
-def _row(
-    directory: Path, config: RunConfig, records: Sequence[RunRecord], prediction: TimePrediction
-) -> Row:
+def _row(directory: Path, result: StepResult, config: RunConfig, prediction: TimePrediction) -> Row:
     """Measured and predicted times of one configuration, by phase, and what limits it."""
-    codes = {warning.code for record in records for warning in record.warnings}
     settings = settings_of(config)
     row: Row = {
         "directory": directory.as_posix(),
         "key": config.key,
-        "device_name": records[0].device_name,
+        "device_name": result.device_name,
         **{key: settings[key] for key in SCORED_SETTINGS},
         "fast": config.fused_blocks,
     }
+    predicted_s = {**prediction.phases_s, Phase.STEP: prediction.step_s}
     for phase in SCORED_PHASES:
-        predicted_s = prediction.phases_s.get(phase)
-        if phase is Phase.STEP:
-            predicted_s = prediction.step_s
-        measurements = [record.measurement(phase) for record in records]
-        medians_s = [measured.median_s for measured in measurements if measured is not None]
-        row |= {f"{phase}_ms": None, f"predicted_{phase}_ms": None, f"{phase}_error": None}
-        if predicted_s is None:
-            continue
-        row[f"predicted_{phase}_ms"] = 1e3 * predicted_s
-        if medians_s:
+        medians_s = [measured.median_s for measured in result.measured(phase)]
+        measured_s = None
+        if medians_s and phase in predicted_s:
             measured_s = statistics.median(medians_s)
-            row[f"{phase}_ms"] = 1e3 * measured_s
-            if measured_s:
-                row[f"{phase}_error"] = 100 * (predicted_s / measured_s - 1)
-    has_host_times = any(record.host_phases for record in records)
+        quotient = ratio(predicted_s.get(phase), measured_s)
+        row[f"{phase}_ms"] = scaled(measured_s, MS)
+        row[f"predicted_{phase}_ms"] = scaled(predicted_s.get(phase), MS)
+        row[f"{phase}_error"] = None if quotient is None else 100 * (quotient - 1)
+    codes = {warning.code for record in result.done for warning in record.warnings}
+    has_host_times = any(record.host_phases for record in result.done)
     row["limit"] = StepLimit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else StepLimit.DEVICE
     row["predicted_limit"] = prediction.limit if has_host_times else prediction.limit_of_whole
     row["predicted_busy_share"] = prediction.busy_share
@@ -166,37 +151,26 @@ def _row(
 
 
 def forecast_section(rows: Sequence[Row], others: int) -> Section:
-    """A table of errors for each limit; the values are those of each configuration."""
-    first: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        first.setdefault((row["directory"], row["key"]), row)
+    """A table of errors for each limit, of all its rows and of groups of them; the values are those
+    of each configuration.
+    """
     tables = []
     for (limit, shapes), title in ERROR_TITLES.items():
-        of_shapes = first.values() if shapes is None else rows
-        scored_rows = [
-            row for row in of_shapes if row["limit"] is limit and shapes in (None, row["shapes"])
-        ]
-        if scored_rows or shapes is None:
-            notes = [AS_IF] if shapes is Shapes.UNMEASURED else []
-            tables.append(_table(title, scored_rows, [*notes, RULE]))
-    if others:
-        note = (
-            f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models but "
-            "for the whole of --fast, such steps on several ranks, and devices without ceilings."
-        )
-        tables[-1] = replace(tables[-1], notes=(*tables[-1].notes, note))
+        notes = [AS_IF, RULE] if shapes is Shapes.UNMEASURED else [RULE]
+        if limit is StepLimit.LAUNCHES and others:
+            notes.append(
+                f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models "
+                "but for the whole of --fast, such steps on several ranks, and devices without "
+                "ceilings."
+            )
+        of_limit = [row for row in rows if row["limit"] is limit]
+        kept = [row for row in of_limit if shapes in (None, row["shapes"])]
+        summaries = [_summary(name, group) for name, group in _groups(kept) if group]
+        columns = columns_of(*ERROR_COLUMNS)
+        if kept or limit is StepLimit.LAUNCHES:
+            title = f"Predicted times of steps {title}"
+            tables.append(make_table(title, columns, summaries, notes))
     return Section(name="errors", tables=tuple(tables), rows=rows)
-
-
-def _table(title: str, rows: Sequence[Row], notes: Sequence[str]) -> Table:
-    """The errors of all rows, and of groups of them."""
-    groups = {name: group for name, group in _groups(rows) if group}
-    return make_table(
-        f"Predicted times of steps {title}",
-        columns_of(*ERROR_COLUMNS),
-        [_summary(name, group) for name, group in groups.items()],
-        notes,
-    )
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:

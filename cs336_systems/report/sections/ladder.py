@@ -3,10 +3,9 @@ picture.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,12 @@ from ...studies.ceilings_files import NO_CEILINGS, Ceilings
 from ...subject import Subject
 from ...sweep.ladder import CHANGED, GATE_STEPS, Gate, Rung, judge, reason_run
 from ..charts import Bar, Chart, Panel, Style
-from ..column import Column, Quantity, quantity, short, six_digits
-from ..columns import column
+from ..column import Column, quantity, short, six_digits
 from ..configurations import step_results
 from ..formats import pngs_of, texts_of, write_files
 from ..quantities import Gain, OtherColumns, StepResult, Value
 from ..section import Section, known, make_table
-from ..words import CHANCE, DOUBT, interval_text, ratio, rounded, significant
+from ..words import CHANCE, DOUBT, ratio, rounded, significant
 from .kernels.entry import Explained
 from .steps import warning_notes
 
@@ -72,53 +70,6 @@ def distance_text(percent: float) -> str:
     return significant(percent, 2) if percent else "0"
 
 
-_OVER_LAST, _OVER_FIRST = attrgetter("over_last"), attrgetter("over_first")
-
-
-def _speed_up(name: str, about: str, gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
-    """Column of the ratio of a gain."""
-    return Quantity(
-        name,
-        "",
-        about,
-        compute=lambda rung: gain(rung).ratio,
-        text=lambda rung: gain(rung).text(),
-        drop_order=drop,
-    )
-
-
-def _low(gain: Callable[[Any], Gain], drop: int) -> Quantity[Value]:
-    """Lower end of the interval of a speed-up; its cells show both ends."""
-    return Quantity(
-        "interval",
-        "",
-        "Interval of the speed-up beside it.",
-        compute=lambda rung: gain(rung).low,
-        text=lambda rung: interval_text(gain(rung).low, gain(rung).high),
-        numeric=False,
-        drop_order=drop,
-    )
-
-
-def _high(gain: Callable[[Any], Gain]) -> Quantity[Value]:
-    """Upper end of the interval of a speed-up, in CSV files only."""
-    return Quantity("", "", "Upper end of the interval.", compute=lambda rung: gain(rung).high)
-
-
-def _most(
-    name: str, about: str, count: Callable[[Compilation], int], drop: int
-) -> Quantity[int | None]:
-    """The largest count of the compilations of a rung's processes."""
-    return Quantity(
-        name,
-        "",
-        about,
-        compute=lambda rung: max(map(count, rung.compilations), default=None),
-        drop_order=drop,
-        write=str,
-    )
-
-
 class RungResult(StepResult):
     """The result of a rung: its times, its gate, and how much faster it is than others.
 
@@ -130,8 +81,6 @@ class RungResult(StepResult):
     """The last credited rung before this one."""
     first: "RungResult | None" = None
     """The first credited rung before this one."""
-    may_be_fastest = False
-    """Whether the processes do not tell it from the fastest rung."""
 
     def __init__(
         self,
@@ -212,16 +161,36 @@ class RungResult(StepResult):
         """The rung that this one is compared with."""
         return self.before.rung if self.before is not None else ""
 
-    speed_up_over_last = _speed_up(
-        "over last", "How many times faster than the last rung that counts.", _OVER_LAST, 2
-    )
-    speed_up_over_last_ci95_low = _low(_OVER_LAST, 8)
-    speed_up_over_last_ci95_high = _high(_OVER_LAST)
-    speed_up_over_first = _speed_up(
-        "over first", "How many times faster than the first rung that counts.", _OVER_FIRST, 3
-    )
-    speed_up_over_first_ci95_low = _low(_OVER_FIRST, 7)
-    speed_up_over_first_ci95_high = _high(_OVER_FIRST)
+    @quantity("over last", drop_order=2, text=lambda rung: rung.over_last.text())
+    def speed_up_over_last(self) -> Value:
+        """How many times faster than the last rung that counts."""
+        return self.over_last.ratio
+
+    @quantity("interval", numeric=False, drop_order=8, text=lambda rung: rung.over_last.interval())
+    def speed_up_over_last_ci95_low(self) -> Value:
+        """Interval of the speed-up beside it."""
+        return self.over_last.low
+
+    @quantity()
+    def speed_up_over_last_ci95_high(self) -> Value:
+        """Upper end of the interval."""
+        return self.over_last.high
+
+    @quantity("over first", drop_order=3, text=lambda rung: rung.over_first.text())
+    def speed_up_over_first(self) -> Value:
+        """How many times faster than the first rung that counts."""
+        return self.over_first.ratio
+
+    @quantity("interval", numeric=False, drop_order=7, text=lambda rung: rung.over_first.interval())
+    def speed_up_over_first_ci95_low(self) -> Value:
+        """Interval of the speed-up beside it."""
+        return self.over_first.low
+
+    @quantity()
+    def speed_up_over_first_ci95_high(self) -> Value:
+        """Upper end of the interval."""
+        return self.over_first.high
+
     _peaks = OtherColumns("peak_allocated_gib", "peak_reserved_gib")
 
     @quantity("compiling", "s", drop_order=2, write=short)
@@ -230,16 +199,20 @@ class RungResult(StepResult):
         # the process that found least in the compiler's cache
         return max((compilation.seconds for compilation in self.compilations), default=None)
 
-    graphs = _most("graphs", "Graphs that were compiled.", lambda made: made.graphs, 6)
-    graph_breaks = _most(
-        "graph breaks",
-        "Places where the compiler gave up a graph.",
-        lambda made: made.graph_breaks,
-        7,
-    )
-    recompiles = _most(
-        "recompiles", "Graphs that were compiled again.", lambda made: made.recompiles, 8
-    )
+    @quantity("graphs", drop_order=6, write=str)
+    def graphs(self) -> int | None:
+        """Graphs that were compiled."""
+        return max((made.graphs for made in self.compilations), default=None)
+
+    @quantity("graph breaks", drop_order=7, write=str)
+    def graph_breaks(self) -> int | None:
+        """Places where the compiler gave up a graph."""
+        return max((made.graph_breaks for made in self.compilations), default=None)
+
+    @quantity("recompiles", drop_order=8, write=str)
+    def recompiles(self) -> int | None:
+        """Graphs that were compiled again."""
+        return max((made.recompiles for made in self.compilations), default=None)
 
     @quantity("loss 20", drop_order=5, write=six_digits)
     def loss_20(self) -> Value:
@@ -268,13 +241,18 @@ class RungResult(StepResult):
 
     @quantity("kernels", write=short)
     def launches_per_step(self) -> Value:
-        """Kernels or operators that were launched."""
-        return None if self._profile is None else launches_per_step(self._profile)
+        """Kernels that were launched in a step; on a CPU, operators."""
+        if self._profile is None:
+            return None
+        return sum(sum(phase.launches) for phase in self._profile.phases) / self._profile.num_steps
 
     @quantity("busy", "ms", drop_order=1, write=rounded)
     def busy_ms(self) -> Value:
-        """Time in which a kernel or copy ran."""
-        return None if self._profile is None else busy_ms(self._profile)
+        """Time of a step in which a kernel or copy ran."""
+        if self._profile is None:
+            return None
+        busy_s = sum(sum(phase.busy_s) for phase in self._profile.phases)
+        return busy_s / self._profile.num_steps * 1e3
 
     @quantity("GPU busy", "%", drop_order=2, scale=100, write=short)
     def busy_share(self) -> Value:
@@ -291,44 +269,60 @@ class RungResult(StepResult):
 
 
 def _gain(slower: RungResult | None, faster: RungResult) -> Gain:
-    """The gain over another rung, with its interval; all unknown without one."""
-    interval = None if slower is None else speed_up(slower.blocks, faster.blocks)
-    if slower is None or interval is None:
+    """The gain over another rung, compared as `cs336 compare` does; all unknown without times of
+    both.
+
+    There is no interval without FEWEST processes, which show the scatter.
+    """
+    if slower is None or not slower.blocks or not faster.blocks:
         return Gain()
-    times, low, high = interval
-    return Gain.over(slower, faster, times)._replace(low=low, high=high)
+    compared = compare_in_turn(slower.blocks, faster.blocks)
+    gain = Gain.over(slower, faster, 1 / compared.ratio)
+    in_turn = slower.blocks.keys() & faster.blocks.keys()
+    if len(in_turn) < FEWEST or compared.low is None or compared.high is None:
+        return gain
+    return gain._replace(low=1 / compared.high, high=1 / compared.low)
 
 
 Rungs = Sequence[RungResult]
 SPEED = (
-    RungResult.rung,
-    RungResult.change,
-    column("step_mean_ms", instead="ended"),
-    StepResult.step_ci95_low_ms,
-    # no note explains a mark of doubt here
-    column("predicted_step_ms", drop_order=5, doubt=""),
-    column("predicted_step_error", drop_order=5, doubt=""),
-    StepResult.tokens_per_s,
-    column("mfu", drop_order=6),
-    column("ceiling_share", drop_order=10),
-    RungResult.speed_up_over_last,
-    RungResult.speed_up_over_last_ci95_low,
-    RungResult.speed_up_over_first,
-    RungResult.speed_up_over_first_ci95_low,
-    column("peak_allocated_gib", drop_order=4),
-    RungResult.gate,
+    "rung",
+    "change",
+    "step_mean_ms",
+    "step_ci95_low_ms",
+    "predicted_step_ms",
+    "predicted_step_error",
+    "tokens_per_s",
+    "mfu",
+    "ceiling_share",
+    "speed_up_over_last",
+    "speed_up_over_last_ci95_low",
+    "speed_up_over_first",
+    "speed_up_over_first_ci95_low",
+    "peak_allocated_gib",
+    "gate",
 )
+SPEED_CHANGES: Mapping[str, dict[str, Any]] = {
+    "step_mean_ms": {"instead": "ended"},
+    # no note explains a mark of doubt here
+    "predicted_step_ms": {"drop_order": 5, "doubt": ""},
+    "predicted_step_error": {"drop_order": 5, "doubt": ""},
+    "mfu": {"drop_order": 6},
+    "ceiling_share": {"drop_order": 10},
+    "peak_allocated_gib": {"drop_order": 4},
+}
+"""What the table of speed writes in another way than that of a sweep."""
 GATE = (
-    RungResult.rung,
-    RungResult.loss_20,
-    RungResult.distance_last,
-    RungResult.distance_largest,
-    RungResult.bound,
-    RungResult.gate,
-    RungResult.compile_s,
-    RungResult.graphs,
-    RungResult.graph_breaks,
-    RungResult.recompiles,
+    "rung",
+    "loss_20",
+    "distance_last",
+    "distance_largest",
+    "bound",
+    "gate",
+    "compile_s",
+    "graphs",
+    "graph_breaks",
+    "recompiles",
 )
 
 
@@ -342,34 +336,23 @@ def ladder_results(
 
     Each rung is compared with the last credited rung before it, and with the first.
     """
-    measured: dict[Subject, StepResult] = {}
-    for result in step_results(records, ceilings):
-        measured.setdefault(result.subject, result)
-
-    def records_of(rung: Rung) -> Sequence[RunRecord]:
-        result = measured.get(rung.config.configuration)
-        return () if result is None else result.records
-
-    references = [record.losses for record in records_of(ladder[0]) if record.status is Status.OK]
+    records_of: dict[Subject, Sequence[RunRecord]] = {}
+    for step in step_results(records, ceilings):
+        records_of.setdefault(step.subject, step.records)
+    references: list[Sequence[float | None]] = []
     rungs: list[RungResult] = []
     for rung in ladder:
+        processes = records_of.get(rung.config.configuration, ())
+        if not rungs:
+            references = [record.losses for record in processes if record.status is Status.OK]
         profiles = [entry.profile for entry in traces if entry.config == reason_run(rung)]
         profile = profiles[-1] if profiles and profiles[-1].num_steps else None
-        result = RungResult(rung, records_of(rung), ceilings, references, profile)
+        result = RungResult(rung, processes, ceilings, references, profile)
         credited = [earlier for earlier in rungs if earlier.is_credited]
         if credited:
             result.first, result.before = credited[0], credited[-1]
         rungs.append(result)
-    best = fastest_rung(rungs)
-    if best is not None:
-        for result in rungs:
-            result.may_be_fastest = result.is_credited and _is_alike(result, best)
     return rungs
-
-
-def _is_alike(result: RungResult, best: RungResult) -> bool:
-    """Whether the processes of both rungs do not tell which is faster."""
-    return compare_in_turn(result.blocks, best.blocks).verdict is Verdict.CANNOT_TELL
 
 
 def fastest_rung(rungs: Rungs) -> RungResult | None:
@@ -378,50 +361,30 @@ def fastest_rung(rungs: Rungs) -> RungResult | None:
     return min(credited, key=lambda rung: rung.step_mean_ms or math.inf, default=None)
 
 
-def speed_up(slow: StepBlocks, fast: StepBlocks) -> tuple[float, Value, Value] | None:
-    """The speed-up and its interval, from the processes of both sides; None if a side has none.
-
-    Both are those of `cs336 compare`, inverted; there is no interval without FEWEST processes,
-    which show the scatter.
-    """
-    if not slow or not fast:
-        return None
-    compared = compare_in_turn(slow, fast)
-    if len(slow.keys() & fast.keys()) < FEWEST or compared.low is None or compared.high is None:
-        return 1 / compared.ratio, None, None
-    return 1 / compared.ratio, 1 / compared.high, 1 / compared.low
-
-
-def launches_per_step(profile: StepProfile) -> float:
-    """Kernels that were launched in a step; on a CPU, operators."""
-    return sum(sum(phase.launches) for phase in profile.phases) / profile.num_steps
-
-
-def busy_ms(profile: StepProfile) -> float:
-    """Time of a step in which a kernel or copy ran."""
-    return sum(sum(phase.busy_s) for phase in profile.phases) / profile.num_steps * 1e3
+def _column(key: str) -> Column:
+    """The column of a rung's quantity."""
+    column: Column = getattr(RungResult, key)
+    return column
 
 
 def ladder_section(rungs: Rungs) -> Section:
     """Speed; gate and compilation; counts, if there is a profile."""
-    told = settings(rungs)
-    tables = [
-        make_table(
-            "From the slow way to the fast way",
-            known(SPEED, rungs),
-            rungs,
-            [f"{told}.", *_speed_notes(rungs)],
-            _stands_out,
-            findings(rungs),
-        ),
-        make_table(
-            "The same training, and what compiling takes",
-            known(GATE, rungs),
-            rungs,
-            _gate_notes(rungs),
-            _stands_out,
-        ),
-    ]
+
+    def is_uncredited(rung: RungResult) -> bool:
+        return not rung.is_credited
+
+    columns = [replace(_column(key), **SPEED_CHANGES.get(key, {})) for key in SPEED]
+    speed = make_table(
+        "From the slow way to the fast way",
+        known(columns, rungs),
+        rungs,
+        _speed_notes(rungs),
+        is_uncredited,
+        findings(rungs),
+    )
+    columns = known([_column(key) for key in GATE], rungs)
+    title = "The same training, and what compiling takes"
+    tables = [speed, make_table(title, columns, rungs, _gate_notes(rungs), is_uncredited)]
     if any(rung.launches_per_step is not None for rung in rungs):
         counts: list[Column] = [RungResult.rung]
         if rungs[0].config.device is Device.CPU:
@@ -434,16 +397,15 @@ def ladder_section(rungs: Rungs) -> Section:
         tables=tuple(tables),
         rows=rungs,
         keys=RungResult.csv_keys(rungs),
-        pictures=(ladder_chart(rungs, told),),
+        pictures=(ladder_chart(rungs),),
     )
 
 
-def _stands_out(rung: RungResult) -> bool:
-    return not rung.is_credited
-
-
 def _speed_notes(rungs: Rungs) -> Iterator[str]:
-    """How many processes there are, which rung is the fastest, and what went wrong."""
+    """What all rungs share, how many processes there are, which rung is the fastest, and what
+    went wrong.
+    """
+    yield f"{settings(rungs)}."
     counts = [rung.processes for rung in rungs if rung.processes]
     if counts and min(counts) < FEWEST:
         yield CHANCE
@@ -465,7 +427,12 @@ def findings(rungs: Rungs) -> Iterator[str]:
     if best is not None and best.step_mean_ms is not None:
         first = best.first
         gain = f", {best.over_first.text()} times as fast as {first.rung}" if first else ""
-        alike = [rung.rung for rung in rungs if rung.may_be_fastest and rung is not best]
+        alike = []
+        for rung in rungs:
+            if rung is best or not rung.is_credited:
+                continue
+            if compare_in_turn(rung.blocks, best.blocks).verdict is Verdict.CANNOT_TELL:
+                alike.append(rung.rung)
         untold = f"; its processes do not tell it from {', '.join(alike)}" if alike else ""
         yield f"The fastest is {best.rung}: {significant(best.step_mean_ms)} ms{gain}{untold}."
     if failed := [rung.rung for rung in rungs if rung.processes and not rung.is_credited]:
@@ -505,13 +472,13 @@ def settings(rungs: Rungs) -> str:
     return ", ".join([*words, *devices[:1]])
 
 
-def ladder_chart(rungs: Rungs, settings: str) -> Chart:
+def ladder_chart(rungs: Rungs) -> Chart:
     """Mean time of a step by rung."""
     panel = Panel(label="step (ms)", bars=[_bar(rung) for rung in rungs])
     return Chart(
         name="ladder",
         title="Time of a training step, rung by rung",
-        settings=settings,
+        settings=settings(rungs),
         panels=[panel],
         styles=STYLES,
     )

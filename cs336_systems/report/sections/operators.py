@@ -3,7 +3,6 @@ values as CSV.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import product
 
 from ...analysis.warnings import PASSES
@@ -23,10 +22,9 @@ from ...studies.operators import (
     rows_bytes,
     weights_bytes,
 )
-from ...text import counted
 from ..columns import Column, Row, column, columns_of, three_digits
 from ..section import Section, Table, known, make_table
-from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, scientific, significant
+from ..words import CHANCE, GIB, GIGA, MIB, TERA, place_in, ratio, significant
 from .study import (
     across,
     derived,
@@ -110,17 +108,8 @@ FUSION_COLUMNS = (
 )
 SHAPE = ("d_head", "context_length")
 TIMED = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "together": Phase.STEP}
-TITLES = {
-    "forward": "Forward pass of attention",
-    "backward": "Backward pass of attention",
-    "together": "Forward and backward pass of attention together",
-}
-QUANTITIES = {"output": (Quantity.OUTPUT,), "gradients": (Quantity.DQ, Quantity.DK, Quantity.DV)}
-BASELINES = {
-    Implementation.NAIVE: "Times as fast as naive",
-    Implementation.OWN: "Time of the others over that of own",
-}
-"""What the other implementations are compared with, and how it is said."""
+TITLES = {"forward": "Forward pass of attention", "backward": "Backward pass of attention"}
+"""Of the tables of times; those of both passes together are in the CSV."""
 
 
 def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
@@ -159,11 +148,10 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
         tera_ms = attention_flops(grid, cell, phase) / TERA * 1e3
         rate = ratio(tera_ms, row[f"{timed}_mean_ms"])
         row |= derived(f"{timed}_tflops_per_s", rate, row, prefix=f"{timed}_")
-    row["errors"] = {error.quantity: error for error in result.errors}
-    for quantity in Quantity:
-        error = row["errors"].get(quantity)
-        row[f"{quantity}_max_error"] = error and error.max_error
-        row[f"{quantity}_relative_error"] = error and error.relative
+    row |= dict.fromkeys(ERROR_COLUMNS)
+    for error in result.errors:
+        row[f"{error.quantity}_max_error"] = error.max_error
+        row[f"{error.quantity}_relative_error"] = error.relative
     return row
 
 
@@ -189,18 +177,14 @@ def _end_of_own(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def attention_section(study: AttentionStudy) -> Section:
-    """For each precision tables of forward, of backward, of both, of memory and of errors, if
-    these two are known.
-    """
+    """For each precision tables of forward, of backward, and of memory if it is known."""
     rows = [_attention_row(study, result) for result in study.results]
     tables = []
     for precision in dict.fromkeys(row["precision"] for row in rows):
         cells = sorted((row for row in rows if row["precision"] is precision), key=_shape)
-        tables += [_time_table(study, cells, timed) for timed in TIMED]
+        tables += [_time_table(study, cells, timed) for timed in TITLES]
         if any(row["saved_mib"] is not None for row in cells):
             tables.append(_memory_table(study, cells))
-        if any(row["errors"] for row in cells):
-            tables += [_error_table(study, cells, name) for name in QUANTITIES]
     keys: tuple[str, ...] = CSV_COLUMNS
     if study.grid.own:
         keys += ERROR_COLUMNS
@@ -289,20 +273,21 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
 
 
 def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
-    """How fast the implementations are beside naive, and beside own."""
-    for baseline, words in BASELINES.items():
-        of_baseline = cells_of(rows, baseline, f"{timed}_mean_ms")
-        gains = []
-        for name in study.available(rows[0]["precision"]):
-            if name is baseline:
-                continue
-            cells = cells_of(rows, name, f"{timed}_mean_ms")
-            # own is what is to be judged, so its time is the one below the line
-            pair = (cells, of_baseline) if baseline is Implementation.OWN else (of_baseline, cells)
-            if quotient := _quotient(timed, *pair):
-                gains.append(f"{name} {quotient}")
-        if gains:
-            yield f"{words}, at the largest shape that both can do: {', '.join(gains)}."
+    """How fast the implementations are beside own, or without one beside naive."""
+    baseline, words = Implementation.NAIVE, "Times as fast as naive"
+    if study.grid.own:
+        baseline, words = Implementation.OWN, "Time of the others over that of own"
+    of_baseline = cells_of(rows, baseline, f"{timed}_mean_ms")
+    gains = []
+    for name in study.available(rows[0]["precision"]):
+        cells = cells_of(rows, name, f"{timed}_mean_ms")
+        # own is what is to be judged, so its time is the one below the line
+        pair = (cells, of_baseline) if study.grid.own else (of_baseline, cells)
+        quotient = _quotient(timed, *pair)
+        if quotient and name is not baseline:
+            gains.append(f"{name} {quotient}")
+    if gains:
+        yield f"{words}, at the largest shape that both can do: {', '.join(gains)}."
 
 
 def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
@@ -317,32 +302,6 @@ def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
             cell = derived("speed_up", speed_up, first, second, prefix=f"{timed}_")
             return f"{column('speed_up').cell(cell)} ({_at(second)})"
     return ""
-
-
-def _error_table(study: AttentionStudy, rows: Rows, name: str) -> Table:
-    """The errors of output or gradients against float64."""
-    quantities = QUANTITIES[name]
-    error = column(f"{name.removesuffix('s')}_error", text=partial(_error, quantities=quantities))
-    several = ", the largest of the three" if len(quantities) > 1 else ""
-    note = (
-        f"Largest distance of an element of {', '.join(quantities)} from written-out attention in "
-        f"float64 on the same inputs; in brackets over the largest magnitude there{several}. "
-        "Empty where float64 did not fit into memory."
-    )
-    return _table(study, rows, f"Error of attention's {name} against float64", error, [note])
-
-
-def _error(row: Row, quantities: Sequence[Quantity]) -> str:
-    """The largest distance of any of these quantities, and in brackets the largest relative one."""
-    errors = [row["errors"].get(quantity) for quantity in quantities]
-    if not all(errors):
-        return str(row["ended"])
-    mark = "WRONG " if row["status"] is Status.INVALID else ""
-    if any(error.max_error is None for error in errors):
-        return f"{mark}not finite"
-    largest = max(error.max_error for error in errors)
-    relative = max(error.relative or 0 for error in errors)
-    return f"{mark}{scientific(largest)} ({scientific(relative)})"
 
 
 def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
@@ -406,7 +365,7 @@ def fusion_section(study: FusionStudy) -> Section:
 
 def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
     """The versions of each operation in one direction and precision."""
-    grid, findings = study.grid, list(_savings(rows))
+    grid = study.grid
     title = (
         f"Fusion op by op, {which}, batch {grid.batch_size}, context {grid.context_length}, width "
         f"{grid.width}, attention {grid.num_heads} heads of {grid.d_head}, "
@@ -415,8 +374,8 @@ def _fusion_table(study: FusionStudy, rows: Rows, which: str) -> Table:
     failures = [
         f"{row['op']} {row['version']}: {row['error']}" for row in rows if row["error"] is not None
     ]
-    notes = [*_fusion_notes(study, rows), *findings, *failures]
-    return make_table(title, known(FUSION_COLUMNS, rows), rows, notes, has_failed, findings)
+    notes = [*_fusion_notes(study, rows), *failures]
+    return make_table(title, known(FUSION_COLUMNS, rows), rows, notes, has_failed)
 
 
 def _fusion_row(study: FusionStudy, row: FusionRow, eager: FusionRow) -> Row:
@@ -458,20 +417,3 @@ def _fusion_notes(study: FusionStudy, rows: Rows) -> Iterator[str]:
     if study.grid.device is Device.CPU:
         yield "On a CPU operators take the place of kernels."
     yield CHANCE
-
-
-def _savings(rows: Rows) -> Iterator[str]:
-    """What fusing each operation saves."""
-    for op in dict.fromkeys(row["op"] for row in rows):
-        versions = {row["version"]: row for row in rows if row["op"] is op}
-        eager = versions.pop(Version.EAGER)
-        if eager["status"] is not Status.OK or eager["moved_mib"] is None:
-            continue
-        kernels = counted(eager["kernels"], "kernel")
-        excess = significant(eager["moved_mib"] / eager["must_move_mib"], 3)
-        texts = [f"written out {kernels} that move {excess} times what must move"]
-        for version, row in versions.items():
-            if gain := column("speed_up").cell(row):
-                kernels = f"{counted(row['kernels'], 'kernel')}, " if row["kernels"] else ""
-                texts.append(f"{version} {kernels}{gain} times as fast")
-        yield f"{op}: {'; '.join(texts)}."

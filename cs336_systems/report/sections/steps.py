@@ -16,11 +16,11 @@ from ...text import counted, text_of
 from ..charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
 from ..column import Quantity, Row, three_digits
 from ..columns import column
-from ..configurations import describe, over_warmup, steady
-from ..identity import by_name, identity_columns, names_of, placed_settings, settings_of, trailing
+from ..configurations import over_warmup, steady
+from ..identity import identity_columns, placed_settings, settings_of, trailing
 from ..quantities import SpeedUp, StepResult
-from ..section import Section, Table, known, make_table
-from ..words import CHANCE, DOUBT, DOUBTED_FORECAST, SHIPPED, between, significant, warning_counts
+from ..section import Section, Table, distinct_labels, known, labels, make_table, settings
+from ..words import CHANCE, DOUBT, DOUBTED_FORECAST, SHIPPED, NamedRows, significant, warning_counts
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
@@ -132,7 +132,7 @@ def _table(
     shown = [*identity_columns(results, ALWAYS), step, *known(others, results)]
     if any(result.failed for result in results):
         shown.append(StepResult.status)
-    shared = describe(results)
+    shared = settings(results)
     told = [f"{shared}."] if shared else []
     return make_table(
         title,
@@ -162,7 +162,7 @@ def _limits(results: Sequence[StepResult]) -> Iterator[str]:
     if len(results) < 2:
         return
     groups: dict[str, list[str]] = {}
-    for name, result in zip(_names(results), results, strict=True):
+    for name, result in zip(labels(results), results, strict=True):
         if result.failed:
             groups.setdefault(result.ended.capitalize(), []).append(name)
         elif WarningCode.LAUNCH_BOUND in result.codes:
@@ -182,12 +182,8 @@ def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
         baseline = next(iter(values))
         number = sum(result.gain(entry.settings).is_doubted for result in faster)
         doubt = f"; in {number} of {len(faster)} a time is in doubt ({DOUBT})" if number else ""
-        gains = between(by_name(faster, lambda result: result[entry.key]), three_digits)
+        gains = NamedRows(faster, distinct_labels(faster)).range(entry.key, three_digits)
         yield f"{setting} {value}: a step is {gains} times as fast as with {baseline}{doubt}."
-
-
-def _names(results: Sequence[StepResult]) -> list[str]:
-    return names_of([result.identity for result in results])
 
 
 def results_section(
@@ -251,7 +247,7 @@ def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
         yield Chart(
             name=f"step_time_no{number}" if number > 1 else "step_time",
             title=BY_PHASE,
-            settings=describe(results),
+            settings=settings(results),
             panels=[panel],
             legend=5,
             styles=PARTS,
@@ -264,7 +260,7 @@ def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
     Its words are the time of the step with the deviation and, on a line of its own, the peak of
     memory.
     """
-    return [_phase_bar(name, result) for name, result in zip(_names(results), results, strict=True)]
+    return [_phase_bar(name, result) for name, result in zip(labels(results), results, strict=True)]
 
 
 def _phase_bar(name: str, result: StepResult) -> Bar:

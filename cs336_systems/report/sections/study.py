@@ -4,7 +4,6 @@ that of precision.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from ...analysis.statistics import quotient_stdev
 from ...analysis.warnings import PASSES, Repeated, in_doubt, measurement_warnings
@@ -98,17 +97,13 @@ def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
 
     `name` is the key whose values become columns. With `name` "implementation", a pivoted row has
     the original row of naive attention under "naive", from which `across` writes a cell, and the
-    values of that row under keys such as "naive forward_mean_ms". Where there is no such row, these
-    values are None, and "naive" is missing.
+    values of that row under keys such as "naive forward_mean_ms"; both are missing where there is
+    no such row.
     """
-    kept = list(rows)
-    unknown: dict[Any, Any] = {}  # None under every key of a value that some pivoted row has
-    for row in kept:
-        unknown |= dict.fromkeys(f"{row[name]} {key}" for key in row)
     table: dict[tuple[object, ...], Row] = {}
-    for row in kept:
+    for row in rows:
         values = tuple(row[key] for key in index)
-        cells = table.setdefault(values, dict(zip(index, values, strict=True)) | unknown)
+        cells = table.setdefault(values, dict(zip(index, values, strict=True)))
         cells[row[name]] = row
         cells |= {f"{row[name]} {key}": value for key, value in row.items()}
     return list(table.values())

@@ -9,18 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import Attribution, attribute
 from cs336.analysis.kernels.explain import explain, summarise
 from cs336.analysis.kernels.phases import PHASES
 from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import StepProfile
+from cs336.report.section import Finding
 from cs336.report.sections.kernels.entry import Explained
-from cs336.report.sections.kernels.figures import WHERE
 from cs336.report.sections.kernels.findings import findings
+from tests.analysis.kernels.drawn_claims import CAUSES, claims
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
 from tests.analysis.kernels.drawn_programs import recorded, simulate
-from tests.analysis.kernels.drawn_truth import LAUNCHING, QUEUED, Truth, length, waits
+from tests.analysis.kernels.drawn_truth import MODULE, Truth, length, waits
 from tests.analysis.kernels.kineto_files import BASE_NS
 from tests.analysis.kernels.tracing import ns
 
@@ -49,19 +51,30 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
         return []
     attribution = attribute(read_trace(paths[0]))
     profile = summarise(attribution, source="drawn")
-    sentences = [finding.text for finding in findings(Explained(profile=profile))]
+    said = findings(Explained(profile=profile))
     made = [
         *_sums(profile, truth),
         *_steps(profile, truth),
+        *_labels(profile, truth),
         *_phases(attribution, truth),
+        *_modules(attribution, profile, truth),
         *_busy(profile, truth, is_whole=bool((attribution.jobs.step >= 0).all())),
         *_idle(profile, truth),
+        *_reasons(profile, truth),
         *_communication(profile, truth),
-        *_sentences(sentences, profile, truth),
+        *_findings(said, profile, truth),
     ]
     if plan.ranks > 1 and plan.cut == (0, 1) and not plan.dropped:
-        made += _ranks(explain(paths[0]), waits(files))
+        made += _ranks(_of_all(paths[0]), waits(files))
     return made
+
+
+def _of_all(path: Path) -> StepProfile:
+    """The profile of all ranks, by their directory or, where that is no run, by one of them."""
+    try:
+        return explain(path.parent)
+    except ProfileError:
+        return explain(path)
 
 
 def scored(first: int, count: int, directory: Path) -> list[tuple[int, Score]]:
@@ -115,6 +128,41 @@ def _steps(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     yield _compared("kernels of steps", launches, true, how)
 
 
+def _labels(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """The kinds of steps of servers, with batch and tokens where the range's name says them."""
+    spans = [span for span in truth.step_ranges if span.means != Part.STEP]
+    if not spans or len(spans) != profile.num_steps:
+        return
+    if not profile.step_labels:
+        is_one = len({truth.recorded.kinds[span.number] for span in spans}) == 1
+        yield Score("kinds", RIGHT if is_one else NOT_SEEN, truth.plan.style)
+        return
+    for span, label in zip(spans, profile.step_labels, strict=True):
+        kind, batch, tokens = truth.recorded.kinds[span.number].split()
+        said = f"{label.kind} {label.batch} {label.tokens}"
+        if kind == Part.PREFILL and truth.plan.is_mixed:
+            continue
+        is_right = label.kind == kind and label.batch in (None, int(batch))
+        is_right = is_right and label.tokens in (None, int(tokens))
+        yield Score("kinds", RIGHT if is_right else FALSE, "", said, f"{kind} {batch} {tokens}")
+
+
+def _modules(attribution: Attribution, profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """Time by module of the frames of Python, where all kernels are in steps."""
+    true: Counter[str] = Counter()
+    for job in truth.kernels:
+        if name := truth.module_of(job):
+            true[name.removeprefix(MODULE)] += job.end_ns - job.start_ns
+    said: Counter[str] = Counter()
+    for row in profile.modules:
+        if row.path and (leaf := re.search(r"\w+_\d+$", row.path[-1])):
+            said[leaf[0]] += ns(row.total_s)
+    if true and not said:
+        yield Score("modules", NOT_SEEN, "frames of nn.Module")
+    elif true and _is_complete(profile) and (attribution.jobs.step >= 0).all():
+        yield _compared("modules", dict(sorted(said.items())), dict(sorted(true.items())))
+
+
 def _phases(attribution: Attribution, truth: Truth) -> Iterator[Score]:
     base = 0 if truth.plan.is_nsys else BASE_NS
     jobs = attribution.jobs
@@ -143,7 +191,7 @@ def _of_phase(claim: str, right: set[str], evidence: str) -> str:
 
 def _is_complete(profile: StepProfile) -> bool:
     left = profile.left
-    return not (left.outside or left.warmup or left.no_launch)
+    return not (left.outside or left.warmup or left.no_launch or left.cut)
 
 
 def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Score]:
@@ -154,19 +202,11 @@ def _busy(profile: StepProfile, truth: Truth, *, is_whole: bool) -> Iterator[Sco
     true, (first, last) = length(truth.busy()), truth.bounds
     if _is_of_file(profile, truth):
         yield _compared("busy", wall, last - first, "bounds of the file")
-    if is_whole and not profile.left.warmup and not truth.plan.shift_ns:
+    is_whole = is_whole and _is_complete(profile)
+    if is_whole and not truth.plan.shift_ns:
         yield _compared("busy", busy, true, "busy time")
     elif busy > true:
         yield Score("busy", FALSE, "more than there is", str(busy), str(true))
-
-
-_CAUSES = {
-    "late launch": (LAUNCHING,),
-    "host pause": (*Pause, LAUNCHING),
-    "waiting for data": (Pause.DATA,),
-    "host waited": (Pause.WAITING, LAUNCHING),
-    "between kernels": (QUEUED,),
-}
 
 
 def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
@@ -177,7 +217,7 @@ def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     for row in profile.idle:
         said[row.cause] = said.get(row.cause, 0) + ns(row.total_s)
     for cause, time_ns in said.items():
-        reasons = _CAUSES.get(str(cause), (str(cause),))
+        reasons = CAUSES.get(str(cause), (str(cause),))
         if cause == "end of step" or time_ns < 0.02 * wall:
             continue
         most = truth.idle_at_most(*reasons)
@@ -186,6 +226,37 @@ def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         yield Score(
             "idle", verdict, f"{cause}; truly {main}", f"{time_ns} ns {cause}", f"at most {most}"
         )
+
+
+_NAMED = {
+    Pause.DATA: r"DataLoader|data|get_batch",
+    Pause.RANGE: r"tokenize and log",
+    Pause.COLLECTOR: r"Python GC",
+    Pause.ALLOCATION: r"cudaMalloc|allocation",
+    Pause.COMPILING: r"CachingAutotuner",
+}
+"""What is said where idle time is explained by what the file shows of the host."""
+
+
+def _reasons(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """Whether idle times are explained by what was open on the host, and by nothing else."""
+    if not truth.is_timed:
+        return
+    said = " ".join(f"{gap.cause} {gap.host_range} {gap.host_call}" for gap in profile.gaps)
+    first, last = truth.bounds
+    for reason, names in _NAMED.items():
+        is_long = truth.idle_ns(reason) > 0.1 * (last - first)
+        if is_long and any(re.search(names, span.name) for span in truth.written):
+            verdict = RIGHT if re.search(names, said) else NOT_SEEN
+            yield Score("idle reasons", verdict, str(reason))
+    for gap in profile.gaps:
+        alike = [one for one in truth.all_gaps() if abs(one.length_ns - ns(gap.duration_s)) < 2_000]
+        # a gap at the edge of a step is a part of one
+        if gap.before and gap.host_range and alike and gap.duration_s > 1e-4:
+            is_right = any(truth.is_open(gap.host_range, one) for one in alike)
+            verdict = RIGHT if is_right else FALSE
+            true = str([one.reasons for one in alike][:2])
+            yield Score("idle reasons", verdict, "what was open", gap.host_range, true)
 
 
 def _main_reason(truth: Truth) -> str:
@@ -226,76 +297,17 @@ def _ranks(profile: StepProfile, waited: list[int]) -> Iterator[Score]:
     yield _compared("ranks", said, waited, "waits")
 
 
-_PLACES = {place: "" if phase == "unattributed" else phase.value for phase, place in WHERE.items()}
-_PERCENT = r"([\d.]+) %"
-_MILLISECONDS = r"([\d.,]+) ms"
-
-
-def _sentences(sentences: Sequence[str], profile: StepProfile, truth: Truth) -> Iterator[Score]:
-    for text in sentences:
-        for code, is_right, true in _claims(text, truth):
-            yield Score("sentences", RIGHT if is_right else FALSE, code, text, true)
+def _findings(said: Sequence[Finding], profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    for finding in said:
+        for claim in claims(finding, profile.num_steps, truth):
+            verdict = RIGHT if claim.is_right else FALSE
+            yield Score("sentences", verdict, claim.what, finding.text, claim.true)
     first, last = truth.bounds
-    if truth.is_timed and truth.idle_ns(Pause.DATA) > 0.25 * (last - first):
-        is_shown = any(span.means == Part.DATA for span in truth.ranges)
-        if is_shown and not any("data" in text.lower() for text in sentences):
-            yield Score("data", NOT_SEEN, "data limits", "nothing", "data limits the step")
-        elif is_shown:
-            yield Score("data", RIGHT, "data limits")
-
-
-def _claims(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
-    """What a sentence claims, whether it is so, and what is so."""
-    first, last = truth.bounds
-    wall = max(last - first, 1)
-    late = truth.idle_at_most(LAUNCHING) / wall
-    busy = length(truth.busy()) / wall
-    total, exposed = truth.collectives()
-    is_sure = not text.startswith("In doubt")
-    if "The CPU is the limit" in text and is_sure and truth.is_timed:
-        yield "the CPU limits", late > 0.1, f"late at most {late:.3f}, {_main_reason(truth)}"
-    if text.startswith("The GPU is the limit") and truth.is_timed:
-        yield "the GPU limits", busy > 0.6, f"busy {busy:.3f}"
-    if text.startswith("The GPU is busy only") and truth.is_timed:
-        yield "the GPU is idle", busy < 0.85, f"busy {busy:.3f}"
-    if text.startswith("Copies limit"):
-        share = truth.copies_alone() / wall
-        yield "copies limit", share > 0.1, f"copies alone {share:.3f}"
-    if text.startswith("Communication is a limit"):
-        yield "communication limits", exposed > 0.1 * wall, f"exposed {exposed / wall:.3f}"
-    if text.startswith("Communication takes"):
-        is_peer = any("PtoP" in job.name for job in truth.jobs)
-        yield "there is communication", total > 0 or is_peer, f"{total}"
-    if text.startswith("The optimizer takes"):
-        shown = [job for job in truth.kernels if truth.phase_of(job)[0] == {"optimizer"}]
-        evidence = [job for job in shown if truth.phase_of(job)[1]]
-        yield "there is an optimizer", bool(evidence), "no evidence of an optimizer"
-    if "stands out" in text and truth.is_timed:
-        said = float(re.findall(rf"One idle time of {_MILLISECONDS}", text)[0].replace(",", ""))
-        longest = max(truth.idle_lengths(), default=0) / 1e6  # a step may begin within one
-        yield "a gap stands out", said < 1.01 * longest, f"the longest has {longest} ms"
-    if place := re.search(r"The GPU idles [\d.,]+ ms before kernels of (.*?) while the host", text):
-        phase = _PLACES[place[1]]
-        true = truth.phases_doing(*_CAUSES["host pause"])
-        yield "where the host pauses", phase in true or not phase, f"in {true}"
-    if place := re.match(r"The host waits for the device in (.*?), ", text):
-        true = truth.phases_doing(Pause.WAITING)
-        yield "where the host waits", _PLACES[place[1]] in true, f"in {true}"
-    yield from _advice(text, truth)
-
-
-def _advice(text: str, truth: Truth) -> Iterator[tuple[str, bool, str]]:
-    in_graphs = sum(job.is_in_graph for job in truth.kernels) / len(truth.kernels)
-    if re.search("CUDA graph|cuda-graph|reduce-overhead", text) and in_graphs > 0.8:
-        yield "advice: graphs", False, f"{in_graphs:.2f} of the kernels are of graphs"
-    if "compile" in text and "compiled or computed" not in text and truth.plan.compiled:
-        operators = [span.name for span in truth.recorded.spans if span.kind == "operator"]
-        if any("Torch-Compiled" in name for name in operators):
-            yield "advice: compile", False, "regions are compiled"
-    if truth.plan.kind in ("inference", "server") and re.search(
-        "during backward|he optimizer", text
-    ):
-        yield "advice: training", False, "inference"
+    if not truth.is_timed or truth.idle_ns(Pause.DATA) < 0.25 * (last - first):
+        return
+    if any(span.means == Part.DATA for span in truth.ranges):
+        is_told = any("data" in finding.text.lower() for finding in said)
+        yield Score("data", RIGHT if is_told else NOT_SEEN, "data limits")
 
 
 def table(made: Sequence[tuple[int, Score]]) -> str:

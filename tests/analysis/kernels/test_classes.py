@@ -237,7 +237,7 @@ NORMALISATION = (
     "triton_per_fused__to_copy_add_embedding_dense_backward_native_dropout_backward_native_layer_n"
     "orm_backward_nll_loss_forward_30",
     "aten::native_layer_norm_backward",
-    "cs336::rms_or_layer_norm",  # this project's operator
+    "cs336::add_norm",  # this project's operator
     "_add_norm_values",
     "_add_norm_grads",
     "kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensorptrbf16gmem",

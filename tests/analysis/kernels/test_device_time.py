@@ -140,7 +140,7 @@ def test_phases_are_those_of_every_nanosecond(seed: int) -> None:
             boundary = max(leaves, through(leaves), last)
             expected[name] |= set(range(last, boundary))
             last = boundary
-        tail = max(last, through(ended))
+        tail = max(last, through(ended), ended)
         expected["unattributed"] |= set(range(last, tail))
         for name, nanoseconds in expected.items():
             if nanoseconds:
@@ -175,11 +175,17 @@ def host_times(made: Recording) -> tuple[list[tuple[int, int]], list[list[tuple[
     ]
     steps = sorted((s.start_ns, s.end_ns) for s in made.spans if s.name == "step")
     if not steps:
-        return [(three[0][1], three[-1][2]) for three in windows], windows
-    data = [
-        [("unattributed", a, three[0][1])] for (a, _), three in zip(steps, windows, strict=True)
-    ]
-    return steps, [first + rest for first, rest in zip(data, windows, strict=True)]
+        steps = [(three[0][1], three[-1][2]) for three in windows]
+    filled = []
+    for (now, _), three in zip(steps, windows, strict=True):
+        of_step = []
+        for name, start, end in three:
+            if start > now:
+                of_step.append(("unattributed", now, start))
+            of_step.append((name, start, end))
+            now = end
+        filled.append(of_step)
+    return steps, filled
 
 
 def is_in(windows: list[tuple[str, int, int]], now: int) -> bool:

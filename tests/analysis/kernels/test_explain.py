@@ -257,9 +257,9 @@ def test_a_host_without_a_device_has_operators() -> None:
     explained = profile(replace(make_trace(made), is_of_host=True))
     assert explained.work is Work.OPERATORS
     assert {t.phase.value: (ns(t.wall_s[0]), ns(t.busy_s[0])) for t in explained.phases} == {
-        "unattributed": (10, 0),
+        "unattributed": (30, 0),
         "forward": (90, 50),
-        "backward": (90, 60),
+        "backward": (80, 60),
     }
     assert (explained.idle, explained.gaps) == ((), ())
     assert whole(explained) == (2, 110)

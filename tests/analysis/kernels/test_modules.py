@@ -125,9 +125,9 @@ def test_flops_are_those_of_the_model_for_each_pass() -> None:
     explained = profile(Model().made, config=config)
     forward = attention_forward_flops(MODEL, 3)
     assert [(row.phase, row.part, row.flops) for row in explained.attention] == [
-        ("forward", "scores", STEPS * forward.scores),
-        ("forward", "softmax", STEPS * forward.softmax),
-        ("forward", "values", STEPS * forward.values),
+        ("forward", "scores", STEPS * forward["scores"]),
+        ("forward", "softmax", STEPS * forward["softmax"]),
+        ("forward", "values", STEPS * forward["values"]),
     ]
     for other in (None, replace(config, model=replace(MODEL, num_layers=4))):
         assert {row.flops for row in profile(Model().made, config=other).attention} == {None}

@@ -90,9 +90,7 @@ def loss_and_gradients(config):
 
 def gradients(step):
     """The gradient of each weight, whether the model reads it itself or its copy."""
-    names = (name for name, _ in step.model.named_parameters())
-    weights = zip(names, step.model.weights, strict=True)
     return {
-        name: torch.stack([tensor.float() for tensor in weight.gradients()]).sum(0)
-        for name, weight in weights
+        weight.name: torch.stack([tensor.float() for tensor in weight.gradients()]).sum(0)
+        for weight in step.model.weights
     }

@@ -178,12 +178,16 @@ def test_nan_in_the_first_row_reaches_the_units(is_spoilt, device):
         torch.zeros(48, device=device),
         torch.zeros(1, device=device),
     )
-    total, _, statistics, _ = fused_blocks._add_norm(stream, x, None, gain, bias, EPS, None, False)
+    total, _, statistics, _ = fused_blocks._add_norm(
+        stream, x, None, gain, bias, EPS, x.dtype, None, False
+    )
     if is_spoilt:
         x[0, 0] = gradient[0, 0] = math.nan
     heads = gradient.view(1, -1, 3, 2, 8).unbind(2)
     units = {
-        "norm": scale_of(fused_blocks._add_norm(stream, x, None, gain, bias, EPS, tag, True)[3]),
+        "norm": scale_of(
+            fused_blocks._add_norm(stream, x, None, gain, bias, EPS, x.dtype, tag, True)[3]
+        ),
         "norm's backward": fused_blocks._add_norm_backward(
             None, gradient, total, statistics, gain, True, None, True
         )[4],
@@ -200,13 +204,17 @@ def test_pytorch_finds_the_operators_well_made(device):
     stream, branch = (made(2, 4, 24, seed=n, dtype=torch.float32, device=device) for n in range(2))
     vectors = [made(24, seed=n, dtype=torch.float32, device=device) for n in range(3)]
     tag = torch.zeros(1, device=device, requires_grad=True)
-    check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, None, False)
-    check_operator(fused_blocks._add_norm, stream, branch, None, vectors[0], None, EPS, tag, True)
-    check_operator(fused_blocks._rms_or_layer_norm, stream, *vectors[:2], EPS, torch.bfloat16)
+    check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, branch.dtype, None, False)
+    check_operator(
+        fused_blocks._add_norm, stream, branch, None, vectors[0], None, EPS, branch.dtype, tag, True
+    )
+    check_operator(
+        fused_blocks._add_norm, stream, None, None, *vectors[:2], EPS, torch.bfloat16, None, False
+    )
     check_operator(fused_blocks._bias_gelu, stream, vectors[0], None)
     check_operator(fused_blocks._bias_gelu, stream, vectors[0], tag)
     table = made(7, 3, seed=0, dtype=torch.float32, device=device)
-    check_operator(fused_blocks._lookup, table, torch.arange(6, device=device).view(2, 3))
+    check_operator(fused_blocks.lookup, table, torch.arange(6, device=device).view(2, 3))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -220,7 +228,7 @@ def test_what_does_not_lie_row_after_row(device):
         for n in range(3)
     ]
     stream, branch = (tensor.detach().requires_grad_() for tensor in (stream, branch))
-    check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, None, False)
+    check_operator(fused_blocks._add_norm, stream, branch, *vectors, EPS, branch.dtype, None, False)
     check_operator(fused_blocks._bias_gelu, stream, vectors[0], None)
     total, statistics = stream.detach(), torch.stack((torch.ones(8), torch.zeros(8))).to(device)
     gradient = torch.ones_like(total)

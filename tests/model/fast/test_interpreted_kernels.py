@@ -93,11 +93,6 @@ for name, types in (
     found[name + " largest"] = max(
         (abs(m - c.abs().max()).item() for m, c in zip(largest, copies)), default=0
     )
-try:
-    ChunkedAdamW(masters, first, second, [], largest, types)
-    found["largest of no copies"] = 1
-except AssertionError:
-    pass
 print(json.dumps(found))
 """
 
@@ -191,7 +186,7 @@ for vocab, padded in (
     real = logits[:, :vocab].clone().requires_grad_()
     expected = torch.nn.functional.cross_entropy(real, targets, reduction="none")
     (3 * expected.mean()).backward()
-    alone = kernel.losses(logits, targets, vocab, write_gradients=False)
+    alone = kernel.losses(logits, targets, vocab, 8, write_gradients=False)
     losses = kernel.losses(
         logits, targets, vocab, 2 * 8, write_gradients=True
     )  # of one of two parts
@@ -207,7 +202,7 @@ for vocab, padded in (
         found[name] += [error.abs().max().item()] if error.numel() else []
 logits = torch.randn(3, 40)
 before = logits.clone()
-losses = kernel.losses(logits[:2, :37], torch.tensor([-100, 37]), 30, write_gradients=True)
+losses = kernel.losses(logits[:2, :37], torch.tensor([-100, 37]), 30, 2, write_gradients=True)
 beside = (logits - before).abs()
 found["unknown targets"] = [
     float(losses.isnan().all()),
@@ -228,7 +223,7 @@ fused_blocks_kernel.SUM_ROWS, fused_blocks_kernel.SUM_COLUMNS = (
 for batch, seq, heads, d_head in ((2, 5, 3, 8), (1, 3, 25, 64), (1, 2, 16, 64), (1, 2, 8, 80)):
     rotations = rope_rotations(seq, d_head, 10_000.0)
     x = torch.randn(batch, seq, 3 * heads * d_head)
-    same(packed._rope_heads, kernel.rope_heads, x, rotations)
+    same(packed.rope_heads, kernel.rope_heads, x, rotations)
     # as attention returns them: heads before tokens
     parts = [torch.randn(batch, heads, seq, d_head).transpose(1, 2) for _ in range(3)]
     same(packed._rope_heads_backward, kernel.rope_heads_backward, *parts, rotations)
@@ -256,7 +251,7 @@ for batch, seq, width in ((1, 3, 24), (2, 23, 768), (1, 70, 512)):
         of_packed[at] = 0.0
 for width in (8, 24, kernel.BLOCK, kernel.BLOCK + 576):
     x, gradient = torch.randn(1, 3, 2 * width), torch.randn(1, 3, width)
-    same(packed._swiglu, kernel.swiglu, x)
+    same(packed.swiglu, kernel.swiglu, x)
     same(packed._swiglu_backward, kernel.swiglu_backward, x, gradient)
 print(json.dumps(found))
 """
@@ -302,9 +297,16 @@ for rows, width in ((1, 8), (7, 37), (9, 256), (3, kernel.GELU_COLUMNS + 576)):
             1e-5,
         )
         total, _, statistics, _ = same(
-            fused_blocks._add_norm, kernel.add_norm, *given, None, True, has_maxima=True
+            fused_blocks._add_norm,
+            kernel.add_norm,
+            *given,
+            torch.float32,
+            None,
+            True,
+            has_maxima=True,
         )
-        same(fused_blocks._rms_or_layer_norm, kernel.norm, total, *given[3:], torch.float32)
+        alone = (total, None, None, *given[3:])
+        same(fused_blocks._add_norm, kernel.add_norm, *alone, torch.float32, None, False)
         for stream_gradient in (None, torch.randn(rows, width)):
             back = stream_gradient, gradient, total, statistics, gain, is_centred
             branch_bias_type = torch.float32 if has_branch_bias else None
@@ -521,7 +523,7 @@ def test_adamw_rounds_moments_to_one_of_their_neighbours_in_bf16_and_on_average_
 
 def test_what_is_between_matmuls_is_what_pytorch_computes(interpreted):
     result = interpreted(BLOCKS)
-    assert len(result) == 20
+    assert len(result) == 18
     assert all(error < 1e-5 for error in chain.from_iterable(result.values())), result
 
 

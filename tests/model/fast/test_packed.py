@@ -160,8 +160,8 @@ def test_a_bias_gets_the_gradients_of_all_rows(rows, device):
 def test_pytorch_finds_the_operators_well_made(device):
     """Their schemas, shapes without data, and gradients, by PyTorch's own checks."""
     x = made(2, 4, 48, dtype=torch.float32, device=device)
-    check_operator(packed._swiglu, x)
-    check_operator(packed._rope_heads, x, rope_rotations(4, 8, 10_000.0).to(device))
+    check_operator(packed.swiglu, x)
+    check_operator(packed.rope_heads, x, rope_rotations(4, 8, 10_000.0).to(device))
     parts = x.detach().view(2, 4, 3, 2, 8).unbind(2)
     check_operator(packed._cut_heads_backward, *parts, torch.bfloat16, True)
 

@@ -20,5 +20,5 @@ def grid_page():
         load_records(GRID / "runs")[0], GRID, load_ceilings(ceilings_beside(GRID))
     )
     begin_s = time.process_time()
-    page = to_html(page_of(Directory(path=GRID, sweep=results)))
+    page = to_html(page_of(Directory(path=GRID, results=results)))
     return page, time.process_time() - begin_s

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from cs336.commands.measuring import show_results
 from cs336.commands.rebuild import load
@@ -14,7 +15,7 @@ from cs336.config import Profiler
 from cs336.record import Status
 from cs336.report.compared import Sides, compare_sides
 from cs336.report.page.chapters import list_of, page_of
-from cs336.report.page.directory import Climbed, Directory
+from cs336.report.page.directory import Directory
 from cs336.report.page.glance import glance_at
 from cs336.report.page.html import to_html
 from cs336.report.progress import StatusLine
@@ -64,10 +65,10 @@ def tiny(name="a"):
         "precision": read_study(DATA / "precision/precision.json", PrecisionStudy),
     }
     made = {
-        "e2e_benchmark": {"sweep": Results(records=records)},
-        "nsys_profiles": {"sweep": Results(records=[entry.profiled], kernels=[entry])},
+        "e2e_benchmark": {"results": Results(records=records)},
+        "nsys_profiles": {"results": Results(records=[entry.profiled], kernels=[entry])},
         "memory_profiles": {
-            "sweep": Results(
+            "results": Results(
                 records=[make_record(memory, (0.1, 0.1))],
                 memory=[MemoryEntry(profile=make_memory(), subject=memory)],
             )
@@ -77,7 +78,7 @@ def tiny(name="a"):
                 Sides(a="a", b="b"), [repeats[::2], repeats[1::2]], are_alternate=True
             )
         },
-        "ladder": {"climbed": climbed()},
+        "ladder": climbed(),
         **{kind: {"study": StudyResults(study)} for kind, study in studies.items()},
     }
     return {kind: Directory(path=Path(kind, name), **own) for kind, own in made.items()}
@@ -92,7 +93,7 @@ def climbed():
     """0.8 s for the first rung and 0.05 s for the last; `compile` is off by half of the fall."""
     rungs = make_ladder()
     records = make_records(rungs, losses={"compile": shifted(0.5)})
-    return Climbed(results=Results(records=records), rows=ladder_results(rungs, records, []))
+    return {"results": Results(records=records), "rungs": ladder_results(rungs, records, [])}
 
 
 def attention():
@@ -123,7 +124,7 @@ def test_each_kind_of_results_has_a_page_with_its_answer_and_its_tables(kind, ta
 
 
 def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_read() -> None:
-    found = {own.path: (own.subject, pages()[kind]) for kind, own in tiny().items()}
+    found = {own.path: pages()[kind] for kind, own in tiny().items()}
     text = to_html(
         list_of(Path("data"), found, {Path("attention/broken"): "attention.json: not a study"})
     )
@@ -140,7 +141,7 @@ def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_r
 @pytest.mark.parametrize(
     ("kind", "make", "words"),
     [
-        ("climbed", climbed, [["fused", "16.0"], ["Not credited", "compile"]]),
+        ("ladder", climbed, [["fused", "16.0"], ["Not credited", "compile"]]),
         (
             "study",
             attention,
@@ -150,14 +151,14 @@ def test_the_list_links_to_each_page_with_a_thumbnail_and_names_what_cannot_be_r
         (
             "study",
             lambda: make_fusion(make_row(), make_row(version=Version.FUSED, times_s=(0.0005,))),
-            [["gelu", "must move", "4.00"]],
+            [["Fused operations are", "4.00"]],
         ),
     ],
 )
 def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
     page = page_of(
         Directory(
-            path=Path("mine"), **{kind: make() if kind == "climbed" else StudyResults(make())}
+            path=Path("mine"), **(make() if kind == "ladder" else {"study": StudyResults(make())})
         )
     )
     text = to_html(page)
@@ -170,13 +171,18 @@ def test_what_stands_out_comes_first_and_once(kind, make, words) -> None:
         assert text.count(re.sub("[<>&'\"].*", "", sentence)) == 1
 
 
+def test_a_finding_that_is_the_headline_of_a_profile_stands_once() -> None:
+    page = pages()["nsys_profiles"]
+    assert to_html(page).count(escape(page.glance.answer)) == 1
+
+
 def test_runs_name_their_record_and_what_opens_their_raw_profile_and_say_how_they_failed() -> None:
     entry, failed = (
         make_entry(make_profile()),
         make_failure(make_config(), message="no memory for it"),
     )
     results = Results(records=[entry.profiled, failed], kernels=[entry])
-    text = to_html(page_of(Directory(path=Path("x"), sweep=results)))
+    text = to_html(page_of(Directory(path=Path("x"), results=results)))
     rows = {row["record"][0]: row for row in Parsed(text).rows("runs-table")}
     key = entry.config.key
     assert rows[f"runs/{key}.json"]["opens in"][0] == "nsys-ui"
@@ -194,7 +200,7 @@ def test_a_first_screen_says_how_runs_failed_and_has_no_unknown_value(profiler, 
         for length in (64, 128)
     ]
     for records in (failed, failed[:1], [make_record(make_config(), (0.1, 0.2)), failed[0]]):
-        glance = glance_at(Directory(path=Path("mine"), sweep=Results(records=records)))
+        glance = glance_at(Directory(path=Path("mine"), results=Results(records=records)))
         assert status_text(status) in " ".join([glance.answer, *glance.doubts])
         assert all(re.search(r"\d", tile.value) for tile in glance.tiles)
         if profiler is Profiler.MEMORY:

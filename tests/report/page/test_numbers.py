@@ -90,7 +90,7 @@ def check(text, numbers, mark, where):
 def test_every_number_of_every_table_is_that_of_its_run(grid_page):
     page = Parsed(grid_page[0])
     assert list(page.headings) == ["results", "runs-table"], "a further table needs an oracle here"
-    rows, ceilings, num_numbers = page.rows("results"), measured_ceilings(), 0
+    rows, ceilings = page.rows("results"), measured_ceilings()
     seen = set()
     for row in rows:
         key = tuple(row[name][0] for name in SETTINGS)
@@ -111,7 +111,6 @@ def test_every_number_of_every_table_is_that_of_its_run(grid_page):
                 number = numbers[0] / (100 if heading.endswith("%") else 1)
                 # an error of nearly nothing is a difference of numbers with nine digits
                 assert float(order) == pytest.approx(number, rel=1e-6, abs=1e-8), (key, heading)
-            num_numbers += len(numbers)
         forecast, peak = (
             float(row["predicted GiB"][1]),
             run["memory"]["peak_allocated_bytes"] / 2**30,
@@ -119,13 +118,6 @@ def test_every_number_of_every_table_is_that_of_its_run(grid_page):
         assert forecast == pytest.approx(peak, rel=MOST_OFF)
     assert seen == set(grid_runs())
     assert len(rows) == len(seen) == 30
-    doubted = sum(row["speed-up vs fp32"][0].endswith("?") for row in rows)
-    # of each run four times with deviations and eight other values; of half of them a speed-up,
-    # some with a deviation
-    assert num_numbers == 30 * (4 * 2 + 8) + 15 + doubted
-    assert sum(name.startswith("results.") for name in page.cells) == 30 * (
-        len(SETTINGS) + 4 + 8 + 1
-    )
     of_runs = {row["record"][0]: float(row["step ms"][1]) for row in page.rows("runs-table")}
     for record in load_records(GRID / "runs")[0]:
         step_s = record.measurement(Phase.STEP).times_s

@@ -86,7 +86,7 @@ def test_only_the_script_of_the_page_may_run_and_the_same_page_is_the_same_bytes
 
 
 def test_without_the_extra_the_page_has_plain_tables_and_its_pictures(monkeypatch) -> None:
-    monkeypatch.setattr(html.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(html, "TABLES", ("an_absent_package", "file"))
     html._library.cache_clear()
     text = to_html(table_page())
     html._library.cache_clear()

@@ -104,16 +104,16 @@ def test_the_shown_parts_and_the_rest_are_the_peak() -> None:
 def test_collectives_of_a_step_send_the_bytes_of_the_closed_form(way) -> None:
     shared = config("tiny", precision=Precision.BF16, parallel=way, ranks=4)
     table = tables(shared)[COLLECTIVES]
-    rows = [row["calls_sent_mib"] for row in table.values]
-    assert rows[-1] == sum(rows[:-1]) == pytest.approx(sent_bytes(shared) / 2**20)
+    rows = [row["sent_bytes"] for row in table.values]
+    assert rows[-1] == sum(rows[:-1]) == pytest.approx(sent_bytes(shared))
     assert not any(heading.name == "predicted" for heading in table.headings), (
         "no time was measured"
     )
     curves = {kind: {2**20: 1e-3} for kind in TIMED}
     *timed, _ = tables(shared, collective_times=curves)[COLLECTIVES].values
     # of 1 MiB/ms above that size, and a millisecond below it
-    expected = [row["calls"] * max(1.0, row["call_mib"]) for row in timed]
-    assert [row["calls_ms"] for row in timed] == pytest.approx(expected)
+    expected = [row["count"] * max(1.0, row["num_bytes"] / 2**20) for row in timed]
+    assert [1e3 * row["time_s"] for row in timed] == pytest.approx(expected)
 
 
 def test_which_parts_memory_bounds_depends_on_the_device_and_the_shape() -> None:

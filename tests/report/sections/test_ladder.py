@@ -8,25 +8,19 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from cs336.config import Phase
-from cs336.record import Measurement, Status
+from cs336.record import Status
 from cs336.report.draw import figure_of
 from cs336.report.sections.ladder import (
     UNCREDITED,
-    busy_ms,
     fastest_rung,
     ladder_chart,
     ladder_results,
     ladder_section,
-    launches_per_step,
-    settings,
-    speed_up,
 )
 from tests.report.drawn import overlaps, texts
 from tests.report.ladders import make_entry, make_ladder, make_process, make_records, shifted
 from tests.report.making import make_failure
 from tests.report.reading import column
-from tests.report.sections.kernels.profiles import make_profile
 
 
 @pytest.fixture
@@ -38,17 +32,16 @@ def by_name(rows):
     return {row["rung"]: row for row in rows}
 
 
-def test_the_interval_is_that_of_scipy_for_pairs():
+def test_the_interval_is_that_of_scipy_for_pairs(ladder):
     generator = np.random.default_rng(0)
     slow, fast = generator.lognormal(-1, 0.02, size=4), generator.lognormal(-3, 0.05, size=4)
-    blocks = [
-        {i: Measurement(Phase.STEP, (mean_s,)) for i, mean_s in enumerate(side)}
-        for side in (slow, fast)
-    ]
-    found = speed_up(*blocks)
+    records = []
+    for rung, means_s in zip(ladder, (slow, fast), strict=False):
+        records += [make_process(rung, mean_s, repeat) for repeat, mean_s in enumerate(means_s)]
+    gain = ladder_results(ladder[:2], records, [])[1].over_last
     of_pairs = scipy.stats.ttest_rel(np.log(slow), np.log(fast))
-    assert found[1:] == pytest.approx(tuple(np.exp(of_pairs.confidence_interval(0.95))))
-    assert found[0] == pytest.approx(scipy.stats.gmean(slow) / scipy.stats.gmean(fast))
+    assert (gain.low, gain.high) == pytest.approx(tuple(np.exp(of_pairs.confidence_interval(0.95))))
+    assert gain.ratio == pytest.approx(scipy.stats.gmean(slow) / scipy.stats.gmean(fast))
 
 
 def test_one_bad_process_of_three_fails_the_rung(ladder):
@@ -72,11 +65,11 @@ def test_without_a_reference_nothing_is_judged_nor_credited(ladder):
     assert fastest_rung(rows) is None
 
 
-def test_counts_of_a_profile_are_per_step():
+def test_counts_of_a_profile_are_per_step(ladder):
     """Two steps: 50 kernels, 40 ms of them, 40.2 ms busy."""
-    profile = make_profile()
-    assert launches_per_step(profile) == 25
-    assert busy_ms(profile) == pytest.approx(20.1)
+    _, row, *_ = ladder_results(ladder, [], [make_entry(ladder[1])])
+    assert row.launches_per_step == 25
+    assert row.busy_ms == pytest.approx(20.1)
 
 
 def test_busy_is_over_the_step_without_a_profiler(ladder):
@@ -107,8 +100,8 @@ def rows(ladder):
     return ladder_results(ladder, records, [make_entry(ladder[1]), make_entry(ladder[3])])
 
 
-def draw_ladder(rows, words):
-    return figure_of(ladder_chart(rows, words))
+def draw_ladder(rows):
+    return figure_of(ladder_chart(rows))
 
 
 def test_speed_by_hand(rows):
@@ -159,12 +152,12 @@ def test_failures_are_told_in_words(ladder):
     assert not any(note.startswith("Not credited") for note in speed.notes), (
         "it has nothing to be credited with"
     )
-    drawn = texts(draw_ladder(rows, ""))
+    drawn = texts(draw_ladder(rows))
     assert {"not run", "crashed"} <= set(drawn)
 
 
 def test_bars_show_times_and_what_did_not_pass(rows):
-    figure = draw_ladder(rows, settings(rows))
+    figure = draw_ladder(rows)
     lengths = [[bar.get_width() for bar in panel.patches] for panel in figure.axes]
     assert lengths == [pytest.approx([800, 400, 100, 50])]
     assert [bar.get_hatch() for bar in figure.axes[0].patches] == [None, None, "////", None]

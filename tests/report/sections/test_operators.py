@@ -44,7 +44,7 @@ def study():
 
 
 def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(study):
-    forward, backward, together, memory = attention_section(study).tables
+    forward, backward, memory = attention_section(study).tables
     assert [heading.name for heading in forward.headings] == ["d_head", "context", "naive", "flash"]
     assert forward.rows == (
         ("64", "512", "2.000 ± 0.010", "1.000 ± 0.010"),
@@ -52,7 +52,6 @@ def test_tables_have_a_row_for_each_shape_and_a_column_for_each_implementation(s
         ("64", "2048", "out of memory", "1.000 ± 0.010"),
     )
     assert [row[2] for row in backward.rows] == ["5.00 ± 0.02", "5.00 ± 0.02", "out of memory"]
-    assert [row[2] for row in together.rows] == ["7.00 ± 0.03", "7.00 ± 0.03", "out of memory"]
     assert forward.title == "Forward pass of attention, fp32, batch 2, no heads, NVIDIA H200"
     # 2 x T x T x 4 bytes of weights, and twice 2 x T x 64 x 4 bytes
     assert [row[-1] for row in memory.rows] == ["2.500", "9.000", "34.00"]
@@ -146,15 +145,8 @@ def own_study():
     )
 
 
-def test_errors_are_shown_beside_those_of_the_others_and_kept_for_each_gradient(own_study):
-    section = attention_section(own_study)
-    output, gradients = section.tables[-2:]
-    assert [row[2:] for row in output.rows] == [
-        ("1.0e-06 (2.5e-07)", "1.0e-06 (2.5e-07)"),
-        ("", "crashed"),
-    ]
-    assert gradients.rows[0][2:] == ("1.0e-06 (2.5e-07)", "1.0e+00 (2.5e-01)")
-    _, own, crashed = csv_rows(section)
+def test_csv_has_the_errors_of_the_output_and_of_each_gradient(own_study):
+    _, own, crashed = csv_rows(attention_section(own_study))
     assert [float(own[f"{quantity}_max_error"]) for quantity in Quantity] == [1e-6, 2e-6, 1.0, 0.5]
     assert [float(own[f"{quantity}_relative_error"]) for quantity in Quantity] == [
         2.5e-7,
@@ -175,18 +167,6 @@ def test_what_own_is_and_how_it_failed_are_told_and_the_others_are_compared_with
     for table in (forward, backward):
         (compared,) = [note for note in table.notes if "over that of own" in note]
         assert "naive 2.00 (d_head 64, context 1024)" in compared
-
-
-def test_an_error_that_is_not_finite_or_not_known_is_no_number(own_study):
-    naive, own, _ = own_study.results
-    broken = replace(own, errors=(replace(own.errors[0], max_error=None), *own.errors[1:]))
-    output, gradients = attention_section(replace(own_study, results=(naive, broken))).tables[-2:]
-    assert output.rows[0][2:] == ("1.0e-06 (2.5e-07)", "not finite")
-    assert gradients.rows[0][3] == "1.0e+00 (2.5e-01)"
-    lacking = attention_section(
-        replace(own_study, results=(replace(naive, errors=()), own))
-    ).tables[-2]
-    assert lacking.rows[0][2:] == ("", "1.0e-06 (2.5e-07)")
 
 
 @pytest.fixture
@@ -220,10 +200,6 @@ def test_tables_by_hand(fusion):
 
 def test_sentences_by_hand(fusion):
     forward, backward = fusion_section(fusion).tables
-    assert (
-        "gelu: written out 8 kernels that move 9.00 times what must move; compiled 1 kernel, 8.00 "
-        "times as fast; fused 1 kernel, 4.00 times as fast." in forward.notes
-    )
     assert "gelu compiled: no memory" in backward.notes
     assert not any("operators" in note for note in forward.notes)
     on_cpu = replace(fusion, grid=replace(fusion.grid, device=Device.CPU))

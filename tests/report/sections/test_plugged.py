@@ -62,7 +62,7 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def page_text(**parts: object) -> str:
-    return to_html(page_of(Directory(path=Path("a"), sweep=Results(**parts))))
+    return to_html(page_of(Directory(path=Path("a"), results=Results(**parts))))
 
 
 @pytest.mark.parametrize("command", ["kernels", "memory"])

@@ -19,6 +19,8 @@ GPU limits has a percent or two, at its start; one that the CPU limits half and 
 """
 MIN_BUSY_SHARE = 0.8
 """Smallest share of the step that the GPU must be busy to be called the limit of the step."""
+MIN_BETWEEN_FOR_DATA = 0.1
+"""Smallest share of the idle time between steps for which data is named."""
 _COPIES = {
     "host to device, pageable": "pin it (pin_memory=True) and copy with non_blocking=True",
     "device to host, pageable": "copy less often, or into pinned memory",
@@ -36,6 +38,7 @@ class Limit(StrEnum):
     GPU = "the GPU"
     LAUNCHES = "the host's launches"
     DATA = "data"
+    BETWEEN = "the time between steps"
     COPIES = "copies"
     COMMUNICATION = "communication"
     IDLE = "idle times of several causes"
@@ -54,6 +57,10 @@ def undoubted_limit(entry: Explained) -> Limit | None:
     if profile.work is not Work.KERNELS or not span.whole_s:
         return None
     is_busy = span.busy_s >= MIN_BUSY_SHARE * span.whole_s
+    # the clock of a run times its steps, and not what is between them
+    between = None if span.by_clock else profile.between
+    if between and between.idle_s >= MIN_LATE_SHARE * (span.whole_s + between.total_s):
+        return Limit.BETWEEN
     late = late_s(entry)
     for_data = span.gain_s(idle(profile, IdleCause.DATA).total_s)
     if for_data >= max(MIN_LATE_SHARE * span.whole_s, late):
@@ -136,6 +143,7 @@ class Verdict(Figures):
             late_s=self.span.gain_s(idle(self.profile, IdleCause.LATE_LAUNCH).total_s),
             data_s=self.span.gain_s(idle(self.profile, IdleCause.DATA).total_s),
             copies_s=self.copies_s,
+            between_s=self.profile.between.idle_s if self.profile.between else 0.0,
         )
 
     def verdict(self, limit: Limit) -> str:
@@ -144,6 +152,8 @@ class Verdict(Figures):
             return f"Copies limit the step: {self.copying(self.ms(self.step_s))}"
         if limit is Limit.DATA:
             return f"Data limits the step: {self.loading()}"
+        if limit is Limit.BETWEEN:
+            return self.waiting_between()
         busy = self.busy()
         if limit is Limit.LAUNCHES:
             ways = against_launches(self.config, self.in_use)
@@ -165,8 +175,8 @@ class Verdict(Figures):
         if not self.span.by_clock and host_s < MIN_BUSY_SHARE * self.step_s:
             return (
                 "The GPU is the limit, and the host runs ahead of it: it is busy "
-                f"{self.of_step(self.span.busy_s)} of the {self.ms(self.step_s)} from step to "
-                f"step, while the host's step lasts {self.ms(host_s)}."
+                f"{self.of_step(self.span.busy_s)} of the step's {self.ms(self.step_s)}, while "
+                f"the host's step lasts {self.ms(host_s)}."
             )
         return f"The GPU is the limit: it is busy {busy}"
 
@@ -187,6 +197,19 @@ class Verdict(Figures):
             late_share = self.of_step(span.gain_s(late))
             text += f", and idle {at_most}{late_share} because the next kernel was not launched yet"
         return f"{text}."
+
+    def waiting_between(self) -> str:
+        """How long the GPU idles between the steps, and whether for data."""
+        between = self.profile.between
+        assert between is not None
+        idle_s, whole_s = between.idle_s, self.step_s + between.total_s
+        text = (
+            f"The time between the steps is the limit: for {self.ms(idle_s)} of "
+            f"{self.ms(whole_s)} from step to step the GPU runs nothing"
+        )
+        if between.data_s >= MIN_BETWEEN_FOR_DATA * idle_s:
+            return f"{text}, {self.ms(between.data_s)} of it while the host takes a batch."
+        return f"{text}; within a step it is busy {percent_of(self.span.busy_share)}."
 
     def loading(self) -> str:
         """How long the GPU waits for a batch, in which range, and what helps."""

@@ -104,16 +104,10 @@ def collectives_s(profile: StepProfile, *, exposed: bool = False) -> float:
 
 
 def copies_alone_s(profile: StepProfile) -> float:
-    """Time in which copies ran on the device and no kernel.
-
-    Profiles of versions before 4 do not have it. For these the result is a lower bound: the busy
-    time without the time of kernels, which counts kernels that overlap twice.
+    """Time in which copies ran on the device and no kernel; nothing in profiles of versions before
+    4, which do not have it.
     """
-    if profile.copies:
-        return profile.copies[-1].alone_s  # the last row is of all kinds of copies
-    # a profile without idle times is that of a CPU, whose busy time is that of its operators, so
-    # nothing of it is of copies
-    return max(busy_s(profile) - kernel_s(profile), 0.0) if profile.gaps else 0.0
+    return profile.copies[-1].alone_s if profile.copies else 0.0  # the last row is of all kinds
 
 
 def mean_std_ms(parts_s: Sequence[Sequence[float]]) -> tuple[float, float | None]:

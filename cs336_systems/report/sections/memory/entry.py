@@ -3,9 +3,9 @@ memory are made from.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median_low
 
 from ....analysis.memory.profile import (
     BlockMemory,
@@ -20,9 +20,6 @@ from ....record import RunRecord
 from ....subject import Subject
 from ....sweep.store import explanation_path
 from ...section import load_entries
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +74,6 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
     return load_entries(records, (Profiler.MEMORY,), load)
 
 
-def fields_of(part: "DataclassInstance") -> dict[str, Any]:
-    """The fields of a part of a profile by name, which is also the key of a column."""
-    return {field.name: getattr(part, field.name) for field in fields(part)}
-
-
 def by_category(moment: Moment) -> dict[Category, int]:
     """Bytes of each category at the moment, counted in blocks; 0 for an absent category."""
     return dict.fromkeys(Category, 0) | {row.category: row.num_bytes for row in moment.categories}
@@ -94,5 +86,5 @@ def difference_bytes(moment: Moment) -> int | None:
 
 def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
     """The first block that saves the median, the lower of the middle two, of at least one block."""
-    middle = sorted(block.saved_bytes for block in blocks)[(len(blocks) - 1) // 2]
+    middle = median_low(block.saved_bytes for block in blocks)
     return next(block for block in blocks if block.saved_bytes == middle)

@@ -14,7 +14,7 @@ from ....text import counted
 from ...section import Finding
 from ...words import GIB, MIB, label, percent_of
 from ..plugged import added_findings
-from .entry import MemoryEntry, by_category, difference_bytes
+from .entry import MemoryEntry, by_category
 from .words import check_words, made_at, size, when
 
 MIN_FRAGMENTATION = 0.15
@@ -262,8 +262,8 @@ def _problems(profile: MemoryProfile) -> Iterator[Finding]:
     programs.
     """
     work, reserved, unused = profile.work, profile.peak.reserved_bytes, profile.fragmentation_bytes
-    if any(map(difference_bytes, profile.boundaries)):
-        yield Finding(code="check failed", text=check_words(profile.boundaries))
+    if wrong := check_words(profile.boundaries):
+        yield Finding(code="check failed", text=wrong)
     if unused >= max(MIN_FRAGMENTATION * reserved, MIN_FRAGMENTATION_BYTES):
         remedy = "" if profile.is_expandable else f" ({EXPANDABLE} has fewer of these)"
         text = (

@@ -44,8 +44,10 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     """
     timeline, peak = profile.timeline, by_category(profile.peak)
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
+    by_time = np.array(timeline.num_bytes, np.int64).reshape(-1, len(timeline.reserved_bytes))
+    allocated_bytes = by_time.sum(axis=0)
     highest_bytes = max(
-        profile.peak.allocated_bytes, int(_allocated(profile).max()), *timeline.reserved_bytes
+        profile.peak.allocated_bytes, int(allocated_bytes.max()), *timeline.reserved_bytes
     )
     rows = dict(zip(timeline.categories, timeline.num_bytes, strict=True))
     shown = [category for category, values in rows.items() if max(values) > VISIBLE * highest_bytes]
@@ -69,7 +71,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     if (failure := profile.work.first_failure) and timeline.time_s:
         panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
     panel.plot(
-        int(_allocated(profile).argmax()),
+        int(allocated_bytes.argmax()),
         profile.peak.allocated_bytes / unit.num_bytes,
         marker="o",
         markersize=4.5,
@@ -157,14 +159,6 @@ def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
     panel.set_xlabel(
         "all allocations and frees, equally far apart; the CPU's time at them (ms)", fontsize=9
     )
-
-
-def _allocated(profile: MemoryProfile) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """All categories together at each point of the timeline, in bytes."""
-    rows = np.array(profile.timeline.num_bytes, np.int64).reshape(
-        -1, len(profile.timeline.reserved_bytes)
-    )
-    return np.asarray(rows.sum(axis=0), np.int64)
 
 
 def _name_phases(panel: Axes, profile: MemoryProfile) -> None:

@@ -5,7 +5,7 @@ They are for a terminal and for the files of a directory, of one snapshot or of 
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -41,7 +41,7 @@ from ...section import (
 )
 from ...words import GIB, MIB, count, label, percent, ratio
 from ..plugged import added_sections
-from .entry import MemoryEntry, difference_bytes, fields_of, typical
+from .entry import MemoryEntry, difference_bytes, typical
 from .findings import answer, findings
 from .plots import draw_memory, peak_charts
 from .words import (
@@ -212,7 +212,8 @@ def boundaries(entries: Sequence[MemoryEntry]) -> Section:
         *_category_columns(rows, unit, "allocated_bytes"),
         *(in_unit(key, unit) for key in whole),
     )
-    notes = [check_words(moment for entry in entries for moment in entry.profile.boundaries)]
+    wrong = check_words(moment for entry in entries for moment in entry.profile.boundaries)
+    notes = [wrong] if wrong else []
     title = "Memory from phase to phase"
     return over_configurations(
         "boundaries", title, rows, shown, _MOMENT_KEYS, notes, shown=itemgetter("is_shown")
@@ -226,7 +227,7 @@ def _moments(profile: MemoryProfile) -> Iterator[Row]:
     for moment in profile.boundaries:
         name = START if moment.phase == START else f"end of {label(moment.phase)}"
         yield {
-            **fields_of(moment),
+            **asdict(moment),
             **_category_values(moment),
             "is_shown": moment.step == last,
             "moment": name if moment.phase else "unknown",
@@ -295,7 +296,7 @@ def _like(group: LikeAllocations) -> Row:
 
 def _tensor(tensor: LikeAllocations | SavedTensor) -> Row:
     """The values that like allocations and saved tensors both have."""
-    return fields_of(tensor) | {
+    return asdict(tensor) | {
         "bytes": tensor.num_bytes,
         "shape": " x ".join(map(str, tensor.shape)),
         "shape_and_type": shape_text(tensor.shape, tensor.dtype),

@@ -92,21 +92,18 @@ def moment_ms(time_s: float) -> str:
 
 
 def check_words(moments: Iterable[Moment]) -> str:
-    """Whether categories, which add up to what is allocated, agree with the allocator's own
-    count, as a sentence.
+    """By how much categories, which add up to what is allocated, differ from the allocator's own
+    count, as a sentence; empty where they agree or nothing was counted.
     """
-    differences = [
-        difference for difference in map(difference_bytes, moments) if difference is not None
-    ]
-    if wrong := [difference for difference in differences if difference]:
-        return (
-            f"Check failed: at {len(wrong):,} of {len(differences):,} boundaries the blocks of "
-            "the snapshot differ from what PyTorch's allocator counted, by "
-            f"{max(wrong, key=abs):+,} bytes at most."
-        )
-    where = "the one boundary" if len(differences) == 1 else f"all {len(differences):,} boundaries"
+    differences = [difference_bytes(moment) for moment in moments]
+    known = [difference for difference in differences if difference is not None]
+    wrong = [difference for difference in known if difference]
+    if not wrong:
+        return ""
     return (
-        f"Check: at {where} the categories add up to what PyTorch's allocator counted, to the byte."
+        f"Check failed: at {len(wrong):,} of {len(known):,} boundaries the blocks of the "
+        "snapshot differ from what PyTorch's allocator counted, by "
+        f"{max(wrong, key=abs):+,} bytes at most."
     )
 
 

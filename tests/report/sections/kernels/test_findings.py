@@ -377,7 +377,7 @@ def test_a_rank_for_which_the_others_wait_is_named_if_it_is_always_the_same() ->
     [
         (9, 0.5, "The GPU is the limit"),
         (9, 5, "Communication is a limit"),
-        (5, 0.5, "Copies limit the step: for 4"),
+        (5, 0.5, "The GPU is the limit"),
     ],
 )
 def test_a_gpu_that_waits_in_collectives_or_copies_is_busy_and_not_the_limit(

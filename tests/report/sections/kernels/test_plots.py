@@ -276,4 +276,4 @@ def test_ink_is_readable_on_every_class() -> None:
         assert lab(charts.ink(colour), "normal")[0] == pytest.approx(
             0 if lab(colour, "normal")[0] > 50 else 100, abs=1
         )
-    assert (charts.ink("#FFFFFF"), charts.ink("#000000")) == (charts.BLACK, charts.WHITE)
+    assert (charts.ink("#FFFFFF"), charts.ink("#000000")) == ("#000000", "#FFFFFF")

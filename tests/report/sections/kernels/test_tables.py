@@ -279,12 +279,12 @@ def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:
     entry = make_entry(profile, parallel=Parallel.FSDP, ranks=2)
     alone = make_record(make_config("tiny"), (0.1, 0.1))
     results = Results(records=[entry.plain, entry.profiled, alone], kernels=[entry])
-    values = {row["size"]: row for row in results.steps.values}
+    values = {row["size"]: row for row in results.steps.rows}
     assert values["small"]["collective_mean_ms"] == pytest.approx(9)
     assert values["small"]["exposed_mean_ms"] == pytest.approx(3.5)
     assert values["small"]["exposed_share"] == pytest.approx((5 / 28 + 2 / 28) / 2)
     assert values["tiny"]["exposed_mean_ms"] is None
-    assert "exposed_share" not in Results(records=[alone]).steps.values[0]
+    assert "exposed_share" not in Results(records=[alone]).steps.rows[0]
 
 
 @pytest.mark.parametrize(("profile", "clock_ms"), [(make_profile(), "14"), (make_shared(), "10")])

@@ -191,7 +191,7 @@ def test_every_boundary_is_beside_the_allocators_count() -> None:
             peaks_of[row["moment"]] and peaks_of[row["moment"]] * MIB
         )
     assert len(table.rows) == 4 + 1, "of the last step of each"
-    assert "Check: at all 13 boundaries the categories add up" in table.notes[0]
+    assert not any("Check" in note for note in table.notes)
     first, *others = make_memory().boundaries
     wrong = make_memory(
         boundaries=(replace(first, counted_bytes=first.allocated_bytes + 512), *others)
