@@ -5,7 +5,7 @@ at what the file shows to be in use.
 from collections.abc import Collection
 
 from ....analysis.kernels.classes import KernelClass, is_generated
-from ....analysis.kernels.phases import LaunchPhase
+from ....analysis.kernels.phases import LaunchPhase, PhaseSource
 from ....analysis.kernels.step_profile import StepProfile, Work
 from ....analysis.remedies import Remedy, remedies
 from ...section import Finding
@@ -86,6 +86,7 @@ class Figures:
         # of the whole step; rows with a phase have the same launches again
         self.kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
+        self.has_backward = any(times.phase is LaunchPhase.BACKWARD for times in profile.phases)
         self.in_use: Collection[Remedy] | None = None
         if self.on_device:
             self.in_use = in_use(profile)
@@ -118,6 +119,14 @@ class Figures:
         """
         named = remedies(self.config, *candidates, in_use=self.in_use)
         return f" ({named})" if named else ""
+
+    def where(self, phase: LaunchPhase) -> str:
+        """The name of the phase in a sentence; without ranges of it, forward is all that comes
+        before backward.
+        """
+        if phase is LaunchPhase.FORWARD and PhaseSource.THREADS in self.profile.phases_from:
+            return "forward (the time before backward)" if self.has_backward else "forward"
+        return WHERE[phase]
 
     def finding(self, code: str, text: str, cost_s: float = 0.0, **total: float) -> Finding:
         """A finding whose numbers are these totals over all steps: those that end in `_s` and in
