@@ -19,6 +19,7 @@ import numpy as np
 from ....temporary import run_for_this_process, temporary_directory
 from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
 from .. import NsysError, find_nsys
+from ..calls import ApiCallKind
 from ..trace import (
     ApiCalls,
     DeviceWork,
@@ -136,12 +137,9 @@ class _Export:
         self._strings = Strings(self._names("StringIds", "value"))
 
     def trace(self) -> Trace:
-        if not {KERNEL_TABLE, GRAPH_TABLE} & self._tables:
-            raise ProfileError(
-                self.path,
-                f"no table {KERNEL_TABLE}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}",
-            )
         api_calls = self._api_calls()
+        if not {KERNEL_TABLE, GRAPH_TABLE} & self._tables:
+            raise ProfileError(self.path, self._why_no_kernels(api_calls))
         calls = Launches(api_calls)
         kernels = self._work(KERNEL_TABLE, "demangledName", calls)
         graphs = self._work(GRAPH_TABLE, "graphId", calls)
@@ -155,6 +153,23 @@ class _Export:
             strings=self._strings.all,
             device_names=tuple(dict.fromkeys(self._names("TARGET_INFO_GPU", "name").values())),
             notes=tuple(self._notes(len(graphs))),
+        )
+
+    def _why_no_kernels(self, calls: ApiCalls) -> str:
+        """Why there is no kernel, as far as the calls of CUDA tell, and what to do."""
+        missing = f"no table {KERNEL_TABLE}"
+        if not len(calls):
+            return f"{missing}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}"
+        launches = int(ApiCallKind.KERNELS.among(calls.name, self._strings.all).sum())
+        if not launches:
+            return (
+                f"{missing}: the host launched no kernel in the recorded time, in which it made "
+                f"{len(calls)} calls of CUDA; record a part of the program that computes"
+            )
+        return (
+            f"{missing}, and {launches} launches of kernels: CUDA was traced, and its kernels "
+            "were lost; record again with `CuptiUseRawGpuTimestamps=false` in nsys' configuration "
+            "(NSYS_CONFIG_DIRECTIVES), or on another machine"
         )
 
     def _notes(self, num_graphs: int) -> Iterator[str]:
