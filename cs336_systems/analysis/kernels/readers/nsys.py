@@ -15,8 +15,9 @@ import numpy as np
 
 from ....temporary import run_for_this_process, temporary_directory
 from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
-from .. import NsysError, find_nsys
+from .. import NsysError, find_nsys, nsys_extras
 from ..calls import ApiCallKind
+from ..nsys_tables import Tables
 from ..trace import (
     ApiCalls,
     DeviceWork,
@@ -28,7 +29,6 @@ from ..trace import (
     without_call,
 )
 from . import Reader
-from .nsys_tables import Tables
 
 REPORT_ENDING = ".nsys-rep"
 
@@ -134,6 +134,9 @@ class _Export(Tables):
             copies=joined(copies, fills),
             ranges=self._ranges(last_ns=_last(kernels, graphs, copies, fills, api_calls)),
             api_calls=api_calls,
+            samples=nsys_extras.samples(self),
+            memory=nsys_extras.memory_events(self),
+            library_calls=nsys_extras.library_calls(self),
             strings=self.strings.all,
             device_names=tuple(dict.fromkeys(self.names("TARGET_INFO_GPU", "name").values())),
             notes=tuple(self._notes(len(graphs))),

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from ...columns import Ints, ProfileError
-from ..trace import Strings, durations
+from ..columns import Ints, ProfileError
+from .trace import Strings, durations
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -34,9 +35,14 @@ class Tables:
         return {row[1] for row in self.connection.execute(f"PRAGMA table_info({table})")}
 
     def ints(
-        self, table: str, needed: Mapping[str, int | None], optional: Mapping[str, int] = _NOTHING
+        self,
+        table: str,
+        needed: Mapping[str, int | None],
+        optional: Mapping[str, int] = _NOTHING,
+        where: str = "1",
     ) -> list[Ints]:
-        """Read columns of whole numbers: the `needed` ones, then the `optional` ones.
+        """Read columns of whole numbers: the `needed` ones, then the `optional` ones, of the rows
+        that fulfil the condition `where`.
 
         The mappings give the value that replaces NULL, and for optional columns that of a missing
         column. A missing table has no rows. Raises ProfileError if a needed column is missing or
@@ -57,7 +63,7 @@ class Tables:
         for name, value in optional.items():
             columns.append(_expression(name, value) if name in present else str(value))
         # so that all queries have one order of rows
-        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
+        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED WHERE {where}"
         try:
             flat = array("q", chain.from_iterable(self.connection.execute(query)))
         except (TypeError, OverflowError) as error:
@@ -69,11 +75,16 @@ class Tables:
         rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
         return list(np.ascontiguousarray(rows.T))
 
+    def rows(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
+        """The values of these columns, row by row; nothing if the table or a column is missing."""
+        if table not in self.present or not {*columns} <= self.columns(table):
+            return []
+        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
+        return self.connection.execute(query).fetchall()
+
     def names(self, table: str, column: str) -> dict[int, str]:
         """Names by id, from a table of names; empty if the table is missing."""
-        if table not in self.present or not {"id", column} <= self.columns(table):
-            return {}
-        rows = self.connection.execute(f'SELECT id, "{column}" FROM {table} NOT INDEXED')
+        rows = self.rows(table, "id", column)
         return {number: str(text) for number, text in rows if text is not None}
 
     def durations(self, table: str, start: Ints, end: Ints) -> Ints:
