@@ -17,6 +17,7 @@ from ....temporary import run_for_this_process, temporary_directory
 from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
 from .. import NsysError, find_nsys, nsys_extras
 from ..calls import ApiCallKind
+from ..known_ranges import phase_named
 from ..nsys_tables import Tables
 from ..trace import (
     ApiCalls,
@@ -256,7 +257,10 @@ class _Export(Tables):
         strings = self.strings.all
 
         def plain_name(text: str) -> int:
-            return self.strings.id(_AROUND_NAME.sub("", without_call(text)))
+            named = without_call(text)
+            if phase_named(named) is None:
+                named = _AROUND_NAME.sub("", named)
+            return self.strings.id(named)
 
         name = of_names(name, strings, plain_name, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)

@@ -152,7 +152,7 @@ class _Findings(Verdict):
             yield self.finding("longest kernel", text, **numbers)
         times_s = {times.phase: sum(times.kernel_s) for times in self.profile.phases}
         shares = [
-            f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}"
+            f"{self.where(phase)} {percent_of(time_s, self.kernel_s)}"
             for phase, time_s in times_s.items()
             if time_s
         ]
@@ -182,7 +182,7 @@ class _Findings(Verdict):
             times = alike[gap.phase, gap.cause]
             text = (
                 f"One idle time of {ms(gap.duration_s)} stands out among {times.count:,} of "
-                f"{us(times.median_s or 0)} (median): in step {gap.step}, {WHERE[gap.phase]}, "
+                f"{us(times.median_s or 0)} (median): in step {gap.step}, {self.where(gap.phase)}, "
                 f"between {label(gap.before) or 'the start'} and {label(gap.after) or 'the end'}; "
                 f"{doing(gap)}."
             )
@@ -216,12 +216,14 @@ class _Findings(Verdict):
             return
         for times in self.profile.phases:
             phase = times.phase
-            lost_s, whole_s = late_s(self.entry, phase), self.entry.span(phase).whole_s
+            span = self.entry.span(phase)
+            # an idle time may lie in an earlier phase than the kernel that ends it
+            lost_s, whole_s = min(late_s(self.entry, phase), span.idle_s), span.whole_s
             # every step starts idle, because nothing is launched yet; so it must also matter for
             # the whole step
             if lost_s >= MIN_LATE_SHARE * whole_s > 0 and lost_s >= MIN_SHARE * self.step_s:
                 text = (
-                    f"In {WHERE[phase]} the CPU is the limit: of {self.ms(whole_s)} the GPU "
+                    f"In {self.where(phase)} the CPU is the limit: of {self.ms(whole_s)} the GPU "
                     f"is idle {percent_of(lost_s, whole_s)}, because the next of its "
                     f"{self.count(num_launches(times), 'kernel')} was not launched yet."
                 )
@@ -246,9 +248,10 @@ class _Findings(Verdict):
             cause = "an .item(), a .cpu() or a print of a tensor"
             if all(call.name.endswith("DeviceSynchronize") for call in waits):
                 cause = "a torch.cuda.synchronize()"
+            times = self.count(count, "time")
             text = (
-                f"The host waits for the device in {WHERE[phase]}, {self.count(count, 'time')} a "
-                f"step ({names}{copies}): {self.ms(added(calls).total_s)} a step, after which the "
+                f"The host waits for the device in {self.where(phase)}, {times} a step "
+                f"({names}{copies}): {self.ms(added(calls).total_s)} a step, after which the "
                 f"GPU idles {self.ms(lost_s)} until the next launch. Is there {cause}?"
             )
             numbers = {"idle_s": lost_s, "wait_count": count, "wait_s": added(calls).total_s}
@@ -269,9 +272,10 @@ class _Findings(Verdict):
                     f"; the longest time, {ms(gap.duration_s)}, before {label(gap.after)}{place}: "
                     f"{doing(gap)}"
                 )
+            where = self.where(phase)
             text = (
-                f"The GPU idles {self.ms(paused_s)} before kernels of {WHERE[phase]} while the "
-                f"host makes no CUDA call{longest}."
+                f"The GPU idles {self.ms(paused_s)} before kernels of {where} while the host "
+                f"makes no CUDA call{longest}."
             )
             yield self.finding(f"pauses in {phase}", text, paused_s, idle_s=paused_s)
 
