@@ -107,12 +107,15 @@ def _between_steps(
     spans: DeviceSteps, selection: Selection, attribution: Attribution
 ) -> step_profile.BetweenSteps | None:
     """The time between steps that follow each other in the file."""
-    number = selection.number[:-1]
-    # steps that are left out lie between two others
-    is_next = np.diff(np.flatnonzero(number >= 0)) == 1
-    start, end = spans.end_ns[:-1], spans.start_ns[1:]
-    is_apart = is_next & (end > start) if len(is_next) == len(start) else end > start
-    start, end = start[is_apart], end[is_apart]
+    if selection.is_whole_trace:
+        return None
+    number, begins = selection.number[:-1], attribution.plan.steps.start_ns.copy()
+    is_profiled = number >= 0
+    begins[is_profiled] = spans.start_ns
+    # what follows a profiled step may be left out, and begins all the same
+    followed = np.flatnonzero(is_profiled[:-1])
+    start, end = spans.end_ns[number[followed]], begins[followed + 1]
+    start, end = start[end > start], end[end > start]
     if not len(start):
         return None
     jobs = attribution.jobs

@@ -136,6 +136,8 @@ def _late(finding: Finding, phase: str, sums: dict[str, float], truth: Truth) ->
 def _waits(finding: Finding, phase: str, sums: dict[str, float], truth: Truth) -> Iterator[Claim]:
     true = truth.phases_doing(Pause.WAITING)
     said = {WORDS.get(part, str(part)) for part in true}
+    if "before backward" in finding.text:  # whatever the program did there
+        said.add("forward")
     yield Claim("where the host waits", phase.removeprefix("in ") in said, f"in {sorted(said)}")
 
 

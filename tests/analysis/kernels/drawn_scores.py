@@ -60,6 +60,7 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
         *_modules(attribution, profile, truth),
         *_busy(profile, truth, is_whole=bool((attribution.jobs.step >= 0).all())),
         *_idle(profile, truth),
+        *_reasons(profile, truth),
         *_communication(profile, truth),
         *_findings(said, profile, truth),
     ]
@@ -139,6 +140,8 @@ def _labels(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     for span, label in zip(spans, profile.step_labels, strict=True):
         kind, batch, tokens = truth.recorded.kinds[span.number].split()
         said = f"{label.kind} {label.batch} {label.tokens}"
+        if kind == Part.PREFILL and truth.plan.is_mixed:
+            continue
         is_right = label.kind == kind and label.batch in (None, int(batch))
         is_right = is_right and label.tokens in (None, int(tokens))
         yield Score("kinds", RIGHT if is_right else FALSE, "", said, f"{kind} {batch} {tokens}")
@@ -225,6 +228,37 @@ def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         )
 
 
+_NAMED = {
+    Pause.DATA: r"DataLoader|data|get_batch",
+    Pause.RANGE: r"tokenize and log",
+    Pause.COLLECTOR: r"Python GC",
+    Pause.ALLOCATION: r"cudaMalloc|allocation",
+    Pause.COMPILING: r"CachingAutotuner",
+}
+"""What is said where idle time is explained by what the file shows of the host."""
+
+
+def _reasons(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """Whether idle times are explained by what was open on the host, and by nothing else."""
+    if not truth.is_timed:
+        return
+    said = " ".join(f"{gap.cause} {gap.host_range} {gap.host_call}" for gap in profile.gaps)
+    first, last = truth.bounds
+    for reason, names in _NAMED.items():
+        is_long = truth.idle_ns(reason) > 0.1 * (last - first)
+        if is_long and any(re.search(names, span.name) for span in truth.written):
+            verdict = RIGHT if re.search(names, said) else NOT_SEEN
+            yield Score("idle reasons", verdict, str(reason))
+    for gap in profile.gaps:
+        alike = [one for one in truth.all_gaps() if abs(one.length_ns - ns(gap.duration_s)) < 2_000]
+        # a gap at the edge of a step is a part of one
+        if gap.before and gap.host_range and alike and gap.duration_s > 1e-4:
+            is_right = any(truth.is_open(gap.host_range, one) for one in alike)
+            verdict = RIGHT if is_right else FALSE
+            true = str([one.reasons for one in alike][:2])
+            yield Score("idle reasons", verdict, "what was open", gap.host_range, true)
+
+
 def _main_reason(truth: Truth) -> str:
     reasons: dict[str, int] = {}
     for gap in truth.gaps():
@@ -306,8 +340,10 @@ def table(made: Sequence[tuple[int, Score]]) -> str:
 
 
 def main() -> None:
-    """Print the table of as many seeds as asked for."""
+    """Print the table of as many seeds as asked for, and the plan of one alone."""
     first, count = map(int, sys.argv[1:3])
+    if count == 1:
+        print(draw(first), end="\n\n")
     with tempfile.TemporaryDirectory() as directory:
         print(table(scored(first, count, Path(directory))))
 

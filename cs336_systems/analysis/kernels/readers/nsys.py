@@ -19,6 +19,7 @@ import numpy as np
 from ....temporary import run_for_this_process, temporary_directory
 from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
 from .. import NsysError, find_nsys
+from ..known_ranges import phase_named
 from ..trace import (
     ApiCalls,
     DeviceWork,
@@ -254,7 +255,10 @@ class _Export:
         strings = self._strings.all
 
         def plain_name(text: str) -> int:
-            return self._strings.id(_AROUND_NAME.sub("", without_call(text)))
+            named = without_call(text)
+            if phase_named(named) is None:
+                named = _AROUND_NAME.sub("", named)
+            return self._strings.id(named)
 
         name = of_names(name, strings, plain_name, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
