@@ -135,12 +135,13 @@ class TraceEvents:
 
     def batches(self, *groups: Collection[str]) -> list[EventBatch]:
         """One batch for each group of categories."""
+        copies_before = self.num_copies
         batches = [self._batch_of(categories) for categories in groups]
         times = [np.append(batch.start_ns, batch.duration_ns) for batch in batches]
         if self._is_exact or np.abs(np.concatenate(times)).max(initial=0) < EXACT_US * 1000:
             return batches
         # two decoded files at once would take too much memory
-        batches, self._by_category = [], {}
+        batches, self._by_category, self.num_copies = [], {}, copies_before
         file = _decode(self.path, self._content, is_exact=True)
         self._by_category = _by_category(file.traceEvents)
         self._is_exact = True
@@ -301,7 +302,7 @@ def _escaped(backslash: re.Match[bytes]) -> bytes:
 
 NO_TIME_US = 1e300
 """Stands for a duration that is no number: without any duration, an event would be no work."""
-_WORD = rb"[+-]?\b(?:NaN|nan|Infinity|inf)(?:\.\d+)?\b"
+_WORD = rb"[+-]?\b(?i:nan|inf(?:inity)?)(?:\.\d+)?\b"
 _NO_NUMBER = re.compile(
     rb'(?P<duration>"dur"\s*:\s*)' + _WORD + rb'|"(?:[^"\\]|\\.)*"|' + _WORD, re.DOTALL
 )

@@ -23,7 +23,7 @@ from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.trace import Trace
 from tests.analysis.kernels.kineto_files import OTHERS, Event, complete
 
-NO_NUMBERS = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf")
+NO_NUMBERS = ("NaN", "nan", "Infinity", "-Infinity", "inf", "-inf", "NAN", "-nan", "Inf")
 NAMES = ("gemm", "my_kernel", "NaN_fill", 'says "inf", and NaN: 1', "-Infinity", "nan", "a, [inf]")
 Sums = dict[str, tuple[int, int]]
 """Launches and nanoseconds by the name of the kernel."""
