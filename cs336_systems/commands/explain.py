@@ -2,6 +2,7 @@
 file of any program.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,14 +11,20 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from ..analysis.columns import read_head
 from ..ranges import PhaseNames
-from ..record import RUNS, RunRecord, load_records, read_record
+from ..record import RUNS, RunRecord, load_records, published_runs, read_record
+from ..text import print_line
 from .flags import Flat, OutputArguments, RulesFile, Switch, unset
 from .outcome import OK, UsageError, existing, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
     from ..report.section import Table
+
+
+PICKLE = b"\x80"
+"""The first byte of a pickle, and so of a snapshot."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,12 @@ class FileArguments(OutputArguments):
     def explained(self) -> Explanation:
         """Read and explain the file."""
         raise NotImplementedError
+
+    def page_of(self) -> Path:
+        """What `cs336 report` makes the page of: of a file that a sweep has kept, the sweep."""
+        runs = self.file.resolve().parent.parent / RUNS
+        is_of_sweep = any(runs.glob("*.json")) or published_runs(runs).is_file()
+        return runs.parent if is_of_sweep else self.file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +170,22 @@ class MemoryArguments(FileArguments):
         )
 
 
+def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
+    """The command that explains the file at `path`: a pickle and a profile of memory are of
+    memory, all else is of kernels. Only kernels have `rules`.
+    """
+    from ..analysis.memory.profile import is_memory_profile
+
+    is_of_memory = path.is_file() and (
+        read_head(path, len(PICKLE), "a trace or a snapshot") == PICKLE or is_memory_profile(path)
+    )
+    if is_of_memory:
+        if rules is not None:
+            raise UsageError(f"--rules names kernels, and {path} is of memory")
+        return MemoryArguments(file=path)
+    return KernelsArguments(file=path, rules=rules)
+
+
 def run(arguments: FileArguments) -> int:
     """Read, explain, print, and write where asked."""
     if arguments.top < 1:
@@ -172,6 +201,8 @@ def run(arguments: FileArguments) -> int:
             explanation.write(arguments.output, arguments.top, arguments.formats)
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
+    if json is None:
+        print_line(f"page: cs336 report {shlex.quote(str(arguments.page_of()))} --open")
     return OK
 
 

@@ -12,6 +12,7 @@ from ...text import shortened
 from ..columns import Column, Row, column
 from ..configurations import order
 from ..quantities import MS, StepResult
+from ..results import Results
 from ..section import known, make_table
 from ..words import significant, status_text
 from .blocks import Block, Closed, TableBlock
@@ -99,7 +100,11 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
     """Where the results come from: device, software, commit and time, and the command that made
     them.
     """
-    records: Sequence[RunRecord] = () if directory.results is None else directory.results.records
+    results = directory.results
+    if results is not None and results.is_of_file:
+        yield from _of_file(results)
+        return
+    records: Sequence[RunRecord] = () if results is None else results.records
     environments = [record.environment for record in records]
     study = None if directory.study is None else directory.study.study
     if isinstance(study, PrecisionStudy):
@@ -112,6 +117,21 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
         yield "measured", f"{' to '.join(dict.fromkeys((times[0], times[-1])))} UTC"
     if command := command_in(directory.path):
         yield "command", command
+
+
+def _of_file(results: Results) -> Iterator[tuple[str, str]]:
+    """The file, its device, and of a trace what showed the steps."""
+    for entry in results.memory:
+        yield "file", entry.profile.source
+        yield "device", f"GPU {entry.profile.device}"
+    for explained in results.kernels:
+        profile = explained.profile
+        yield "file", profile.source
+        yield "device", ", ".join(profile.device_names) or "not seen"
+        if profile.is_whole_trace:
+            yield "steps", "not seen: the whole file counts as one"
+        elif profile.steps_from:
+            yield "steps", f"{profile.num_steps:,}, shown by {profile.steps_from}"
 
 
 def _conditions(environments: Sequence[Environment | None]) -> Iterator[tuple[str, str]]:
