@@ -155,7 +155,7 @@ def _blocks(
             shown = replace(table, notes=notes)
             rows = [row for row in table.values if row.get("finding", NO_FINDING) not in headline]
             if len(rows) < len(table.values):
-                rows = [row | {"number": place} for place, row in enumerate(rows, 1)]
+                rows = [{**row, "number": place} for place, row in enumerate(rows, 1)]
                 shown = make_table(table.title, table.headings, rows, notes)
             if rows or not table.values:
                 yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown)
