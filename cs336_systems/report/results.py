@@ -62,7 +62,9 @@ class Results:
     @property
     def is_of_file(self) -> bool:
         """Whether these are of one file of any program, without the record of a run."""
-        return not self.records and bool(self.kernels or self.memory)
+        subjects = [entry.subject for entry in self.kernels]
+        subjects += [entry.subject for entry in self.memory]
+        return subjects == [None]
 
     @property
     def published(self) -> list[RunRecord]:

@@ -1,5 +1,6 @@
 import itertools
 import warnings
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Rectangle, StepPatch
 
 from cs336.analysis.kernels.classes import KernelClass
-from cs336.analysis.kernels.step_profile import PicturedStep, StepProfile
+from cs336.analysis.kernels.step_profile import PicturedStep, StepLabel, StepProfile
 from cs336.report import charts, draw
 from cs336.report.charts import Chart
 from cs336.report.draw import figure_of
@@ -19,9 +20,11 @@ from cs336.report.sections.kernels.plots import (
     IDLE,
     MAX_STREAMS,
     OVERLAPPED,
+    STRIP,
     STYLES,
     communication_chart,
     configuration_chart,
+    draw_steps,
     draw_timeline,
     parts_ms,
     utilisation,
@@ -215,6 +218,40 @@ def test_the_busiest_streams_are_drawn_and_the_rest_is_said() -> None:
     labels = [panel.get_ylabel().partition("\n")[0] for panel in figure.axes[1:]]
     assert labels == [f"stream {stream}" for stream in range(2, MAX_STREAMS + 2)]
     assert any("2\xa0less\xa0busy\xa0streams" in text for text in texts(figure))
+
+
+# several steps
+
+
+def test_steps_beside_each_other_are_drawn_by_kind_on_one_scale() -> None:
+    """Three of four steps of two kinds, of 10, 20 and 40 ms; each half a product and half idle."""
+    steps = []
+    for number, wall_s in ((0, 0.01), (1, 0.04), (3, 0.02)):
+        window = replace(make_profile().pictured.windows[0], device_end_s=wall_s)
+        pieces = (make_piece(PRODUCT, 0, 500 * wall_s, 7), make_piece(SOFTMAX, 0, 250 * wall_s, 8))
+        steps.append(PicturedStep(step=number, wall_s=wall_s, windows=(window,), pieces=pieces))
+    labels = tuple(StepLabel(kind=kind) for kind in ("decode", "prefill", "decode", "decode"))
+    whole = replace(make_profile(), num_steps=4, step_labels=labels, beside=tuple(steps))
+    figure = draw_steps(whole)
+    (panel,) = figure.axes
+    lanes = [label.get_text().split() for label in panel.get_yticklabels()]
+    assert [(lane[0], lane[2]) for lane in lanes] == [
+        ("decode", "1:"),
+        ("decode", "4:"),
+        ("prefill", "2:"),
+    ]
+    assert panel.get_xlim() == (0, pytest.approx(40))
+    areas = [patch for patch in panel.patches if isinstance(patch, StepPatch)]
+    drawn = defaultdict(float)
+    for patch in areas:
+        values, edges, baseline = patch.get_data()
+        lane = round(float((values + baseline).mean() / 2))
+        drawn[lane] += float(np.abs((values - baseline) * np.diff(edges)).sum())
+    height = (1 - STRIP) * 0.84
+    # beside the product the softmax has no room: both streams are one lane
+    expected = {0: 5 * height, 1: 10 * height, 2: 20 * height}
+    assert dict(drawn) == pytest.approx(expected, rel=0.02)
+    assert any("3 of 4" in text for text in texts(figure))
 
 
 # colours
