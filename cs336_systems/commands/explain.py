@@ -13,7 +13,7 @@ import tyro
 
 from ..analysis.columns import read_head
 from ..ranges import PhaseNames
-from ..record import RUNS, RunRecord, load_records, published_runs, read_record
+from ..record import RUNS, RunRecord, load_records, read_record
 from ..text import print_line
 from .flags import Flat, OutputArguments, RulesFile, Switch, unset
 from .outcome import OK, UsageError, existing, show, with_statistics
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PICKLE = b"\x80"
 """The first byte of a pickle, and so of a snapshot."""
+HEAD_BYTES = 1024
+"""Bytes that show whether a file is of memory; profiles of memory name their allocations there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +59,6 @@ class FileArguments(OutputArguments):
     def explained(self) -> Explanation:
         """Read and explain the file."""
         raise NotImplementedError
-
-    def page_of(self) -> Path:
-        """What `cs336 report` makes the page of: of a file that a sweep has kept, the sweep."""
-        runs = self.file.resolve().parent.parent / RUNS
-        is_of_sweep = any(runs.glob("*.json")) or published_runs(runs).is_file()
-        return runs.parent if is_of_sweep else self.file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +181,8 @@ def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
     """The command that explains the file at `path`: a pickle and a profile of memory are of
     memory, all else is of kernels. Only kernels have `rules`.
     """
-    from ..analysis.memory.profile import is_memory_profile
-
-    is_of_memory = path.is_file() and (
-        read_head(path, len(PICKLE), "a trace or a snapshot") == PICKLE or is_memory_profile(path)
-    )
-    if is_of_memory:
+    head = b"" if path.is_dir() else read_head(path, HEAD_BYTES, "a trace or a snapshot")
+    if head.startswith(PICKLE) or b'"num_allocations"' in head:
         if rules is not None:
             raise UsageError(f"--rules names kernels, and {path} is of memory")
         return MemoryArguments(file=path)
@@ -213,7 +205,7 @@ def run(arguments: FileArguments) -> int:
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
     if json is None:
-        print_line(f"page: cs336 report {shlex.quote(str(arguments.page_of()))} --open")
+        print_line(f"page: cs336 report {shlex.quote(str(arguments.file))} --open")
     return OK
 
 

@@ -3,18 +3,16 @@ from the records, and how far predicted times of steps were off. The file of ano
 directory and a page of its own.
 """
 
-import itertools
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-
-import msgspec
 
 from ..analysis.columns import ProfileError
 from ..analysis.kernels.classes import KernelRules
 from ..analysis.kernels.step_profile import read_profile
 from ..analysis.memory.profile import read_memory_profile
-from ..files import encode_json, in_one_line, write_atomically
+from ..files import in_one_line, write_atomically
 from ..record import RUNS, load_records, published_runs
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
@@ -33,7 +31,7 @@ from ..report.sections.memory.tables import MEMORY_FILE
 from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..studies.records import read_study
 from ..sweep.run import explain_again
-from ..text import inert_line, plain_word, print_aside, print_line
+from ..text import plain_word, print_aside, print_line
 from . import ladder
 from .explain import arguments_for
 from .flags import MAX_NAME_LENGTH
@@ -131,7 +129,7 @@ def rebuild_all(
 
 FILES = Path("data") / "files"
 """Where the pages of single files are, below the current directory."""
-SOURCE = "file.json"
+SOURCE = "file.txt"
 """Beside the page of a file, the path of that file, so that files of one name have pages of their
 own.
 """
@@ -147,24 +145,17 @@ def page_directory(path: Path, root: Path = FILES) -> Path:
     for ending in ENDINGS:
         name = name.removesuffix(ending)
     name = plain_word(name)[:MAX_NAME_LENGTH].strip(".-") or "file"
-    for number in itertools.count(1):
-        directory = root / (name if number == 1 else f"{name}-{number}")
-        if not directory.exists() or _source_of(directory) == _identity(path):
-            return directory
-    raise AssertionError("a free number is always reached")
+    directory, number = root / name, 1
+    while directory.exists() and _source_text(directory) != os.fsencode(path.resolve()):
+        number += 1
+        directory = root / f"{name}-{number}"
+    return directory
 
 
-def _identity(path: Path) -> str:
-    """The whole path, as JSON can hold it."""
-    return inert_line(str(path.resolve()))
-
-
-def _source_of(directory: Path) -> str | None:
-    """The file that the page in the directory is of; None if that is not known."""
-    try:
-        return msgspec.json.decode((directory / SOURCE).read_bytes(), type=str)
-    except (OSError, ValueError):
-        return None
+def _source_text(directory: Path) -> bytes:
+    """The path of the file whose page is in the directory; empty if that is not known."""
+    kept = directory / SOURCE
+    return kept.read_bytes() if kept.is_file() else b""
 
 
 def is_foreign(path: Path) -> bool:
@@ -184,7 +175,7 @@ def report_file(
     explanation = arguments_for(path, rules).explained()
     directory = page_directory(path)
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / SOURCE, encode_json(_identity(path)))
+    write_atomically(directory / SOURCE, os.fsencode(path.resolve()))
     explanation.write(directory, TOP_ON_A_PAGE, formats)
     page, made = write_page_of(load(directory), status)
     status.end()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...files import MEMORY_PROFILE, encode_json, read_json, write_atomically
 from ...record import Count
-from ..columns import ProfileError, read_head
+from ..columns import ProfileError
 
 MEMORY_FORMAT_VERSION = 2
 MAX_PROFILE_BYTES = 256 * 2**20
@@ -295,10 +295,6 @@ class AllocatorWork:
     first_failure: FailedRequest | None
 
 
-HEAD_BYTES = 1024
-"""Bytes of a profile that show what it is."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
     """One snapshot of one device, explained."""
@@ -378,12 +374,6 @@ def encode_memory_profile(profile: MemoryProfile) -> bytes:
 def write_memory_profile(profile: MemoryProfile, path: Path) -> None:
     """Write the profile as JSON."""
     write_atomically(path, encode_memory_profile(profile))
-
-
-def is_memory_profile(path: Path) -> bool:
-    """Whether the file begins as those that `write_memory_profile` writes."""
-    head = read_head(path, HEAD_BYTES, MEMORY_PROFILE)
-    return all(word in head for word in (b'"num_allocations"', b'"held_bytes"'))
 
 
 def read_memory_profile(path: Path) -> MemoryProfile:

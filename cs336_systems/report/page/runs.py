@@ -14,6 +14,8 @@ from ..configurations import order
 from ..quantities import MS, StepResult
 from ..results import Results
 from ..section import known, make_table
+from ..sections.kernels.sums import about
+from ..sections.memory.words import about as about_memory
 from ..words import significant, status_text
 from .blocks import Block, Closed, TableBlock
 from .directory import Directory
@@ -120,18 +122,13 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
 
 
 def _of_file(results: Results) -> Iterator[tuple[str, str]]:
-    """The file, its device, and of a trace what showed the steps."""
+    """The file with its device, and of a trace what showed the steps."""
     for entry in results.memory:
-        yield "file", entry.profile.source
-        yield "device", f"GPU {entry.profile.device}"
+        yield "file", about_memory(entry.profile)
     for explained in results.kernels:
-        profile = explained.profile
-        yield "file", profile.source
-        yield "device", ", ".join(profile.device_names) or "not seen"
-        if profile.is_whole_trace:
-            yield "steps", "not seen: the whole file counts as one"
-        elif profile.steps_from:
-            yield "steps", f"{profile.num_steps:,}, shown by {profile.steps_from}"
+        yield "file", about(explained.profile)
+        if explained.profile.steps_from:
+            yield "steps", f"shown by {explained.profile.steps_from}"
 
 
 def _conditions(environments: Sequence[Environment | None]) -> Iterator[tuple[str, str]]:

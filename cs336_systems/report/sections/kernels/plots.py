@@ -27,12 +27,8 @@ MAX_STREAMS = 4
 """Only the busiest streams are drawn."""
 CHARACTER = 0.0122
 """Width of one character of a phase's name, as a share of the step's time."""
-SMALL_CHARACTER = 0.011
-"""The same of the small names in a step that stands beside others."""
-CELLS_BESIDE = 120
-"""Number of bars over such a step."""
 LONGEST_KIND = 24
-"""Characters of its name in a line."""
+"""Characters of the name of a kind of steps."""
 SHORT_NAMES = {
     LaunchPhase.FORWARD: "fwd",
     LaunchPhase.BACKWARD: "bwd",
@@ -207,96 +203,58 @@ def _covered(pieces: Sequence[Piece], edges: Times) -> Times:
     return np.diff(until)
 
 
-LANE_INCHES, STRIP = 0.42, 0.24
-"""Height of a step that stands beside others, and the part of it that shows its phases."""
+LANE_INCHES = 0.5
+"""Height of a step that stands beside others."""
 
 
 def draw_steps(profile: StepProfile) -> Figure:
-    """Several steps below each other on one scale of time, those of one kind together: above in
-    each its phases on the device, below what ran there; white is idle.
+    """Several steps below each other on one scale of time, those of one kind together: how busy
+    the streams are, with the names of the phases above; white is idle.
     """
-    steps = _by_kind(profile)
-    pieces = [piece for step in steps for piece in step.pieces]
-    kinds = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
-    longest_s = max(step.wall_s for step in steps)
-    title = f"{len(steps)} of {profile.num_steps:,} steps"
-    if len(steps) == profile.num_steps:
-        title = f"All {len(steps)} steps"
+    names = [_lane_name(profile, step) for step in profile.beside]
+    # a kind stands where its first step does
+    kinds = [name.rpartition("\n")[0] for name in names]
+    order = sorted(range(len(names)), key=lambda place: kinds.index(kinds[place]))
+    pieces = [piece for step in profile.beside for piece in step.pieces]
+    shown = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    legend_rows = math.ceil(len(kinds) / LEGEND_COLUMNS)
-    height = 1.35 + LANE_INCHES * len(steps) + 0.19 * legend_rows
-    figure = draw.new_figure(6.5, height, title, ", ".join([source, *_devices([profile])]))
-    panel = figure.subplots()
-    for lane, step in enumerate(steps):
-        _draw_lane(panel, step, lane, longest_s)
-    panel.set_xlim(0, longest_s * 1e3)
-    panel.set_ylim(len(steps) - 0.4, -0.6)
-    panel.set_yticks(range(len(steps)), [_lane_name(profile, step) for step in steps])
-    panel.set_xlabel("time from the start of each step (ms)", fontsize=9)
-    draw.style(panel, "x")
-    panel.tick_params(axis="y", length=0, labelsize=8.5)
-    handles = [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds]
+    figure = draw.new_figure(
+        6.5,
+        1.3 + LANE_INCHES * len(order) + 0.19 * math.ceil(len(shown) / LEGEND_COLUMNS),
+        f"{len(order)} of {profile.num_steps:,} steps",
+        ", ".join([source, *_devices([profile])]),
+    )
+    lanes = figure.subplots(len(order), 1, sharex=True).tolist()
+    longest_s = max(step.wall_s for step in profile.beside)
+    for lane, place in zip(lanes, order, strict=True):
+        _draw_beside(lane, profile.beside[place], names[place], longest_s)
+    lanes[-1].set_xlim(0, longest_s * 1e3)
+    lanes[-1].set_xlabel("time from the start of each step (ms)", fontsize=9)
+    handles = [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in shown]
     draw.legend_below(figure, handles, LEGEND_COLUMNS)
     return figure
 
 
-def _by_kind(profile: StepProfile) -> list[PicturedStep]:
-    """The steps that stand beside each other: kinds in the order of their first steps."""
-    kinds = dict.fromkeys(_kind(profile, step) for step in profile.beside)
-    order = list(kinds)
-    return sorted(profile.beside, key=lambda step: order.index(_kind(profile, step)))
-
-
-def _kind(profile: StepProfile, step: PicturedStep) -> str:
-    """The kind of the step; empty where all are alike."""
-    return profile.step_labels[step.step].kind if profile.step_labels else ""
-
-
 def _lane_name(profile: StepProfile, step: PicturedStep) -> str:
-    """Number, kind and time of a step."""
+    """Kind, number and time of a step."""
     name = f"step {step.step + 1}: {significant(step.wall_s * 1e3, 3)} ms"
-    kind = _kind(profile, step)
-    return f"{draw.inert(kind, LONGEST_KIND)}\n{name}" if kind else name
+    if not profile.step_labels:
+        return name
+    return f"{draw.inert(profile.step_labels[step.step].kind, LONGEST_KIND)}\n{name}"
 
 
-def _draw_lane(panel: Axes, step: PicturedStep, lane: int, longest_s: float) -> None:
-    """Draw one step: the strip of its phases, and below it the classes, as high as the share of
-    time in which they ran.
-    """
-    if not step.wall_s:
-        return
-    top, bottom = lane - 0.42, lane + 0.42
-    strip = top + STRIP * (bottom - top)
-    for index, window in enumerate(step.windows):
-        shade = PHASE_SHADES[index % len(PHASE_SHADES)]
-        span_ms = (window.device_start_s * 1e3, window.device_end_s * 1e3)
-        middle, length_ms = (top + strip) / 2, span_ms[1] - span_ms[0]
-        panel.barh(
-            middle,
-            length_ms,
-            strip - top,
-            span_ms[0],
-            color=shade,
-            edgecolor="white",
-            linewidth=0.8,
-        )
-        room = (window.device_end_s - window.device_start_s) / (SMALL_CHARACTER * longest_s)
-        for name in (window.phase, SHORT_NAMES.get(window.phase, "")):
-            if name and len(name) < room:
-                panel.text(sum(span_ms) / 2, middle, name, ha="center", va="center", fontsize=6.5)
+def _draw_beside(lane: Axes, step: PicturedStep, name: str, longest_s: float) -> None:
+    """Draw one of several steps, with the names of its phases that have room."""
+    _draw_stream(lane, step.pieces, step)
+    lane.set_yticks([50], [name])
+    lane.tick_params(axis="y", length=0, labelsize=8.5)
+    for window in step.windows:
+        start_s, end_s = window.device_start_s, window.device_end_s
+        room = (end_s - start_s) / (CHARACTER * longest_s)
+        for word in (window.phase, SHORT_NAMES.get(window.phase, "")):
+            if len(word) < room:
+                lane.text((start_s + end_s) * 500, 102, word, ha="center", fontsize=7)
                 break
-    edges = np.linspace(0.0, step.wall_s, CELLS_BESIDE + 1)
-    base: Any = np.zeros(CELLS_BESIDE)
-    for kind, share in utilisation(step.pieces, edges).items():
-        # streams run side by side, and one lane stands for all of them
-        above = np.minimum(base + share, 1.0)
-        heights = (bottom - (bottom - strip) * part for part in (above, base))
-        area, baseline = heights
-        panel.add_artist(
-            StepPatch(area, edges * 1e3, baseline=baseline, color=CLASS_COLOURS[kind], linewidth=0)
-        )
-        base = above
-    panel.plot([0, step.wall_s * 1e3], [bottom, bottom], color="#666666", linewidth=0.7)
 
 
 COPIES = "copy by the driver"

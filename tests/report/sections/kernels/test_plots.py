@@ -20,7 +20,6 @@ from cs336.report.sections.kernels.plots import (
     IDLE,
     MAX_STREAMS,
     OVERLAPPED,
-    STRIP,
     STYLES,
     communication_chart,
     configuration_chart,
@@ -224,7 +223,9 @@ def test_the_busiest_streams_are_drawn_and_the_rest_is_said() -> None:
 
 
 def test_steps_beside_each_other_are_drawn_by_kind_on_one_scale() -> None:
-    """Three of four steps of two kinds, of 10, 20 and 40 ms; each half a product and half idle."""
+    """Three of four steps of two kinds, of 10, 20 and 40 ms: a product for a half of
+    each, beside it a softmax for a quarter.
+    """
     steps = []
     for number, wall_s in ((0, 0.01), (1, 0.04), (3, 0.02)):
         window = replace(make_profile().pictured.windows[0], device_end_s=wall_s)
@@ -233,24 +234,19 @@ def test_steps_beside_each_other_are_drawn_by_kind_on_one_scale() -> None:
     labels = tuple(StepLabel(kind=kind) for kind in ("decode", "prefill", "decode", "decode"))
     whole = replace(make_profile(), num_steps=4, step_labels=labels, beside=tuple(steps))
     figure = draw_steps(whole)
-    (panel,) = figure.axes
-    lanes = [label.get_text().split() for label in panel.get_yticklabels()]
+    lanes = [panel.get_yticklabels()[0].get_text().split() for panel in figure.axes]
     assert [(lane[0], lane[2]) for lane in lanes] == [
         ("decode", "1:"),
         ("decode", "4:"),
         ("prefill", "2:"),
     ]
-    assert panel.get_xlim() == (0, pytest.approx(40))
-    areas = [patch for patch in panel.patches if isinstance(patch, StepPatch)]
-    drawn = defaultdict(float)
-    for patch in areas:
-        values, edges, baseline = patch.get_data()
-        lane = round(float((values + baseline).mean() / 2))
-        drawn[lane] += float(np.abs((values - baseline) * np.diff(edges)).sum())
-    height = (1 - STRIP) * 0.84
-    # beside the product the softmax has no room: both streams are one lane
-    expected = {0: 5 * height, 1: 10 * height, 2: 20 * height}
-    assert dict(drawn) == pytest.approx(expected, rel=0.02)
+    for panel, wall_ms in zip(figure.axes, (10, 20, 40), strict=True):
+        assert panel.get_xlim() == (0, pytest.approx(40))
+        area = defaultdict(float)
+        for patch in (patch for patch in panel.patches if isinstance(patch, StepPatch)):
+            values, edges, baseline = patch.get_data()
+            area[patch.get_label()] += ((values - baseline) * np.diff(edges)).sum() / 100
+        assert area == pytest.approx({PRODUCT: wall_ms / 2, SOFTMAX: wall_ms / 4})
     assert any("3 of 4" in text for text in texts(figure))
 
 
