@@ -2,6 +2,7 @@
 steps that stand beside each other.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,11 +54,9 @@ def steps_beside(
     """
     if len(spans) < 2:
         return ()
-    kinds: dict[str, list[int]] = {"": list(range(len(spans)))}
-    if labels:
-        kinds = {}
-        for step, label in enumerate(labels):
-            kinds.setdefault(label.kind, []).append(step)
+    kinds = defaultdict[str, list[int]](list)
+    for step in range(len(spans)):
+        kinds[labels[step].kind if labels else ""].append(step)
     largest = sorted(kinds.values(), key=lambda steps: -len(steps))[:MOST_KINDS]
     most_of_kind = max(MOST_BESIDE // len(largest), LEAST_OF_KIND)
     chosen: list[int] = []

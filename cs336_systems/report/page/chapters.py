@@ -44,7 +44,7 @@ def page_of(directory: Directory) -> Page:
     """The page of one directory."""
     glance = glance_at(directory)
     return Page(
-        title=directory.title,
+        title=f"{SUBJECTS[directory.subject]}: {directory.path.resolve().name}",
         subject=directory.subject,
         glance=glance,
         chapters=list(_chapters(directory, glance)),

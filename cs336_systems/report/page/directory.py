@@ -12,7 +12,6 @@ from ..sections.ladder import RungResult
 SUBJECTS = {
     "steps": "Time and memory of a training step",
     "ladders": "From the slow step to the fast one",
-    "files": "Files of other programs",
     "kernels": KERNELS,
     "memory": MEMORY,
     "attention": "Attention alone",
@@ -39,21 +38,9 @@ class Directory:
     study: StudyResults | None = None
 
     @property
-    def title(self) -> str:
-        """What the page is about: the subject and the directory, of a file its question and
-        name.
-        """
-        if self.results is not None and self.results.is_of_file:
-            (question,) = self.results.sections
-            sources = [entry.profile.source for entry in self.results.kernels]
-            sources += [entry.profile.source for entry in self.results.memory]
-            return f"{question}: {sources[0]}"
-        return f"{SUBJECTS[self.subject]}: {self.path.resolve().name}"
-
-    @property
     def subject(self) -> str:
         """The key of SUBJECTS that it belongs to; a sweep that also has profiles belongs to
-        these, and a file without records to the files.
+        these, as a single file does.
         """
         if self.study is not None:
             return self.study.subject
@@ -61,10 +48,8 @@ class Directory:
             return "ladders"
         if self.compared is not None:
             return "comparisons"
-        if self.results is not None and self.results.is_of_file:
-            return "files"
-        records = () if self.results is None else self.results.records
-        profilers = {record.subject.profiler for record in records}
-        if Profiler.MEMORY in profilers:
+        results = self.results or Results(records=())
+        profilers = {record.subject.profiler for record in results.records}
+        if Profiler.MEMORY in profilers or results.memory:
             return "memory"
-        return "kernels" if profilers - {Profiler.NONE} else "steps"
+        return "kernels" if profilers - {Profiler.NONE} or results.kernels else "steps"

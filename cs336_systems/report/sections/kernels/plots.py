@@ -57,7 +57,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     is_gpu = profile.work is Work.KERNELS
     pieces = step.pieces
     streams = _busiest(pieces)
-    kinds = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+    kinds = _kinds_in(pieces)
     lane_height = 1.5 if len(streams) == 1 else 0.85
     heights = [0.8 if is_gpu else 0.35, *[lane_height] * len(streams)]
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
@@ -79,9 +79,19 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
         panel.set_xlim(0, step.wall_s * 1e3)
         panel.tick_params(labelbottom=panel is lanes[-1])
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
+    _legend(figure, kinds)
+    return figure
+
+
+def _kinds_in(pieces: Sequence[Piece]) -> list[KernelClass]:
+    """The classes of the pieces, in the order of draw."""
+    return [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+
+
+def _legend(figure: Figure, kinds: Sequence[KernelClass]) -> None:
+    """A legend of these classes below the picture."""
     handles = [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds]
     draw.legend_below(figure, handles, LEGEND_COLUMNS)
-    return figure
 
 
 def _busiest(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
@@ -149,11 +159,16 @@ def _draw_window(
     """Draw one phase in one lane, with its name if that fits."""
     start, end = span_ms
     panel.barh(y, end - start, 0.64, start, color=shade, edgecolor="white", linewidth=0.8)
-    room = (end - start) / 1e3 / (CHARACTER * step.wall_s)
-    for name in (window.phase, SHORT_NAMES.get(window.phase, "")):
-        if len(name) < room:
-            panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
-            break
+    if name := _name_in(window, (end - start) / 1e3 / (CHARACTER * step.wall_s)):
+        panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
+
+
+def _name_in(window: Window, room: float) -> str:
+    """The name of a phase, or a short one, that has fewer characters than there is room; empty if
+    neither fits.
+    """
+    names = (window.phase, SHORT_NAMES.get(window.phase, ""))
+    return next((name for name in names if len(name) < room), "")
 
 
 def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> None:
@@ -216,7 +231,7 @@ def draw_steps(profile: StepProfile) -> Figure:
     kinds = [name.rpartition("\n")[0] for name in names]
     order = sorted(range(len(names)), key=lambda place: kinds.index(kinds[place]))
     pieces = [piece for step in profile.beside for piece in step.pieces]
-    shown = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+    shown = _kinds_in(pieces)
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
     figure = draw.new_figure(
         6.5,
@@ -230,8 +245,7 @@ def draw_steps(profile: StepProfile) -> Figure:
         _draw_beside(lane, profile.beside[place], names[place], longest_s)
     lanes[-1].set_xlim(0, longest_s * 1e3)
     lanes[-1].set_xlabel("time from the start of each step (ms)", fontsize=9)
-    handles = [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in shown]
-    draw.legend_below(figure, handles, LEGEND_COLUMNS)
+    _legend(figure, shown)
     return figure
 
 
@@ -250,11 +264,8 @@ def _draw_beside(lane: Axes, step: PicturedStep, name: str, longest_s: float) ->
     lane.tick_params(axis="y", length=0, labelsize=8.5)
     for window in step.windows:
         start_s, end_s = window.device_start_s, window.device_end_s
-        room = (end_s - start_s) / (CHARACTER * longest_s)
-        for word in (window.phase, SHORT_NAMES.get(window.phase, "")):
-            if len(word) < room:
-                lane.text((start_s + end_s) * 500, 102, word, ha="center", fontsize=7)
-                break
+        if word := _name_in(window, (end_s - start_s) / (CHARACTER * longest_s)):
+            lane.text((start_s + end_s) * 500, 102, word, ha="center", fontsize=7)
 
 
 COPIES = "copy by the driver"
