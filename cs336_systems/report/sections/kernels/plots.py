@@ -260,12 +260,13 @@ def _lane_name(profile: StepProfile, step: PicturedStep) -> str:
 def _draw_beside(lane: Axes, step: PicturedStep, name: str, longest_s: float) -> None:
     """Draw one of several steps, with the names of its phases that have room."""
     _draw_stream(lane, step.pieces, step)
+    lane.grid(visible=False)
     lane.set_yticks([50], [name])
     lane.tick_params(axis="y", length=0, labelsize=8.5)
     for window in step.windows:
         start_s, end_s = window.device_start_s, window.device_end_s
         if word := _name_in(window, (end_s - start_s) / (CHARACTER * longest_s)):
-            lane.text((start_s + end_s) * 500, 102, word, ha="center", fontsize=7)
+            lane.text((start_s + end_s) * 500, 110, word, ha="center", fontsize=7)
 
 
 COPIES = "copy by the driver"
