@@ -287,7 +287,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernels of one class on one stream that begin close together in the pictured step."""
+    """Kernels of one class, or copies and fills, on one stream that begin close together in the
+    pictured step.
+    """
 
     stream: int
     kind: KernelClass
@@ -299,7 +301,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturedStep:
-    """The step of median wall time, as data for a picture."""
+    """One step, as data for a picture."""
 
     step: Count
     wall_s: Time
@@ -431,6 +433,7 @@ class StepProfile:
     """The longest idle times, the longest first."""
     host_calls: tuple[HostCalls, ...]
     pictured: PicturedStep | None
+    """The step of median wall time."""
     notes: tuple[str, ...]
     """Sentences about what the file lacks."""
     communication: tuple[CommunicationTimes, ...] = ()
@@ -457,6 +460,8 @@ class StepProfile:
     """Passes of backward before each step of the optimizer; None where steps differ, or where
     either was not seen.
     """
+    beside: tuple[PicturedStep, ...] = ()
+    """Several steps of each kind, in coarser pieces; empty for a single step."""
     counters: tuple[CounterMean, ...] = ()
     """Only where there are samples enough."""
     reserved: tuple[ReservedPeak, ...] = ()

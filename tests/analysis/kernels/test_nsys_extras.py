@@ -11,11 +11,17 @@ from cs336.analysis.kernels.counters import MIN_SAMPLES
 from cs336.analysis.kernels.phases import LaunchPhase
 from cs336.analysis.kernels.readers.nsys import read_nsys
 from cs336.analysis.kernels.step_profile import StepProfile
-from cs336.report.sections.kernels.entry import Explained
-from cs336.report.sections.kernels.findings import doing, findings
-from tests.analysis.kernels.tracing import MAIN, PROCESS, Call, Kernel, Recording, Span
+from cs336.report.sections.kernels.findings import doing
+from tests.analysis.kernels.tracing import (
+    MAIN,
+    PROCESS,
+    Kernel,
+    Recording,
+    Span,
+    training,
+    write_export,
+)
 from tests.analysis.kernels.tracing import profile as profile_of
-from tests.analysis.kernels.tracing import training, write_export
 
 PERIOD_NS = 100
 ACTIVE = {"forward": 80, "loss": 7, "backward": 40, "optimizer": 0}
