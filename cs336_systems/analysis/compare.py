@@ -156,13 +156,16 @@ def compare_launches(a: Launches, b: Launches, among: int) -> Comparison:
     each side.
 
     The interval is so wide that of all of them together one is told apart by chance as seldom as
-    one alone with CONFIDENCE.
+    one alone with CONFIDENCE. As launches of one process resemble each other, their mean scatters
+    STEP_FACTOR times as much as that of independent ones.
     """
     variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
     for side in (a, b):
         variances.append((PROCESS_DEVIATION**2, math.inf))
         stdev_s = side.stdev_s
-        of_mean = None if stdev_s is None else (stdev_s / side.mean_s) ** 2 / side.count
+        of_mean = None
+        if stdev_s is not None:
+            of_mean = (STEP_FACTOR * stdev_s / side.mean_s) ** 2 / side.count
         variances.append((of_mean, side.count - 1))
     confidence = 1 - (1 - CONFIDENCE) / among
     return _comparison([math.log(a.mean_s)], [math.log(b.mean_s)], variances, confidence)

@@ -1,5 +1,5 @@
-"""`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster; and in what
-two traces or snapshots of any programs differ.
+"""`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster, and in
+what two traces or snapshots of any programs differ.
 """
 
 import shlex

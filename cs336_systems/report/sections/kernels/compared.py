@@ -284,6 +284,7 @@ def _step_finding(sides: Sides) -> Finding:
     numbers = _step_numbers("", *walls_s)
     if not sides.kinds:
         code, text = _step_words("step", sides.step, *walls_s)
+        numbers |= _numbers(sides.phases)
         phases = named(sides.phases, lambda part: f"{part.name} {_signed(part)}")
         if code != "same" and phases:
             text += f": {phases}"
@@ -355,11 +356,15 @@ def _causes_finding(sides: Sides) -> Finding:
             "shown to be longer or shorter."
         )
         return Finding(code="parts same", text=text)
-    numbers = {part.name: float(part.difference) / 1e9 for part in changed if part.difference}
     text = f"What differs most: {named(changed, sides.cause_words)}"
     for change, number in came_and_went(sides.kernels).items():
         text += f"; {counted(number, item)} {change}" if number else ""
-    return Finding(code="parts", text=f"{text}.", numbers=numbers)
+    return Finding(code="parts", text=f"{text}.", numbers=_numbers(changed))
+
+
+def _numbers(parts: Sequence[Part]) -> dict[str, float]:
+    """The differences of the parts by name, in seconds per step."""
+    return {part.name: float(part.difference) / 1e9 for part in parts if part.difference}
 
 
 def _evidence(sides: Sides) -> Finding:
