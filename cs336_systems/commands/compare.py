@@ -21,10 +21,10 @@ from ..temporary import temporary_directory
 from ..text import print_aside, print_line
 from . import flags
 from .benchmark import BenchmarkArguments
-from .compare_files import compare_files, is_sweep
+from .compare_files import difference_of, is_sweep, write_difference
 from .machine import DeviceChoice, explain_cpu_fallback
 from .measuring import measure_all
-from .outcome import OK, UsageError, checked, load_records_or_warn
+from .outcome import OK, UsageError, checked, load_records_or_warn, show
 from .parse import HELP, HELP_ALL, flag_names, parse
 
 if TYPE_CHECKING:
@@ -134,9 +134,13 @@ def _compare_files(arguments: CompareArguments, paths: Sequence[Path]) -> int:
         raise UsageError(f"--top must be at least 1, got {arguments.top}")
     if arguments.formats and arguments.output is None:
         raise UsageError(f"--{arguments.formats[0]} needs --output, the directory to write to")
-    return compare_files(
-        paths, arguments.top, arguments.output, arguments.formats, json=arguments.json
-    )
+    difference = difference_of(paths, arguments.top)
+    if arguments.output is not None:
+        write_difference(difference, arguments.output, arguments.formats)
+    tables = [table for section in difference.sections for table in section.tables]
+    lines = [finding.text for finding in difference.findings]
+    show(tables, arguments.output, lines, json=difference.encode() if arguments.json else None)
+    return OK
 
 
 def _refuse_json(arguments: CompareArguments) -> None:

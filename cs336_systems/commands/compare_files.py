@@ -1,11 +1,11 @@
 """Two files of any programs side by side, for `cs336 compare`: traces, or memory snapshots."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..record import RUNS, published_runs
-from .outcome import OK, UsageError, checked, show
+from .outcome import UsageError, checked
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..report.difference import Difference
 
 _HEAD_BYTES = 2**16
-_OF_A_RECORD = (b'"status"', b'"started_at"')
-_OF_A_MEMORY_PROFILE = (b'"device"', b'"held_bytes"', b'"peak"')
 _PICKLE = b"\x80"
 """First byte of a pickle, as snapshots of PyTorch are."""
 
@@ -24,97 +22,73 @@ def is_sweep(path: Path) -> bool:
     directory of such.
     """
     if path.is_file():
-        return _begins_with(path, _OF_A_RECORD)
+        return _is_record(path)
     runs = path / RUNS
     if runs.exists() or published_runs(runs).exists():
         return True
     files = list(path.iterdir())
-    # a folder of nothing is no run of several files
-    return not files or any(
-        _begins_with(file, _OF_A_RECORD) for file in files if file.suffix == ".json"
-    )
+    # an empty folder is no run of several files
+    return not files or any(file.suffix == ".json" and _is_record(file) for file in files)
 
 
-def _begins_with(path: Path, words: Collection[bytes]) -> bool:
-    """Whether all of these words stand in the first bytes of the file."""
-    head = _head(path)
+def _is_record(path: Path) -> bool:
+    return _begins_with(path, b'"status"', b'"started_at"')
+
+
+def _begins_with(path: Path, *words: bytes) -> bool:
+    """Whether all of these words stand in the first bytes of a regular file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
     return all(word in head for word in words)
 
 
-def _head(path: Path) -> bytes:
-    """The first bytes of a regular file; none of anything else."""
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        return file.read(_HEAD_BYTES)
-
-
-def compare_files(
-    paths: Sequence[Path], top: int, output: Path | None, formats: Collection[str], *, json: bool
-) -> int:
-    """Read and explain both files, then print and write their difference; return the exit
-    status.
-    """
+def difference_of(paths: Sequence[Path], top: int) -> "Difference":
+    """Read and explain both files, and compare them; raise UsageError if they cannot be."""
+    from ..analysis.kernels.step_profile import StepProfile
     from ..report.progress import StatusLine
+    from ..report.sections.kernels.compared import compared_traces
+    from ..report.sections.memory.compared import compared_snapshots
 
     with StatusLine() as status:
         profiles = []
         for path in paths:
             status.reading(path)
             profiles.append(_profile_of(path))
-    difference = _difference(profiles, top)
-    if output is not None:
-        _write(difference, output, formats)
-    tables = [table for section in difference.sections for table in section.tables]
-    lines = [finding.text for finding in difference.findings]
-    show(tables, output, lines, json=difference.encode() if json else None)
-    return OK
-
-
-def _profile_of(path: Path) -> "StepProfile | MemoryProfile":
-    """The explained file; a snapshot is known by its content."""
-    from ..analysis.memory.explain import explain_memory
-    from ..analysis.memory.profile import read_memory_profile
-
-    if _head(path).startswith(_PICKLE):
-        return explain_memory(path)
-    if _begins_with(path, _OF_A_MEMORY_PROFILE):
-        return read_memory_profile(path)
-    from ..analysis.kernels.explain import explain
-    from ..analysis.kernels.step_profile import read_profile
-
-    return read_profile(path) or explain(path)
-
-
-def _difference(profiles: "Sequence[StepProfile | MemoryProfile]", top: int) -> "Difference":
-    """The difference of both files; raise UsageError if one is a snapshot and the other is not."""
-    from ..analysis.kernels.step_profile import StepProfile
-    from ..report.sections.kernels.compared import compared_traces
-    from ..report.sections.memory.compared import compared_snapshots
-
     a, b = profiles
     if isinstance(a, StepProfile) and isinstance(b, StepProfile):
         return checked(compared_traces, a, b, top)
     if not isinstance(a, StepProfile) and not isinstance(b, StepProfile):
         return compared_snapshots(a, b, top)
-    names = ["a trace" if isinstance(side, StepProfile) else "a snapshot" for side in profiles]
+    trace, snapshot = ("A", "B") if isinstance(a, StepProfile) else ("B", "A")
     raise UsageError(
-        f"A is {names[0]} and B is {names[1]}, which have nothing in common: give two traces, or "
-        "two memory snapshots"
+        f"{trace} is a trace and {snapshot} a memory snapshot, which have nothing in common: give "
+        "two traces, or two snapshots"
     )
 
 
-def _write(difference: "Difference", directory: Path, formats: Collection[str]) -> None:
-    """Write the difference as difference.json, and each table as CSV, Markdown and in the other
-    formats.
-    """
-    from ..report.formats import texts_of, to_markdown, write_files
-    from ..report.section import findings_table
+def _profile_of(path: Path) -> "StepProfile | MemoryProfile":
+    """The explained file; a snapshot is known by its content."""
+    from ..analysis.kernels.explain import explain
+    from ..analysis.kernels.step_profile import read_profile
+    from ..analysis.memory.explain import explain_memory
+    from ..analysis.memory.profile import read_memory_profile
 
-    files: dict[str, str | bytes] = {
-        "difference.json": difference.encode(),
-        "findings.md": to_markdown(findings_table(difference.findings)),
-    }
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(1) == _PICKLE:
+                return explain_memory(path)
+    if _begins_with(path, b'"device"', b'"held_bytes"'):
+        return read_memory_profile(path)
+    return read_profile(path) or explain(path)
+
+
+def write_difference(difference: "Difference", directory: Path, formats: Sequence[str]) -> None:
+    """Write difference.json, and each table as CSV, Markdown and in the other formats."""
+    from ..report.formats import texts_of, write_files
+
+    files: dict[str, str | bytes] = {"difference.json": difference.encode()}
     for section in difference.sections:
         files |= texts_of(section)
     write_files(files, directory, formats)

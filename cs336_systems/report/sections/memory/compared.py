@@ -1,108 +1,81 @@
 """Two memory snapshots side by side: their peaks by category, place and pool."""
 
-from ....analysis.difference import Amount, Change, Part, parts_of, with_rest
-from ....analysis.memory.profile import LikeAllocations, MemoryProfile
-from ...difference import Difference, Unit, came_and_went, difference_section, named
+from ....analysis.difference import Amount, Part, parts_of, per_step, with_rest
+from ....analysis.memory.profile import MemoryProfile
+from ...column import Column
+from ...difference import Difference, difference_section, named, numbers_of
 from ...section import Finding
 from ...words import percent_of
 from .words import about, innermost, size, unit_for, when
 
 NO_PLACE = "no line of code seen"
-NOT_LISTED = "in no group of allocations"
-CACHE = "in no block, outside of private pools"
 
 
 def compared_snapshots(a: MemoryProfile, b: MemoryProfile, top: int) -> Difference:
     """Both snapshots side by side at their peaks."""
-    cells = unit_for(max(a.peak_reserved_bytes, b.peak_reserved_bytes))
-    unit = Unit(
-        cells.name, cells.num_bytes, lambda value: cells.cell(round(value * cells.num_bytes))
-    )
-    categories = parts_of(category_amounts(a), category_amounts(b))
-    places = parts_of(place_amounts(a), place_amounts(b))
-    pools = parts_of(pool_amounts(a), pool_amounts(b))
-    sections = [
-        difference_section("categories", "What the peaks consist of", categories, unit, top),
-        difference_section("places", "Lines of code at the peak", places, unit, top),
-        difference_section("pools", "Reserved at the peak", pools, unit, top),
+    unit = unit_for(max(a.peak_reserved_bytes, b.peak_reserved_bytes))
+    amount = Column("", unit.name, write=unit.cell)
+    parts = {
+        "Categories": parts_of(category_amounts(a), category_amounts(b)),
+        "Lines of code": parts_of(place_amounts(a), place_amounts(b)),
+        "Reserved": parts_of(pool_amounts(a), pool_amounts(b)),
+    }
+    sections = []
+    for title, of_title in parts.items():
+        sections.append(difference_section(f"{title}, at the peak", of_title, top, amount))
+    evidence = []
+    for name, profile in (("A", a), ("B", b)):
+        evidence.append(f"{name}: {about(profile)} Its peak is {when(profile.peak)}.")
+    places = named(parts["Lines of code"], _words) or "the same in both"
+    findings = [
+        _peak(a.peak.allocated_bytes, b.peak.allocated_bytes, named(parts["Categories"], _words)),
+        Finding(
+            code="places",
+            text=f"By line of code: {places}.",
+            numbers=numbers_of(parts["Lines of code"]),
+        ),
+        Finding(code="evidence", text=" ".join(evidence)),
     ]
-    return Difference(findings=[*_answer(a, b, categories, places)], sections=sections)
+    return Difference(findings=findings, sections=sections)
 
 
 def category_amounts(profile: MemoryProfile) -> dict[str, Amount]:
     """Blocks of each category at the peak; they add up to what is allocated."""
     parts = [part for part in profile.peak.categories if part.num_bytes]
-    return {str(part.category): Amount(part.count, part.num_bytes) for part in parts}
+    return {str(part.category): per_step(part.count, part.num_bytes) for part in parts}
 
 
 def place_amounts(profile: MemoryProfile) -> dict[str, Amount]:
-    """Blocks at the peak by the innermost line of code that allocated them."""
+    """Blocks at the peak by the innermost line of code, or where none is seen by category."""
     amounts: dict[str, Amount] = {}
     for group in profile.at_peak:
-        if not group.count_at_peak:
-            continue
-        name = _place(group)
-        before = amounts.get(name, Amount())
-        amounts[name] = Amount(
-            before.count + group.count_at_peak, before.total + group.bytes_at_peak
-        )
-    return with_rest(amounts, profile.peak.allocated_bytes, NOT_LISTED)
-
-
-def _place(group: LikeAllocations) -> str:
-    """The line of code, or where none is seen the category."""
-    return innermost(group.places) or f"{NO_PLACE}, {group.category}"
+        name = innermost(group.places) or f"{NO_PLACE}, {group.category}"
+        blocks = per_step(group.count_at_peak, group.bytes_at_peak)
+        amounts[name] = amounts.get(name, Amount()) + blocks
+    return with_rest(amounts, per_step(0, profile.peak.allocated_bytes), "in no group")
 
 
 def pool_amounts(profile: MemoryProfile) -> dict[str, Amount]:
     """What was reserved at the peak: in blocks, in private pools, and otherwise in no block."""
-    amounts = {"in blocks": Amount(0, profile.peak.allocated_bytes)}
-    if profile.idle_private_bytes:
-        amounts["in no block of private pools"] = Amount(0, profile.idle_private_bytes)
-    return with_rest(amounts, profile.peak.reserved_bytes, CACHE)
+    amounts = {"in blocks": per_step(0, profile.peak.allocated_bytes)}
+    if idle_bytes := profile.idle_private_bytes:
+        amounts["in no block of private pools"] = per_step(0, idle_bytes)
+    return with_rest(amounts, per_step(0, profile.peak.reserved_bytes), "in no block of the others")
 
 
-def _answer(
-    a: MemoryProfile, b: MemoryProfile, categories: list[Part], places: list[Part]
-) -> list[Finding]:
-    """By how much the peak differs, in which lines of code, and where the peaks lie."""
-    bytes_a, bytes_b = a.peak.allocated_bytes, b.peak.allocated_bytes
-    difference = bytes_b - bytes_a
-    numbers = {"a_bytes": bytes_a, "b_bytes": bytes_b, "difference_bytes": difference}
-    way = "higher" if difference > 0 else "lower"
-    text = f"B's peak is as high as A's: {size(bytes_a)}"
-    if difference:
-        by = f"{size(abs(difference))} ({percent_of(abs(difference), bytes_a)})"
-        text = f"B's peak is {by} {way} ({size(bytes_a)} in A, {size(bytes_b)} in B)"
-    parts = named(categories, _words)
+def _peak(a: int, b: int, parts: str) -> Finding:
+    """By how much the peak differs, and in which categories."""
+    numbers = {"a_bytes": a, "b_bytes": b, "difference_bytes": b - a}
+    text, way = f"B's peak is as high as A's: {size(a)}", "same"
+    if a != b:
+        way = "higher" if b > a else "lower"
+        by = f"{size(abs(b - a))} ({percent_of(abs(b - a), a)})"
+        text = f"B's peak is {by} {way} ({size(a)} in A, {size(b)} in B)"
     text += f": {parts}." if parts else "."
-    code = f"peak {way}" if difference else "peak same"
-    return [Finding(code=code, text=text, numbers=numbers), _places(places), _evidence(a, b)]
-
-
-def _places(places: list[Part]) -> Finding:
-    """The lines of code whose blocks at the peak differ most."""
-    texts = named(places, _words)
-    if not texts:
-        return Finding(code="places same", text="The same lines of code hold as much in both.")
-    counts = came_and_went(places)
-    text = (
-        f"By line of code: {texts}; {counts[Change.ONLY_B]} of the lines only in B, "
-        f"{counts[Change.ONLY_A]} only in A."
-    )
-    numbers = {part.name: float(part.difference) for part in places if part.difference}
-    return Finding(code="places", text=text, numbers=numbers)
-
-
-def _evidence(a: MemoryProfile, b: MemoryProfile) -> Finding:
-    """What A and B are, and where their peaks lie."""
-    texts = []
-    for name, profile in (("A", a), ("B", b)):
-        texts.append(f"{name}: {about(profile)} Its peak is {when(profile.peak)}.")
-    return Finding(code="evidence", text=" ".join(texts))
+    return Finding(code=f"peak {way}", text=text, numbers=numbers)
 
 
 def _words(part: Part) -> str:
     """The part with its difference."""
-    difference = int(part.difference)
-    return f"{part.name} {'-' if difference < 0 else '+'}{size(abs(difference))}"
+    sign = "-" if part.difference < 0 else "+"
+    return f"{part.name} {sign}{size(abs(int(part.difference)))}"
