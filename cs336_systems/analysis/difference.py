@@ -19,6 +19,8 @@ class Change(StrEnum):
     FEWER = "less often"
     SLOWER = "slower"
     FASTER = "faster"
+    LONGER = "longer"
+    SHORTER = "shorter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ def parts_of(a: Mapping[str, Amount], b: Mapping[str, Amount]) -> list[Part]:
     parts = []
     for name in dict.fromkeys((*a, *b)):
         of_a, of_b = a.get(name, Amount()), b.get(name, Amount())
-        parts.append(Part(name, of_a, of_b, _change(of_a, of_b)))
+        if of_a != Amount() or of_b != Amount():
+            parts.append(Part(name, of_a, of_b, _change(of_a, of_b)))
     return by_difference(parts)
 
 

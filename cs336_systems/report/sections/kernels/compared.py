@@ -113,14 +113,14 @@ class Sides:
         return parts
 
     def _by_step(self, part: Part) -> Part:
-        """Idle time of one cause, slower or faster where it differs by more than whole steps
+        """Idle time of one cause, longer or shorter where it differs by more than whole steps
         scatter. The profile has no times of single steps for it, and its count is chance.
         """
         least = None if self.step is None else self.step.least_shown
         whole_ns = sum(self.walls_s[0]) / self.a.num_steps * 1e9
         change = Change.NONE
         if least is not None and abs(part.difference) > least * whole_ns:
-            change = Change.SLOWER if part.difference > 0 else Change.FASTER
+            change = Change.LONGER if part.difference > 0 else Change.SHORTER
         return replace(part, change=change)
 
     @cached_property
@@ -236,6 +236,8 @@ def _step_words(what: str, a_s: Sequence[float], b_s: Sequence[float]) -> tuple[
     way = "longer" if b > a else "shorter"
     if compared is not None and compared.verdict is not Verdict.CANNOT_TELL:
         return way, f"B's {what} is {by} {way} ({times})"
+    if a == b:
+        return "same", f"B's {what} is as long as A's: {ms(a)}"
     if compared is None or compared.least_shown is None:
         text = f"B's {what} is {by} {way} in these files ({times}), and a single step is no proof"
         return "no proof", text
@@ -261,10 +263,6 @@ def _causes(sides: Sides) -> Finding:
     others = [part for part in sides.contents if part.name.startswith(("idle", "copies"))]
     parts = by_difference([*sides.kernels, *others])
     changed = [part for part in parts if part.change is not Change.NONE]
-    if not changed:
-        item = terms(sides.a)[0]
-        text = f"The same {item}s run equally often in both, and none is shown to be slower."
-        return Finding(code="parts same", text=text)
     kernels = kernels_of(sides.a) | kernels_of(sides.b)
 
     def words(part: Part) -> str:
@@ -272,10 +270,17 @@ def _causes(sides: Sides) -> Finding:
         if kernel is None:
             return _words(part)
         times = f"{count(float(part.a.count))} and {count(float(part.b.count))} times"
-        return f"{_words(replace(part, name=label(kernel.short_name)))} ({part.change}, {times})"
+        how = f"{part.change}, {times}" if part.change else times
+        return f"{_words(replace(part, name=label(kernel.short_name)))} ({how})"
 
-    text = f"What differs most: {named(changed, words)}."
-    return Finding(code="parts", text=text, numbers=numbers_of(changed, 1e-9))
+    item = terms(sides.a)[0]
+    text = f"The same {item}s run equally often in both, and none is shown to be slower."
+    if changed:
+        text = f"What differs most: {named(changed, words)}."
+    if parts[:1] != changed[:1] and parts[0].difference:
+        text += f" Largest of all, though it may be chance: {words(parts[0])}."
+    code = "parts" if changed else "parts same"
+    return Finding(code=code, text=text, numbers=numbers_of(changed, 1e-9))
 
 
 def _evidence(sides: Sides) -> Finding:
