@@ -241,8 +241,10 @@ def _step_words(what: str, a_s: Sequence[float], b_s: Sequence[float]) -> tuple[
     if compared is None or compared.least_shown is None:
         text = f"B's {what} is {by} {way} in these files ({times}), and a single step is no proof"
         return "no proof", text
-    least = percent_of(compared.least_shown)
-    return "same", f"B's {what} is not shown to differ: {times}; below {least} may be chance"
+    why = "the steps scatter too much to tell"
+    if compared.least_shown < 1:
+        why = f"below {percent_of(compared.least_shown)} may be chance"
+    return "same", f"B's {what} is not shown to differ: {times}; {why}"
 
 
 def _words(part: Part) -> str:
