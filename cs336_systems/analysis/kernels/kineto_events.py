@@ -41,6 +41,7 @@ HOW_TO_TRACE = (
 )
 TORCH_TRACE = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
 
+_NOTHING = msgspec.Raw(b"[]")
 Microseconds = TypeVar("Microseconds", float, Decimal)
 
 
@@ -59,6 +60,15 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     (`torch.cuda.graph_annotations.mark_kernels`).
     """
     autograd_phase: Any = None
+    external_id: int | str | None = msgspec.field(default=None, name="External id")
+    """The number of an operator, or of the innermost operator around a launch."""
+    sequence: int | str | None = msgspec.field(default=None, name="Sequence number")
+    """The number of the node that an operator of forward makes, or of a node of backward."""
+    forward_thread: int | str | None = msgspec.field(default=None, name="Fwd thread id")
+    # not decoded, as most operators launch nothing
+    dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
+    values: msgspec.Raw = msgspec.field(default=_NOTHING, name="Concrete Inputs")
     task_type: Any = msgspec.field(default=None, name="Task Type")
     """What ran the event, in traces of Ascend NPUs."""
 
@@ -138,10 +148,13 @@ class TraceEvents:
         self._is_exact = True
         return [self._batch_of(categories) for categories in groups]
 
-    def nodes(self) -> EventBatch:
-        """The nodes of backward, which are operators of the host."""
-        operators = self._by_category.get("cpu_op", [])
-        return self._batch([event for event in operators if event.name.startswith(BOOKKEEPING)])
+    def of_category(self, category: str) -> list[AnyEvent]:
+        """All events of the category, also those without a duration."""
+        return self._by_category.get(category, [])
+
+    def batch(self, events: Iterable[AnyEvent]) -> EventBatch:
+        """Those of these events that have a duration."""
+        return self._batch(list(events))
 
     def _batch_of(self, categories: Collection[str]) -> EventBatch:
         """The events of the categories."""

@@ -173,6 +173,40 @@ class ModuleTimes:
     total_s: Time
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTimes:
+    """Kernels that calls of one operator with one shape launched over the steps, in one phase."""
+
+    name: str
+    """Empty for kernels whose operator is not in the file."""
+    shape: str
+    """Sides of the arguments that are tensors: `16x32, 32x64`; empty if the file lacks them."""
+    type: str
+    """The profiler's name of the first tensor's type."""
+    phase: LaunchPhase
+    count: Count
+    """Number of kernels."""
+    calls: Count
+    total_s: Time
+    flops: Count | None
+    """FLOPs of all calls; None where the shape does not say them, and for what is no matmul."""
+    bytes: Count | None
+    """The least bytes that all calls read and write; None where the shape does not say them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionTimes:
+    """Kernels launched by one function of the program, or by libraries that it called, over the
+    steps in one phase.
+    """
+
+    function: str
+    """File, line of the definition and name; empty where no function of the program was seen."""
+    phase: LaunchPhase
+    count: Count
+    total_s: Time
+
+
 class IdleCause(StrEnum):
     """Why the device had nothing to run."""
 
@@ -418,6 +452,10 @@ class StepProfile:
     """Passes of backward before each step of the optimizer; None where steps differ, or where
     either was not seen.
     """
+    operators: tuple[OperatorTimes, ...] = ()
+    """The longest first; empty if the file shows none. They add up to the kernels of `phases`."""
+    functions: tuple[FunctionTimes, ...] = ()
+    """As `operators`."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -462,6 +500,10 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
+    in_steps = sum(sum(phase.launches) for phase in phases)
+    for name, parts in (("operators", profile.operators), ("functions", profile.functions)):
+        if parts and sum(part.count for part in parts) != in_steps:
+            yield f"its {name} have other kernels than its {in_steps} in steps"
 
 
 def read_profile(path: Path) -> StepProfile | None:

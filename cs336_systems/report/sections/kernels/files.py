@@ -24,6 +24,7 @@ from .entry import Explained
 from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
+from .operators import functions_section, operators_section
 from .plots import communication_chart, configuration_chart, draw_timeline
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
@@ -66,6 +67,8 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
         *(make([entry]) for make in OF_ONE),
         kinds([entry]),
         *details(entry.profile, top),
+        operators_section(entry.profile),
+        functions_section(entry.profile),
         *added_sections(Explained, [entry]),
     ]
 
@@ -79,6 +82,8 @@ def _says_more(name: str, profile: StepProfile) -> bool:
             return len({row.kind for row in profile.classes}) > 1
         case "modules":
             return any(row.path for row in profile.modules)
+        case "functions":
+            return False
         case "idle":
             return added(profile.idle).total_s >= MIN_SHARE * wall_s(profile)
         case "copies":
