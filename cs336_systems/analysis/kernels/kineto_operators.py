@@ -150,10 +150,8 @@ def shape_text(event: AnyEvent) -> str:
     args = event.args
     if _DIGIT.search(args.dims) is None:
         return ""
-    parts = [args.dims, args.types, b"[]"]
-    if "conv" in event.name or "attention" in event.name:
-        parts[2] = args.values
-    return f"[{','.join(bytes(part).decode(errors='replace') for part in parts)}]"
+    values = args.values if "conv" in event.name or "attention" in event.name else b"[]"
+    return b"".join((b"[", args.dims, b",", args.types, b",", values, b"]")).decode()
 
 
 def frames_of_program(events: TraceEvents) -> ProgramFrames:

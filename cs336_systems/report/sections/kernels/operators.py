@@ -119,7 +119,7 @@ def _operator_row(part: OperatorTimes, profile: StepProfile, ceiling: Ceiling) -
     is_matmul = part.flops is not None
     return {
         "operator": part.name or NOT_SEEN,
-        "shape": part.shape or NOT_SEEN,
+        "shape": part.shape if part.name else NOT_SEEN,
         "type": _SHORT_TYPES.get(part.type, part.type),
         "phase": part.phase,
         "kernels_per_step": part.count / steps,
