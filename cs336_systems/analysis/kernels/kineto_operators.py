@@ -6,13 +6,14 @@ and shapes are read.
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..columns import Ints
 from .kineto_events import BOOKKEEPING, AnyEvent, EventBatch, TraceEvents
+from .trace import GroupNesting
 
 MODULE_CALL = "nn.Module: "
 """The profiler's name for a call of a module begins so; its class and number follow."""
@@ -75,8 +76,10 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
     kept = []
     for event in operators:
         args = event.args
-        is_kept = launching is None or args.external_id in launching or args.sequence in of_nodes
-        if is_kept and not event.name.startswith(BOOKKEEPING):
+        if launching is None:
+            if not event.name.startswith(BOOKKEEPING):
+                kept.append(event)
+        elif args.external_id in launching or args.sequence in of_nodes:
             kept.append(event)
     calls = events.batch(kept)
     return LinkedOperators(calls=calls, nodes=nodes, forward=_forward(calls, nodes))
@@ -93,54 +96,48 @@ def _forward(calls: EventBatch, nodes: EventBatch) -> Ints:
     on the thread that it names.
 
     Each thread numbers its operators from 0, and nodes name the thread by a number that no other
-    event has. A thread of operators is that of a number if it alone has all operators of the nodes
-    with this number; where several have, or none has, nothing is known.
+    event has. Operators within nodes are left out, as they compute forward again.
     """
+    threads: dict[object, int] = {}
+    thread, of_backward = (_threads(batch, threads) for batch in (calls, nodes))
     sequence = _numbers(event.args.sequence for event in calls.events)
     # only operators of forward have a number and no thread of forward
-    sequence[_numbers(event.args.forward_thread for event in calls.events) > 0] = -1
-    of_nodes = _numbers(event.args.sequence for event in nodes.events)
-    forward_thread = _numbers(event.args.forward_thread for event in nodes.events)
-    threads: dict[object, int] = {}
-    of_calls = [threads.setdefault((event.pid, event.tid), len(threads)) for event in calls.events]
-    thread = np.array(of_calls, dtype=np.int64)
-    forward = np.full(len(of_nodes), -1, dtype=np.int64)
-    is_linked = (of_nodes >= 0) & (forward_thread > 0)
-    thread_of = _threads_by_number(sequence, thread, of_nodes, forward_thread * is_linked)
-    for number, its_thread in thread_of.items():
-        rows = np.flatnonzero((thread == its_thread) & (sequence >= 0))
+    is_forward = _numbers(event.args.forward_thread for event in calls.events) <= 0
+    within = GroupNesting(of_backward, nodes.start_ns, nodes.start_ns + nodes.duration_ns)
+    is_forward &= (sequence >= 0) & (within.at(thread, calls.start_ns) < 0)
+    wanted = _numbers(event.args.sequence for event in nodes.events)
+    named = _numbers(event.args.forward_thread for event in nodes.events)
+    forward = np.full(len(nodes), -1, dtype=np.int64)
+    for number, of_thread in _pairs(sequence, np.where(is_forward, thread, -1), wanted, named):
+        rows = np.flatnonzero(is_forward & (thread == of_thread))
         rows = rows[np.lexsort((calls.start_ns[rows], sequence[rows]))]
-        wanted = np.flatnonzero(is_linked & (forward_thread == number))
-        last = np.searchsorted(sequence[rows], of_nodes[wanted], side="right") - 1
+        linked = np.flatnonzero(named == number)
+        last = np.searchsorted(sequence[rows], wanted[linked], side="right") - 1
         row = np.append(rows, -1)[last]
-        is_same = np.append(sequence, -1)[row] == of_nodes[wanted]
-        forward[wanted] = np.where(is_same, row, -1)
+        is_same = (last >= 0) & (np.append(sequence, -1)[row] == wanted[linked])
+        forward[linked] = np.where(is_same, row, -1)
     return forward
 
 
-def _threads_by_number(
-    sequence: Ints, thread: Ints, of_nodes: Ints, forward_thread: Ints
-) -> dict[int, int]:
-    """The thread of each number by which nodes name a thread of forward, where only one fits."""
-    fitting: dict[int, set[int]] = {}
-    for number in np.unique(forward_thread[forward_thread > 0]).tolist():
-        wanted = of_nodes[forward_thread == number]
-        counts = {
-            int(one): int(np.isin(wanted, sequence[thread == one]).sum())
-            for one in np.unique(thread)
-        }
-        most = max(counts.values(), default=0)
-        fitting[number] = {one for one, count in counts.items() if count == most and most}
-    known: dict[int, int] = {}
-    # a thread that is known to have one number has no other
-    while alone := [number for number, fit in fitting.items() if len(fit) == 1]:
-        for number in alone:
-            taken = fitting.pop(number)
-            known[number] = min(taken)
-            for fit in fitting.values():
-                fit -= taken
-            break
-    return known
+def _threads(batch: EventBatch, number: dict[object, int]) -> Ints:
+    """The thread of each event, by numbers that are given as threads occur."""
+    threads = [number.setdefault((event.pid, event.tid), len(number)) for event in batch.events]
+    return np.array(threads, dtype=np.int64)
+
+
+def _pairs(sequence: Ints, thread: Ints, wanted: Ints, named: Ints) -> Iterator[tuple[int, int]]:
+    """Each number by which nodes name a thread of forward, and that thread: the only one with
+    operators of these nodes, which no nodes of another number have operators on.
+    """
+    numbers, threads = np.unique(named[named > 0]), np.unique(thread[thread >= 0])
+    fits = np.zeros((len(numbers), len(threads)), dtype=np.bool_)
+    for row, number in enumerate(numbers):
+        for column, of_thread in enumerate(threads):
+            nodes = wanted[(named == number) & (wanted >= 0)]
+            fits[row, column] = np.isin(nodes, sequence[thread == of_thread]).any()
+    for row, column in np.argwhere(fits).tolist():
+        if fits[row].sum() == 1 and fits[:, column].sum() == 1:
+            yield int(numbers[row]), int(threads[column])
 
 
 def shape_text(event: AnyEvent) -> str:
