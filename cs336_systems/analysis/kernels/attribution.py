@@ -168,6 +168,10 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     rows = np.flatnonzero(work.is_launched)
     thread, time = work.thread[rows], work.launch_ns[rows]
     phase[rows] = phase_at(plan.windows, time)
+    if plan.main is not None:
+        # what another thread launches meanwhile is not shown to be forward
+        is_apart = (thread != plan.main) & (phase[rows] == CODES[LaunchPhase.FORWARD])
+        phase[rows[is_apart]] = CODES[LaunchPhase.UNATTRIBUTED]
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = _modules_of_launches(trace, modules, thread, time)
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1

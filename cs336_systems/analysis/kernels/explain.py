@@ -20,12 +20,15 @@ from . import communication, idle, modules, operators, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
+from .counters import counter_means
+from .device_memory import reserved_peaks
 from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .modules import CLASSES
 from .phase_ranges import check_names
 from .phases import CODES, PHASES, LaunchPhase
+from .places import place_times
 from .readers import read_trace
 from .trace import Trace, Union
 
@@ -98,7 +101,9 @@ def summarise(
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,
         operators=operators.operator_times(attribution, in_step),
-        functions=operators.function_times(attribution, in_step),
+        counters=tuple(counter_means(trace, windows, jobs.device)),
+        reserved=tuple(reserved_peaks(trace, windows)),
+        places=tuple(place_times(in_step, trace)),
     )
     for wrong in step_profile.contradictions(profile):
         raise AttributionError(wrong)

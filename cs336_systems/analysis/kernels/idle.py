@@ -34,7 +34,7 @@ from .modules import RangeParts
 from .phases import CODES, PHASES, Codes, LaunchPhase
 from .short_names import short_name
 from .step_profile import Gap, IdleCause, IdleTimes
-from .trace import MAX_TIME_NS, Trace, Union
+from .trace import MAX_TIME_NS, Ranges, Trace, Union
 
 HOST_PAUSE_S = 1e-3
 """Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the
@@ -246,17 +246,18 @@ def longest_gaps(
             after=name(row.after),
             module=parts.names(int(parts.path[jobs.module[row.after]])) if row.after >= 0 else (),
             host_call=host.longest_call(row.start_ns, row.end_ns),
-            host_range=_open_range(trace, jobs, row.after, row.start_ns, row.end_ns),
+            host_range=_open_range(trace, trace.ranges, jobs, row),
+            library_call=_open_range(trace, trace.library_calls, jobs, row),
         )
 
 
-def _open_range(trace: Trace, jobs: Jobs, after: int, start_ns: int, end_ns: int) -> str:
-    """The name of the shortest range that is open for more than half of the time from start to end,
-    on the thread that launched the job `after` it; empty for none.
+def _open_range(trace: Trace, ranges: Ranges, jobs: Jobs, gap: Any) -> str:  # noqa: ANN401
+    """The name of the shortest of these ranges that is open for more than half of the gap, on the
+    thread that launched the job `after` it; empty for none.
     """
+    after, start_ns, end_ns = gap.after, gap.start_ns, gap.end_ns
     if after < 0 or not jobs.is_launched[after]:
         return ""
-    ranges = trace.ranges
     shared = np.minimum(ranges.end_ns, end_ns) - np.maximum(ranges.start_ns, start_ns)
     is_open = (ranges.thread == jobs.thread[after]) & (2 * shared > end_ns - start_ns)
     rows = np.flatnonzero(is_open)

@@ -12,39 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..columns import Ints
+from ..memory.profile import Place
+from ..memory.stacks import is_of_program, short_path
 from .kineto_events import BOOKKEEPING, AnyEvent, EventBatch, TraceEvents
 from .trace import GroupNesting
 
 MODULE_CALL = "nn.Module: "
 """The profiler's name for a call of a module begins so; its class and number follow."""
-_FUNCTION = re.compile(r"(?P<file>.+)\(\d+\): ", re.DOTALL)
+_FUNCTION = re.compile(r"(?P<file>.+)\((?P<line>\d{1,9})\): (?P<name>.*)", re.DOTALL)
 _DIGIT = re.compile(rb"\d")
-_INSTALLED = re.compile(r"<|.*(?:site|dist)-packages/|.*/lib/python\d")
-"""Files of Python itself and of installed packages."""
-_LIBRARIES = sys.stdlib_module_names | {
-    "accelerate",
-    "apex",
-    "bitsandbytes",
-    "deepspeed",
-    "diffusers",
-    "einops",
-    "flash_attn",
-    "lightning",
-    "megatron",
-    "numpy",
-    "peft",
-    "pytorch_lightning",
-    "sglang",
-    "torch",
-    "torchvision",
-    "transformer_engine",
-    "transformers",
-    "triton",
-    "typing_extensions",
-    "vllm",
-    "xformers",
-}
-"""Packages of whose files the profiler writes the path from the package on."""
+_LIBRARIES = sys.stdlib_module_names | {"einops", "numpy", "sympy", "typing_extensions"}
+"""Further packages; the profiler writes the paths of their files from the package on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,15 +132,15 @@ def shape_text(event: AnyEvent) -> str:
 def frames_of_program(events: TraceEvents) -> ProgramFrames:
     """The functions that no library has, and the calls of modules."""
     functions, modules = [], []
-    is_of_program: dict[str, bool] = {}
+    known: dict[str, bool] = {}
     for event in events.of_category("python_function"):
         name = event.name
         if name.startswith(MODULE_CALL):
             modules.append(event)
             continue
-        is_kept = is_of_program.get(name)
+        is_kept = known.get(name)
         if is_kept is None:
-            is_kept = is_of_program[name] = _is_of_program(name)
+            is_kept = known[name] = _is_of_program(name)
         if is_kept:
             functions.append(event)
     return ProgramFrames(functions=events.batch(functions), modules=events.batch(modules))
@@ -170,8 +148,17 @@ def frames_of_program(events: TraceEvents) -> ProgramFrames:
 
 def _is_of_program(name: str) -> bool:
     """Whether the frame is a function in a file of the program, not of Python or a library."""
-    function = _FUNCTION.match(name)
-    if function is None or _INSTALLED.match(name):
+    function = _FUNCTION.fullmatch(name)
+    if function is None or not is_of_program(function["file"]):
         return False
     first = function["file"].split("/")[0].removesuffix(".py")
     return first not in _LIBRARIES
+
+
+def place_of(name: str) -> Place:
+    """The place of a function of the program, whose line is that of its definition."""
+    function = _FUNCTION.fullmatch(name)
+    if function is None:
+        return Place(file=name, line=0, function="")
+    file = short_path(function["file"])
+    return Place(file=file, line=int(function["line"]), function=function["name"])

@@ -1,8 +1,8 @@
-"""Time of kernels by the operator that launched them, with its shapes, and by the program's
-functions; the FLOPs and the least bytes of operators.
+"""Time of kernels by the operator that launched them, with its shapes; the FLOPs and the least
+bytes of operators.
 
-What no operator or function of the file has launched is a row of its own, so that the rows add up
-to all kernels.
+What no operator of the file has launched is a row of its own, so that the rows add up to all
+kernels.
 """
 
 import math
@@ -18,8 +18,8 @@ from ..columns import Ints
 from .attribution import Attribution, totals
 from .classes import MAX_NAME
 from .phases import PHASES
-from .step_profile import FunctionTimes, OperatorTimes
-from .trace import GroupNesting, Trace, forward_of
+from .step_profile import OperatorTimes
+from .trace import GroupNesting, Trace
 
 Dims = Sequence[Any]
 ClosedForm = Callable[[Dims, Dims], tuple[int, int]]
@@ -108,34 +108,6 @@ def _count(of_call: int | None, calls: int) -> int | None:
     if of_call is None or of_call * calls > MAX_COUNT:
         return None
     return of_call * calls
-
-
-def function_times(attribution: Attribution, kernels: pd.DataFrame) -> tuple[FunctionTimes, ...]:
-    """Kernels by the program's innermost function at their launch and by phase, the longest first.
-
-    A kernel of backward belongs to the function that called the operator of forward.
-    """
-    trace = attribution.trace
-    frames = trace.frames
-    if not len(frames):
-        return ()
-    thread, time = kernels["thread"].to_numpy(), kernels["launch_ns"].to_numpy()
-    _, forward = forward_of(trace, thread, time)
-    is_backward = forward >= 0
-    thread = np.where(is_backward, np.append(trace.operators.thread, 0)[forward], thread)
-    time = np.where(is_backward, np.append(trace.operators.start_ns, 0)[forward], time)
-    innermost = GroupNesting(frames.thread, frames.start_ns, frames.end_ns).at(thread, time)
-    frame = np.where(kernels["is_launched"], innermost, -1)
-    by_name = kernels[["phase", "duration_ns"]].assign(function=np.append(frames.name, -1)[frame])
-    return tuple(
-        FunctionTimes(
-            function=trace.strings[row.function][:MAX_NAME] if row.function >= 0 else "",
-            phase=PHASES[row.phase],
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-        )
-        for row in totals(by_name, "function", "phase")
-    )
 
 
 @lru_cache(maxsize=4096)

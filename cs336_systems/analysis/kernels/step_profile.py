@@ -18,6 +18,7 @@ from ...costs.communication import Collective
 from ...files import encode_json, write_atomically
 from ...record import MAX_TIME_S, Count
 from ..columns import ProfileError
+from ..memory.profile import Place
 from .classes import KernelClass
 from .phases import LaunchPhase, PhaseSource
 
@@ -194,19 +195,6 @@ class OperatorTimes:
     """The least bytes that all calls read and write; None where the shape does not say them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionTimes:
-    """Kernels launched by one function of the program, or by libraries that it called, over the
-    steps in one phase.
-    """
-
-    function: str
-    """File, line of the definition and name; empty where no function of the program was seen."""
-    phase: LaunchPhase
-    count: Count
-    total_s: Time
-
-
 class IdleCause(StrEnum):
     """Why the device had nothing to run."""
 
@@ -280,6 +268,10 @@ class Gap:
     host_range: str = ""
     """The innermost range that was open for most of the gap on the thread that launched `after`;
     empty for none.
+    """
+    library_call: str = ""
+    """The innermost call of cuBLAS, cuDNN or the operating system that was open for most of the
+    gap on the same thread; empty for none.
     """
 
 
@@ -386,6 +378,40 @@ class RankTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CounterMean:
+    """Mean of a counter of the device over the steps, in one phase or (`phase` None) in all."""
+
+    counter: str
+    phase: LaunchPhase | None
+    count: Count
+    """Number of samples."""
+    share: Annotated[float, msgspec.Meta(ge=0)]
+    """Part of the counter's highest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedPeak:
+    """The most memory that was reserved at one time, by any process of the file."""
+
+    kind: str
+    """Whose memory: that of the device, or pinned memory of the host."""
+    device: int
+    phase: LaunchPhase | None
+    """None for the whole file, with what lies outside of the steps."""
+    peak_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceTimes:
+    """Kernels that one line of the program launched, over the steps."""
+
+    place: Place | None
+    """The innermost line outside of libraries; None where it is not known."""
+    count: Count
+    total_s: Time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """One explained trace. The kernels of `phases` and `left` add up to all kernels of the file,
     to the nanosecond.
@@ -454,8 +480,11 @@ class StepProfile:
     """
     operators: tuple[OperatorTimes, ...] = ()
     """The longest first; empty if the file shows none. They add up to the kernels of `phases`."""
-    functions: tuple[FunctionTimes, ...] = ()
-    """As `operators`."""
+    counters: tuple[CounterMean, ...] = ()
+    """Only where there are samples enough."""
+    reserved: tuple[ReservedPeak, ...] = ()
+    places: tuple[PlaceTimes, ...] = ()
+    """The longest total first; empty if the file has no stacks."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 
@@ -501,7 +530,7 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
     in_steps = sum(sum(phase.launches) for phase in phases)
-    for name, parts in (("operators", profile.operators), ("functions", profile.functions)):
+    for name, parts in (("operators", profile.operators), ("lines", profile.places)):
         if parts and sum(part.count for part in parts) != in_steps:
             yield f"its {name} have other kernels than its {in_steps} in steps"
 

@@ -30,6 +30,8 @@ from .trace import MAX_TIME_NS, Nesting, Trace, Union
 _NUMBER = re.compile(r"\d+")
 MIN_PERIODS = 3
 """Fewest repetitions that make a period of kernels."""
+MIN_KERNELS = 4
+"""Fewest kernels of a period: fewer repeat in any program."""
 MIN_ALIKE = 0.9
 """Smallest share of a kernel's launches that must follow each other at the period's distance."""
 
@@ -58,6 +60,8 @@ class PhasePlan:
     """Passes of backward in each step of the optimizer, if all have the same number."""
     around_steps: Ints
     """Ranges that contain whole phases, and so are not ranges of modules."""
+    main: int | None
+    """The thread whose launches are forward where no range says so; None if ranges do."""
     notes: tuple[str, ...] = ()
 
 
@@ -110,6 +114,7 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         labels=labels if len(labels) == len(times) else (StepLabel(),) * len(times),
         passes_per_step=_passes_per_step(windows),
         around_steps=around,
+        main=None if has_forward else main,
         notes=tuple(note for note in notes if note),
     )
 
@@ -270,7 +275,7 @@ def find_period(names: Ints) -> int | None:
     places = np.flatnonzero(index == counts.argmin())
     distances = Counter(np.diff(places).tolist())
     likely = [int(distance) for distance, _ in distances.most_common(3)]
-    for period in sorted(likely):
+    for period in sorted(length for length in likely if length >= MIN_KERNELS):
         is_alike = index[:-period] == index[period:]
         alike = np.bincount(index[:-period], is_alike, len(used))
         tried = np.bincount(index[:-period], minlength=len(used))

@@ -59,8 +59,10 @@ class RealTruth:
     """Each recorded step by the host's clock, read inside of its range and outside, for each way
     in which the file names steps.
     """
-    matmuls: Counter[str] = field(default_factory=Counter)
-    """Matrix products of the recorded steps by phase."""
+    activations: Counter[str] = field(default_factory=Counter)
+    """Calls of GELU and of its backward in the recorded steps by phase: on any device each is one
+    operator or kernel, as products of matrices are not.
+    """
     slept_ns: int = 0
     device_ns: dict[str, list[int]] = field(default_factory=dict)
     """For each phase, its time on the device in each recorded step, by events."""
@@ -174,14 +176,14 @@ class _Program:
             if self.is_recorded:
                 self.events.setdefault(part, []).append((begin, end))
 
-    def count(self, phase: Part, matmuls: int) -> None:
+    def count(self, phase: Part, activations: int) -> None:
         if self.is_recorded:
-            self.truth.matmuls[phase] += matmuls
+            self.truth.activations[phase] += activations
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         with self.part(Part.FORWARD):
             logits = self.model(x)
-            self.count(Part.FORWARD, 2 * self.plan.layers + 1)
+            self.count(Part.FORWARD, self.plan.layers)
             is_apart = Part.LOSS in STYLES[self.plan.style]
             if not is_apart:
                 return nn.functional.cross_entropy(logits, y)
@@ -191,8 +193,8 @@ class _Program:
     def backward(self, loss: Tensor) -> None:
         with self.part(Part.BACKWARD):
             loss.backward()
-        again = 2 * self.plan.layers if self.plan.checkpoints else 0
-        self.count(Part.BACKWARD, 2 * (2 * self.plan.layers + 1) + again)
+        again = self.plan.layers if self.plan.checkpoints else 0
+        self.count(Part.BACKWARD, self.plan.layers + again)
 
     def update(self) -> None:
         if self.plan.clips:

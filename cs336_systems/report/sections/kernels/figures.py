@@ -52,21 +52,22 @@ def us(time_s: float) -> str:
 
 
 def in_use(profile: StepProfile) -> set[Remedy]:
-    """What the file shows that the program does already."""
+    """What the file shows that the program does already, or has no use for."""
     seen = set()
     kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
     if any(is_generated(kernel.name) for kernel in kernels):
         seen.add(Remedy.COMPILE)
-    if any(kernel.kind is KernelClass.ATTENTION for kernel in kernels):
+    kinds = {kernel.kind for kernel in kernels}
+    if KernelClass.ATTENTION in kinds or KernelClass.SOFTMAX not in kinds:
         seen.add(Remedy.ATTENTION)
-    if any(kernel.kind is KernelClass.OPTIMIZER for kernel in kernels):
+    phases = {times.phase for times in profile.phases if any(times.launches)}
+    if KernelClass.OPTIMIZER in kinds or LaunchPhase.OPTIMIZER not in phases:
         seen.add(Remedy.OPTIMIZER)
     if profile.graph_share >= MIN_IN_USE:
         seen.add(Remedy.GRAPHS)
     whole_s, exposed_s = collectives_s(profile), collectives_s(profile, exposed=True)
-    trains = any(times.phase is LaunchPhase.BACKWARD for times in profile.phases)
     # without a backward there is nothing to run beside
-    if not trains or whole_s - exposed_s >= MIN_IN_USE * whole_s:
+    if LaunchPhase.BACKWARD not in phases or whole_s - exposed_s >= MIN_IN_USE * whole_s:
         seen.add(Remedy.OVERLAP)
     return seen
 
@@ -88,7 +89,7 @@ class Figures:
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
         self.has_backward = any(times.phase is LaunchPhase.BACKWARD for times in profile.phases)
         self.in_use: Collection[Remedy] | None = None
-        if self.on_device:
+        if self.on_device and self.config is None:  # a configuration knows better
             self.in_use = in_use(profile)
         if matters(self.copies_s, MIN_SHARE, self.step_s):
             self.time = "kernels' time"  # not all of the GPU's

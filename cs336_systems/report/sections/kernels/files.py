@@ -24,8 +24,9 @@ from .entry import Explained
 from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
-from .operators import functions_section, operators_section
+from .operators import operators_section
 from .plots import communication_chart, configuration_chart, draw_timeline
+from .recorded import recorded
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
 
@@ -68,7 +69,7 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
         kinds([entry]),
         *details(entry.profile, top),
         operators_section(entry.profile),
-        functions_section(entry.profile),
+        *recorded(entry.profile, top),
         *added_sections(Explained, [entry]),
     ]
 
@@ -82,8 +83,6 @@ def _says_more(name: str, profile: StepProfile) -> bool:
             return len({row.kind for row in profile.classes}) > 1
         case "modules":
             return any(row.path for row in profile.modules)
-        case "functions":
-            return False
         case "idle":
             return added(profile.idle).total_s >= MIN_SHARE * wall_s(profile)
         case "copies":

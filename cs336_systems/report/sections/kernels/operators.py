@@ -1,4 +1,4 @@
-"""Tables of operators by shape, beside what the device can do, and of the program's functions."""
+"""The table of operators by shape, beside what the device can do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from ....config import Precision
 from ....costs.curves import Curves
 from ....costs.hardware import DeviceSpec, find_device
 from ....studies.ceilings_files import NO_CEILINGS
-from ...columns import Column, Row, column, columns_of
+from ...columns import Column, Row, column
 from ...section import Section, make_table
 from ...words import percent, ratio, rounded
-from .sums import added, terms
+from .sums import terms
 
 MAX_OPERATORS = 15
 """Rows of the table; the CSV has all."""
@@ -161,33 +161,3 @@ def _notes(profile: StepProfile, ceiling: Ceiling, rows: list[Row]) -> Iterable[
         shown = sum(row["ms_per_step"] for row in rows[:MAX_OPERATORS])
         part = percent(shown, sum(row["ms_per_step"] for row in rows))
         yield f"Shown are {MAX_OPERATORS} of {len(rows)} rows, {part} % of the time."
-
-
-def functions_section(profile: StepProfile) -> Section:
-    """Time of kernels by function of the program and phase."""
-    steps, whole_s = profile.num_steps, added(profile.functions).total_s
-    rows = []
-    for part in profile.functions:
-        row: Row = {"function": part.function or NOT_SEEN, "phase": part.phase}
-        row |= {"kernels_per_step": part.count / steps, "ms_per_step": part.total_s / steps * 1e3}
-        rows.append(row | {"share": ratio(part.total_s, whole_s)})
-    if not any(part.function for part in profile.functions):
-        return Section(name="functions")
-    columns = [
-        Column(
-            "function",
-            "",
-            "File, line and name of the innermost function.",
-            key="function",
-            write=str,
-        ),
-        column("phase"),
-        Column("time", "ms", "Time per step.", key="ms_per_step", write=rounded),
-        *columns_of("share", "kernels_per_step"),
-    ]
-    note = (
-        "Kernels of backward belong to the function that ran forward; the line is that of the "
-        "function's definition."
-    )
-    table = make_table("Functions of the program", columns, rows[:MAX_OPERATORS], [note])
-    return Section(name="functions", tables=(table,), rows=rows)
