@@ -59,7 +59,7 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
                 kept.append(event)
         elif args.external_id in launching or args.sequence in of_nodes:
             kept.append(event)
-    calls = events.batch(kept)
+    calls = events.batch(kept, counts=work is None)
     return LinkedOperators(calls=calls, nodes=nodes, forward=_forward(calls, nodes))
 
 
