@@ -269,8 +269,7 @@ def are_on_disk(sides: Sequence[str]) -> bool:
     for side, exists in zip(sides, exist, strict=True):
         if not exists and side.strip() and not side.strip().startswith("-"):
             raise UsageError(
-                f"{side}: no such file or directory; needed one, or flags of benchmark.py in "
-                "quotes"
+                f"{side}: no such file or directory; needed one, or flags of benchmark.py in quotes"
             )
     if exist[0] != exist[1]:
         raise UsageError(

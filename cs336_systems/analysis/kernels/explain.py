@@ -16,7 +16,7 @@ from ...config import RunConfig
 from ...ranges import PhaseNames
 from ...text import inert_line
 from ..columns import Ints, Mask, groups
-from . import communication, idle, modules, pictured, step_profile
+from . import communication, idle, modules, operators, pictured, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
@@ -101,6 +101,7 @@ def summarise(
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,
+        operators=operators.operator_times(attribution, in_step),
         counters=tuple(counter_means(trace, windows, jobs.device)),
         reserved=tuple(reserved_peaks(trace, windows)),
         places=tuple(place_times(in_step, trace)),

@@ -174,6 +174,27 @@ class ModuleTimes:
     total_s: Time
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTimes:
+    """Kernels that calls of one operator with one shape launched over the steps, in one phase."""
+
+    name: str
+    """Empty for kernels whose operator is not in the file."""
+    shape: str
+    """Sides of the arguments that are tensors: `16x32, 32x64`; empty if the file lacks them."""
+    type: str
+    """The profiler's name of the first tensor's type."""
+    phase: LaunchPhase
+    count: Count
+    """Number of kernels."""
+    calls: Count
+    total_s: Time
+    flops: Count | None
+    """FLOPs of all calls; None where the shape does not say them, and for what is no matmul."""
+    bytes: Count | None
+    """The least bytes that all calls read and write; None where the shape does not say them."""
+
+
 class IdleCause(StrEnum):
     """Why the device had nothing to run."""
 
@@ -462,6 +483,8 @@ class StepProfile:
     """
     beside: tuple[PicturedStep, ...] = ()
     """Several steps of each kind, in coarser pieces; empty for a single step."""
+    operators: tuple[OperatorTimes, ...] = ()
+    """The longest first; empty if the file shows none. They add up to the kernels of `phases`."""
     counters: tuple[CounterMean, ...] = ()
     """Only where there are samples enough."""
     reserved: tuple[ReservedPeak, ...] = ()
@@ -511,6 +534,10 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
+    in_steps = sum(sum(phase.launches) for phase in phases)
+    for name, parts in (("operators", profile.operators), ("lines", profile.places)):
+        if parts and sum(part.count for part in parts) != in_steps:
+            yield f"its {name} have other kernels than its {in_steps} in steps"
 
 
 def read_profile(path: Path) -> StepProfile | None:

@@ -24,6 +24,7 @@ from .entry import Explained
 from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
+from .operators import operators_section
 from .plots import communication_chart, configuration_chart, draw_steps, draw_timeline
 from .recorded import recorded
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
@@ -68,6 +69,7 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
         *(make([entry]) for make in OF_ONE),
         kinds([entry]),
         *details(entry.profile, top),
+        operators_section(entry.profile),
         *recorded(entry.profile, top),
         *added_sections(Explained, [entry]),
         Section(name="pictures", pictures=pictures),

@@ -102,7 +102,10 @@ def _places(profile: StepProfile, top: int) -> Section:
         return Section(name="lines")
     shown = Column("line", key="line", numeric=False, write=label)
     columns = columns_of("share", "total_ms_per_step", "count_per_step", shown)
-    notes = ["Per step: kernels by the innermost line outside of libraries that launched them."]
+    notes = [
+        "Per step: kernels by the innermost line outside of libraries that launched them. A trace "
+        "of torch.profiler names the line where a function begins; its backward is that of forward."
+    ]
     table = make_table("Lines of the program", columns, rows[:top], notes)
     return Section(name="lines", tables=(table,), rows=rows)
 
