@@ -259,8 +259,8 @@ class Watched:
         """
         while self._pending and self._pending[0].is_over():
             step = self._pending.popleft()
-            is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.is_asked
-            if not self._profiled.is_asked or len(self.measured) < PROFILED_STEPS:
+            is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.has_profiler
+            if not self._profiled.has_profiler or len(self.measured) < PROFILED_STEPS:
                 (self.measured if is_warm else self.warmup).append(_resolved(step, self._last_end))
             if self._last_end is not None and self._last_end.event is not None:
                 self._events.append(self._last_end.event)
@@ -341,7 +341,7 @@ class Watched:
         runs.mkdir(parents=True, exist_ok=True)
         earlier, record = self._written, self.record()
         # the profiled steps are those of the first report
-        if earlier is not None and self._profiled.is_asked:
+        if earlier is not None and self._profiled.has_profiler:
             print_measured(read_record(earlier), runs)
             return earlier
         # where an earlier process has left such a record, this is a repetition of it
@@ -354,7 +354,7 @@ class Watched:
         self._written = write_record(record, runs)
         if earlier is not None and earlier != path:
             earlier.unlink(missing_ok=True)  # this loop's own, with fewer steps
-        if self._profiled.is_asked:
+        if self._profiled.has_profiler:
             self._profiled.move(raw_profile_path(record.subject, runs))
             explain_run(record.subject, runs)
         print_measured(record, runs)
@@ -407,8 +407,9 @@ class _Profiled:
     ) -> None:
         self.model = model
         self._optimizers, self._loop = optimizers, loop
-        self.is_asked = loop.profiler is not Profiler.NONE
+        self.has_profiler = loop.profiler is not Profiler.NONE
         self.trace = directory / "traces" / f".{os.getpid()}.json.gz"
+        """The raw profile, in a hidden file until the record's name is known (see `move`)."""
         self._recorder: "MemoryRecorder | None" = None
         self._session: contextlib.ExitStack | None = None
         """What is open while steps are recorded: the profiler, the hooks of the modules."""
@@ -425,7 +426,7 @@ class _Profiled:
         Step 0 warms the profiler up, the PROFILED_STEPS after it are recorded, and before the next
         one the trace is written.
         """
-        if number == 0 and self.is_asked:
+        if number == 0 and self.has_profiler:
             self._start()
             self._enter(Range.WARMUP)
         elif number == 1 and self._session:

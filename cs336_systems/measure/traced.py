@@ -84,7 +84,7 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
         for place, parameter in enumerate(model.parameters())
         if parameter.requires_grad and not config.is_shared
     ]
-    _average_at_once(step)
+    _skip_all_reduce_of_ddp(step)
     trace.note(Category.PARAMETERS, step.model.parameters())
     parameter_bytes = _bytes_kept(step.model.parameters())
     for _ in range(STEPS_OF_DDP if config.parallel is Parallel.DDP else STEPS):
@@ -312,24 +312,27 @@ class _KeepsTensors:
         self._tensors = ()
 
 
-def _average_at_once(step: TrainingStep) -> None:
-    """Let PyTorch's DDP average its buckets without a process group; NCCL keeps a bucket until
-    the next is sent.
+def _skip_all_reduce_of_ddp(step: TrainingStep) -> None:
+    """Let PyTorch's DDP, if the step has it, take each bucket of gradients as averaged without a
+    collective, because a trace runs in one process.
     """
-    ddp, kept = getattr(step.way, "module", None), list[Tensor]()
+    ddp = getattr(step.way, "module", None)
+    sent_last: list[Tensor] = []
+    """The bucket that was sent last: NCCL keeps its memory until the next one is sent."""
 
     # register_comm_hook wants these very annotations
-    def averaged(
+    def take_as_averaged(
         _: object,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[Tensor]:
-        kept[:] = [bucket.buffer()]
+        """Communication hook that returns the bucket's gradients unchanged, and at once."""
+        sent_last[:] = [bucket.buffer()]
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
     if isinstance(ddp, torch.nn.parallel.DistributedDataParallel):
-        ddp.register_comm_hook(None, averaged)
+        ddp.register_comm_hook(None, take_as_averaged)
 
 
 @contextmanager

@@ -119,13 +119,13 @@ class _Gathers:
         self._started: list[Any] = []
 
     def start(self, tensors: Sequence[Tensor]) -> None:
-        """Start with these tensors, of which this rank has updated its part."""
+        """Start to gather these tensors; each rank has updated its own part of each."""
         self._started += start_grouped(
             lambda whole: all_gather(whole, own_part(whole), async_op=True), tensors
         )
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait for all gathers that were started."""
         for gather in self._started:
             gather.wait()
         self._started.clear()
@@ -138,12 +138,15 @@ class _PushedParts:
         by_rank = of_all_ranks(tensors)
         del by_rank[dist.get_rank()]
         self._targets: dict[int, list[Tensor]] = {}
+        """By the identity of a tensor: this rank's part of it in the memory of each other rank."""
         for tensor, *copies in zip(tensors, *by_rank, strict=True):
             self._targets[id(tensor)] = [own_part(copy) for copy in copies]
         self._pushes = Pushes(tensors[0].device)
 
     def start(self, tensors: Sequence[Tensor]) -> None:
-        """Start with these tensors, of which this rank has updated its part."""
+        """Start to copy this rank's part of each tensor, which it has updated, to the same place of
+        the tensor on every other rank.
+        """
         pairs: list[tuple[Tensor, Tensor]] = []
         for tensor in tensors:
             part = own_part(tensor)
@@ -151,7 +154,7 @@ class _PushedParts:
         self._pushes.start(pairs)
 
     def finish(self) -> None:
-        """Wait for all."""
+        """Wait until every rank has made its copies."""
         self._pushes.finish()
 
 

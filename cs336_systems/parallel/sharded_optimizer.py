@@ -71,12 +71,16 @@ class ShardedOptimizer(EagerOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Share out the parameters of another group; every rank must add the same."""
+        """Add a group, and give each of its parameters to the rank that owns the fewest elements
+        so far; every rank must add the same group.
+        """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        # also on ranks that own no parameter, groups have all hyperparameters
-        sample = [nn.Parameter(parameter[:0]) for parameter in group["params"][:1]]
-        for name, value in self._make(sample, **self._settings).defaults.items():
+        # the optimizer's own defaults complete the group. A rank that owns no parameter has no
+        # optimizer to read them from, so each makes a throwaway one, of an empty parameter
+        empty = [nn.Parameter(parameter[:0]) for parameter in group["params"][:1]]
+        throwaway = self._make(empty, **self._settings)
+        for name, value in throwaway.defaults.items():
             group.setdefault(name, value)
         for parameter in group["params"]:
             self._owner[parameter] = next_owner(self._sizes, parameter.numel())

@@ -67,8 +67,8 @@ class Chart:
     settings: str
     """Settings that everything shown has in common."""
     panels: Sequence[Panel]
-    legend: int = 4
-    """Columns of the legend below the panels."""
+    legend_columns: int = 4
+    """Number of columns of the legend below the panels."""
     styles: Mapping[str, Style] = field(default_factory=dict)
     """Parts of bars in the order of the legend."""
 

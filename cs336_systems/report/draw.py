@@ -29,6 +29,14 @@ CHARACTER_INCHES = 0.075
 """Width of a character of a number in a bar."""
 BAR_WIDTH, BAR_INCHES = 0.7, 3.6
 """Width of a bar in units of the axis, and approximate length of the longest horizontal one."""
+HEADER_INCHES, PANEL_INCHES = 0.95, 0.4
+"""Height that a chart needs for its title and settings, and for each panel besides its bars."""
+MIN_BAR_INCHES, LINE_INCHES, LEGEND_ROW_INCHES = 0.36, 0.16, 0.19
+"""Least height of a bar with its distance to the next, and heights of a line of its name and of a
+row of the legend.
+"""
+PANEL_BARS = 0.3
+"""Height of a panel besides its bars, in bars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +61,44 @@ def _figure(picture: Picture) -> Figure:
 
 
 def figure_of(chart: Chart) -> Figure:
-    """The chart as a figure of matplotlib."""
-    bars = [bar for panel in chart.panels for bar in panel.bars]
-    names = [wrapped(bar.name) for bar in bars]
-    handles: list[Patch | Line2D] = [
-        Patch(label=inert(name), **_look(style))
-        for name, style in visible(bars, chart.styles).items()
-    ]
-    marks = dict.fromkeys(panel.mark for panel in chart.panels if panel.mark)
-    handles += [Line2D([], [], label=inert(mark), **MARK) for mark in marks]
-    most_lines = max((1 + name.count("\n") for name in names), default=1)
-    legend_rows = math.ceil(len(handles) / chart.legend)
-    height = 0.4 * len(chart.panels) + max(0.36, 0.16 * most_lines) * len(names)
-    height += 0.95 + 0.19 * legend_rows
+    """The chart as a figure of matplotlib: its panels below each other, with horizontal bars, and
+    one legend for all of them below.
+
+    The figure is as high as its bars and the legend need. The label of the last panel stands below
+    the axis of values.
+    """
+    handles = _legend_handles(chart)
+    height = _height_inches(chart, math.ceil(len(handles) / chart.legend_columns))
     figure = new_figure(WIDTH, height, chart.title, chart.settings)
-    weights = [len(panel.bars) + 0.3 for panel in chart.panels]
-    grid = figure.subplots(len(chart.panels), squeeze=False, height_ratios=weights)
+    heights = [len(panel.bars) + PANEL_BARS for panel in chart.panels]
+    grid = figure.subplots(len(chart.panels), squeeze=False, height_ratios=heights)
     for axes, panel in zip(grid.flat, chart.panels, strict=True):
         style(axes, "x")
         _draw_bars(axes, panel, chart.styles)
-    axes.set_xlabel(inert(chart.panels[-1].label), fontsize=9)
+    lowest, last = grid.flat[-1], chart.panels[-1]
+    lowest.set_xlabel(inert(last.label), fontsize=9)
     if handles:
-        legend_below(figure, handles, chart.legend)
+        legend_below(figure, handles, chart.legend_columns)
     return figure
+
+
+def _legend_handles(chart: Chart) -> list[Patch | Line2D]:
+    """What the legend explains: the parts of bars that can be seen, then the marks."""
+    parts = visible((bar for panel in chart.panels for bar in panel.bars), chart.styles)
+    marks = dict.fromkeys(panel.mark for panel in chart.panels if panel.mark)
+    return [
+        *(Patch(label=inert(name), **_look(of_part)) for name, of_part in parts.items()),
+        *(Line2D([], [], label=inert(mark), **MARK) for mark in marks),
+    ]
+
+
+def _height_inches(chart: Chart, legend_rows: int) -> float:
+    """Height of the chart's figure; every bar has room for the name with the most lines."""
+    names = [wrapped(bar.name) for panel in chart.panels for bar in panel.bars]
+    most_lines = max((1 + name.count("\n") for name in names), default=1)
+    bar_inches = max(MIN_BAR_INCHES, LINE_INCHES * most_lines)
+    height = PANEL_INCHES * len(chart.panels) + bar_inches * len(names)
+    return height + (HEADER_INCHES + LEGEND_ROW_INCHES * legend_rows)
 
 
 def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:

@@ -109,25 +109,34 @@ def explain_again(
     listener: keep.Listener,
     rules: KernelRules | None = None,
 ) -> tuple[Subject, ...]:
-    """Explain those of `records` in `runs` that have a raw profile and no explanation; measure
-    nothing.
+    """Make the missing explanations of those of `records` in `runs` that have a raw profile, one
+    after the other; measure nothing.
 
-    With `rules` for names of kernels, all that have a trace of kernels are explained. Return those
-    that have no explanation in the end. Raises KeyboardInterrupt if a signal stops it.
+    With `rules`, which tell the class of a kernel by its name, those with a trace of kernels are
+    explained by them even if they have an explanation. Return the runs that were to be explained
+    and have no explanation in the end. Raises KeyboardInterrupt if a signal stops it.
     """
     waiting = []
     for record in records:
         is_trace = record.subject.profiler is not Profiler.MEMORY
-        is_renamed = rules is not None and is_trace and keep.raw_profile(record, runs) is not None
-        if is_renamed or keep.can_be_explained(record, runs):
+        has_new_rules = rules is not None and is_trace
+        is_redone = has_new_rules and keep.raw_profile(record, runs) is not None
+        if is_redone or keep.can_be_explained(record, runs):
             waiting.append(record.subject)
     if waiting:
         isolation.preload_to_explain()
         isolation.spare_children()
         adopt_orphans()
         with isolation.Interrupts() as interrupts:
-            keeper = keep.Keeper(runs, listener)
-            Loop(keeper, (None,), EXPLAIN_S, interrupts, deque(waiting), rules=rules).run(())
+            loop = Loop(
+                keeper=keep.Keeper(runs, listener),
+                gpus=(None,),  # one slot, which needs no GPU
+                timeout_s=EXPLAIN_S,
+                interrupts=interrupts,
+                unexplained=deque(waiting),
+                rules=rules,
+            )
+            loop.run(todo=())
             if interrupts.count:
                 raise KeyboardInterrupt
     return tuple(subject for subject in waiting if not keep.has_explanation(subject, runs))

@@ -167,8 +167,11 @@ def _matmul(
 
 
 def _largest_of_rows(x: Tensor) -> Tensor:
-    """Largest magnitude of each row; the compiler fuses this with the kernel that writes the
-    row, such as a norm.
+    """Largest magnitude of each row of a matrix, of which `scale_of` makes one scale for the whole
+    matrix.
+
+    The maximum is in two steps, because the compiler fuses that of a row with the kernel that
+    writes the row, such as a norm.
     """
     return x.abs().amax(dim=1)
 

@@ -114,12 +114,16 @@ class RungResult(StepResult):
 
     @cached_property
     def over_last(self) -> Gain:
-        """How many times faster than the last credited rung before it."""
+        """How many times faster this rung is than the last rung before it that passed its gate;
+        unknown if none did.
+        """
         return _gain(self.before, self)
 
     @cached_property
     def over_first(self) -> Gain:
-        """How many times faster than the first credited rung."""
+        """How many times faster this rung is than the first rung that passed its gate; unknown if
+        none before this one did.
+        """
         return _gain(self.first, self)
 
     # columns of ladder.csv, which the tables show too

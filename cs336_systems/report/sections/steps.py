@@ -249,7 +249,7 @@ def step_charts(results: Sequence[StepResult]) -> Iterator[Chart]:
             title=BY_PHASE,
             settings=settings(results),
             panels=[panel],
-            legend=5,
+            legend_columns=5,
             styles=PARTS,
         )
 

@@ -66,7 +66,12 @@ def make_chart(name="small"):
     panel = Panel(label=name, bars=bars)
     styles = {name: Style(colour="#0072B2")}
     return Chart(
-        name="bars", title=f"Bars of {name}", settings=name, panels=[panel], legend=1, styles=styles
+        name="bars",
+        title=f"Bars of {name}",
+        settings=name,
+        panels=[panel],
+        legend_columns=1,
+        styles=styles,
     )
 
 

@@ -201,7 +201,7 @@ class _Findings(Verdict):
             if gains_s[cause] >= MIN_SHARE * self.step_s > 0:
                 without_what, remedy = _BOUNDS[cause]
                 flags = ""
-                if remedy and self.is_of_many(cause):
+                if remedy and self.has_many_short(cause):
                     flags = self.advice(remedy)
                 bounds.append(f"{self.ms(gains_s[cause])} less without {without_what}{flags}")
         if not bounds:
@@ -212,15 +212,18 @@ class _Findings(Verdict):
         told = {f"{cause} gain_s": gain_s for cause, gain_s in gains_s.items()}
         yield self.finding("bounds", f"{text}.", **told)
 
-    def is_of_many(self, cause: IdleCause) -> bool:
-        """Whether the idle times of this cause are many short ones, which fewer kernels would save:
-        as many of the median length are half of them all.
+    def has_many_short(self, cause: IdleCause) -> bool:
+        """Whether the idle time of this cause is made up of many short idle times, which fewer
+        kernels would save, and not of a few long ones.
+
+        It is if idle times of the median length of their phase, as many as there are, would take
+        at least half as long as the real ones take in all.
         """
-        alike = [times for times in self.profile.idle if times.cause is cause]
-        if any(times.median_s is None for times in alike):
+        by_phase = [times for times in self.profile.idle if times.cause is cause]
+        if any(times.median_s is None for times in by_phase):
             return True  # of an older version, which did not keep it
-        typical_s = sum(times.count * (times.median_s or 0.0) for times in alike)
-        return 2 * typical_s >= added(alike).total_s
+        if_all_median_s = sum(times.count * (times.median_s or 0.0) for times in by_phase)
+        return 2 * if_all_median_s >= added(by_phase).total_s
 
     def late_phases(self) -> Iterator[Finding]:
         """Phases that the host limits, in a step that it does not limit."""
