@@ -96,6 +96,15 @@ def files_of_others(path: Path) -> dict[int, Path]:
     return dict(sorted(others.items()))
 
 
+def missing_ranks(num_ranks: int, world_size: int) -> str:
+    """The sentence about ranks whose traces are not there."""
+    are = "This is 1" if num_ranks == 1 else f"These are {num_ranks}"
+    return (
+        f"{are} of {world_size} ranks: waiting for the others cannot be told from sending, and both "
+        "are in the time of communication."
+    )
+
+
 def without_rank(name: str) -> str:
     """Rank 0's name for the file that some rank calls `name`."""
     of_rank = _FILE.fullmatch(name)

@@ -89,6 +89,48 @@ class _Device(msgspec.Struct):
     name: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distributed:
+    """What a trace's `distributedInfo` says about its process; None and empty for what it does not
+    say.
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    backend: str = ""
+
+
+def _distributed(info: dict[str, Any]) -> Distributed:
+    rank, world_size = info.get("rank"), info.get("world_size")
+    return Distributed(
+        rank=rank if isinstance(rank, int) and rank >= 0 else None,
+        world_size=world_size if isinstance(world_size, int) and world_size > 0 else None,
+        backend=str(info.get("backend", "")),
+    )
+
+
+class _Header(msgspec.Struct):
+    traceEvents: msgspec.Raw  # noqa: N815
+    distributedInfo: dict[str, Any] = {}  # noqa: N815
+
+
+def read_distributed(path: Path) -> Distributed | None:
+    """What the file says about its process; None for JSON of another kind, and for what is no
+    JSON.
+    """
+    try:
+        content = _read(path)
+    except ProfileError:
+        return None
+    try:
+        return _distributed(msgspec.json.decode(content, type=_Header).distributedInfo)
+    except msgspec.ValidationError:
+        is_list = content.lstrip()[:1] == b"["
+        return Distributed() if is_list and b'"ph"' in content[:1000] else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _distributed(_decode(path, content).distributedInfo)
+
+
 class _File(msgspec.Struct, Generic[Microseconds]):
     traceEvents: list[Event[Microseconds]]  # noqa: N815
     deviceProperties: list[_Device] = []  # noqa: N815
@@ -122,8 +164,7 @@ class TraceEvents:
         self._is_exact = False
         self.has_operators = "cpu_op" in self._by_category
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
-        rank = file.distributedInfo.get("rank")
-        self.rank = rank if isinstance(rank, int) and rank >= 0 else None
+        self.distributed = _distributed(file.distributedInfo)
 
     def batches(self, *groups: Collection[str]) -> list[EventBatch]:
         """One batch for each group of categories."""

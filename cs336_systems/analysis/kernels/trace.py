@@ -120,6 +120,8 @@ class Trace:
     """The file shows the host's operators, and so all nodes of backward."""
     rank: int | None = None
     """The process's rank, if the file names it."""
+    world_size: int | None = None
+    """How many ranks the run had, if the file names it."""
     is_of_host: bool = False
     """No device was traced: the `kernels` are operators of the host, without the time of
     operators inside them.

@@ -54,7 +54,8 @@ def read_kineto(path: Path) -> Trace:
     If no device ran anything, the host's operators take the place of kernels.
     """
     events = TraceEvents(path)
-    device_names, rank, has_operators = events.device_names, events.rank, events.has_operators
+    device_names, has_operators = events.device_names, events.has_operators
+    distributed = events.distributed
     kernels, copies, calls, ranges = events.batches(
         KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
     )
@@ -70,7 +71,8 @@ def read_kineto(path: Path) -> Trace:
         copies=copied,
         nodes=session.nodes(nodes),
         has_operators=has_operators,
-        rank=rank,
+        rank=distributed.rank,
+        world_size=distributed.world_size,
         ranges=session.ranges,
         api_calls=session.calls,
         strings=session.strings.all,
