@@ -61,6 +61,17 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     autograd_phase: Any = None
     task_type: Any = msgspec.field(default=None, name="Task Type")
     """What ran the event, in traces of Ascend NPUs."""
+    external_id: int | str | None = msgspec.field(default=None, name="External id")
+    """The operator that launched the event, or the number of the operator itself."""
+    group_name: Any = msgspec.field(default=None, name="Process Group Name")
+    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+
+    @property
+    def group(self) -> str:
+        """The process group of a collective; groups of different ranks may have one name."""
+        if self.group_name is None:
+            return ""
+        return f"{self.group_name} {self.group_ranks or ''}"
 
     @property
     def ran_on(self) -> int | str | None:
@@ -183,6 +194,12 @@ class TraceEvents:
         """The nodes of backward, which are operators of the host."""
         operators = self._by_category.get("cpu_op", [])
         return self._batch([event for event in operators if event.name.startswith(BOOKKEEPING)])
+
+    def process_groups(self) -> dict[int | str | None, str]:
+        """The process group of each collective, by the number of the operator that started it."""
+        operators = self._by_category.get("cpu_op", [])
+        comms = [event.args for event in operators if event.name == "record_param_comms"]
+        return {args.external_id: args.group for args in comms if args.external_id is not None}
 
     def _batch_of(self, categories: Collection[str]) -> EventBatch:
         """The events of the categories."""

@@ -52,6 +52,10 @@ class DeviceWork(Columns):
     """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`);
     -1 for none.
     """
+    group: NDArray[np.object_]
+    """Name and ranks of the process group that ran a collective; an empty text where the file does
+    not say it.
+    """
 
     @property
     def end_ns(self) -> Ints:

@@ -1,6 +1,7 @@
 """Directories of traces: which files are the ranks of one run, whatever their names."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -88,3 +89,53 @@ def test_missing_ranks_are_counted(tmp_path: Path, present: int, of: int) -> Non
         write_rank(tmp_path / f"{rank}.json", rank, world_size=of)
     notes = " ".join(explain(tmp_path).notes)
     assert (f"{present} of {of} ranks" in notes) == (present < of)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_waits_are_of_the_same_collective_of_the_same_group(tmp_path: Path, seed: int) -> None:
+    """Pairs and all ranks meet at random times, in another order on each rank, by clocks that
+    differ. The truth is the time from a rank's arrival to that of the last.
+    """
+    random = Random(seed)
+    num_ranks = random.choice((4, 6, 8))
+    everyone = [*range(num_ranks)]
+    groups = [everyone, *([rank, rank + 1] for rank in everyone[::2])]
+    waits_ms = [0] * num_ranks
+    durations: list[list[tuple[str, str, int]]] = [[] for _ in everyone]
+    for ranks in groups:
+        name = "world" if ranks is everyone else "pairs"
+        for _ in range(random.randint(1, 4)):
+            late_ms = [random.randint(0, 9) for _ in ranks]
+            for rank, late in zip(ranks, late_ms, strict=True):
+                waits_ms[rank] += max(late_ms) - late
+                durations[rank].append((name, str(ranks), 1 + max(late_ms) - late))
+    for rank, of_rank in enumerate(durations):
+        # collectives of one group stay in order, those of others may go before or after
+        if random.random() < 0.5:
+            of_rank.sort(key=lambda collective: collective[0])
+        write_collectives(tmp_path / f"{random.random()}.json", rank, num_ranks, of_rank)
+    waited_s = [times.waited_s for times in explain(tmp_path).ranks]
+    assert waited_s == [(pytest.approx(wait / 1e3),) for wait in waits_ms]
+
+
+def write_collectives(
+    path: Path, rank: int, world_size: int, durations: list[tuple[str, str, int]]
+) -> None:
+    """A trace of a rank that runs these collectives one after the other."""
+    events = []
+    clock = rank * 1_000_000_000
+    for number, (name, ranks, milliseconds) in enumerate(durations, start=1):
+        group = {"Process Group Name": name, "Process Group Ranks": ranks}
+        ids = {"External id": number}
+        comms = complete("cpu_op", "record_param_comms", 100, 1, clock, 2000, **group, **ids)
+        call_ids = {"correlation": number, **ids}
+        call = complete("cuda_runtime", "cudaLaunchKernel", 100, 1, clock + 1, 1000, **call_ids)
+        duration = milliseconds * MILLISECOND
+        of_kernel = {"device": 0, "stream": 7, **call_ids}
+        kernel = complete("kernel", ALL_REDUCE, 0, 7, clock + 3000, duration, **of_kernel)
+        events += [comms, call, kernel]
+        clock += duration + 10_000
+    first = rank * 1_000_000_000
+    events.append(complete("user_annotation", "ProfilerStep#1", 100, 1, first, clock - first))
+    info = {"backend": "nccl", "rank": rank, "world_size": world_size}
+    write_trace(path, events, distributedInfo=info)

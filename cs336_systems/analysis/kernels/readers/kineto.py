@@ -6,7 +6,7 @@ launched.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +62,9 @@ def read_kineto(path: Path) -> Trace:
     is_of_host = not len(kernels) and not len(copies)
     operators = events.batches(OPERATOR_CATEGORIES)[0] if is_of_host else None
     nodes = events.nodes()
+    group_of = events.process_groups()
     del events  # it holds most of the memory
-    session = _Session(path, calls, ranges)
+    session = _Session(path, calls, ranges, group_of)
     work = session.work(kernels) if operators is None else session.work_of_host(operators)
     copied = session.work(copies)
     trace = Trace(
@@ -86,8 +87,14 @@ def read_kineto(path: Path) -> Trace:
 class _Session:
     """The host's calls and ranges, and the work that they launched."""
 
-    def __init__(self, path: Path, calls: EventBatch, ranges: EventBatch) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        calls: EventBatch,
+        ranges: EventBatch,
+        group_of: Mapping[int | str | None, str],
+    ) -> None:
+        self.path, self._group_of = path, group_of
         self.strings = Strings()
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self.calls = ApiCalls(
@@ -186,6 +193,9 @@ class _Session:
             duration_ns=batch.duration_ns,
             is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
             mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
+            group=np.array(
+                [a.group or self._group_of.get(a.external_id, "") for a in args], dtype=np.object_
+            ),
             **launch,
         )
 
@@ -249,6 +259,7 @@ class _Session:
             call=np.full(len(start), -1, dtype=np.int64),
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
             mark=np.full(len(start), -1, dtype=np.int64),
+            group=np.full(len(start), "", dtype=np.object_),
         )
 
 
