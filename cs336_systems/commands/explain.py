@@ -145,6 +145,10 @@ class MemoryArguments(FileArguments):
     """
 
     NEEDED = "a memory snapshot of PyTorch, or a memory profile"
+    device: Annotated[
+        int | None, unset("N", "the one of the notes, or that ran out of memory, or is fullest")
+    ] = None
+    """Which GPU of the snapshot is explained."""
 
     def explained(self) -> Explanation:
         """The explanation."""
@@ -154,11 +158,18 @@ class MemoryArguments(FileArguments):
         from ..report.sections.memory.tables import tables_of_one, write_memory
 
         is_profile = self.file.suffix == ".json"
-        profile = read_memory_profile(self.file) if is_profile else explain_memory(self.file)
+        if is_profile and self.device is not None:
+            raise UsageError(
+                f"--device needs the snapshot itself, and {self.file} is a profile of one device"
+            )
+        if is_profile:
+            profile = read_memory_profile(self.file)
+        else:
+            profile = explain_memory(self.file, self.device)
         return Explanation(
             write=partial(write_memory, profile),
             tables=partial(tables_of_one, profile),
-            answer=partial(answer, profile),
+            answer=lambda: [finding.text for finding in answer(profile)],
             encode=partial(encode_memory_profile, profile),
         )
 

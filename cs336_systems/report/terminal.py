@@ -128,7 +128,8 @@ def print_measured(record: RunRecord, runs: Path) -> None:
     for explained in results.kernels:
         print_tables(kernel_tables(explained, TOP))
     for entry in results.memory:
-        print_tables(memory_tables(entry.profile, TOP), answer=answer(entry.profile))
+        texts = [finding.text for finding in answer(entry.profile)]
+        print_tables(memory_tables(entry.profile, TOP), answer=texts)
 
 
 def print_tables(

@@ -68,7 +68,7 @@ def test_running_out_of_memory_comes_first(
     assert run.program.malloc(60 * MIB) is None
     assert memory(run.end(tmp_path)) == 0, "it is a result"
     said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith("Out of memory once, ")
+    assert said.startswith("GPU 0 ran out of memory 1 time, ")
     assert "in backward of step 0" in said.partition("60.00 MiB were asked for")[0]
 
 

@@ -20,12 +20,15 @@ from . import communication, idle, modules, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
+from .counters import counter_means
+from .device_memory import reserved_peaks
 from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
 from .modules import CLASSES
 from .phase_ranges import check_names
 from .phases import CODES, PHASES, LaunchPhase
+from .places import place_times
 from .readers import read_trace
 from .run_files import files_of_run
 from .trace import Trace, Union
@@ -98,6 +101,9 @@ def summarise(
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,
+        counters=tuple(counter_means(trace, windows, jobs.device)),
+        reserved=tuple(reserved_peaks(trace, windows)),
+        places=tuple(place_times(in_step, trace)),
     )
     for wrong in step_profile.contradictions(profile):
         raise AttributionError(wrong)
@@ -108,12 +114,15 @@ def _between_steps(
     spans: DeviceSteps, selection: Selection, attribution: Attribution
 ) -> step_profile.BetweenSteps | None:
     """The time between steps that follow each other in the file."""
-    number = selection.number[:-1]
-    # steps that are left out lie between two others
-    is_next = np.diff(np.flatnonzero(number >= 0)) == 1
-    start, end = spans.end_ns[:-1], spans.start_ns[1:]
-    is_apart = is_next & (end > start) if len(is_next) == len(start) else end > start
-    start, end = start[is_apart], end[is_apart]
+    if selection.is_whole_trace:
+        return None
+    number, begins = selection.number[:-1], attribution.plan.steps.start_ns.copy()
+    is_profiled = number >= 0
+    begins[is_profiled] = spans.start_ns
+    # what follows a profiled step may be left out, and begins all the same
+    followed = np.flatnonzero(is_profiled[:-1])
+    start, end = spans.end_ns[number[followed]], begins[followed + 1]
+    start, end = start[end > start], end[end > start]
     if not len(start):
         return None
     jobs = attribution.jobs

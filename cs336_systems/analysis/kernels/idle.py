@@ -13,8 +13,9 @@ cut there, so that each piece has one cause. The first of these rules that holds
 4. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
    HOST_PAUSE.
 5. When the idle time began, the host was in a call that waits for the device, or had left one less
-   than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED. The start
-   of a step is exempt from this rule.
+   than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED; likewise
+   if the host was in calls that copy for more than half of the wait. The start of a step is exempt
+   from the first part of this rule.
 6. Otherwise: LATE_LAUNCH.
 """
 
@@ -33,7 +34,7 @@ from .modules import RangeParts
 from .phases import CODES, PHASES, Codes, LaunchPhase
 from .short_names import short_name
 from .step_profile import Gap, IdleCause, IdleTimes
-from .trace import MAX_TIME_NS, Trace, Union
+from .trace import MAX_TIME_NS, Ranges, Trace, Union
 
 HOST_PAUSE_S = 1e-3
 """Eager PyTorch launches something every few microseconds, and takes some hundred to prepare the
@@ -141,6 +142,8 @@ class _Causes:
             IdleCause.ALLOCATION: Union(calls.start_ns[allocates], calls.end_ns[allocates]),
             IdleCause.DATA: Union(windows.start_ns[is_data], windows.end_ns[is_data]),
         }
+        copies = calls.is_launch & ~calls.is_kernel
+        self._copies = Union(calls.start_ns[copies], calls.end_ns[copies])
         called = Union(calls.start_ns, calls.end_ns)
         quiet_start = np.append(-MAX_TIME_NS, called.end)
         quiet_end = np.append(called.start, MAX_TIME_NS)
@@ -188,6 +191,7 @@ class _Causes:
         is_pause = 2 * self._pauses.within(start, waited_until) > waited_until - start
         # rule 5, which needs an earlier job in the step
         is_wait = (gaps.before >= 0) & self._was_waiting(start, launch)
+        is_wait |= 2 * self._copies.within(start, waited_until) > waited_until - start
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
         # from the last rule to the first, since an earlier rule overrides a later one
         cause[is_wait] = _CODE[IdleCause.HOST_WAITED]
@@ -242,17 +246,18 @@ def longest_gaps(
             after=name(row.after),
             module=parts.names(int(parts.path[jobs.module[row.after]])) if row.after >= 0 else (),
             host_call=host.longest_call(row.start_ns, row.end_ns),
-            host_range=_open_range(trace, jobs, row.after, row.start_ns, row.end_ns),
+            host_range=_open_range(trace, trace.ranges, jobs, row),
+            library_call=_open_range(trace, trace.library_calls, jobs, row),
         )
 
 
-def _open_range(trace: Trace, jobs: Jobs, after: int, start_ns: int, end_ns: int) -> str:
-    """The name of the shortest range that is open for more than half of the time from start to end,
-    on the thread that launched the job `after` it; empty for none.
+def _open_range(trace: Trace, ranges: Ranges, jobs: Jobs, gap: Any) -> str:  # noqa: ANN401
+    """The name of the shortest of these ranges that is open for more than half of the gap, on the
+    thread that launched the job `after` it; empty for none.
     """
+    after, start_ns, end_ns = gap.after, gap.start_ns, gap.end_ns
     if after < 0 or not jobs.is_launched[after]:
         return ""
-    ranges = trace.ranges
     shared = np.minimum(ranges.end_ns, end_ns) - np.maximum(ranges.start_ns, start_ns)
     is_open = (ranges.thread == jobs.thread[after]) & (2 * shared > end_ns - start_ns)
     rows = np.flatnonzero(is_open)

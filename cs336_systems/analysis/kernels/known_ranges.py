@@ -51,9 +51,10 @@ TORCH_ZERO_GRAD = re.compile(r"Optimizer\.zero_grad#")
 _TRAINER_STEP = re.compile(r"ProfilerStep#\d|\[pl\]\[profile\]run_training_batch$")
 """torch.profiler's own range from one `step()` to the next, and Lightning's."""
 _SERVER_STEPS = (
-    # vLLM: requests in context (prefill) and in generation (decode), with their tokens
-    r"execute_context_(?P<new>\d+)\((?P<new_tokens>\d+)\)"
-    r"_generation_(?P<old>\d+)\((?P<old_tokens>\d+)\)$",
+    # vLLM: requests in context (prefill) and in generation (decode), with their tokens, and in
+    # newer versions with sums that follow these
+    r"execute_(?:\d+_)?context_(?P<new>\d+)\((?:sq)?(?P<new_tokens>\d+)\w{0,80}\)"
+    r"_generation_(?P<old>\d+)\((?:sq)?(?P<old_tokens>\d+)\w{0,80}\)$",
     r"execute_new_(?P<new>\d+)_cached_(?P<old>\d+)$",
     # SGLang
     r"step\[(?P<mode>[A-Z_]{1,40}) bs=(?P<batch>\d+)(?: toks=(?P<tokens>\d+))?\]$",

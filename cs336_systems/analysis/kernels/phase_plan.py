@@ -16,7 +16,7 @@ from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
 from .classes import KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
-from .trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace, Union
+from .trace import MAX_TIME_NS, GroupNesting, Holes, Nesting, Ranges, Trace, Union, of_names
 
 _OF_OPTIMIZER = re.compile(
     r"adam(?!ard)|sgd|lamb|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
@@ -27,7 +27,8 @@ _OF_OPTIMIZER = re.compile(
 and lerp of foreach ones. Kernels that clip or unscale gradients are others.
 """
 _FILL = re.compile(r"fill|zero|memset", re.I)
-_OF_TRAINING = re.compile(r"backward|bwd|[dw]grad|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
+_OF_BACKWARD = re.compile(r"backward|bwd|[dw]grad", re.I)
+_OF_TRAINING = re.compile(rf"{_OF_BACKWARD.pattern}|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
 """Part of the names of kernels that only training runs."""
 
 
@@ -87,7 +88,8 @@ def outermost(ranges: Ranges, rows: Ints) -> Ints:
 
 def main_thread(trace: Trace, names: PhaseRanges) -> int | None:
     """The thread of the program: that of its first phase, else of its first step or optimizer, else
-    of the first range whose thread launches; None if no range tells it.
+    of the first range whose thread launches; without ranges, the one that launches an optimizer's
+    kernels, or the only one that launches none of backward. None if nothing tells it.
     """
     ranges = trace.ranges
     telling = (LaunchPhase.FORWARD, LaunchPhase.BACKWARD, LaunchPhase.OPTIMIZER)
@@ -98,8 +100,21 @@ def main_thread(trace: Trace, names: PhaseRanges) -> int | None:
         launching = trace.kernels.thread[trace.kernels.is_launched]
         rows = np.flatnonzero(ranges.is_nested & np.isin(ranges.thread, launching))
     if not len(rows):
-        return None
+        return _main_by_kernels(trace)
     return int(ranges.thread[rows[ranges.start_ns[rows].argmin()]])
+
+
+def _main_by_kernels(trace: Trace) -> int | None:
+    """The thread that launches an optimizer's kernels, or the only one of two or more that launches
+    no kernel of backward; None if neither is so.
+    """
+    kernels = chosen(trace.kernels, trace.kernels.is_launched)
+    of_optimizer = kernels.thread[_has_name(trace, kernels.name, _OF_OPTIMIZER)]
+    if len(np.unique(of_optimizer)) == 1:
+        return int(of_optimizer[0])
+    of_backward = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
+    others = np.setdiff1d(kernels.thread, of_backward)
+    return int(others[0]) if len(of_backward) and len(others) == 1 else None
 
 
 def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
@@ -186,13 +201,30 @@ def _is_backward(trace: Trace, launched: Ints, main: int, *, is_training: bool) 
     if len(nodes) or trace.has_operators:
         inside = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time) >= 0
         return inside | (is_of_other & np.isin(thread, nodes.thread))
-    return is_of_other & is_training
+    return np.isin(thread, _backward_threads(trace, main)) & is_training
+
+
+def _backward_threads(trace: Trace, main: int) -> Ints:
+    """The threads but the main one that launch kernels of backward; where none does by name, the
+    other thread if there is only one.
+    """
+    kernels = chosen(trace.kernels, trace.kernels.is_launched)
+    others = np.setdiff1d(kernels.thread, [main])
+    telling = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
+    of_backward = np.intersect1d(others, telling)
+    if len(of_backward) or len(others) > 1:
+        return of_backward
+    return others
 
 
 def has_kernels_of_training(trace: Trace) -> bool:
     """Whether a kernel of the file is one that only training runs."""
-    used = np.unique(trace.kernels.name).tolist()
-    return any(_OF_TRAINING.search(trace.strings[name]) for name in used)
+    return bool(_has_name(trace, trace.kernels.name, _OF_TRAINING).any())
+
+
+def _has_name(trace: Trace, names: Ints, pattern: re.Pattern[str]) -> Mask:
+    """Whether the pattern occurs in each of these names."""
+    return of_names(names, trace.strings, lambda name: pattern.search(name) is not None, np.bool_)
 
 
 def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> MarkedWindows:
@@ -200,15 +232,9 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     the main thread.
     """
     kernels = trace.kernels
-    used = np.unique(kernels.name).tolist()
-    telling = [
-        name
-        for name in used
-        if classify_kernel(trace.strings[name]) is KernelClass.OPTIMIZER
-        and _OF_OPTIMIZER.search(trace.strings[name])
-    ]
-    is_telling = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
-    time = np.sort(kernels.launch_ns[is_telling & np.isin(kernels.name, telling)])
+    is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
+    is_telling = is_of_main & _has_name(trace, kernels.name, _OF_OPTIMIZER)
+    time = np.sort(kernels.launch_ns[is_telling])
     time = time[Union(windows.start_ns, windows.end_ns).within(time, time + 1) == 0]
     # the number of windows before a launch tells which of them lie between the same two
     behind = np.searchsorted(windows.start_ns, time, side="right")
@@ -234,13 +260,20 @@ def shows_no_training(trace: Trace, names: PhaseRanges) -> bool:
 
 
 def with_forward(
-    windows: MarkedWindows, start_ns: Ints, end_ns: Ints, events: Ints, *, is_inference: bool
+    windows: MarkedWindows,
+    start_ns: Ints,
+    end_ns: Ints,
+    events: Ints,
+    updates: Ints,
+    *,
+    is_inference: bool,
 ) -> MarkedWindows:
     """The windows and, in each step from start to end, forward: what is in no window before the
     last backward, or in the whole step if it is one of inference.
 
     Forward begins with the first of the sorted `events`, launches and ranges of the main thread:
-    what the host did before is not seen.
+    what the host did before is not seen. It begins after the last of the sorted `updates`, launches
+    of kernels that clip, unscale or update, which belong to the step before.
     """
     is_backward = windows.among(LaunchPhase.BACKWARD)
     backward = windows.start_ns[is_backward]
@@ -249,7 +282,10 @@ def with_forward(
     until = np.where(last >= start_ns, last, end_ns if is_inference else start_ns)
     covered = Union(windows.start_ns, windows.end_ns)
     holes = covered.holes(start_ns, np.maximum(until, start_ns))
-    begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, holes.start)]
+    last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end) - 1]
+    since = np.maximum(holes.start, last_update + 1)
+    since[_is_before_data(windows, holes, events)] = MAX_TIME_NS
+    begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
     last_event = np.append(events, 0)[np.searchsorted(events, holes.end) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
     is_before = np.isin(holes.end, backward)
@@ -259,6 +295,22 @@ def with_forward(
     return _ordered(joined(windows, forward))
 
 
+def _is_before_data(windows: MarkedWindows, holes: Holes, events: Ints) -> Mask:
+    """Whether a batch is taken after each hole and before the next backward, with events behind it:
+    these are forward, and what came before the batch is not.
+    """
+    backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD)]
+    is_data = windows.among(LaunchPhase.DATA)
+    start, end = windows.start_ns[is_data], windows.end_ns[is_data]
+    until = np.append(backward, MAX_TIME_NS)[np.searchsorted(backward, holes.end)]
+    last = np.searchsorted(start, until) - 1
+    last_start = np.append(start, -MAX_TIME_NS)[last]
+    last_end = np.append(end, -MAX_TIME_NS)[last]
+    num_behind = np.searchsorted(events, until) - np.searchsorted(events, last_end)
+    is_before: Mask = (last >= 0) & (last_start >= holes.end) & (num_behind > 0)
+    return is_before
+
+
 def main_events(trace: Trace, main: int, without: Ints) -> Ints:
     """When the main thread launched kernels, but for fills (as of zero_grad), and began ranges, but
     for the ranges `without`, in order.
@@ -266,10 +318,23 @@ def main_events(trace: Trace, main: int, without: Ints) -> Ints:
     kernels, ranges = trace.kernels, trace.ranges
     is_kept = (ranges.thread == main) & ranges.is_nested
     is_kept[without] = False
-    fills = [name for name in np.unique(kernels.name).tolist() if _FILL.search(trace.strings[name])]
-    is_launch = kernels.is_launched & (kernels.thread == main) & ~np.isin(kernels.name, fills)
+    is_launch = kernels.is_launched & (kernels.thread == main)
+    is_launch &= ~_has_name(trace, kernels.name, _FILL)
     launches = kernels.launch_ns[is_launch]
     return np.sort(np.append(launches, ranges.start_ns[is_kept]))
+
+
+def update_launches(trace: Trace, main: int) -> Ints:
+    """When the main thread launched kernels of optimizers and of what they need, in order."""
+    kernels = trace.kernels
+    is_update = of_names(
+        kernels.name,
+        trace.strings,
+        lambda name: classify_kernel(name) is KernelClass.OPTIMIZER,
+        np.bool_,
+    )
+    is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
+    return np.sort(kernels.launch_ns[is_of_main & is_update])
 
 
 def around_windows(trace: Trace, windows: MarkedWindows, main: int) -> Ints:

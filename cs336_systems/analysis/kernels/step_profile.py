@@ -18,6 +18,7 @@ from ...costs.communication import Collective
 from ...files import encode_json, write_atomically
 from ...record import MAX_TIME_S, Count
 from ..columns import ProfileError
+from ..memory.profile import Place
 from .classes import KernelClass
 from .phases import LaunchPhase, PhaseSource
 
@@ -247,6 +248,10 @@ class Gap:
     """The innermost range that was open for most of the gap on the thread that launched `after`;
     empty for none.
     """
+    library_call: str = ""
+    """The innermost call of cuBLAS, cuDNN or the operating system that was open for most of the
+    gap on the same thread; empty for none.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +357,40 @@ class RankTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CounterMean:
+    """Mean of a counter of the device over the steps, in one phase or (`phase` None) in all."""
+
+    counter: str
+    phase: LaunchPhase | None
+    count: Count
+    """Number of samples."""
+    share: Annotated[float, msgspec.Meta(ge=0)]
+    """Part of the counter's highest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedPeak:
+    """The most memory that was reserved at one time, by any process of the file."""
+
+    kind: str
+    """Whose memory: that of the device, or pinned memory of the host."""
+    device: int
+    phase: LaunchPhase | None
+    """None for the whole file, with what lies outside of the steps."""
+    peak_bytes: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceTimes:
+    """Kernels that one line of the program launched, over the steps."""
+
+    place: Place | None
+    """The innermost line outside of libraries; None where it is not known."""
+    count: Count
+    total_s: Time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepProfile:
     """One explained trace. The kernels of `phases` and `left` add up to all kernels of the file,
     to the nanosecond.
@@ -418,6 +457,11 @@ class StepProfile:
     """Passes of backward before each step of the optimizer; None where steps differ, or where
     either was not seen.
     """
+    counters: tuple[CounterMean, ...] = ()
+    """Only where there are samples enough."""
+    reserved: tuple[ReservedPeak, ...] = ()
+    places: tuple[PlaceTimes, ...] = ()
+    """The longest total first; empty if the file has no stacks."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 

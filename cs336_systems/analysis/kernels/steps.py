@@ -18,17 +18,20 @@ from .phase_plan import (
     outermost,
     rows_named,
     shows_no_training,
+    update_launches,
     windows_of,
     with_forward,
 )
 from .phase_ranges import PhaseRanges, advice
 from .phases import LaunchPhase, PhaseSource
 from .step_profile import StepLabel
-from .trace import MAX_TIME_NS, Nesting, Trace
+from .trace import MAX_TIME_NS, Nesting, Trace, Union
 
 _NUMBER = re.compile(r"\d+")
 MIN_PERIODS = 3
 """Fewest repetitions that make a period of kernels."""
+MIN_KERNELS = 4
+"""Fewest kernels of a period: fewer repeat in any program."""
 MIN_ALIKE = 0.9
 """Smallest share of a kernel's launches that must follow each other at the period's distance."""
 
@@ -57,6 +60,8 @@ class PhasePlan:
     """Passes of backward in each step of the optimizer, if all have the same number."""
     around_steps: Ints
     """Ranges that contain whole phases, and so are not ranges of modules."""
+    main: int | None
+    """The thread whose launches are forward where no range says so; None if ranges do."""
     notes: tuple[str, ...] = ()
 
 
@@ -90,15 +95,17 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
     has_forward = bool(windows.among(LaunchPhase.FORWARD).any())
     if not has_forward:
         is_inference = bool(names.labels) or shows_no_training(trace, names)
-        events = NO_ROWS if main is None else main_events(trace, main, around)
+        events = updates = NO_ROWS
+        if main is not None:
+            events, updates = main_events(trace, main, around), update_launches(trace, main)
         windows = with_forward(
-            windows, steps.start_ns, steps.end_ns, events, is_inference=is_inference
+            windows, steps.start_ns, steps.end_ns, events, updates, is_inference=is_inference
         )
         notes = [_note(trace, windows, is_inference, is_named)]
     if not is_named:
         source = PhaseSource.THREADS if len(windows) else PhaseSource.NOTHING
     times = _step_times(trace, names, steps.start_ns, steps.end_ns)
-    labels = _labels(steps, names, windows)
+    labels = _labels(trace, steps, names, windows)
     return PhasePlan(
         source=source,
         windows=windows,
@@ -107,6 +114,7 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         labels=labels if len(labels) == len(times) else (StepLabel(),) * len(times),
         passes_per_step=_passes_per_step(windows),
         around_steps=around,
+        main=None if has_forward else main,
         notes=tuple(note for note in notes if note),
     )
 
@@ -267,7 +275,7 @@ def find_period(names: Ints) -> int | None:
     places = np.flatnonzero(index == counts.argmin())
     distances = Counter(np.diff(places).tolist())
     likely = [int(distance) for distance, _ in distances.most_common(3)]
-    for period in sorted(likely):
+    for period in sorted(length for length in likely if length >= MIN_KERNELS):
         is_alike = index[:-period] == index[period:]
         alike = np.bincount(index[:-period], is_alike, len(used))
         tried = np.bincount(index[:-period], minlength=len(used))
@@ -276,7 +284,9 @@ def find_period(names: Ints) -> int | None:
     return None
 
 
-def _labels(steps: _Steps, names: PhaseRanges, windows: MarkedWindows) -> tuple[StepLabel, ...]:
+def _labels(
+    trace: Trace, steps: _Steps, names: PhaseRanges, windows: MarkedWindows
+) -> tuple[StepLabel, ...]:
     """What tells the steps of one kind from those of another, or nothing if all are alike."""
     if names.labels:
         return tuple(names.labels.get(name, StepLabel()) for name in steps.names)
@@ -285,10 +295,15 @@ def _labels(steps: _Steps, names: PhaseRanges, windows: MarkedWindows) -> tuple[
     is_optimizer = windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad
     has_optimizer = _has(windows.start_ns[is_optimizer], steps)
     has_backward = _has(windows.start_ns[windows.among(LaunchPhase.BACKWARD)], steps)
+    has_forward = _has(windows.start_ns[windows.among(LaunchPhase.FORWARD)], steps)
+    # what was launched in no phase may be a backward that nothing shows
+    launch = trace.kernels.launch_ns[trace.kernels.is_launched]
+    in_no_phase = Union(windows.start_ns, windows.end_ns).within(launch, launch + 1) == 0
+    is_forward_only = has_forward & ~_has(launch[in_no_phase], steps) & has_backward.any()
     kinds = np.select(
-        [has_optimizer, has_backward],
-        ["with the optimizer", "without the optimizer"],
-        "forward only" if has_backward.any() else "",
+        [has_optimizer, has_backward, is_forward_only],
+        ["with the optimizer", "without the optimizer", "forward only"],
+        "",
     ).tolist()
     if len(set(kinds)) < 2:
         kinds = [""] * len(kinds)

@@ -7,13 +7,14 @@ format.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, groups, joined
+from ..memory.profile import Place
 
 _DRIVERS_OWN = re.compile(
     r"mem(?:set|cpy)(?:\dD)?(?:8|16|32|64|128)(?:_\w{1,40})?|__amd_rocclr_(?:copy|fill)\w{1,40}",
@@ -103,6 +104,45 @@ class ApiCalls(Columns):
     correlation: Ints
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples(Columns):
+    """Values of a device's counters, each the mean over a short time."""
+
+    counter: Ints
+    """Index into the trace's strings: its name."""
+    device: Ints
+    start_ns: Ints
+    end_ns: Ints
+    value: Ints
+    """Percent of the highest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEvents(Columns):
+    """Allocations of memory from the driver, and frees of it."""
+
+    kind: Ints
+    """Index into the trace's strings: memory of the device, pinned memory of the host."""
+    device: Ints
+    time_ns: Ints
+    size: Ints
+    """Bytes, negative where they are freed."""
+
+
+NO_RANGES = Ranges(
+    name=NO_ROWS,
+    process=NO_ROWS,
+    thread=NO_ROWS,
+    start_ns=NO_ROWS,
+    end_ns=NO_ROWS,
+    is_nested=NO_ROWS.astype(np.bool_),
+)
+NO_SAMPLES = Samples(
+    counter=NO_ROWS, device=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, value=NO_ROWS
+)
+NO_MEMORY = MemoryEvents(kind=NO_ROWS, device=NO_ROWS, time_ns=NO_ROWS, size=NO_ROWS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """One profile, independent of the profiler.
@@ -132,6 +172,16 @@ class Trace:
     """
     notes: tuple[str, ...] = ()
     """Sentences about what the file lacks."""
+    library_calls: Ranges = NO_RANGES
+    """Calls of cuBLAS, cuDNN and the operating system."""
+    samples: Samples = NO_SAMPLES
+    memory: MemoryEvents = NO_MEMORY
+    places: tuple[Place, ...] = ()
+    """Distinct lines of Python."""
+    call_place: Ints = field(default_factory=NO_ROWS.copy)
+    """Index into `places` for each of `api_calls`, -1 where none is known; empty if the file has no
+    stacks.
+    """
 
 
 def with_copies_apart(trace: Trace) -> Trace:

@@ -12,8 +12,8 @@ from .lifetimes import BEFORE, NONE, nearest
 from .notes import Sighting, SightingKind
 from .profile import CATEGORIES, CATEGORY_CODES, MIN_LATER, Category, CategoryBytes
 from .replay import Allocations, Replay
-from .snapshot import NO_STACK, Action, Stack
-from .stacks import Callers, callers_of
+from .snapshot import NOT_RECORDED, Action
+from .stacks import Callers
 
 NOT_SIGHTED = NONE
 _PRECEDENCE = {kind: rank for rank, kind in enumerate(SightingKind)}
@@ -36,16 +36,16 @@ def resolve(allocations: Allocations, sightings: Sequence[Sighting], moments: In
 
 
 def categorise(
-    replay: Replay, sightings: Sequence[Sighting], row_of: Ints, without_notes: Sequence[Stack] = ()
+    replay: Replay, sightings: Sequence[Sighting], row_of: Ints, callers: Callers | None = None
 ) -> tuple[Ints, Ints]:
     """For each allocation the code of its category, and the sighting that decided it or
     NOT_SIGHTED.
 
     Of several sightings of one allocation, the kind decides; of the same kind, the first. Without
-    notes there are no sightings: the category follows from the lifetimes and from the stacks, given
-    for that.
+    notes there are no sightings: the category follows from the lifetimes and from the callers,
+    given for that.
     """
-    category = _codes_without_notes(replay, without_notes)
+    category = _codes_without_notes(replay, callers)
     category[replay.is_private] = CATEGORY_CODES[Category.POOL]
     deciding = np.full(len(category), NOT_SIGHTED, dtype=np.int64)
     rank = np.array([_PRECEDENCE[sighting.kind] for sighting in sightings], dtype=np.int64)
@@ -68,18 +68,17 @@ makes fewer meanwhile.
 """
 
 
-def _codes_without_notes(replay: Replay, stacks: Sequence[Stack]) -> Ints:
+def _codes_without_notes(replay: Replay, callers: Callers | None) -> Ints:
     """The code of each allocation's category, as far as lifetimes and stacks tell.
 
     Known for certain is whether memory was there before the recording and at its end. The stacks
     tell what an optimizer made, and what autograd made in its own threads, which have no Python
     code of the program. Without stacks, all is temporary that was not held throughout.
     """
-    if not stacks:
+    if callers is None:
         held, temporary = CATEGORY_CODES[Category.HELD], CATEGORY_CODES[Category.TEMPORARY]
         codes: Ints = np.where(replay.is_held_throughout, held, temporary)
         return codes
-    callers = callers_of(stacks)
     category = _codes_by_lifetime(replay)
     category[_is_gradient(replay, callers)] = CATEGORY_CODES[Category.GRADIENTS]
     category[_is_optimizer_state(replay, callers)] = CATEGORY_CODES[Category.OPTIMIZER_STATE]
@@ -120,7 +119,7 @@ def _is_optimizer_state(replay: Replay, callers: Callers) -> Mask:
     last_made = np.arange(len(events))
     last_made[~is_made] = 0
     np.maximum.accumulate(last_made, out=last_made)
-    stack_of_free = np.where(events.stack == NO_STACK, events.stack[last_made], events.stack)
+    stack_of_free = np.where(events.stack <= NOT_RECORDED, events.stack[last_made], events.stack)
     is_freed = (rows.free_requested >= 0) & (rows.free_requested < len(events))
     old = np.flatnonzero((rows.start == BEFORE) & is_freed)
     is_replaced = is_optimizer[stack_of_free[rows.free_requested[old]]]
@@ -129,17 +128,33 @@ def _is_optimizer_state(replay: Replay, callers: Callers) -> Mask:
     return is_state
 
 
-def _is_gradient(replay: Replay, callers: Callers) -> Mask:
-    """Allocations by autograd that were there while an optimizer worked, or that `zero_grad` freed.
+def is_by_autograd(replay: Replay, callers: Callers) -> Mask:
+    """For each stack, whether it is one of autograd.
 
-    None if no stack has Python code: then it was not recorded.
+    None is if no stack of the events has Python code: then it was not recorded.
+    """
+    stacks = replay.memory.events.stack
+    has_python = ~callers.is_autograd[stacks] & (stacks != NOT_RECORDED)
+    is_by_autograd: Mask = callers.is_autograd & has_python.any()
+    return is_by_autograd
+
+
+def was_there_in_backward(replay: Replay, callers: Callers) -> Mask:
+    """For each allocation, whether autograd allocated memory while it was there."""
+    events = replay.memory.events
+    is_made = (events.action == Action.ALLOC) & is_by_autograd(replay, callers)[events.stack]
+    was_there: Mask = _num_meanwhile(replay, is_made) > 0
+    return was_there
+
+
+def _is_gradient(replay: Replay, callers: Callers) -> Mask:
+    """Allocations by autograd that were there while an optimizer worked, or that `zero_grad`
+    freed.
     """
     rows, events = replay.allocations, replay.memory.events
-    if callers.is_autograd[events.stack].all():
-        return np.zeros(len(rows), dtype=np.bool_)
     is_used = _num_meanwhile(replay, callers.is_optimizer[events.stack]) > 0
     is_cleared = np.append(callers.is_zero_grad[events.stack], False)[rows.free_requested]
-    is_made = (rows.start != BEFORE) & callers.is_autograd[rows.stack]
+    is_made = (rows.start != BEFORE) & is_by_autograd(replay, callers)[rows.stack]
     is_gradient: Mask = is_made & (is_used | is_cleared)
     return is_gradient
 

@@ -5,17 +5,18 @@ The snapshot itself has sizes, times and stacks. What a block held and when phas
 notes beside it (notes.py), if there are any.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from ...text import counted, inert_line
-from ..columns import NO_ROWS, Ints, ProfileError
+from ..columns import NO_ROWS, Ints, Mask, ProfileError
 from .blocks import block_memory
-from .categories import NOT_SIGHTED, LiveSums, categorise, live_sums, resolve
+from .categories import NOT_SIGHTED, LiveSums, categorise, live_sums, resolve, was_there_in_backward
 from .groups import Groups, LabelledSnapshot
+from .names import SEPARATOR
 from .notes import START, Mark, MemoryNotes, notes_path, read_notes
 from .phases import NO_MOMENT, NO_PHASES, find_phases, moments_of, notes_on_positions, times_s
 from .profile import (
@@ -25,12 +26,13 @@ from .profile import (
     FailedRequest,
     MemoryProfile,
     Moment,
+    OtherDevice,
     PhaseMemory,
     Timeline,
 )
-from .replay import replay_device
-from .snapshot import HOW_TO_SNAPSHOT, Action, DeviceMemory, Snapshot, Stack, read_snapshot
-from .stacks import code_places
+from .replay import Replay, replay_device
+from .snapshot import HOW_TO_SNAPSHOT, Action, Snapshot, read_snapshot
+from .stacks import callers_of, code_places, module_of
 
 MAX_POINTS = 2000
 """Points of a timeline."""
@@ -55,56 +57,86 @@ short-lived ones.
 """
 
 
-def explain_memory(path: Path) -> MemoryProfile:
+def explain_memory(path: Path, device: int | None = None) -> MemoryProfile:
     """Explain the snapshot at `path` with the notes beside it, if any.
 
+    Without notes, the device is the one that ran out of memory, else the fullest, unless given.
     Raises ProfileError if the file is not a snapshot or the notes contradict it, and
     MemoryAttributionError if the categories do not add up.
     """
     beside = notes_path(path)
     notes = read_notes(beside) if beside.exists() else None
     snapshot = read_snapshot(path)
-    return _Explanation(snapshot, _choose_device(snapshot, notes), notes).profile()
+    if device is None and notes is not None:
+        device = notes.device
+    if notes is not None and notes.device != device:
+        notes = None
+    replays = _replays(snapshot, device)
+    others = tuple(_other(replay) for replay in replays[1:])
+    return _Explanation(snapshot, replays[0], notes, others).profile()
 
 
-def _choose_device(snapshot: Snapshot, notes: MemoryNotes | None) -> DeviceMemory:
-    """The device of the notes; without notes, the one with the most events."""
+def _replays(snapshot: Snapshot, device: int | None) -> list[Replay]:
+    """Replay every device: first the given one, else one that ran out of memory, else the
+    fullest.
+    """
     if not snapshot.devices:
         raise ProfileError(snapshot.path, f"no device has any memory in it; {HOW_TO_SNAPSHOT}")
-    if notes is None:
-        return max(snapshot.devices, key=lambda memory: len(memory.events))
-    of_notes = [memory for memory in snapshot.devices if memory.device == notes.device]
-    if not of_notes:
-        present = ", ".join(str(memory.device) for memory in snapshot.devices)
+    present = [memory.device for memory in snapshot.devices]
+    if device not in (None, *present):
+        devices = ", ".join(map(str, present))
         raise ProfileError(
             snapshot.path,
-            f"needed memory of device {notes.device}, as in the notes beside it, got {present}",
+            f"needed memory of device {device}, as --device or the notes beside it say, got "
+            f"{devices}",
         )
-    return of_notes[0]
+    replays = [replay_device(memory, snapshot.settings) for memory in snapshot.devices]
+
+    def rank(replay: Replay) -> tuple[bool, bool, int]:
+        is_given = replay.memory.device == device
+        return is_given, bool(replay.failed_requests), int(replay.allocated_bytes.max())
+
+    return sorted(replays, key=rank, reverse=True)
+
+
+def _other(replay: Replay) -> OtherDevice:
+    """The peak of a device that is not explained."""
+    return OtherDevice(
+        device=replay.memory.device,
+        peak_bytes=int(replay.allocated_bytes.max()),
+        out_of_memory=len(replay.failed_requests),
+    )
 
 
 class _Explanation:
     """One device of a snapshot, and everything concluded from it."""
 
-    def __init__(self, snapshot: Snapshot, memory: DeviceMemory, notes: MemoryNotes | None) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        replay: Replay,
+        notes: MemoryNotes | None,
+        others: tuple[OtherDevice, ...],
+    ) -> None:
+        memory = replay.memory
         self._snapshot, self._memory, self._notes = snapshot, memory, notes
-        self._replay = replay_device(memory, snapshot.settings)
+        self._replay, self._others = replay, others
         self._allocated = self._replay.allocated_bytes
         self._peak = int(self._allocated.argmax())
         sightings = () if notes is None else notes.sightings
         self._phases, sighted_at = NO_PHASES, NO_ROWS
-        without_notes: Sequence[Stack] = snapshot.stacks
+        self._callers = None if notes else callers_of(snapshot.stacks)
         if notes is not None:
             last_oom = max(self._replay.failed_requests, default=NO_MOMENT)
             self._phases = find_phases(memory.events, notes, last_oom)
             positions = [sighting.position for sighting in sightings]
             sighted_at = moments_of(positions, memory.events, notes.end)
-            without_notes = ()
         self._row_of = resolve(self._replay.allocations, sightings, sighted_at)
-        category, sighting = categorise(self._replay, sightings, self._row_of, without_notes)
+        category, sighting = categorise(self._replay, sightings, self._row_of, self._callers)
         self._labelled = LabelledSnapshot(
             replay=self._replay,
             stacks=snapshot.stacks,
+            labels=snapshot.labels,
             category=category,
             sighting=sighting,
             sightings=sightings,
@@ -143,8 +175,19 @@ class _Explanation:
             notes=tuple(self._notes_to_reader()),
             private_bytes=int(self._replay.private_bytes[self._peak]),
             idle_private_bytes=int(self._replay.idle_private_bytes[self._peak]),
-            is_expandable=self._snapshot.settings.get("expandable_segments") is True,
+            is_expandable=self._snapshot.settings.get("expandable_segments") is True
+            or bool(self._memory.segments.is_expandable.any()),
+            backward_bytes=self._backward_bytes(is_live),
+            other_devices=self._others,
         )
+
+    def _backward_bytes(self, is_live: Mask) -> int:
+        """What is held until later, and was there when backward allocated memory."""
+        if self._callers is None:
+            return 0
+        is_later = self._labelled.category == CATEGORY_CODES[Category.LATER]
+        is_meant = is_live & is_later & was_there_in_backward(self._replay, self._callers)
+        return int(self._replay.allocations.num_bytes[is_meant].sum())
 
     def _peak_moment(self, sums: LiveSums) -> Moment:
         step, phase = self._place(self._peak - 1)
@@ -155,8 +198,32 @@ class _Explanation:
         stretch = int(self._phases.at(np.array(event)))
         return self._phases.steps[stretch], self._phases.names[stretch]
 
-    def _time_s(self, moment: int) -> float:
+    @property
+    def _has_times(self) -> bool:
+        return bool(self._memory.events.time_us.any())
+
+    def _time_s(self, moment: int) -> float | None:
+        """Time of the last event before the moment; None if the file has no times."""
+        if not self._has_times:
+            return None
         return float(times_s(self._memory.events, np.array(moment)))
+
+    def _ranges(self, moment: int) -> str:
+        """The ranges that the program had open at the last event before the moment."""
+        if not self._has_times or not moment:
+            return ""
+        names: list[str] = []
+        for annotation in self._snapshot.annotations:
+            if annotation.time_us > self._memory.events.time_us[moment - 1]:
+                break
+            if annotation.is_start:
+                names.append(annotation.name)
+            elif annotation.name in names:
+                # the last of this name; ranges of other threads may lie between
+                names.reverse()
+                names.remove(annotation.name)
+                names.reverse()
+        return SEPARATOR.join(names)
 
     def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
@@ -202,6 +269,7 @@ class _Explanation:
             categories=sums.at(moment),
             counted_bytes=None if mark is None else mark.allocated_bytes,
             counted_requested_bytes=None if mark is None else mark.requested_bytes,
+            ranges="" if mark else self._ranges(moment),
         )
 
     def _points(self) -> Ints:
@@ -220,8 +288,9 @@ class _Explanation:
         present = [
             category for category in FROM_BOTTOM if sums.counts[CATEGORY_CODES[category]].any()
         ]
+        times = times_s(self._memory.events, sums.moments).tolist() if self._has_times else ()
         return Timeline(
-            time_s=tuple(times_s(self._memory.events, sums.moments).tolist()),
+            time_s=tuple(times),
             categories=tuple(present),
             num_bytes=tuple(
                 tuple(sums.num_bytes[CATEGORY_CODES[category]].tolist()) for category in present
@@ -243,6 +312,7 @@ class _Explanation:
     def _failed_request(self, moment: int) -> FailedRequest:
         events = self._memory.events
         step, phase = self._place(moment)
+        stack = self._snapshot.stacks[events.stack[moment]]
         return FailedRequest(
             requested_bytes=int(events.num_bytes[moment]),
             free_bytes=int(events.address[moment]),
@@ -252,17 +322,15 @@ class _Explanation:
             phase=phase,
             time_s=self._time_s(moment + 1),
             event=moment,
-            places=code_places(self._snapshot.stacks[events.stack[moment]]),
-            idle_private_bytes=int(self._replay.idle_private_bytes[moment]),
+            places=code_places(stack),
+            pools=self._replay.pools_at(moment),
+            ranges=self._ranges(moment + 1),
+            module=module_of(stack),
         )
 
     def _notes_to_reader(self) -> Iterator[str]:
         yield from self._snapshot.notes
         yield from self._replay.notes
-        if len(self._snapshot.devices) > 1:
-            devices = [str(memory.device) for memory in self._snapshot.devices]
-            devices.remove(str(self._memory.device))
-            yield f"Only device {self._memory.device} is explained, not {', '.join(devices)}."
         if not len(self._memory.events):
             yield (
                 f"No event was recorded, so only the memory at the end is known; {HOW_TO_SNAPSHOT}."
@@ -275,8 +343,8 @@ class _Explanation:
                     "The oldest events were dropped (max_entries), or recording was begun anew."
                 )
             yield (
-                "No notes beside the snapshot say what blocks held and when phases ended: "
-                "record with --memory."
+                f"No notes beside the snapshot say what blocks of GPU {self._memory.device} held "
+                "and when phases ended: record with --memory."
             )
             return
         yield from notes_on_positions(self._phases, self._notes, self._memory.events)

@@ -1,6 +1,6 @@
 """The allocations of a snapshot in groups of like ones."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -15,7 +15,7 @@ from .phases import PhaseStretches
 from .profile import CATEGORIES, LikeAllocations, Place
 from .replay import Replay
 from .snapshot import Stack
-from .stacks import code_places
+from .stacks import code_places, module_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class LabelledSnapshot:
 
     replay: Replay
     stacks: Sequence[Stack]
+    labels: Sequence[str]
+    """For each stack what the program had set as metadata."""
     category: Ints
     """For each allocation, an index into CATEGORIES."""
     sighting: Ints
@@ -43,16 +45,20 @@ class Groups:
         self._snapshot, self._rows = snapshot, snapshot.replay.allocations
         rows, phases = self._rows, snapshot.phases
         used, self._stack_of_row = np.unique(rows.stack, return_inverse=True)
-        self._places = [code_places(snapshot.stacks[number]) for number in used.tolist()]
+        stacks = [snapshot.stacks[number] for number in used.tolist()]
+        self._places = [code_places(stack) for stack in stacks]
+        self._modules = [module_of(stack) for stack in stacks]
+        self._labels = [snapshot.labels[number] for number in used.tolist()]
         self._names = [sighting_name(sighting) for sighting in snapshot.sightings]
         self._phase_names = ("", *phases.names)
         self._phase_of_row = np.where(rows.start == BEFORE, 0, phases.at(rows.start) + 1)
+        of_stacks = zip(self._places, self._modules, self._labels, strict=True)
         alike = (
             rows.requested_bytes,
             snapshot.category,
             _numbered([like_name(name) for name in self._names], snapshot.sighting),
             _numbered(self._phase_names, self._phase_of_row),
-            _numbered([places[:1] for places in self._places], self._stack_of_row),
+            _numbered([(places[:1], *rest) for places, *rest in of_stacks], self._stack_of_row),
         )
         _, group = np.unique(np.stack(alike), axis=1, return_inverse=True)
         self._group = group.reshape(-1)
@@ -83,8 +89,8 @@ class Groups:
         indices = indices[indices != NOT_SIGHTED].tolist()
         shapes = {snapshot.sightings[index].shape for index in indices}
         dtypes = {snapshot.sightings[index].dtype for index in indices}
-        names = {self._names[index] for index in indices}
         stacks = np.unique(self._stack_of_row[members]).tolist()
+        names = {self._names[index] for index in indices} or {self._labels[stacks[0]]}
         return LikeAllocations(
             num_bytes=int(rows.num_bytes[members].max()),
             requested_bytes=int(rows.requested_bytes[first]),
@@ -97,6 +103,7 @@ class Groups:
             dtype=dtypes.pop() if len(dtypes) == 1 else "",
             phase=self._phase_names[self._phase_of_row[first]],
             places=_common([self._places[stack] for stack in stacks]),
+            module=self._modules[stacks[0]],
         )
 
 
@@ -106,8 +113,8 @@ def _common(places: Sequence[tuple[Place, ...]]) -> tuple[Place, ...]:
     return tuple(column[0] for column in shared)
 
 
-def _numbered(values: Sequence[str | tuple[Place, ...]], index: Ints) -> Ints:
+def _numbered(values: Sequence[Hashable], index: Ints) -> Ints:
     """For each index a number, equal if the values are equal; -1 for the index -1."""
-    number_of: dict[str | tuple[Place, ...], int] = {}
+    number_of: dict[Hashable, int] = {}
     numbers = [number_of.setdefault(value, len(number_of)) for value in values]
     return np.array([*numbers, -1], dtype=np.int64)[index]

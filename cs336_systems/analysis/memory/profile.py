@@ -84,7 +84,8 @@ class Moment:
     """At a boundary the phase that ends there, or `start`; at a peak the phase it lies in. Empty
     if unknown.
     """
-    time_s: float
+    time_s: float | None
+    """None if the file has no times, as those of PyTorch until 2.1."""
     allocated_bytes: Count
     reserved_bytes: int
     categories: tuple[CategoryBytes, ...]
@@ -93,6 +94,10 @@ class Moment:
     counted_requested_bytes: Count | None
     """At a boundary, the requested bytes that it counted, freed blocks that another stream may
     still use included.
+    """
+    ranges: str = ""
+    """Ranges of `record_function` that were open then, the outermost first, joined by ` > `; empty
+    if the file has none.
     """
 
     @property
@@ -109,8 +114,9 @@ class PhaseMemory:
 
     step: int
     phase: str
-    begin_s: float
-    end_s: float
+    begin_s: float | None
+    end_s: float | None
+    """None if the file has no times; `begin_s` likewise."""
     peak_bytes: Count
     """The most that was allocated at any moment of the phase."""
 
@@ -143,9 +149,9 @@ class LikeAllocations:
     """Size of all their blocks that were allocated at the peak."""
     category: Category
     name: str
-    """The parameter's name, or the ranges around the operator that saved the tensor; empty if
-    unknown. A star stands for the number of the model's block if the allocations belong to several
-    blocks.
+    """The parameter's name, the ranges around the operator that saved the tensor, or without notes
+    the `user_metadata` that the program had set; empty if unknown. A star stands for the number of
+    the model's block if the allocations belong to several blocks.
     """
     shape: tuple[int, ...]
     """Empty if unknown or not the same for all; `dtype` likewise."""
@@ -156,6 +162,10 @@ class LikeAllocations:
     """The calls that all stacks share, the innermost first. Calls in PyTorch are left out, and so
     are those in installed packages unless nothing else is left. Empty if there is no stack, as in
     backward.
+    """
+    module: str = ""
+    """Class of the innermost module whose `forward` all stacks share; empty if the stacks name
+    functions without their classes.
     """
 
 
@@ -201,11 +211,43 @@ class Timeline:
     """
 
     time_s: tuple[float, ...]
+    """Empty if the file has no times."""
     categories: tuple[Category, ...]
     """From the bottom of the picture to the top: what stays is at the bottom."""
     num_bytes: tuple[tuple[Count, ...], ...]
     """One row for each category."""
     reserved_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """What the allocator had reserved at a moment in segments of one kind of one pool."""
+
+    pool: int | None
+    """0 for the memory that all code shares, another number for each private pool; None, as the
+    two below, for segments that were gone when the snapshot was taken.
+    """
+    is_small: bool | None
+    """Whether the segments serve requests of at most 1 MiB."""
+    is_expandable: bool | None
+    reserved_bytes: int
+    used_bytes: int
+    """The part that was in blocks."""
+
+    @property
+    def idle_private_bytes(self) -> int:
+        """The part of a private pool that was in no block."""
+        return max(self.reserved_bytes - self.used_bytes, 0) if self.pool else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherDevice:
+    """A device of the snapshot that the profile does not explain."""
+
+    device: int
+    peak_bytes: Count
+    out_of_memory: Count
+    """Number of requests that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,13 +264,23 @@ class FailedRequest:
     """-1 if the snapshot has no notes on steps."""
     phase: str
     """Empty if unknown."""
-    time_s: float
+    time_s: float | None
+    """None if the file has no times."""
     event: Count
     """Number of events before it."""
     places: tuple[Place, ...]
     """The calls that made the request, chosen as those of `LikeAllocations`."""
-    idle_private_bytes: Count = 0
-    """Reserved then in private pools, in no block."""
+    pools: tuple[PoolMemory, ...] = ()
+    """What was reserved then; they add up to `reserved_bytes`."""
+    ranges: str = ""
+    """As in `Moment`."""
+    module: str = ""
+    """As in `LikeAllocations`."""
+
+    @property
+    def idle_private_bytes(self) -> int:
+        """Reserved then in private pools, in no block."""
+        return sum(pool.idle_private_bytes for pool in self.pools)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +339,11 @@ class MemoryProfile:
     """
     is_expandable: bool = False
     """Whether the allocator had expandable segments already."""
+    backward_bytes: Count = 0
+    """The part of `held until later` at the peak during whose life threads without Python code
+    allocated memory, as autograd's do in backward.
+    """
+    other_devices: tuple[OtherDevice, ...] = ()
     format_version: int = MEMORY_FORMAT_VERSION
 
     @property

@@ -19,9 +19,10 @@ import numpy as np
 
 from ...costs.allocator import ROUND_BYTES, SMALL_BYTES
 from ...text import counted
-from ..columns import Ints, Mask, chosen, joined
-from .lifetimes import BEFORE, LifetimeReader, Lifetimes, always, nearest
-from .snapshot import NO_STACK, Action, BlockState, DeviceMemory
+from ..columns import Ints, Mask, joined
+from .lifetimes import BEFORE, NONE, LifetimeReader, Lifetimes, always, nearest
+from .profile import PoolMemory
+from .snapshot import NOT_RECORDED, Action, BlockState, DeviceMemory
 
 LAST_ADDRESS = np.iinfo(np.int64).max
 """An address above all others."""
@@ -81,10 +82,16 @@ class Replay:
     """
     reserved_bytes: Ints
     """Bytes that the allocator had reserved from CUDA, at each moment."""
-    is_private: Mask
-    """For each allocation, whether it lies in a private pool, as CUDA graphs have."""
-    private_bytes: Ints
-    """The part of `reserved_bytes` that private pools had, at each moment."""
+    segment: Ints
+    """For each allocation the row of its segment; NONE if that was gone at the end, so that its
+    pool is not known.
+    """
+    segment_of_event: Ints
+    """The row of the segment that an event allocated, mapped or unmapped; NONE for a segment that
+    was gone at the end, and for other events.
+    """
+    segment_changes: Ints
+    """By how many bytes of what this segment had at the end; 0 for NONE."""
     are_sizes_known: bool
     """False if the size of some block was inferred and may be wrong."""
     notes: tuple[str, ...]
@@ -105,6 +112,49 @@ class Replay:
         inferred.
         """
         return self.curve(self.allocations.requested_bytes, self.allocations.end)
+
+    @property
+    def is_private(self) -> Mask:
+        """For each allocation, whether it lies in a private pool."""
+        is_private: Mask = np.append(self.memory.segments.pool, 0)[self.segment] > 0
+        return is_private
+
+    @cached_property
+    def private_bytes(self) -> Ints:
+        """The part of `reserved_bytes` that private pools had, at each moment."""
+        segments = self.memory.segments
+        is_private = np.append(segments.pool > 0, False)
+        change = self.segment_changes * is_private[self.segment_of_event]
+        return _backwards(int(segments.num_bytes[segments.pool > 0].sum()), change)
+
+    def pools_at(self, moment: int) -> tuple[PoolMemory, ...]:
+        """What was reserved and in use at the moment, by pool and kind of segment."""
+        segments, rows = self.memory.segments, self.allocations
+        reserved = np.append(segments.num_bytes, 0)
+        later = self.segment_of_event[moment:]
+        np.subtract.at(reserved, later, self.segment_changes[moment:])
+        # the last is for all segments that are not known
+        reserved[NONE] = self.reserved_bytes[moment] - reserved[:NONE].sum()
+        used = np.zeros_like(reserved)
+        is_there = (rows.start < moment) & (moment <= rows.end)
+        np.add.at(used, self.segment[is_there], rows.num_bytes[is_there])
+        kinds: list[tuple[int | None, bool | None, bool | None]] = [
+            *zip(
+                segments.pool.tolist(),
+                segments.is_small.tolist(),
+                segments.is_expandable.tolist(),
+                strict=True,
+            ),
+            (None, None, None),
+        ]
+        sums: dict[tuple[int | None, bool | None, bool | None], Ints] = {}
+        for kind, amounts in zip(kinds, np.stack((reserved, used), axis=1), strict=True):
+            sums[kind] = sums.get(kind, np.zeros(2, dtype=np.int64)) + amounts
+        return tuple(
+            PoolMemory(pool, is_small, is_expandable, *amounts.tolist())
+            for (pool, is_small, is_expandable), amounts in sums.items()
+            if amounts.any()
+        )
 
     @cached_property
     def idle_private_bytes(self) -> Ints:
@@ -140,7 +190,8 @@ class Replay:
         """Number of blocks held throughout that have a stack: the event that allocated them was
         recorded, but lost.
         """
-        return int(np.count_nonzero(self.is_held_throughout & (self.allocations.stack != NO_STACK)))
+        has_stack = self.allocations.stack > NOT_RECORDED
+        return int(np.count_nonzero(self.is_held_throughout & has_stack))
 
     @property
     def failed_requests(self) -> list[int]:
@@ -161,13 +212,14 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     segments = _segments(memory)
     columns["num_bytes"] = _num_bytes(memory, lifetimes, segments, settings)
     allocations = Allocations(**columns, requested_bytes=lifetimes.num_bytes)
-    is_private, private_bytes = _in_private_pools(memory, segments, allocations)
+    segment_of_event, segment_changes = _segment_of_event(memory)
     replay = Replay(
         memory=memory,
         allocations=allocations,
-        reserved_bytes=_reserved(memory),
-        is_private=is_private,
-        private_bytes=private_bytes,
+        reserved_bytes=_backwards(int(memory.segments.num_bytes.sum()), _changes(memory)),
+        segment=_segment_of(memory, segments, allocations),
+        segment_of_event=segment_of_event,
+        segment_changes=segment_changes,
         are_sizes_known=not notes_on_sizes,
         notes=(*notes_on_held, *notes_on_sizes),
     )
@@ -186,28 +238,56 @@ def replay_device(memory: DeviceMemory, settings: Mapping[str, Any]) -> Replay:
     return replace(replay, reserved_bytes=reserved_bytes, notes=tuple(notes))
 
 
-def _in_private_pools(
-    memory: DeviceMemory, segments: Lifetimes, allocations: Lifetimes
-) -> tuple[Mask, Ints]:
-    """Which allocations lie in segments of private pools, and the bytes of these segments at each
-    moment.
+def _segment_at(memory: DeviceMemory, address: Ints) -> Ints:
+    """The row of the segment that had each address at the end, or NONE."""
+    segments = memory.segments
+    order = np.argsort(segments.address, kind="stable")
+    below = np.searchsorted(segments.address[order], address, side="right") - 1
+    row = np.append(order, NONE)[below]
+    end = np.append(segments.address + segments.num_bytes, 0)
+    return np.where(address < end[row], row, NONE)
 
-    The pool of a segment is known if it was still there at the end; an expandable one counts with
-    its size then.
+
+def _segment_of(memory: DeviceMemory, segments: Lifetimes, allocations: Lifetimes) -> Ints:
+    """The row of the segment of each allocation, or NONE.
+
+    A segment is known if it was still there at the end. What was freed before it came lay in
+    another one at its address.
     """
-    never = len(memory.events)
-    is_private_segment = np.isin(
-        segments.address, memory.segments.address[memory.segments.pool > 0]
-    )
-    private = chosen(segments, is_private_segment & (segments.end == never))
-    private = chosen(private, np.argsort(private.address, kind="stable"))
-    at = np.searchsorted(private.address, allocations.address, side="right") - 1
-    end = np.append(private.address + private.num_bytes, 0)  # -1 is the last
-    start = np.append(private.start, never)
-    is_private: Mask = (allocations.address < end[at]) & (allocations.end > start[at])
-    change = np.zeros(never + 1, dtype=np.int64)
-    np.add.at(change, private.start + 1, private.num_bytes)
-    return is_private, np.cumsum(change)
+    row = _segment_at(memory, allocations.address)
+    is_left = segments.end == len(memory.events)
+    order = np.argsort(segments.address[is_left], kind="stable")
+    starts = np.full(len(memory.segments) + 1, BEFORE)
+    left, start = segments.address[is_left][order], segments.start[is_left][order]
+    if len(left):
+        place = np.minimum(np.searchsorted(left, memory.segments.address), len(left) - 1)
+        starts[:NONE] = np.where(left[place] == memory.segments.address, start[place], BEFORE)
+    return np.where(allocations.end > starts[row], row, NONE)
+
+
+def _segment_of_event(memory: DeviceMemory) -> tuple[Ints, Ints]:
+    """The row of the segment whose memory each event changed, or NONE, and by how many of the bytes
+    that the segment had at the end.
+
+    Addresses of an expandable segment stay its own. Those of another are used again by later ones,
+    so only the event that allocated the last is known to be of it.
+    """
+    events = memory.events
+    reader = LifetimeReader(events, Action.SEGMENT_ALLOC, Action.SEGMENT_FREE)
+    recorded = reader.lifetimes()
+    is_known = np.isin(events.action, [Action.SEGMENT_MAP, Action.SEGMENT_UNMAP])
+    is_known[recorded.start[(recorded.end == len(events)) & (recorded.start != BEFORE)]] = True
+    rows = np.full(len(events), NONE)
+    first, num_bytes = events.address[is_known], events.num_bytes[is_known]
+    row = _segment_at(memory, first)
+    row = np.where(row == NONE, _segment_at(memory, first + num_bytes - 1), row)
+    start = np.append(memory.segments.address, 0)[row]
+    end = start + np.append(memory.segments.num_bytes, 0)[row]
+    common = np.minimum(first + num_bytes, end) - np.maximum(first, start)
+    rows[is_known] = row
+    changes = np.zeros(len(events), dtype=np.int64)
+    changes[is_known] = np.where(row == NONE, 0, common * np.sign(_changes(memory)[is_known]))
+    return rows, changes
 
 
 def _num_bytes(
@@ -271,16 +351,19 @@ def _overlap(address: Ints, num_bytes: Ints, recorded: Lifetimes) -> Mask:
     return is_overlapped
 
 
-def _reserved(memory: DeviceMemory) -> Ints:
-    """Bytes that the allocator had from CUDA at each moment, counted backwards from those at the
-    end.
-    """
+def _changes(memory: DeviceMemory) -> Ints:
+    """By how many bytes each event changed what the allocator had from CUDA."""
     sign = np.zeros(len(Action), dtype=np.int64)
     sign[[Action.SEGMENT_ALLOC, Action.SEGMENT_MAP]] = 1
     sign[[Action.SEGMENT_FREE, Action.SEGMENT_UNMAP]] = -1
-    change = sign[memory.events.action] * memory.events.num_bytes
-    at_end = memory.segments.num_bytes.sum() - change.sum()
-    return np.append(at_end, at_end + np.cumsum(change))
+    changes: Ints = sign[memory.events.action] * memory.events.num_bytes
+    return changes
+
+
+def _backwards(at_end: int, changes: Ints) -> Ints:
+    """The sum at each moment, from that at the end and from how each event changed it."""
+    at_start = at_end - changes.sum()
+    return np.append(at_start, at_start + np.cumsum(changes))
 
 
 def _notes_on_sizes(lifetimes: Lifetimes, never: int, settings: Mapping[str, Any]) -> list[str]:

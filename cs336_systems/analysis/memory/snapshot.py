@@ -9,12 +9,13 @@ unknown, as of a newer PyTorch, are passed over.
 import gc
 import pickle
 import resource
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,7 +23,7 @@ import numpy as np
 import psutil
 
 from ...text import counted
-from ..columns import Columns, Ints, ProfileError, read_head, what_it_is
+from ..columns import Columns, Ints, Mask, ProfileError, read_head, what_it_is
 
 SNAPSHOT_FILE = "a memory snapshot of PyTorch"
 HOW_TO_SNAPSHOT = (
@@ -35,8 +36,10 @@ MAX_REASON = 200
 """Characters of a reason that are quoted."""
 SHARED_POOL = (0, 0)
 """Id of the pool that is no private one."""
-NO_STACK = 0
-"""Number of the empty stack, for events and blocks without a recorded stack."""
+NO_STACK, NOT_RECORDED = 0, 1
+"""Numbers of the stack without any frame, as threads without Python code have, and of that which
+stands for stacks that were not recorded.
+"""
 
 
 class Frame(NamedTuple):
@@ -49,6 +52,16 @@ class Frame(NamedTuple):
 
 Stack = tuple[Frame, ...]
 """The innermost call first."""
+UNRECORDED: Stack = (Frame("", 0, ""),)
+"""In place of a stack that was not recorded."""
+
+
+class Annotation(NamedTuple):
+    """The start or end of a range that the program named with `record_function`."""
+
+    time_us: int
+    name: str
+    is_start: bool
 
 
 class Action(IntEnum):
@@ -114,8 +127,11 @@ class Segments(Columns):
     stream: Ints
     pool: Ints
     """0 for the memory that all code shares; another number for each private pool, as CUDA
-    graphs have.
+    graphs and `torch.cuda.MemPool` have.
     """
+    is_small: Mask
+    """Whether it serves requests of at most 1 MiB."""
+    is_expandable: Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +169,13 @@ class Snapshot:
     devices: tuple[DeviceMemory, ...]
     """The devices that have memory, or had some in the recording."""
     stacks: tuple[Stack, ...]
-    """All different; a stack's number in the columns is its place here."""
+    """A stack's number in the columns is its place here."""
+    labels: tuple[str, ...]
+    """For each stack the `user_metadata` that the program had set, empty without; stacks of one
+    label are all different.
+    """
+    annotations: tuple[Annotation, ...]
+    """In the order of time."""
     settings: Mapping[str, Any]
     """Settings of the allocator, as in the file."""
     notes: tuple[str, ...]
@@ -243,10 +265,13 @@ class _Converter:
 
     def __init__(self) -> None:
         self._unknown: Counter[str] = Counter()
-        self._stacks: dict[Stack, int] = {(): NO_STACK}
-        self._number_of: dict[tuple[int, ...], int] = {(): NO_STACK}
-        """The number of a stack by the addresses of its frames: most lists of frames differ, but
-        share their frames.
+        self._stacks: dict[tuple[Stack, str], int] = {
+            ((), ""): NO_STACK,
+            (UNRECORDED, ""): NOT_RECORDED,
+        }
+        self._numbers_of: defaultdict[str, dict[tuple[int, ...], int]] = defaultdict(dict)
+        """By label, the number of a stack by the addresses of its frames: most lists of frames
+        differ, but share their frames.
         """
         self._frame_of: dict[int, Frame] = {}
 
@@ -268,7 +293,9 @@ class _Converter:
         return Snapshot(
             path=path,
             devices=devices,
-            stacks=tuple(self._stacks),
+            stacks=tuple(stack for stack, _ in self._stacks),
+            labels=tuple(label for _, label in self._stacks),
+            annotations=_annotations(content.get("external_annotations", ())),
             settings=content.get("allocator_settings", {}),
             notes=tuple(self._notes()),
         )
@@ -314,19 +341,29 @@ class _Converter:
 
     def _stack_numbers(self, things: Sequence[Mapping[str, Any]]) -> Ints:
         """The number of the stack of each event or block, the same for equal ones."""
-        numbers, number_of, frame_of = [], self._number_of, self._frame_of
+        numbers = []
         for thing in things:
-            frames = thing.get("frames") or ()
+            frames = thing.get("frames")
+            if frames is None:
+                frames = _NO_FRAMES
+            number_of = self._numbers_of[thing.get("user_metadata", "")]
             ids = tuple(map(id, frames))
-            if ids not in number_of:
-                for frame_id, frame in zip(ids, frames, strict=True):
-                    if frame_id not in frame_of:
-                        file, name = _readable(frame["filename"]), _readable(frame["name"])
-                        frame_of[frame_id] = Frame(file, int(frame["line"]), name)
-                stack = tuple(map(frame_of.__getitem__, ids))
-                number_of[ids] = self._stacks.setdefault(stack, len(self._stacks))
-            numbers.append(number_of[ids])
+            number = number_of.get(ids)
+            if number is None:
+                labelled = (self._stack(frames), _readable(thing.get("user_metadata", "")))
+                number = self._stacks.setdefault(labelled, len(self._stacks))
+                number_of[ids] = number
+            numbers.append(number)
         return _ints(numbers)
+
+    def _stack(self, frames: Iterable[Mapping[str, Any]]) -> Stack:
+        """The stack with these frames, of which each is read once."""
+        frame_of = self._frame_of
+        for frame in frames:
+            if id(frame) not in frame_of:
+                file, name = _readable(frame["filename"]), _readable(frame["name"])
+                frame_of[id(frame)] = Frame(file, int(frame["line"]), name)
+        return tuple(frame_of[id(frame)] for frame in frames)
 
     def _notes(self) -> Iterator[str]:
         if self._unknown:
@@ -347,7 +384,24 @@ def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
         num_bytes=_ints([segment["total_size"] for segment in segments]),
         stream=_ints([segment["stream"] for segment in segments]),
         pool=_ints([number_of[pool] for pool in pools]),
+        is_small=_ints([segment.get("segment_type") == "small" for segment in segments]) > 0,
+        is_expandable=_ints([segment.get("is_expandable", False) for segment in segments]) > 0,
     )
+
+
+_NO_FRAMES = [UNRECORDED[0]._asdict()]
+"""In place of a missing list of frames."""
+
+
+def _annotations(entries: Iterable[Mapping[str, Any]]) -> tuple[Annotation, ...]:
+    """The starts and ends of ranges; other annotations are passed over."""
+    annotations = []
+    for entry in entries:
+        if entry.get("stage") in ("START", "END") and "name" in entry and "time_us" in entry:
+            name = _readable(entry["name"])
+            annotations.append(Annotation(entry["time_us"], name, entry["stage"] == "START"))
+    # sorting is stable: what happened in one microsecond stays in its order
+    return tuple(sorted(annotations, key=attrgetter("time_us")))
 
 
 def _addresses(segment: Mapping[str, Any]) -> Iterator[int]:

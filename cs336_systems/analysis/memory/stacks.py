@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
 from ..columns import Mask
 from .profile import Place
-from .snapshot import Frame, Stack
+from .snapshot import UNRECORDED, Frame, Stack
 
 _TORCH_OPTIM = re.compile(r"(?:^|[/\\])torch[/\\]optim[/\\](lr_scheduler|swa_utils)?")
 _OPTIMIZER = re.compile(
@@ -79,7 +79,8 @@ def callers_of(stacks: Sequence[Stack]) -> Callers:
         roles = [role for frame in stack if (role := role_of[frame])]
         files = [frame.filename for frame in stack if frame.filename.endswith(".py")]
         is_optimizer[row] = roles[:1] == [_FrameRole.OPTIMIZER]
-        is_autograd[row] = not files or _ENGINE.search(files[-1]) is not None
+        if stack != UNRECORDED:
+            is_autograd[row] = not files or _ENGINE.search(files[-1]) is not None
         is_zero_grad[row] = _FrameRole.ZERO_GRAD in roles
     return Callers(is_optimizer, is_autograd, is_zero_grad)
 
@@ -90,24 +91,51 @@ PATH_PARTS = 2
 program.
 """
 _TORCH = re.compile(r"(?:^|[/\\](?:site|dist)-packages[/\\])torch[/\\]")
-_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
+_INSTALLED = re.compile(
+    r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]"
+    r"|[/\\]Python3\d+[/\\]Lib[/\\]|[/\\]torchinductor_[^/\\]*[/\\]|^<frozen "
+)
+"""Folders of installed packages, of the standard library and of code that Inductor generates."""
+_LIBRARY = re.compile(
+    r"(?:^|[/\\])(?:torch|torchvision|triton|transformers|peft|trl|accelerate|bitsandbytes|datasets"
+    r"|diffusers|lightning|pytorch_lightning|lightning_fabric|deepspeed|megatron|fairscale|apex"
+    r"|transformer_engine|xformers|flash_attn|unsloth|vllm|sglang)[/\\]"
+)
+"""Packages that are often used from a checkout instead of being installed."""
+_PROGRAM = re.compile(r"\.py$|^<ipython-input|^<stdin>$")
+_FORWARD = re.compile(r"(\w+)\.forward$")
 
 
 def code_places(stack: Stack) -> tuple[Place, ...]:
-    """The innermost calls in Python code outside of PyTorch; those in other packages only if
-    there are no others.
+    """The innermost calls in Python code outside of libraries.
+
+    Those in libraries are taken only if there are no others: first those in checkouts, whose
+    folders are only named like a library, then those in installed packages other than PyTorch.
     """
     of_python = [
         frame
         for frame in stack
-        if frame.filename.endswith(".py") and not _TORCH.search(frame.filename)
+        if _PROGRAM.search(frame.filename) and not _TORCH.search(frame.filename)
     ]
-    of_program = [frame for frame in of_python if not _INSTALLED.search(frame.filename)]
+    not_installed = [frame for frame in of_python if not _INSTALLED.search(frame.filename)]
+    of_program = [frame for frame in not_installed if not _LIBRARY.search(frame.filename)]
     return tuple(
         Place(
             file="/".join(re.split(r"[/\\]", frame.filename)[-PATH_PARTS:]),
             line=frame.line,
             function=frame.name,
         )
-        for frame in (of_program or of_python)[:MAX_PLACES]
+        for frame in (of_program or not_installed or of_python)[:MAX_PLACES]
     )
+
+
+def module_of(stack: Stack) -> str:
+    """The class of the innermost module on the stack, whose `forward` is named with its class.
+
+    The `forward` of a function of autograd is no module's. Empty if no frame names a class.
+    """
+    for frame, caller in pairwise((*stack, UNRECORDED[0])):
+        named = _FORWARD.search(frame.name)
+        if named and not _ENGINE.search(caller.filename):
+            return named[1]
+    return ""

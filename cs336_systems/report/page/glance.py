@@ -269,7 +269,9 @@ def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> 
         for entry in entries
     )
     if len(entries) == 1 and len(results) <= 1 and not ends and not is_first_step:
-        text, more = _first_sentence(memory_findings(entries[0].profile))
+        text, more = _first_sentence(
+            [finding.text for finding in memory_findings(entries[0].profile)]
+        )
         # the sentence about the peak goes on with what the bar shows
         return (text, more) if more else (f"{text.partition('; ')[0].rstrip('.')}.", "")
     text = "No run has a peak of memory"

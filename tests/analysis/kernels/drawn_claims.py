@@ -15,6 +15,7 @@ causes is of one of them.
 CAUSES: dict[str, tuple[str, ...]] = {
     "late launch": (LAUNCHING, Pause.PREPARING),
     "waiting for data": (Pause.DATA,),
+    "memory allocation": (Pause.ALLOCATION,),
     "host pause": (*Pause, LAUNCHING),
     "host waited": (Pause.WAITING, LAUNCHING),
     "between kernels": (QUEUED,),
@@ -135,6 +136,8 @@ def _late(finding: Finding, phase: str, sums: dict[str, float], truth: Truth) ->
 def _waits(finding: Finding, phase: str, sums: dict[str, float], truth: Truth) -> Iterator[Claim]:
     true = truth.phases_doing(Pause.WAITING)
     said = {WORDS.get(part, str(part)) for part in true}
+    if "before backward" in finding.text:  # whatever the program did there
+        said.add("forward")
     yield Claim("where the host waits", phase.removeprefix("in ") in said, f"in {sorted(said)}")
 
 

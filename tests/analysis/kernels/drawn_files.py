@@ -23,7 +23,13 @@ def write(recorded: Recorded, directory: Path) -> Path:
     """Write the file of the rank, of several beside each other."""
     if recorded.plan.is_nsys:
         return write_nsys(recorded, directory / "report.sqlite")
-    return write_kineto(recorded, directory / f"rank{recorded.rank}_trace.json")
+    names = (
+        "rank{}_trace.json",
+        "node-{}_{}.1700000000000000000.pt.trace.json",  # TensorBoard's
+        "trace_{}.json",
+    )
+    name = names[recorded.plan.seed % len(names)]
+    return write_kineto(recorded, directory / name.format(recorded.rank, PID + recorded.rank))
 
 
 def write_kineto(recorded: Recorded, path: Path) -> Path:
@@ -87,9 +93,10 @@ def _host_event(
     if span.kind == "frame":
         args |= {"Python id": index, "Python parent id": None, "Python module id": 0}
     duration = span.end_ns - span.start_ns
-    return complete(
-        _CATEGORIES[span.kind], span.name, PID, span.thread, span.start_ns, duration, **args
-    )
+    category = _CATEGORIES[span.kind]
+    if span.name.startswith("cuLaunch"):
+        category = "cuda_driver"
+    return complete(category, span.name, PID, span.thread, span.start_ns, duration, **args)
 
 
 def _device_events(
@@ -163,7 +170,8 @@ def write_nsys(recorded: Recorded, path: Path) -> Path:
     """Write the export of nsys, which has ranges and calls, and neither operators nor frames."""
     correlation_of = _correlations(recorded)
     calls = [span for span in recorded.spans if span.kind == "call"]
-    names = Counter(event.name for event in (*recorded.jobs, *calls))
+    ranges = [span for span in recorded.spans if span.kind == "range"]
+    names = Counter(event.name for event in (*recorded.jobs, *calls, *ranges))
     number = {name: 1000 + index for index, name in enumerate(names)}
     kernels = [job for job in recorded.jobs if job.kind == "kernel"]
     copies = [job for job in recorded.jobs if job.kind != "kernel"]
@@ -185,12 +193,16 @@ def write_nsys(recorded: Recorded, path: Path) -> Path:
                 for s in calls
             ]
             db.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,?,?)", rows)
-        ranges = [span for span in recorded.spans if span.kind == "range"]
         if ranges:
             db.execute(f"CREATE TABLE NVTX_EVENTS ({RANGE_COLUMNS})")
-            rows = [(s.start_ns, s.end_ns, 59, s.name, PROCESS + s.thread) for s in ranges]
-            columns = "start, end, eventType, text, globalTid"
-            db.executemany(f"INSERT INTO NVTX_EVENTS ({columns}) VALUES (?,?,?,?,?)", rows)
+            # the package nvtx registers its strings, PyTorch's nvtx writes them into the event
+            is_registered = recorded.plan.seed % 2 == 0
+            rows = []
+            for s in ranges:
+                name = (None, number[s.name]) if is_registered else (s.name, None)
+                rows.append((s.start_ns, s.end_ns, 59, PROCESS + s.thread, *name))
+            columns = "start, end, eventType, globalTid, text, textId"
+            db.executemany(f"INSERT INTO NVTX_EVENTS ({columns}) VALUES (?,?,?,?,?,?)", rows)
     db.close()
     return path
 

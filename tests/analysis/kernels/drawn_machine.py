@@ -179,6 +179,15 @@ class Run:
             machine.now += 3 * MICROSECOND
 
     @contextmanager
+    def beside(self, thread: int) -> Iterator[None]:
+        """Another thread of the host, which works while the main one goes on."""
+        before = [machine.now for machine in self.machines]
+        with self.on_thread(thread):
+            yield
+        for machine, now in zip(self.machines, before, strict=True):
+            machine.now = now
+
+    @contextmanager
     def module(self, name: str, *, is_called: bool = True) -> Iterator[None]:
         """A module; only where it is called there is a frame of Python, so not in backward."""
         before, self.modules = self.modules, (*self.modules, name)
@@ -238,6 +247,8 @@ class Run:
                 launch = machine.graph
                 if launch is None:
                     pace = int(self.pace_ns * self.random.uniform(0.7, 1.4))
+                    if name.startswith("triton_"):
+                        call = "cuLaunchKernelEx"  # Triton launches by the driver itself
                     launch = machine.launching(call, pace, self.random.uniform(0.3, 0.6))
                 key = self.device, stream
                 start = max(machine.free[key] + 700, launch.start_ns + 6 * MICROSECOND)

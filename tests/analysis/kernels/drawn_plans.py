@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-MAIN, AUTOGRAD = 1, 2
+MAIN, AUTOGRAD, LOADING = 1, 2, 3
 COMPUTE, COMMUNICATION, COPIES, SIDE = 7, 20, 13, 17
 MICROSECOND, MILLISECOND = 1_000, 1_000_000
 
@@ -43,6 +43,13 @@ class Pause(StrEnum):
 
 
 HIDDEN = (Pause.NOTHING_SEEN, Pause.RANGE, Pause.COLLECTOR, Pause.ALLOCATION, Pause.COMPILING)
+DECOYS = (
+    "lr_scheduler.step",
+    "log forward pass",
+    "save optimizer state",
+    "backward compatibility",
+    "data parallel group",
+)
 KINDS = ("training", "inference", "server", "pipeline")
 
 
@@ -87,6 +94,15 @@ class Plan:
     modules: bool = False
     hides: Pause | None = None
     """What keeps the host from launching for milliseconds in each step."""
+    around: str = ""
+    """A range around the whole program."""
+    decoy: str = ""
+    """A range after each step whose name has a word of a phase, and which is none."""
+    prefetches: bool = False
+    """Another thread copies the batch and prepares it on the device."""
+    reads_in_forward: bool = False
+    is_mixed: bool = False
+    """A server's prefill has some decoding in it."""
     cut: tuple[float, float] = (0.0, 1.0)
     """The part of the run, by time, that the profiler records."""
     dropped: str = ""
@@ -134,8 +150,20 @@ STYLES: Mapping[str, Mapping[str, str]] = {
         Part.BACKWARD: "backward",
         Part.OPTIMIZER: "opt.step()",
     },
+    "short": {
+        Part.STEP: "iter {n}",
+        Part.FORWARD: "fwd",
+        Part.BACKWARD: "bwd",
+        Part.OPTIMIZER: "opt",
+    },
+    "words": {
+        Part.STEP: "train_step",
+        Part.FORWARD: "model(x)",
+        Part.BACKWARD: "loss.backward()",
+        Part.OPTIMIZER: "optimizer.step()",
+    },
     "vllm": {
-        Part.PREFILL: "execute_context_{batch}({tokens})_generation_0(0)",
+        Part.PREFILL: "execute_context_{batch}({tokens})_generation_{decoding}({decoding})",
         Part.DECODE: "execute_context_0(0)_generation_{batch}({batch})",
     },
     "sglang": {
@@ -178,13 +206,26 @@ def draw(seed: int) -> Plan:
     # picked last, so that the same seed draws the same program as before
     if chance() < 0.15:
         plan = replace(plan, loader="get_batch")
-    return replace(plan, is_sharded=chance() < 0.4, queue=pick((1024, 1024, 24)))
+    plan = replace(plan, is_sharded=chance() < 0.4, queue=pick((1024, 1024, 24)))
+    if plan.kind == "training" and plan.style in ("none", "torch", "iteration"):
+        plan = replace(plan, style=pick((plan.style, plan.style, "short", "words")))
+    if plan.ranks > 1 and chance() < 0.6:
+        plan = replace(plan, cut=(0.0, 1.0), dropped="")
+    return replace(
+        plan,
+        around=pick(("", "", "", "", "epoch 0", "training")),
+        decoy=pick((*[""] * 6, *DECOYS)),
+        prefetches=chance() < 0.15 and plan.kind == "training",
+        reads_in_forward=chance() < 0.15 and not plan.graph,
+        is_mixed=chance() < 0.3,
+    )
 
 
 def _trained(plan: Plan, random_: random.Random) -> Plan:
     """The plan with what only training has."""
     pick, chance = random_.choice, random_.random
-    styles = [style for style in STYLES if style not in ("vllm", "sglang", "deepseek")]
+    others = ("vllm", "sglang", "deepseek", "short", "words")
+    styles = [style for style in STYLES if style not in others]
     style = pick(styles)
     micro_batches = 1 if style == "lightning" else pick((1, 1, 2, 4))
     ranks = pick((1, 1, 1, 1, 4)) if style != "lightning" and not plan.is_nsys else 1

@@ -14,7 +14,9 @@ from tests.analysis.kernels.drawn_plans import (
     AUTOGRAD,
     COMMUNICATION,
     COMPUTE,
+    COPIES,
     LOADER,
+    LOADING,
     MICROSECOND,
     MILLISECOND,
     SIDE,
@@ -39,6 +41,7 @@ FOREACH = (
 )
 PLAIN = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
+PINNED, COPY = "Memcpy HtoD (Pinned -> Device)", "cudaMemcpyAsync"
 UPLOAD, DOWNLOAD = "Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pageable)"
 
 
@@ -137,8 +140,15 @@ def _batch(run: Run) -> None:
         elif plan.loader and not plan.is_nsys:
             stack.enter_context(run.span("range", LOADER.format(plan.loader), Part.DATA))
         run.spend(waits, Pause.DATA)
+    if plan.prefetches:
+        with run.beside(LOADING):
+            run.launch(PINNED, 15 * MICROSECOND, stream=COPIES, kind="copy", call=COPY)
+            run.launch(FILL, stream=COPIES, operator="aten::div_")
+        run.join(COMPUTE, COPIES)
+        run.phase = phase
+        return
     copies = 8 * MILLISECOND if plan.limit == "copies" else 15 * MICROSECOND
-    run.copy(UPLOAD if run.random.random() < 0.5 else "Memcpy HtoD (Pinned -> Device)", copies)
+    run.copy(UPLOAD if run.random.random() < 0.5 else PINNED, copies)
     run.phase = phase
 
 
@@ -167,6 +177,8 @@ def _micro_batch(run: Run) -> None:
     with run.in_phase(Part.FORWARD):
         with run.captured(graph):
             _forward(run)
+        if run.plan.reads_in_forward:
+            run.copy(DOWNLOAD, 2 * MICROSECOND)
         if run.plan.side_stream:
             run.join(SIDE, COMPUTE)
             run.launch(GELU, stream=SIDE)
@@ -225,39 +237,48 @@ def _training_step(run: Run) -> None:
     with ExitStack() as stack:
         if not plan.steps_of_micro:
             stack.enter_context(run.region(Part.STEP, n=run.step))
-        for run.micro in range(plan.micro_batches):
-            is_last = run.micro == plan.micro_batches - 1
+        for micro in range(plan.micro_batches):
+            run.micro = micro
             with ExitStack() as inner:
                 if plan.steps_of_micro:
-                    number = run.step * plan.micro_batches + run.micro
+                    number = run.step * plan.micro_batches + micro
                     inner.enter_context(run.region(Part.STEP, n=number))
-                if not is_outside or run.micro:
+                if not is_outside or micro:
                     _batch(run)
-                if plan.style == "lightning":
-                    _closed_step(run)
-                    continue
                 inner.enter_context(run.captured(plan.graph == "step"))
-                if plan.zero_grad == "first" and run.micro == 0:
-                    _zero_grad(run)
-                _micro_batch(run)
-                if is_last:
-                    _finish(run)
+                _compute(run)
         if plan.reads_loss:
             run.copy(DOWNLOAD, 2 * MICROSECOND)
 
 
+def _compute(run: Run) -> None:
+    """What a step does with a micro-batch; with the last one, it updates the parameters too."""
+    if run.plan.style == "lightning":
+        _closed_step(run)
+        return
+    if run.plan.zero_grad == "first" and run.micro == 0:
+        _zero_grad(run)
+    _micro_batch(run)
+    if run.micro == run.plan.micro_batches - 1:
+        _finish(run)
+
+
 def _training(run: Run) -> None:
     plan = run.plan
-    for run.step in range(plan.steps):
+    for step in range(plan.steps):
+        run.step = step
         _training_step(run)
         run.kinds.append("")
-        if plan.evaluates and run.step == plan.steps // 2:
-            step, run.step, run.phase = run.step, -1, Part.EVALUATION
+        run.step = -1
+        if plan.decoy:
+            with run.span("range", plan.decoy):
+                run.launch(PLAIN, operator="aten::add_")
+        if plan.evaluates and step == plan.steps // 2:
+            run.phase = Part.EVALUATION
             for _ in range(2):
                 _forward(run)
             run.copy(DOWNLOAD, 2 * MICROSECOND)
-            run.step, run.phase = step, ""
-    run.step = -1
+            run.phase = ""
     run.wait()
 
 
@@ -287,7 +308,8 @@ def _server(run: Run) -> None:
         tokens = batch * 1024 if is_prefill else batch
         kind = Part.PREFILL if is_prefill else Part.DECODE
         run.kernel_ns = usual * 4 if is_prefill else usual
-        with run.region(kind, batch=batch, tokens=tokens):
+        decoding = run.random.choice((2, 8)) if is_prefill and run.plan.is_mixed else 0
+        with run.region(kind, batch=batch, tokens=tokens, decoding=decoding):
             run.spend(30 * MICROSECOND, Pause.PREPARING)
             with run.captured(not is_prefill and run.plan.graph != ""):
                 _forward(run)
@@ -328,7 +350,10 @@ PROGRAMS = {
 def simulate(plan: Plan) -> Run:
     """Run the whole program."""
     run = Run(plan)
-    PROGRAMS[plan.kind](run)
+    with ExitStack() as stack:
+        if plan.around:
+            stack.enter_context(run.span("range", plan.around))
+        PROGRAMS[plan.kind](run)
     return run
 
 

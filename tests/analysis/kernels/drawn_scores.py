@@ -1,5 +1,6 @@
 """Compares what is said of a drawn program with what is true of it."""
 
+import re
 import shutil
 import sys
 import tempfile
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import Attribution, attribute
 from cs336.analysis.kernels.explain import explain, summarise
 from cs336.analysis.kernels.phases import PHASES
@@ -20,7 +22,7 @@ from tests.analysis.kernels.drawn_claims import CAUSES, claims
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
 from tests.analysis.kernels.drawn_programs import recorded, simulate
-from tests.analysis.kernels.drawn_truth import Truth, length, waits
+from tests.analysis.kernels.drawn_truth import MODULE, Truth, length, waits
 from tests.analysis.kernels.kineto_files import BASE_NS
 from tests.analysis.kernels.tracing import ns
 
@@ -53,15 +55,26 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
     made = [
         *_sums(profile, truth),
         *_steps(profile, truth),
+        *_labels(profile, truth),
         *_phases(attribution, truth),
+        *_modules(attribution, profile, truth),
         *_busy(profile, truth, is_whole=bool((attribution.jobs.step >= 0).all())),
         *_idle(profile, truth),
+        *_reasons(profile, truth),
         *_communication(profile, truth),
         *_findings(said, profile, truth),
     ]
     if plan.ranks > 1 and plan.cut == (0, 1) and not plan.dropped:
-        made += _ranks(explain(paths[0]), waits(files))
+        made += _ranks(_of_all(paths[0]), waits(files))
     return made
+
+
+def _of_all(path: Path) -> StepProfile:
+    """The profile of all ranks, by their directory or, where that is no run, by one of them."""
+    try:
+        return explain(path.parent)
+    except ProfileError:
+        return explain(path)
 
 
 def scored(first: int, count: int, directory: Path) -> list[tuple[int, Score]]:
@@ -113,6 +126,41 @@ def _steps(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         launches = [a + b for a, b in zip(launches, phase.launches, strict=True)]
     true = [len(truth.launched_in(span)) for span in spans]
     yield _compared("kernels of steps", launches, true, how)
+
+
+def _labels(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """The kinds of steps of servers, with batch and tokens where the range's name says them."""
+    spans = [span for span in truth.step_ranges if span.means != Part.STEP]
+    if not spans or len(spans) != profile.num_steps:
+        return
+    if not profile.step_labels:
+        is_one = len({truth.recorded.kinds[span.number] for span in spans}) == 1
+        yield Score("kinds", RIGHT if is_one else NOT_SEEN, truth.plan.style)
+        return
+    for span, label in zip(spans, profile.step_labels, strict=True):
+        kind, batch, tokens = truth.recorded.kinds[span.number].split()
+        said = f"{label.kind} {label.batch} {label.tokens}"
+        if kind == Part.PREFILL and truth.plan.is_mixed:
+            continue
+        is_right = label.kind == kind and label.batch in (None, int(batch))
+        is_right = is_right and label.tokens in (None, int(tokens))
+        yield Score("kinds", RIGHT if is_right else FALSE, "", said, f"{kind} {batch} {tokens}")
+
+
+def _modules(attribution: Attribution, profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """Time by module of the frames of Python, where all kernels are in steps."""
+    true: Counter[str] = Counter()
+    for job in truth.kernels:
+        if name := truth.module_of(job):
+            true[name.removeprefix(MODULE)] += job.end_ns - job.start_ns
+    said: Counter[str] = Counter()
+    for row in profile.modules:
+        if row.path and (leaf := re.search(r"\w+_\d+$", row.path[-1])):
+            said[leaf[0]] += ns(row.total_s)
+    if true and not said:
+        yield Score("modules", NOT_SEEN, "frames of nn.Module")
+    elif true and _is_complete(profile) and (attribution.jobs.step >= 0).all():
+        yield _compared("modules", dict(sorted(said.items())), dict(sorted(true.items())))
 
 
 def _phases(attribution: Attribution, truth: Truth) -> Iterator[Score]:
@@ -178,6 +226,37 @@ def _idle(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         yield Score(
             "idle", verdict, f"{cause}; truly {main}", f"{time_ns} ns {cause}", f"at most {most}"
         )
+
+
+_NAMED = {
+    Pause.DATA: r"DataLoader|data|get_batch",
+    Pause.RANGE: r"tokenize and log",
+    Pause.COLLECTOR: r"Python GC",
+    Pause.ALLOCATION: r"cudaMalloc|allocation",
+    Pause.COMPILING: r"CachingAutotuner",
+}
+"""What is said where idle time is explained by what the file shows of the host."""
+
+
+def _reasons(profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """Whether idle times are explained by what was open on the host, and by nothing else."""
+    if not truth.is_timed:
+        return
+    said = " ".join(f"{gap.cause} {gap.host_range} {gap.host_call}" for gap in profile.gaps)
+    first, last = truth.bounds
+    for reason, names in _NAMED.items():
+        is_long = truth.idle_ns(reason) > 0.1 * (last - first)
+        if is_long and any(re.search(names, span.name) for span in truth.written):
+            verdict = RIGHT if re.search(names, said) else NOT_SEEN
+            yield Score("idle reasons", verdict, str(reason))
+    for gap in profile.gaps:
+        alike = [one for one in truth.all_gaps() if abs(one.length_ns - ns(gap.duration_s)) < 2_000]
+        # a gap at the edge of a step is a part of one
+        if gap.before and gap.host_range and alike and gap.duration_s > 1e-4:
+            is_right = any(truth.is_open(gap.host_range, one) for one in alike)
+            verdict = RIGHT if is_right else FALSE
+            true = str([one.reasons for one in alike][:2])
+            yield Score("idle reasons", verdict, "what was open", gap.host_range, true)
 
 
 def _main_reason(truth: Truth) -> str:
@@ -261,8 +340,10 @@ def table(made: Sequence[tuple[int, Score]]) -> str:
 
 
 def main() -> None:
-    """Print the table of as many seeds as asked for."""
+    """Print the table of as many seeds as asked for, and the plan of one alone."""
     first, count = map(int, sys.argv[1:3])
+    if count == 1:
+        print(draw(first), end="\n\n")
     with tempfile.TemporaryDirectory() as directory:
         print(table(scored(first, count, Path(directory))))
 

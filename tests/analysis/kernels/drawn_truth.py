@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tests.analysis.kernels.drawn_machine import Job, Span
-from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, Part, Pause
+from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, LOADING, Part, Pause
 from tests.analysis.kernels.drawn_programs import ADAM, Recorded
 
 Interval = tuple[int, int]
 
 STEPS_OF_RANGES = (Part.STEP, Part.PREFILL, Part.DECODE)
-UNLISTED = ("iteration", "deepspeed")
+MODULE = "nn.Module: "
+UNLISTED = ("iteration", "deepspeed", "short", "words")
 """Styles whose names a reader need not know."""
 LAUNCHING, QUEUED = "launch", "queued"
 
@@ -66,6 +67,7 @@ class Truth:
         self.nodes = [
             s for s in recorded.spans if s.kind == "operator" and s.means == Part.BACKWARD
         ]
+        self._gaps: dict[int, tuple[list[Gap], list[Gap]]] = {}
         self.is_listed = self.plan.style not in UNLISTED
 
     # sums
@@ -175,6 +177,9 @@ class Truth:
             job, Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE
         ):
             right = {Part.OPTIMIZER}
+        if job.launch.thread == LOADING:  # the main thread's phase, by when it was launched
+            parts = (Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.OPTIMIZER)
+            right |= {part for part in parts if self._around(job, part)}
         return right, self._evidence(job)
 
     def _is_inside(self, job: Job, *means: str) -> bool:
@@ -193,7 +198,7 @@ class Truth:
     def _evidence(self, job: Job) -> str:
         if job.phase == Part.OPTIMIZER and job.name == ADAM:
             return "shown"
-        if id(job.launch) not in self.kept:
+        if not job.phase or id(job.launch) not in self.kept:
             return ""
         phase = {Part.EVALUATION: Part.FORWARD}.get(job.phase, job.phase)
         is_named = self._around(job, Part.FORWARD if phase == Part.LOSS else phase)
@@ -224,26 +229,52 @@ class Truth:
             id(job.launch) in self.kept and job.launch.thread == AUTOGRAD for job in self.kernels
         )
 
+    # modules
+
+    def module_of(self, job: Job) -> str:
+        """The innermost module whose frame of Python was open at the launch; empty for none."""
+        if self.plan.is_nsys or id(job.launch) not in self.kept or job.is_in_graph:
+            return ""
+        around = [
+            span
+            for span in self.recorded.spans
+            if span.kind == "frame"
+            and span.name.startswith(MODULE)
+            and span.thread == job.launch.thread
+            and span.start_ns <= job.launch.start_ns < span.end_ns
+        ]
+        return max(around, key=lambda span: span.start_ns).name if around else ""
+
     # idle times
 
     def gaps(self, device: int = 0, *, edges: bool = False) -> list[Gap]:
         """Times without work between the jobs of a device; with `edges`, also those before its
         first job, if the file begins with the program, and after its last, if it ends with it.
         """
-        busy = self.busy(device)
+        if device not in self._gaps:
+            self._gaps[device] = self._gaps_between(device), self._gaps_at_edges(device)
+        between, at_edges = self._gaps[device]
+        return between + at_edges if edges else between
+
+    def _gaps_between(self, device: int) -> list[Gap]:
+        next_of = {job.start_ns: job for job in reversed(self.jobs) if job.device == device}
+        return [
+            Gap(start, end, self._reasons(start, end, next_of[end].launch.end_ns))
+            for (_, start), (end, _) in pairwise(self.busy(device))
+        ]
+
+    def _gaps_at_edges(self, device: int) -> list[Gap]:
         jobs = [job for job in self.jobs if job.device == device]
-        next_of = {job.start_ns: job for job in reversed(jobs)}
+        if not jobs:
+            return []
         gaps = []
-        for (_, start), (end, _) in pairwise(busy):
-            gaps.append(Gap(start, end, self._reasons(start, end, next_of[end].launch.end_ns)))
-        if edges and busy:
-            start, end = self.bounds_of_host
-            first, last = busy[0][0], busy[-1][1]
-            if self.plan.cut[0] == 0 and start < first:
-                launched = next_of[first].launch.end_ns
-                gaps.append(Gap(start, first, self._reasons(start, first, launched)))
-            if self.plan.cut[1] == 1 and last < end:
-                gaps.append(Gap(last, end, self._reasons(last, end, end)))
+        start, end = self.bounds_of_host
+        first, last = jobs[0], max(job.end_ns for job in jobs)
+        if self.plan.cut[0] == 0 and start < first.start_ns:
+            reasons = self._reasons(start, first.start_ns, first.launch.end_ns)
+            gaps.append(Gap(start, first.start_ns, reasons))
+        if self.plan.cut[1] == 1 and last < end:
+            gaps.append(Gap(last, end, self._reasons(last, end, end)))
         return gaps
 
     @property
@@ -265,6 +296,26 @@ class Truth:
         if rest > 0:
             reasons[LAUNCHING] = rest
         return dict(reasons)
+
+    def all_gaps(self) -> list[Gap]:
+        devices = range(self.plan.devices)
+        return [gap for device in devices for gap in self.gaps(device, edges=True)]
+
+    def is_open(self, name: str, gap: Gap) -> bool:
+        """Whether a range or frame of this name was open for a part of the idle time."""
+        bounds = gap.start_ns, gap.end_ns
+        parts = [
+            overlap((span.start_ns, span.end_ns), bounds)
+            for span in self.written
+            if span.name == name
+        ]
+        return sum(parts) > 0.3 * gap.length_ns
+
+    @property
+    def written(self) -> list[Span]:
+        """What of the host the file has: reports of nsys have no operators and frames."""
+        kinds = ("range", "call") if self.plan.is_nsys else ("range", "call", "operator", "frame")
+        return [span for span in self.recorded.spans if span.kind in kinds]
 
     def idle_at_most(self, *reasons: str) -> int:
         """The longest time that idle times for one of the reasons can be said to take."""
@@ -292,12 +343,8 @@ class Truth:
         return sum(gap.reasons.get(reason, 0) for gap in gaps for reason in reasons)
 
     def phases_doing(self, *what: Pause) -> set[str]:
-        """The phases in which the host did one of these for a while."""
-        return {
-            doing.phase
-            for doing in self.recorded.doing
-            if doing.what in what and doing.end_ns - doing.start_ns > 10_000
-        }
+        """The phases in which the host did one of these."""
+        return {doing.phase for doing in self.recorded.doing if doing.what in what}
 
     def phases_after_gaps(self, least_ns: int) -> set[str]:
         """The phases of the jobs and of the next kernels that end idle times."""
@@ -318,14 +365,18 @@ class Truth:
             lacking = sum(self._lacks_kernels(span) for span in spans)
             worked = sum(bool(self.launched_in(span)) for span in spans)
             return set(range(worked - lacking, len(spans) + 1))
-        with_optimizer = kind.startswith("with the")
-        steps, updates = set(), set()
-        for job in self.jobs:
-            steps.add((job.step, job.micro))
-            if job.phase == Part.OPTIMIZER:
-                updates.add((job.step, job.micro))
-        count = len(updates) if with_optimizer else len(steps - updates)
-        return set(range(count - 2, count + 3))
+        plan = self.plan
+        updates = {job.step for job in self.jobs if job.phase == Part.OPTIMIZER}
+        passes = {(job.step, job.micro) for job in self.jobs if job.step >= 0}
+        if kind == "with the optimizer":
+            return set(range(len(updates) - 2, len(updates) + 2))
+        if kind == "forward only":
+            return {1, 2} if plan.evaluates or plan.kind == "inference" else set()
+        # a step that the file cuts before its optimizer is none without an optimizer
+        hides_some = plan.dropped in ("ranges", "launches", "kernels")
+        if plan.steps_of_micro or plan.optimizer in ("", "plain") or hides_some:
+            return set(range(1, len(passes) + 1))
+        return set()
 
     @property
     def is_timed(self) -> bool:

@@ -168,6 +168,18 @@ def test_tables_and_columns_that_a_version_lacks(tmp_path: Path) -> None:
     assert "nsys profile --trace=cuda,nvtx" in problem(path)
 
 
+def test_kernels_that_were_traced_and_lost_are_told_from_those_not_traced(tmp_path: Path) -> None:
+    made = training(1)
+    path = write_export(tmp_path / "t.sqlite", made)
+    change(path, f"DROP TABLE {KERNEL}")
+    launched = sum(kernel.launch_ns is not None for kernel in made.kernels)
+    assert f" {launched} launches of kernels" in problem(path)
+    assert "CuptiUseRawGpuTimestamps=false" in problem(path)
+    assert "--trace" not in problem(path)
+    change(path, "UPDATE StringIds SET value = 'cudaMalloc_v3020' WHERE value LIKE 'cudaLaunch%'")
+    assert f"launched no kernel in the recorded time, in which it made {launched}" in problem(path)
+
+
 def test_names_may_be_anything(tmp_path: Path) -> None:
     path = write_export(tmp_path / "t.sqlite", Recording([Kernel("k", 5)], [Span("x", 0, 9)]))
     change(path, "UPDATE NVTX_EVENTS SET text = CAST(x'ff27000a' AS TEXT)", "DELETE FROM StringIds")

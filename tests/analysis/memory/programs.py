@@ -4,7 +4,9 @@ notes beside them.
 
 import random
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cs336.analysis.memory.notes import (
     Mark,
@@ -16,7 +18,7 @@ from cs336.analysis.memory.notes import (
     write_notes,
 )
 from cs336.config import ModelConfig
-from tests.analysis.memory.snapshots import MIB, NOTHING, Allocator, snapshot_of, write
+from tests.analysis.memory.snapshots import MIB, NOTHING, Allocator, snapshot_of, some_size, write
 
 BEFORE = -1
 MODEL = ModelConfig(
@@ -235,3 +237,118 @@ class Training:
             name = f"{('exp_avg', 'exp_avg_sq')[index % 2]} of layers.{index // 2}.ffn.w1.weight"
             self.program.see(SightingKind.OPTIMIZER_STATE, name, moment, (320, 96))
         return self.program.write(folder)
+
+
+SITE = "/opt/env/lib/python3.12/site-packages"
+INNER = (
+    ("Linear.forward", f"{SITE}/torch/nn/modules/linear.py"),
+    ("LlamaMLP.forward", f"{SITE}/transformers/models/llama/modeling_llama.py"),
+    ("Linear4bit.forward", "/opt/src/bitsandbytes/bitsandbytes/nn/modules.py"),
+    ("ParallelMLP.forward", "/workspace/Megatron-LM/megatron/core/mlp.py"),
+    ("forward", "/sgl-workspace/sglang/python/sglang/srt/layers/linear.py"),
+    ("Trainer.compute_loss", r"C:\\env\\Lib\\site-packages\\transformers\\trainer.py"),
+    ("apply", "/usr/lib/python3/dist-packages/peft/tuners/lora.py"),
+    ("call", "/tmp/torchinductor_u/ab/cabc.py"),
+    ("at::linear", "??"),
+)
+"""Calls in libraries, installed in many ways."""
+OUTER = (
+    ("Net.forward", "/home/u/net.py"),
+    ("step", "/home/u/work/run.py"),
+    ("cell", "/tmp/ipykernel_7/123.py"),
+)
+
+
+@dataclass
+class DrawnStack:
+    """A stack of calls, and its place and module as they were drawn."""
+
+    frames: list[dict[str, Any]]
+    place: str = ""
+    module: str = ""
+
+
+def draw_stack(rng: random.Random) -> DrawnStack:
+    """Libraries inside, then the program; sometimes no Python at all, as in backward."""
+    if rng.random() < 0.3:
+        return DrawnStack([{"name": "engine", "filename": "??", "line": 0}] * rng.randrange(2))
+    calls = [*rng.sample(INNER, rng.randrange(4)), *rng.sample(OUTER, rng.randrange(1, 3))]
+    frames = [
+        {"name": name, "filename": file, "line": rng.randrange(1, 99)} for name, file in calls
+    ]
+    modules = [name for name, _ in calls if name.endswith(".forward")]
+    place = next(frame for frame, call in zip(frames, calls, strict=True) if call in OUTER)
+    file = "/".join(place["filename"].split("/")[-2:])
+    module = modules[0].split(".")[0] if modules else ""
+    return DrawnStack(frames, f"{file}:{place['line']} {place['name']}", module)
+
+
+@dataclass
+class DrawnSnapshot:
+    """A snapshot of any program, with the truth beside it."""
+
+    seed: int
+    devices: list[Allocator] = field(default_factory=list)
+    stack_of: dict[int, DrawnStack] = field(default_factory=dict)
+    """By the identity of the list of frames."""
+    ranges_at: list[str] = field(default_factory=list)
+    """The ranges that are open at each event of the only device."""
+    annotations: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        self.has_times, self.has_frames = rng.random() < 0.7, rng.random() < 0.7
+        self.stacks = [draw_stack(rng) for _ in range(6)]
+        self.stack_of = {id(stack.frames): stack for stack in self.stacks}
+        is_expandable = rng.random() < 0.4
+        for device in range(rng.choice([1, 1, 2, 3])):
+            limit = rng.choice([None, 150 * MIB, 400 * MIB])
+            allocator = Allocator(limit, is_expandable, base=(device + 1) << 44)
+            self.devices.append(allocator)
+            for _ in range(rng.randrange(4)):
+                allocator.malloc(some_size(rng))
+            allocator.record()
+        for device in self.devices:
+            self._use(device, rng)
+
+    def _use(self, allocator: Allocator, rng: random.Random) -> None:
+        """Allocate and free in pools, with labels, within ranges."""
+        addresses: list[int] = []
+        names: list[str] = []
+        for _ in range(rng.randrange(20, 120)):
+            allocator.pool = rng.choice([(0, 0), (0, 0), (0, 0), (0, 1), (7, 0)])
+            allocator.metadata = rng.choice(["", "", "", "experts", "cache"])
+            frames = rng.choice(self.stacks).frames if self.has_frames else None
+            dice = rng.random()
+            if dice < 0.1:
+                self._annotate(allocator, names, rng)
+            elif dice < 0.13:
+                allocator.empty_cache(frames)
+            elif addresses and dice < 0.45:
+                allocator.free(addresses.pop(rng.randrange(len(addresses))), frames)
+            elif address := allocator.malloc(some_size(rng), frames=frames):
+                addresses.append(address)
+            assert allocator.events is not None
+            missing = len(allocator.events) - len(self.ranges_at)
+            self.ranges_at += [" > ".join(names)] * missing
+
+    def _annotate(self, allocator: Allocator, names: list[str], rng: random.Random) -> None:
+        """Open a range, or close the innermost."""
+        allocator.time_us += 1
+        is_start = not names or rng.random() < 0.5
+        if is_start:
+            names.append(rng.choice(["forward", "Optimizer.step#AdamW.step", "layer"]))
+        name = names[-1] if is_start else names.pop()
+        stage = "START" if is_start else "END"
+        entry = {"name": name, "stage": stage, "time_us": allocator.time_us, "device": 0}
+        self.annotations.append(entry)
+
+    def write(self, folder: Path) -> Path:
+        content = snapshot_of(*self.devices)
+        if len(self.devices) == 1:
+            content["external_annotations"] = self.annotations
+        if not self.has_times:
+            for trace in content["device_traces"]:
+                for event in trace:
+                    event.pop("time_us", None)
+        return write(folder / "drawn.pickle", content)

@@ -36,6 +36,7 @@ class Block:
     event: int | None = None
     """The event that allocated it, counted from the beginning of time."""
     frames: list[Any] = field(default_factory=list)
+    metadata: str = ""
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class Segment:
     size: int
     stream: int
     is_small: bool
+    pool: tuple[int, int] = (0, 0)
     blocks: list[Block] = field(default_factory=list)
 
 
@@ -77,6 +79,11 @@ class Allocator:
         self.events: list[dict[str, Any]] | None = None
         self.truth: list[Truth] = []
         self.time_us = FIRST_TIME_US
+        self.pool = (0, 0)
+        """That of the calls from now on."""
+        self.metadata = ""
+        self.failures: list[dict[tuple[tuple[int, int], bool], list[int]]] = []
+        """At each failed request, reserved and used bytes by pool and whether for small ones."""
         self._next_address = base
         self._num_events = 0
         self._counts = {"allocated": 0, "active": 0, "requested": 0, "reserved": 0}
@@ -114,11 +121,20 @@ class Allocator:
             event: dict[str, Any] = {"action": action, key: address, "size": size, "stream": stream}
             event["time_us"] = self.time_us
             event["compile_context"] = "".join(["N", "/A"])  # a new string each time, as from C++
-            event["user_metadata"] = ""
+            event["user_metadata"] = self.metadata
             if frames is not None:
                 event["frames"] = frames
             self.events.append(event)
             self.truth.append(self._now())
+
+    def _by_pool(self) -> dict[tuple[tuple[int, int], bool], list[int]]:
+        sums: dict[tuple[tuple[int, int], bool], list[int]] = {}
+        for segment in self.segments:
+            in_use = (block.size for block in segment.blocks if block.state != "inactive")
+            amounts = sums.setdefault((segment.pool, segment.is_small), [0, 0])
+            amounts[0] += segment.size
+            amounts[1] += sum(in_use)
+        return sums
 
     # the program's calls
 
@@ -133,6 +149,8 @@ class Allocator:
             block = self._new_block(size, stream, frames)
         if block is None:
             assert self.limit_bytes is not None
+            if self.events is not None:
+                self.failures.append(self._by_pool())
             self._event("oom", self.limit_bytes - self._counts["reserved"], size, stream, frames)
             return None
         remaining = block.size - size
@@ -141,6 +159,7 @@ class Allocator:
             block.size = size
             block.segment.blocks.insert(block.segment.blocks.index(block) + 1, rest)
         block.state, block.requested, block.frames = "active_allocated", requested, frames or []
+        block.metadata = self.metadata
         self.blocks[block.address] = block
         self._event(
             "alloc",
@@ -190,6 +209,8 @@ class Allocator:
         """Segments without a block in use go back to CUDA; of expandable ones, the free end."""
         for segment in list(self.segments):
             last = segment.blocks[-1]
+            if segment.pool != (0, 0):
+                continue
             if last.state != "inactive" or (len(segment.blocks) > 1 and not self.is_expandable):
                 continue
             segment.blocks.pop()
@@ -207,7 +228,8 @@ class Allocator:
         fitting = [
             block
             for segment in self.segments
-            if segment.stream == stream and segment.is_small == (size <= SMALL)
+            if (segment.stream, segment.is_small, segment.pool)
+            == (stream, size <= SMALL, self.pool)
             for block in segment.blocks
             if block.state == "inactive" and block.size >= size
         ]
@@ -226,7 +248,7 @@ class Allocator:
         )
         if not self._has_room(segment_size):
             return None
-        segment = Segment(self._next_address, segment_size, stream, is_small)
+        segment = Segment(self._next_address, segment_size, stream, is_small, self.pool)
         self._next_address += segment_size
         segment.blocks.append(Block(segment.address, segment_size, segment))
         self.segments.append(segment)
@@ -239,9 +261,11 @@ class Allocator:
         self, size: int, stream: int, is_small: bool, frames: list[Any] | None
     ) -> Block | None:
         """More memory behind the last block of the pool's only segment."""
-        of_pool = [s for s in self.segments if s.stream == stream and s.is_small == is_small]
+        wanted = (stream, is_small, self.pool)
+        of_pool = [s for s in self.segments if (s.stream, s.is_small, s.pool) == wanted]
         page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
-        segment = of_pool[0] if of_pool else Segment(self._next_address, 0, stream, is_small)
+        new = Segment(self._next_address, 0, stream, is_small, self.pool)
+        segment = of_pool[0] if of_pool else new
         spare = (
             segment.blocks[-1].size
             if segment.blocks and segment.blocks[-1].state == "inactive"
@@ -280,7 +304,7 @@ class Allocator:
                 "requested_size": sum(b.requested for b in segment.blocks if b.state != "inactive"),
                 "stream": segment.stream,
                 "segment_type": "small" if segment.is_small else "large",
-                "segment_pool_id": (0, 0),
+                "segment_pool_id": segment.pool,
                 "is_expandable": self.is_expandable,
                 "frames": [],
                 "blocks": [
@@ -290,6 +314,7 @@ class Allocator:
                         "requested_size": b.requested,
                         "state": b.state,
                         "frames": b.frames,
+                        "user_metadata": b.metadata,
                     }
                     for b in segment.blocks
                 ],

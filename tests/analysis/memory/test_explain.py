@@ -298,7 +298,8 @@ def test_the_device_of_the_notes_is_explained(tmp_path: Path) -> None:
     write_notes(replace(program.notes(), device=1), notes_path(path))
     profile = explain_memory(path)
     assert (profile.device, profile.peak.allocated_bytes) == (1, 1024)
-    assert any("Only device 1 is explained, not 0" in note for note in profile.notes)
+    assert [other.device for other in profile.other_devices] == [0]
+    assert explain_memory(path, 0).device == 0
     write_notes(replace(program.notes(), device=5), notes_path(path))
     with pytest.raises(ProfileError, match=r"device 5, .* got 0, 1"):
         explain_memory(path)

@@ -267,8 +267,8 @@ def test_memory_of_graphs_is_no_fragmentation(
         profile.idle_private_bytes,
         profile.fragmentation_bytes,
     ) == expected
-    assert any("private pools" in sentence for sentence in answer(profile)) is is_private
-    assert any("expandable_segments" in text for text in findings(profile)) is not (
+    assert any("private pools" in finding.text for finding in answer(profile)) is is_private
+    assert any("expandable_segments" in finding.text for finding in findings(profile)) is not (
         is_private or is_expandable
     )
 

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 from cs336.analysis.columns import ProfileError
-from cs336.analysis.memory.snapshot import Action, BlockState, Frame, Snapshot, read_snapshot
+from cs336.analysis.memory.snapshot import (
+    UNRECORDED,
+    Action,
+    BlockState,
+    Frame,
+    Snapshot,
+    read_snapshot,
+)
 from tests.analysis.memory.snapshots import (
     MIB,
     Allocator,
@@ -62,7 +69,9 @@ def used(seed: int, num_calls: int = 1200, **options: Any) -> Allocator:
 
 
 def frames_of(thing: Mapping[str, Any]) -> tuple[Frame, ...]:
-    return tuple(Frame(f["filename"], f["line"], f["name"]) for f in thing.get("frames") or ())
+    if thing.get("frames") is None:
+        return UNRECORDED
+    return tuple(Frame(f["filename"], f["line"], f["name"]) for f in thing["frames"])
 
 
 def check(loaded: Snapshot, content: Any) -> None:

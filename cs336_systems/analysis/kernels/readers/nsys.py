@@ -7,26 +7,24 @@ first. It opens the file read-only, and reads plain tables only, whole and witho
 
 import re
 import sqlite3
-from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
 from ....temporary import run_for_this_process, temporary_directory
 from ...columns import SQLITE_MAGIC, Ints, ProfileError, chosen, joined, read_head, what_it_is
-from .. import NsysError, find_nsys
+from .. import NsysError, find_nsys, nsys_extras
+from ..calls import ApiCallKind
+from ..known_ranges import phase_named
+from ..nsys_tables import Tables
 from ..trace import (
     ApiCalls,
     DeviceWork,
     Launches,
     Ranges,
-    Strings,
     Trace,
-    durations,
     of_names,
     with_copies_apart,
     without_call,
@@ -77,7 +75,6 @@ _AROUND_NAME = re.compile(
 """What `nsys --pytorch` puts around the name of an operator or module."""
 _CALL_OF_MODULE = "Module.__call__"
 """The range that `nsys --pytorch=functions-trace` puts around that of each module's forward."""
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 HOW_TO_RUN_NSYS = (
     "record with `nsys profile --trace=cuda,nvtx`, then export with `nsys export "
@@ -121,27 +118,13 @@ def read_export(path: Path) -> Trace:
         ) from error
 
 
-class _Export:
-    """The tables of an export, which may be missing and whose columns vary by version."""
-
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
-        self._connection = connection
-        connection.text_factory = lambda text: text.decode(errors="replace")
-        # only tables have a root page: reading a view or a virtual table would run code of the file
-        rows = connection.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0"
-        )
-        self._tables = {name for (name,) in rows}
-        self._strings = Strings(self._names("StringIds", "value"))
+class _Export(Tables):
+    """Makes the trace from the tables of an export."""
 
     def trace(self) -> Trace:
-        if not {KERNEL_TABLE, GRAPH_TABLE} & self._tables:
-            raise ProfileError(
-                self.path,
-                f"no table {KERNEL_TABLE}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}",
-            )
         api_calls = self._api_calls()
+        if not {KERNEL_TABLE, GRAPH_TABLE} & self.present:
+            raise ProfileError(self.path, self._why_no_kernels(api_calls))
         calls = Launches(api_calls)
         kernels = self._work(KERNEL_TABLE, "demangledName", calls)
         graphs = self._work(GRAPH_TABLE, "graphId", calls)
@@ -152,15 +135,35 @@ class _Export:
             copies=joined(copies, fills),
             ranges=self._ranges(last_ns=_last(kernels, graphs, copies, fills, api_calls)),
             api_calls=api_calls,
-            strings=self._strings.all,
-            device_names=tuple(dict.fromkeys(self._names("TARGET_INFO_GPU", "name").values())),
+            samples=nsys_extras.samples(self),
+            memory=nsys_extras.memory_events(self),
+            library_calls=nsys_extras.library_calls(self),
+            strings=self.strings.all,
+            device_names=tuple(dict.fromkeys(self.names("TARGET_INFO_GPU", "name").values())),
             notes=tuple(self._notes(len(graphs))),
         )
 
+    def _why_no_kernels(self, calls: ApiCalls) -> str:
+        """Why there is no kernel, as far as the calls of CUDA tell, and what to do."""
+        missing = f"no table {KERNEL_TABLE}"
+        if not len(calls):
+            return f"{missing}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}"
+        launches = int(ApiCallKind.KERNELS.among(calls.name, self.strings.all).sum())
+        if not launches:
+            return (
+                f"{missing}: the host launched no kernel in the recorded time, in which it made "
+                f"{len(calls)} calls of CUDA; record a part of the program that computes"
+            )
+        return (
+            f"{missing}, and {launches} launches of kernels: CUDA was traced, and its kernels "
+            "were lost; record again with `CuptiUseRawGpuTimestamps=false` in nsys' configuration "
+            "(NSYS_CONFIG_DIRECTIVES), or on another machine"
+        )
+
     def _notes(self, num_graphs: int) -> Iterator[str]:
-        if CALL_TABLE not in self._tables:
+        if CALL_TABLE not in self.present:
             yield f"No table {CALL_TABLE}, so no kernel's launch is known: {HOW_TO_RUN_NSYS}."
-        if RANGE_TABLE not in self._tables:
+        if RANGE_TABLE not in self.present:
             yield f"No table {RANGE_TABLE}, so there are no ranges: {HOW_TO_RUN_NSYS}."
         if num_graphs:
             yield (
@@ -169,16 +172,16 @@ class _Export:
             )
 
     def _api_calls(self) -> ApiCalls:
-        start, end, name, thread, correlation = self._ints(
+        start, end, name, thread, correlation = self.ints(
             CALL_TABLE,
             {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0},
         )
         return ApiCalls(
-            name=self._strings.column(name),
+            name=self.strings.column(name),
             process=_process(thread),
             thread=thread,
             start_ns=start,
-            duration_ns=self._durations(CALL_TABLE, start, end),
+            duration_ns=self.durations(CALL_TABLE, start, end),
             correlation=correlation,
         )
 
@@ -194,7 +197,7 @@ class _Export:
             kind_column: None,
         }
         graph_column = "graphId" if table == GRAPH_TABLE else "graphNodeId"
-        start, end, device, stream, process, correlation, kind, graph = self._ints(
+        start, end, device, stream, process, correlation, kind, graph = self.ints(
             table, needed, {graph_column: 0}
         )
         return DeviceWork(
@@ -203,7 +206,7 @@ class _Export:
             device=device,
             stream=stream,
             start_ns=start,
-            duration_ns=self._durations(table, start, end),
+            duration_ns=self.durations(table, start, end),
             is_in_graph=graph != 0,
             mark=np.full(len(start), -1, dtype=np.int64),
             group=np.full(len(start), "", dtype=np.object_),
@@ -213,53 +216,56 @@ class _Export:
     def _work_names(self, table: str, kind: Ints) -> Ints:
         """Names of the rows of a table, by the column that tells kernels or copies apart."""
         if table == KERNEL_TABLE:
-            return self._strings.column(kind)
+            return self.strings.column(kind)
         if table == COPY_TABLE:
-            labels = self._names("ENUM_CUDA_MEMCPY_OPER", "label")
+            labels = self.names("ENUM_CUDA_MEMCPY_OPER", "label")
             names = {number: f"memcpy {label}" for number, label in labels.items()}
-            return self._with_memory(self._strings.column(kind, names, "memcpy"))
-        name = self._strings.id("memset" if table == FILL_TABLE else "CUDA graph")
+            return self._with_memory(self.strings.column(kind, names, "memcpy"))
+        name = self.strings.id("memset" if table == FILL_TABLE else "CUDA graph")
         return np.full(len(kind), name, dtype=np.int64)
 
     def _with_memory(self, name: Ints) -> Ints:
         """Names of copies with the memory of both sides, as in `memcpy Host-to-Device (Pageable
         -> Device)`.
         """
-        kinds = self._names("ENUM_CUDA_MEM_KIND", "label")
-        if not kinds or not {"srcKind", "dstKind"} <= self._columns(COPY_TABLE):
+        kinds = self.names("ENUM_CUDA_MEM_KIND", "label")
+        if not kinds or not {"srcKind", "dstKind"} <= self.columns(COPY_TABLE):
             return name
-        source, target = self._ints(COPY_TABLE, {"srcKind": 0, "dstKind": 0})
+        source, target = self.ints(COPY_TABLE, {"srcKind": 0, "dstKind": 0})
         used, index = np.unique(np.stack([name, source, target]), axis=1, return_inverse=True)
-        strings, texts = self._strings.all, []
+        strings, texts = self.strings.all, []
         for copy, from_kind, to_kind in used.T.tolist():
             memory = f"{kinds.get(from_kind, '?')} -> {kinds.get(to_kind, '?')}"
             texts.append(f"{strings[copy]} ({memory})")
-        return self._strings.ids(texts)[index.reshape(-1)]
+        return self.strings.ids(texts)[index.reshape(-1)]
 
     def _ranges(self, last_ns: int) -> Ranges:
-        names = self._names("ENUM_NSYS_EVENT_TYPE", "name")
+        names = self.names("ENUM_NSYS_EVENT_TYPE", "name")
         kinds = {name: number for number, name in names.items()}
         push_pop = kinds.get("NvtxPushPopRange", PUSH_POP)
         start_end = kinds.get("NvtxStartEndRange", START_END)
-        start, end, is_open, kind, thread, key = self._ints(
+        start, end, is_open, kind, thread, key = self.ints(
             RANGE_TABLE,
             {"start": None, "end": last_ns, "end IS NULL": None, "eventType": None, "globalTid": 0},
             {"textId": NO_STRING},
         )
-        name = self._strings.column(key)
-        if RANGE_TABLE in self._tables and "text" in self._columns(RANGE_TABLE):
-            texts = self._connection.execute(f"SELECT text FROM {RANGE_TABLE} NOT INDEXED")
-            ids = [NO_STRING if text is None else self._strings.id(str(text)) for (text,) in texts]
+        name = self.strings.column(key)
+        if RANGE_TABLE in self.present and "text" in self.columns(RANGE_TABLE):
+            texts = self.connection.execute(f"SELECT text FROM {RANGE_TABLE} NOT INDEXED")
+            ids = [NO_STRING if text is None else self.strings.id(str(text)) for (text,) in texts]
             text_id = np.array(ids, dtype=np.int64)
             name = np.where(text_id >= 0, text_id, name)
-        strings = self._strings.all
+        strings = self.strings.all
 
         def plain_name(text: str) -> int:
-            return self._strings.id(_AROUND_NAME.sub("", without_call(text)))
+            named = without_call(text)
+            if phase_named(named) is None:
+                named = _AROUND_NAME.sub("", named)
+            return self.strings.id(named)
 
         name = of_names(name, strings, plain_name, np.int64)
         end = np.where(is_open != 0, np.maximum(start, last_ns), end)
-        self._durations(RANGE_TABLE, start, end)
+        self.durations(RANGE_TABLE, start, end)
         ranges = Ranges(
             name=name,
             process=_process(thread),
@@ -268,67 +274,8 @@ class _Export:
             end_ns=end,
             is_nested=kind == push_pop,
         )
-        is_wrapper = name == self._strings.id(_CALL_OF_MODULE)
+        is_wrapper = name == self.strings.id(_CALL_OF_MODULE)
         return chosen(ranges, ((kind == push_pop) | (kind == start_end)) & ~is_wrapper)
-
-    def _columns(self, table: str) -> set[str]:
-        """Names of the table's stored columns, without computed ones."""
-        return {row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")}
-
-    def _ints(
-        self, table: str, needed: Mapping[str, int | None], optional: Mapping[str, int] = _NOTHING
-    ) -> list[Ints]:
-        """Read columns of whole numbers: the `needed` ones, then the `optional` ones.
-
-        The mappings give the value that replaces NULL, and for optional columns that of a missing
-        column. A missing table has no rows. Raises ProfileError if a needed column is missing or
-        holds anything but whole numbers.
-        """
-        num_columns = len(needed) + len(optional)
-        if table not in self._tables:
-            return [np.zeros(0, dtype=np.int64)] * num_columns
-        present = self._columns(table)
-        missing = [name for name in needed if name.removesuffix(" IS NULL") not in present]
-        if missing:
-            raise ProfileError(
-                self.path,
-                f"table {table} needs columns {', '.join(needed)}, and has no "
-                f"{', '.join(missing)}: export the report again with a newer nsys",
-            )
-        columns = [_expression(name, value) for name, value in needed.items()]
-        for name, value in optional.items():
-            columns.append(_expression(name, value) if name in present else str(value))
-        # so that all queries have one order of rows
-        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
-        try:
-            flat = array("q", chain.from_iterable(self._connection.execute(query)))
-        except (TypeError, OverflowError) as error:
-            raise ProfileError(
-                self.path,
-                f"table {table} needs whole numbers in columns {', '.join((*needed, *optional))}, "
-                f"and has others ({error}): the export is damaged",
-            ) from error
-        rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
-        return list(np.ascontiguousarray(rows.T))
-
-    def _names(self, table: str, column: str) -> dict[int, str]:
-        """Names by id, from a table of names; empty if the table is missing."""
-        if table not in self._tables or not {"id", column} <= self._columns(table):
-            return {}
-        rows = self._connection.execute(f'SELECT id, "{column}" FROM {table} NOT INDEXED')
-        return {number: str(text) for number, text in rows if text is not None}
-
-    def _durations(self, table: str, start: Ints, end: Ints) -> Ints:
-        try:
-            return durations(start, end, f"rows of table {table}")
-        except ValueError as error:
-            raise ProfileError(self.path, f"{error}: the export is damaged") from error
-
-
-def _expression(column: str, if_null: int | None) -> str:
-    """The SQL for a column, or for an expression such as `end IS NULL`."""
-    quoted = f'"{column}"' if " " not in column else column
-    return quoted if if_null is None else f"IFNULL({quoted}, {if_null})"
 
 
 def _process(thread: Ints) -> Ints:

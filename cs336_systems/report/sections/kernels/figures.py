@@ -5,7 +5,7 @@ at what the file shows to be in use.
 from collections.abc import Collection
 
 from ....analysis.kernels.classes import KernelClass, is_generated
-from ....analysis.kernels.phases import LaunchPhase
+from ....analysis.kernels.phases import LaunchPhase, PhaseSource
 from ....analysis.kernels.step_profile import StepProfile, Work
 from ....analysis.remedies import Remedy, remedies
 from ...section import Finding
@@ -52,21 +52,22 @@ def us(time_s: float) -> str:
 
 
 def in_use(profile: StepProfile) -> set[Remedy]:
-    """What the file shows that the program does already."""
+    """What the file shows that the program does already, or has no use for."""
     seen = set()
     kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
     if any(is_generated(kernel.name) for kernel in kernels):
         seen.add(Remedy.COMPILE)
-    if any(kernel.kind is KernelClass.ATTENTION for kernel in kernels):
+    kinds = {kernel.kind for kernel in kernels}
+    if KernelClass.ATTENTION in kinds or KernelClass.SOFTMAX not in kinds:
         seen.add(Remedy.ATTENTION)
-    if any(kernel.kind is KernelClass.OPTIMIZER for kernel in kernels):
+    phases = {times.phase for times in profile.phases if any(times.launches)}
+    if KernelClass.OPTIMIZER in kinds or LaunchPhase.OPTIMIZER not in phases:
         seen.add(Remedy.OPTIMIZER)
     if profile.graph_share >= MIN_IN_USE:
         seen.add(Remedy.GRAPHS)
     whole_s, exposed_s = collectives_s(profile), collectives_s(profile, exposed=True)
-    trains = any(times.phase is LaunchPhase.BACKWARD for times in profile.phases)
     # without a backward there is nothing to run beside
-    if not trains or whole_s - exposed_s >= MIN_IN_USE * whole_s:
+    if LaunchPhase.BACKWARD not in phases or whole_s - exposed_s >= MIN_IN_USE * whole_s:
         seen.add(Remedy.OVERLAP)
     return seen
 
@@ -86,8 +87,9 @@ class Figures:
         # of the whole step; rows with a phase have the same launches again
         self.kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
+        self.has_backward = any(times.phase is LaunchPhase.BACKWARD for times in profile.phases)
         self.in_use: Collection[Remedy] | None = None
-        if self.on_device:
+        if self.on_device and self.config is None:  # a configuration knows better
             self.in_use = in_use(profile)
         if matters(self.copies_s, MIN_SHARE, self.step_s):
             self.time = "kernels' time"  # not all of the GPU's
@@ -118,6 +120,14 @@ class Figures:
         """
         named = remedies(self.config, *candidates, in_use=self.in_use)
         return f" ({named})" if named else ""
+
+    def where(self, phase: LaunchPhase) -> str:
+        """The name of the phase in a sentence; without ranges of it, forward is all that comes
+        before backward.
+        """
+        if phase is LaunchPhase.FORWARD and PhaseSource.THREADS in self.profile.phases_from:
+            return "forward (the time before backward)" if self.has_backward else "forward"
+        return WHERE[phase]
 
     def finding(self, code: str, text: str, cost_s: float = 0.0, **total: float) -> Finding:
         """A finding whose numbers are these totals over all steps: those that end in `_s` and in

@@ -22,6 +22,7 @@ from .entry import Explained
 from .figures import MIN_SHARE, WHERE, matters, ms, us
 from .kinds import step_kinds, wall_by_step_s
 from .limits import MIN_LATE_SHARE, Limit, Verdict, late_s, undoubted_limit
+from .recorded import activity_finding, is_full_precision, reserved_finding
 from .sums import added, collectives_s, idle, kernel_s, num_launches, path_text
 
 MIN_LARGE_SHARE = 0.25
@@ -66,10 +67,6 @@ _BOUNDS = {
     IdleCause.END_OF_STEP: ("idle time after the last kernel", None),
 }
 """What the step would be without, for each cause of idle time, and the remedy against it."""
-_FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
-"""Part of the names of fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm,
-xmma_gemm_f32f32_f32f32_f32_.
-"""
 _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
 """Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32
 and bf16.
@@ -99,8 +96,9 @@ def findings(entry: Explained) -> tuple[Finding, ...]:
     ]
     problems.sort(key=lambda problem: -problem.cost)
     of_step = [*finder.limit(), *finder.kinds(), *finder.gaps(), *finder.bounds()]
+    recorded = [*activity_finding(finder), *reserved_finding(entry.profile)]
     of_others = [Finding(code="plug-in", text=text) for text in added_findings(entry)]
-    return (*of_step, *problems, *of_others)
+    return (*of_step, *problems, *recorded, *of_others)
 
 
 def answer(entry: Explained) -> tuple[Finding, ...]:
@@ -154,7 +152,7 @@ class _Findings(Verdict):
             yield self.finding("longest kernel", text, **numbers)
         times_s = {times.phase: sum(times.kernel_s) for times in self.profile.phases}
         shares = [
-            f"{WHERE[phase]} {percent_of(time_s, self.kernel_s)}"
+            f"{self.where(phase)} {percent_of(time_s, self.kernel_s)}"
             for phase, time_s in times_s.items()
             if time_s
         ]
@@ -184,7 +182,7 @@ class _Findings(Verdict):
             times = alike[gap.phase, gap.cause]
             text = (
                 f"One idle time of {ms(gap.duration_s)} stands out among {times.count:,} of "
-                f"{us(times.median_s or 0)} (median): in step {gap.step}, {WHERE[gap.phase]}, "
+                f"{us(times.median_s or 0)} (median): in step {gap.step}, {self.where(gap.phase)}, "
                 f"between {label(gap.before) or 'the start'} and {label(gap.after) or 'the end'}; "
                 f"{doing(gap)}."
             )
@@ -202,7 +200,9 @@ class _Findings(Verdict):
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
             if gains_s[cause] >= MIN_SHARE * self.step_s > 0:
                 without_what, remedy = _BOUNDS[cause]
-                flags = self.advice(remedy) if remedy else ""
+                flags = ""
+                if remedy and self.is_of_many(cause):
+                    flags = self.advice(remedy)
                 bounds.append(f"{self.ms(gains_s[cause])} less without {without_what}{flags}")
         if not bounds:
             return
@@ -212,18 +212,30 @@ class _Findings(Verdict):
         told = {f"{cause} gain_s": gain_s for cause, gain_s in gains_s.items()}
         yield self.finding("bounds", f"{text}.", **told)
 
+    def is_of_many(self, cause: IdleCause) -> bool:
+        """Whether the idle times of this cause are many short ones, which fewer kernels would save:
+        as many of the median length are half of them all.
+        """
+        alike = [times for times in self.profile.idle if times.cause is cause]
+        if any(times.median_s is None for times in alike):
+            return True  # of an older version, which did not keep it
+        typical_s = sum(times.count * (times.median_s or 0.0) for times in alike)
+        return 2 * typical_s >= added(alike).total_s
+
     def late_phases(self) -> Iterator[Finding]:
         """Phases that the host limits, in a step that it does not limit."""
         if undoubted_limit(self.entry) is Limit.LAUNCHES:
             return
         for times in self.profile.phases:
             phase = times.phase
-            lost_s, whole_s = late_s(self.entry, phase), self.entry.span(phase).whole_s
+            span = self.entry.span(phase)
+            # an idle time may lie in an earlier phase than the kernel that ends it
+            lost_s, whole_s = min(late_s(self.entry, phase), span.idle_s), span.whole_s
             # every step starts idle, because nothing is launched yet; so it must also matter for
             # the whole step
             if lost_s >= MIN_LATE_SHARE * whole_s > 0 and lost_s >= MIN_SHARE * self.step_s:
                 text = (
-                    f"In {WHERE[phase]} the CPU is the limit: of {self.ms(whole_s)} the GPU "
+                    f"In {self.where(phase)} the CPU is the limit: of {self.ms(whole_s)} the GPU "
                     f"is idle {percent_of(lost_s, whole_s)}, because the next of its "
                     f"{self.count(num_launches(times), 'kernel')} was not launched yet."
                 )
@@ -248,9 +260,10 @@ class _Findings(Verdict):
             cause = "an .item(), a .cpu() or a print of a tensor"
             if all(call.name.endswith("DeviceSynchronize") for call in waits):
                 cause = "a torch.cuda.synchronize()"
+            times = self.count(count, "time")
             text = (
-                f"The host waits for the device in {WHERE[phase]}, {self.count(count, 'time')} a "
-                f"step ({names}{copies}): {self.ms(added(calls).total_s)} a step, after which the "
+                f"The host waits for the device in {self.where(phase)}, {times} a step "
+                f"({names}{copies}): {self.ms(added(calls).total_s)} a step, after which the "
                 f"GPU idles {self.ms(lost_s)} until the next launch. Is there {cause}?"
             )
             numbers = {"idle_s": lost_s, "wait_count": count, "wait_s": added(calls).total_s}
@@ -271,9 +284,10 @@ class _Findings(Verdict):
                     f"; the longest time, {ms(gap.duration_s)}, before {label(gap.after)}{place}: "
                     f"{doing(gap)}"
                 )
+            where = self.where(phase)
             text = (
-                f"The GPU idles {self.ms(paused_s)} before kernels of {WHERE[phase]} while the "
-                f"host makes no CUDA call{longest}."
+                f"The GPU idles {self.ms(paused_s)} before kernels of {where} while the host "
+                f"makes no CUDA call{longest}."
             )
             yield self.finding(f"pauses in {phase}", text, paused_s, idle_s=paused_s)
 
@@ -349,13 +363,7 @@ class _Findings(Verdict):
         """Products in true fp32 on a device with tensor cores that take them in TF32 or in half
         precision.
         """
-        kernels = [
-            kernel
-            for kernel in self.kernels
-            if kernel.kind is KernelClass.MATMUL
-            and _FULL_PRECISION.search(kernel.name)
-            and "tf32" not in kernel.name
-        ]
+        kernels = [kernel for kernel in self.kernels if is_full_precision(kernel)]
         full_s, faster = added(kernels).total_s, self.faster(kernels)
         whole_s = self.kernel_s
         if self.profile.copies:
@@ -406,8 +414,9 @@ class _Findings(Verdict):
         moving_s = added(times for times in classes if times.kind in _MOVING).total_s
         whole_s = added(classes).total_s
         if matters(moving_s, MIN_LARGE_SHARE, whole_s):
+            where = " and ".join(dict.fromkeys(str(times.phase) for times in classes))
             text = (
-                f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.time}, "
+                f"In {where}, {percent_of(moving_s, whole_s)} of the {self.time}, "
                 f"{self.ms(moving_s)}, goes to element-wise work, norms, sums and copies, which "
                 f"move values more than they compute{self.advice(Remedy.COMPILE)}."
             )
@@ -422,9 +431,12 @@ def doing(gap: Gap) -> str:
             "the GPU, a migrated page, or lost events may be)"
         )
     inside = f", in {label(gap.host_range)}" if gap.host_range else ""
-    # a pause is what passes outside of calls
+    # a pause is what passes outside of calls of CUDA
+    call = gap.library_call
     if gap.host_call and gap.cause is not IdleCause.HOST_PAUSE:
-        return f"the host was in {label(gap.host_call)}{inside}"
+        call = gap.host_call
+    if call:
+        return f"the host was in {label(call)}{inside}"
     if inside:
         return f"the host was{inside.replace(',', '', 1)}"
     return "what the host did is not in the file"

@@ -41,7 +41,7 @@ def step_kinds(profile: StepProfile) -> list[StepKind]:
     """The kinds of steps, that of most steps first; none where all steps are alike."""
     by_name: dict[str, list[int]] = {}
     for step, label in enumerate(profile.step_labels):
-        by_name.setdefault(label.kind or "other", []).append(step)
+        by_name.setdefault(label.kind or "of no known kind", []).append(step)
     kinds = []
     for name, steps in sorted(by_name.items(), key=lambda item: -len(item[1])):
         labels = tuple(profile.step_labels[step] for step in steps)

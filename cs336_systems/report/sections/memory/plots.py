@@ -44,7 +44,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     """
     timeline, peak = profile.timeline, by_category(profile.peak)
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
-    by_time = np.array(timeline.num_bytes, np.int64).reshape(-1, len(timeline.time_s))
+    by_time = np.array(timeline.num_bytes, np.int64).reshape(-1, len(timeline.reserved_bytes))
     allocated_bytes = by_time.sum(axis=0)
     highest_bytes = max(
         profile.peak.allocated_bytes, int(allocated_bytes.max()), *timeline.reserved_bytes
@@ -61,14 +61,14 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     )
     panel, unit = figure.subplots(), unit_for(highest_bytes)
     _draw_areas(panel, profile, unit)
-    panel.set_xlim(0, _x(profile, _end_s(profile)) or 1)
+    panel.set_xlim(0, _end(profile) or 1)
     panel.set_ylim(0, HEADROOM * highest_bytes / unit.num_bytes or 1.0)
     panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
     draw.style(panel)
     for moment in profile.boundaries:
         dashes = "solid" if moment.phase == START else (0, (3, 2))
         panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
-    if failure := profile.work.first_failure:
+    if (failure := profile.work.first_failure) and timeline.time_s:
         panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
     panel.plot(
         int(allocated_bytes.argmax()),
@@ -96,7 +96,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
 def _draw_areas(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     """Draw what each category holds, stacked, and as a line what is reserved."""
     timeline = profile.timeline
-    x = np.arange(len(timeline.time_s))
+    x = np.arange(len(timeline.reserved_bytes))
     rows = dict(zip(timeline.categories, timeline.num_bytes, strict=True))
     present = [category for category, values in rows.items() if any(values)]
     if present:
@@ -112,21 +112,26 @@ def _draw_areas(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
     panel.plot(x, reserved, drawstyle="steps-post", **RESERVED)
 
 
-def _x(profile: MemoryProfile, time_s: float) -> int:
-    """Place of a time on the x axis: the number of the first point that is not before it, or
-    else of the last.
+def _x(profile: MemoryProfile, time_s: float | None) -> int:
+    """Place of a time on the x axis: the number of the first point that is not before it; that of
+    the last point if there is none, or if the file has no times.
     """
-    return min(bisect_left(profile.timeline.time_s, time_s), len(profile.timeline.time_s) - 1)
+    last = len(profile.timeline.reserved_bytes) - 1
+    if time_s is None:
+        return last
+    return min(bisect_left(profile.timeline.time_s, time_s), last)
 
 
-def _end_s(profile: MemoryProfile) -> float:
-    """When the last step, the peak and the failed request are over: what is freed later belongs
+def _end(profile: MemoryProfile) -> int:
+    """Where the last step, the peak and the failed request are over: what is freed later belongs
     to no step.
     """
     if not profile.phases:
-        return profile.timeline.time_s[-1]
-    failure = profile.work.first_failure
-    return max(profile.phases[-1].end_s, profile.peak.time_s, failure.time_s if failure else 0.0)
+        return _x(profile, None)
+    times_s = [profile.phases[-1].end_s, profile.peak.time_s]
+    if failure := profile.work.first_failure:
+        times_s.append(failure.time_s)
+    return max(_x(profile, time_s) for time_s in times_s)
 
 
 def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
@@ -134,11 +139,15 @@ def _mark_times(panel: Axes, profile: MemoryProfile) -> None:
     phases at even distances.
     """
     last = panel.get_xlim()[1]
-    known_s = [
+    if not profile.timeline.time_s:
+        panel.set_xticks([])
+        panel.set_xlabel("all allocations and frees, equally far apart", fontsize=9)
+        return
+    marked = [
         *(moment.time_s for moment in profile.boundaries),
         *(phase.end_s for phase in profile.phases),
     ]
-    times = {_x(profile, time_s): time_s for time_s in known_s}
+    times = {_x(profile, time_s): time_s for time_s in marked if time_s is not None}
     if not times:
         points_s = profile.timeline.time_s
         times = {x: points_s[x] for x in np.linspace(0, len(points_s) - 1, 6, dtype=int)}

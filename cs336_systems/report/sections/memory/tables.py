@@ -231,7 +231,7 @@ def _moments(profile: MemoryProfile) -> Iterator[Row]:
             **_category_values(moment),
             "is_shown": moment.step == last,
             "moment": name if moment.phase else "unknown",
-            "time_ms": moment.time_s * 1e3,
+            "time_ms": None if moment.time_s is None else moment.time_s * 1e3,
             "difference_bytes": difference_bytes(moment),
             "requested_bytes": moment.requested_bytes,
             "phase_peak_bytes": peaks.get((moment.step, moment.phase)),
@@ -306,7 +306,12 @@ def _tensor(tensor: LikeAllocations | SavedTensor) -> Row:
 def _origin_columns() -> list[Column]:
     """What an allocation was for, and the code that made it."""
     return columns_of(
-        "category", column("phase", write=label, drop_order=9), "name", "shape_and_type", "place"
+        "category",
+        column("phase", write=label, drop_order=9),
+        "name",
+        "shape_and_type",
+        "place",
+        Column("module", key="module", numeric=False, write=label),
     )
 
 
@@ -385,8 +390,8 @@ def tables_of_one(profile: MemoryProfile, top: int) -> list[Table]:
     """Tables for a terminal on a single snapshot, without what `answer` says: further findings,
     then the details.
     """
-    said, alone = set(answer(profile)), [MemoryEntry(profile=profile)]
-    further = findings_table([text for text in findings(profile) if text not in said])
+    said, alone = answer(profile), [MemoryEntry(profile=profile)]
+    further = findings_table([finding for finding in findings(profile) if finding not in said])
     sections = [boundaries(alone), largest(alone, top), blocks(profile)]
     sections += added_sections(MemoryEntry, alone)
     tables = [further, *(table for section in sections for table in section.tables)]

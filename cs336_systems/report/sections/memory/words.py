@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ....analysis.memory.profile import FailedRequest, MemoryProfile, Moment, Place
+from ....analysis.memory.profile import FailedRequest, LikeAllocations, MemoryProfile, Moment, Place
 from ....text import counted
 from ...columns import Column, column
 from ...words import GIB, MIB, label, significant
@@ -72,10 +72,18 @@ def about(profile: MemoryProfile) -> str:
 
 
 def when(moment: Moment | FailedRequest) -> str:
-    """The moment for a sentence: `15.0 ms after the first event, in backward of step 0`."""
-    where = f", in {label(moment.phase)}" if moment.phase else ""
-    step = f"{' of' if moment.phase else ', in'} step {moment.step}" if moment.step >= 0 else ""
-    return f"{moment_ms(moment.time_s)} ms after the first event{where}{step}"
+    """The moment for a sentence: `15.0 ms after the first event, in backward of step 0`; empty if
+    nothing is known of it.
+    """
+    parts = []
+    if moment.time_s is not None:
+        parts.append(f"{moment_ms(moment.time_s)} ms after the first event")
+    step = f"step {moment.step}" if moment.step >= 0 else ""
+    if place := " of ".join(part for part in (label(moment.phase), step) if part):
+        parts.append(f"in {place}")
+    if moment.ranges:
+        parts.append(f"in the range {label(moment.ranges)}")
+    return ", ".join(parts)
 
 
 def moment_ms(time_s: float) -> str:
@@ -102,6 +110,12 @@ def check_words(moments: Iterable[Moment]) -> str:
 def shape_text(shape: tuple[int, ...], dtype: str) -> str:
     """Shape and data type as far as they are known: `4 x 512 x 768 float32`."""
     return " ".join(part for part in (" x ".join(map(str, shape)), label(dtype)) if part)
+
+
+def made_at(allocation: LikeAllocations | FailedRequest) -> str:
+    """The innermost place and module, as far as they are known."""
+    place, module = innermost(allocation.places), label(allocation.module)
+    return " in ".join(part for part in (place, module) if part)
 
 
 def innermost(places: Sequence[Place]) -> str:

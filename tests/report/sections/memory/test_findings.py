@@ -20,8 +20,12 @@ from tests.report.sections.memory.profiles import (
 )
 
 
+def texts(profile):
+    return [finding.text for finding in findings(profile)]
+
+
 def said(profile):
-    return " ".join(findings(profile))
+    return " ".join(texts(profile))
 
 
 def first_steps():
@@ -66,20 +70,23 @@ def test_out_of_memory_comes_first_with_what_was_asked_and_free() -> None:
     """PyTorch has 370 MiB that no block uses: with 120 free that would do for 300, with 179 less
     of its own not.
     """
-    first = findings(make_oom())[0]
+    first = findings(make_oom())[0].text
     told = (
-        "Out of memory 2 times, first 35.0 ms after the first event, in forward of step 1, at "
-        "cs336_systems/model.py:77 softmax, after 1,999 of 2,100 events: 300.0 MiB were asked for "
-        "and 120.0 MiB were free on the device."
+        "GPU 0 ran out of memory 2 times, first 35.0 ms after the first event, in forward of step "
+        "1, at cs336_systems/model.py:77 softmax, after 1,999 of 2,100 events: 300.0 MiB were "
+        "asked for and 120.0 MiB were free on the device."
     )
     assert first.startswith(
-        f"{told} PyTorch itself held 370.0 MiB that no block used then, in pieces: PYTORCH_CUDA"
+        f"{told} 180.0 MiB more would have been enough. PyTorch itself held 370.0 MiB that no "
+        "block used then, in pieces: PYTORCH_CUDA"
     )
     work = make_oom().work
     full = replace(
         work, out_of_memory=1, first_failure=replace(work.first_failure, reserved_bytes=709 * MIB)
     )
-    assert findings(make_oom(work=full))[0] == told.replace("2 times, first", "once,")
+    assert findings(make_oom(work=full))[0].text == (
+        told.replace("2 times, first", "1 time,") + " 180.0 MiB more would have been enough."
+    )
 
 
 @pytest.mark.parametrize(("reserved", "told"), [(1030, False), (1040, True)])
@@ -104,12 +111,13 @@ def test_what_is_held_until_later_has_its_places() -> None:
         peak=make_moment("", 5, 2000, -1, counted=False, held=600, later=900),
         at_peak=(later(400, line), later(200, other), later(200, line), later(100), make_like(50)),
     )
-    (text,) = [
-        text for text in findings(profile) if text.startswith("900.0 MiB of the peak, 60.0 %")
-    ]
+    (text,) = [text for text in texts(profile) if text.startswith("900.0 MiB of the peak, 60.0 %")]
     places = ("cs336_systems/model.py:77 softmax", "lm/model.py:3 forward")
     assert f"(600.0 MiB at {places[0]}, 200.0 MiB at {places[1]})" in text
-    assert not [text for text in findings(make_memory()) if "autograd" in text], (
+    assert "not seen what they are" in text
+    seen = said(replace(profile, backward_bytes=300 * MIB))
+    assert "300.0 MiB of it stayed while threads without Python code" in seen
+    assert not [text for text in texts(make_memory()) if "autograd" in text], (
         "what has notes is told by them"
     )
 
@@ -168,23 +176,28 @@ def test_each_loss_is_named(changes: dict, text: str) -> None:
 
 
 def test_what_nothing_is_known_of_is_told() -> None:
-    """1,000 of 1,500 MiB; where parameters are known, it is none of them."""
+    """1,000 of 1,500 MiB, of which 4 x 100 are as many and as large as gradients."""
     held = "1,000.0 MiB of the peak, 66.7 %, were there before the recording and after it"
-    assert f"{held}: most likely parameters and the optimizer's state." in said(make_bare())
-    state = make_moment("", 6, 2000, step=-1, counted=False, held=1000, optimizer_state=500)
-    assert f"{held}: most likely parameters." in said(make_bare(peak=state))
-    sighted = make_moment("forward", 6, 2000, parameters=500, held=1000)
-    assert f"{held}, and nothing says what they are: most likely workspaces of libraries." in said(
-        make_memory(peak=sighted)
+    assert f"{held}: not seen what they are." in said(make_bare())
+    alike = (
+        make_like(100, 5, 5, Category.HELD),
+        make_like(500, 1, 1, Category.HELD),
+        make_like(100, 4, 4, Category.GRADIENTS),
     )
+    told = f"{held}: 400.0 MiB of it as large as the gradients, so most likely parameters."
+    assert told in said(make_bare(at_peak=alike))
+    more = (*alike, make_like(7, category=Category.GRADIENTS))
+    assert f"{held}: not seen what they are." in said(make_bare(at_peak=more))
+    sighted = make_moment("forward", 6, 2000, parameters=500, held=1000)
+    assert f"{held}: not seen what they are." in said(make_memory(peak=sighted))
 
 
 def test_the_answer_is_the_peak_its_largest_parts_and_what_was_reserved() -> None:
     """Of make_memory at the peak: 20 x 10 of the optimizer, 10 x 20 of softmax, 50 of the
     logits; 900 - 780 unused.
     """
-    peak, parts, reserved = answer(make_memory())
-    assert peak == findings(make_memory())[0]
+    peak, parts, reserved = (finding.text for finding in answer(make_memory()))
+    assert peak == texts(make_memory())[0]
     names = ("200.0 MiB layers.*.ffn.w1.weight", "200.0 MiB block.*", "50.00 MiB lm_head")
     assert all(part in parts for part in names)
     assert "900.0 MiB at most; at the peak 120.0 MiB" in reserved

@@ -1,6 +1,7 @@
 """Pictures of hand-made memory profiles (see profiles.py): what is drawn is what there was."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -141,3 +142,12 @@ def test_everyone_tells_the_categories_apart(sight: str) -> None:
     assert set(charts.CATEGORY_COLOURS) == set(Category)
     for one, other in itertools.combinations(charts.CATEGORY_COLOURS.values(), 2):
         assert np.linalg.norm(lab(one, sight) - lab(other, sight)) > 12  # about 2 is just seen
+
+
+def test_a_file_without_times_is_drawn_without_them() -> None:
+    profile = make_bare()
+    peak = replace(profile.peak, time_s=None)
+    timeline = replace(profile.timeline, time_s=())
+    (panel,) = draw_memory(replace(profile, peak=peak, timeline=timeline)).axes
+    assert not panel.get_xticklabels()
+    assert panel.get_xlim()[1] == len(timeline.reserved_bytes) - 1

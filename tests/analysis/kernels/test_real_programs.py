@@ -1,0 +1,79 @@
+"""What is said of real programs, against what they counted and what the host's clock showed."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cs336.analysis.kernels.explain import explain  # noqa: E402
+from cs336.analysis.kernels.step_profile import StepProfile  # noqa: E402
+from tests.analysis.kernels.drawn_plans import STYLES, Part  # noqa: E402
+from tests.analysis.kernels.real_programs import RealPlan, RealTruth, draw_real, run_real  # noqa: E402
+from tests.analysis.kernels.tracing import ns  # noqa: E402
+
+PROGRAMS = 60
+CLOCK_NS = 50_000
+"""How far the profiler's clock and Python's may differ over a step: PyTorch measures the rate of
+the processor's counter anew in each session.
+"""
+CLOCK_SHARE = 0.001
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Other threads would only wait for each other in matrices as small as these."""
+    torch.set_num_threads(1)
+
+
+ACTIVATION = re.compile(r"^aten::gelu(_backward)?$|Gelu(Backward)?CUDAKernelImpl")
+
+
+def activations(profile: StepProfile) -> Counter[str]:
+    """Calls of GELU and of its backward by phase, over the steps of the profile."""
+    counts: Counter[str] = Counter()
+    for row in profile.kernels:
+        if row.phase is not None and ACTIVATION.search(row.name):
+            counts[row.phase.value] += row.count
+    return counts
+
+
+def check(profile: StepProfile, plan: RealPlan, truth: RealTruth) -> None:
+    """Nothing that is said of the program is false."""
+    if profile.is_whole_trace:
+        assert Part.STEP not in STYLES[plan.style] or plan.style == "iteration"
+        assert not plan.counts_steps
+    else:
+        assert profile.num_steps == plan.steps
+    said = activations(profile)
+    unseen = said.pop("unattributed", 0)
+    for phase, count in truth.activations.items():
+        assert said[phase] <= count
+    assert sum(said.values()) + unseen == sum(truth.activations.values())
+    assert set(said) <= set(truth.activations)
+    assert profile.passes_per_step in (None, plan.micro_batches)
+    check_times(profile, plan, truth)
+
+
+def check_times(profile: StepProfile, plan: RealPlan, truth: RealTruth) -> None:
+    """Steps last as long as the clock around their ranges; the loader as long as it slept."""
+    clock = truth.clocks.get("range") if "step" in profile.steps_from else None
+    if "ProfilerStep" in profile.steps_from:
+        clock = truth.clocks["ProfilerStep"]
+    # the first of the profiler's own steps begins with the start of the recording
+    said = [ns(time) for time in profile.step_s][-len(clock or []) :] if clock else []
+    for time_ns, (inner, outer) in zip(said, clock or [], strict=True):
+        slack = CLOCK_NS + CLOCK_SHARE * outer
+        assert inner - slack <= time_ns <= outer + slack
+    if plan.loads and plan.slept_s and not profile.is_whole_trace:
+        waited = [phase.host_s for phase in profile.phases if phase.phase.value == "data"]
+        assert sum(sum(times) for times in waited) * 1e9 >= truth.slept_ns * 0.99
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_nothing_false_is_said_of_a_real_program(seed: int, tmp_path: Path) -> None:
+    plan = draw_real(seed)
+    truth = run_real(plan, tmp_path / "trace.json")
+    check(explain(tmp_path / "trace.json"), plan, truth)

@@ -1,0 +1,154 @@
+"""What is said of drawn snapshots. Oracles: the allocator's own counts, a walk over its events."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336.analysis.memory.explain import explain_memory
+from cs336.analysis.memory.profile import MemoryProfile
+from cs336.report.sections.memory.findings import answer, findings
+from tests.analysis.memory.programs import DrawnSnapshot, DrawnStack
+from tests.analysis.memory.snapshots import MIB, Allocator
+
+NUM_DRAWS, NUM_TESTS = 300, 6
+
+
+def peak_bytes(allocator: Allocator) -> int:
+    return max(truth.allocated for truth in allocator.truth)
+
+
+def num_failures(allocator: Allocator) -> int:
+    return sum(event["action"] == "oom" for event in allocator.events or [])
+
+
+def chosen_device(drawn: DrawnSnapshot) -> set[int]:
+    """The devices that ran out, else the fullest ones; of several that ran out the fullest."""
+    devices = range(len(drawn.devices))
+    ran_out = [device for device in devices if num_failures(drawn.devices[device])]
+    peaks = {device: peak_bytes(drawn.devices[device]) for device in ran_out or devices}
+    return {device for device, peak in peaks.items() if peak == max(peaks.values())}
+
+
+def from_driver(requested: int, is_expandable: bool) -> int:
+    """As c10/cuda/CUDACachingAllocator.cpp asks the driver, or maps pages."""
+    if requested <= MIB:
+        return 2 * MIB
+    if is_expandable:
+        return -(-requested // (20 * MIB)) * 20 * MIB
+    return 20 * MIB if requested < 10 * MIB else -(-requested // (2 * MIB)) * 2 * MIB
+
+
+def check_failure(profile: MemoryProfile, allocator: Allocator, numbers: Any) -> None:
+    """The first failed request, and what was reserved in which pool."""
+    events = allocator.events or []
+    first = next(row for row, event in enumerate(events) if event["action"] == "oom")
+    event, truth = events[first], allocator.truth[first]
+    assert numbers["out_of_memory"] == num_failures(allocator)
+    assert numbers["event"] == first
+    assert (numbers["requested_bytes"], numbers["free_bytes"]) == (
+        event["size"],
+        event["device_free"],
+    )
+    needed = from_driver(event["size"], allocator.is_expandable)
+    assert numbers["short_bytes"] == max(needed - event["device_free"], 0)
+    assert numbers["reserved_bytes"] == truth.reserved
+    failure = profile.work.first_failure
+    assert failure is not None
+    assert sum(pool.reserved_bytes for pool in failure.pools) == truth.reserved
+    assert sum(pool.used_bytes for pool in failure.pools) == truth.active
+    seen: dict[tuple[bool, bool], list[int]] = {}
+    for pool in failure.pools:
+        if pool.pool is not None:
+            assert pool.is_small is not None
+            assert pool.is_expandable is allocator.is_expandable
+            amounts = seen.setdefault((pool.pool > 0, pool.is_small), [0, 0])
+            amounts[0] += pool.reserved_bytes
+            amounts[1] += pool.used_bytes
+    real: dict[tuple[bool, bool], list[int]] = {}
+    for ((graph, number), is_small), (reserved, used) in allocator.failures[0].items():
+        amounts = real.setdefault((bool(graph or number), is_small), [0, 0])
+        amounts[0] += reserved
+        amounts[1] += used
+    is_exact = all(pool.pool is not None for pool in failure.pools)
+    for kind, (reserved, _) in seen.items():
+        assert reserved <= real[kind][0]
+    if is_exact:
+        assert seen == {kind: amounts for kind, amounts in real.items() if any(amounts)}
+    idle = sum(reserved - used for (private, _), (reserved, used) in real.items() if private)
+    assert numbers["idle_private_bytes"] == idle, "private pools are kept"
+
+
+def largest(drawn: DrawnSnapshot, allocator: Allocator) -> Counter[str]:
+    """At the peak, bytes by label, else by place and module."""
+    events = allocator.events or []
+    peak = [truth.allocated for truth in allocator.truth].index(peak_bytes(allocator))
+    size_of = {address: size for address, size, _ in allocator.truth[peak].in_use}
+    made: dict[int, str] = {}
+    for event in events[:peak]:
+        if event["action"] == "alloc":
+            stack = drawn.stack_of.get(id(event.get("frames")), DrawnStack([]))
+            where = " in ".join(part for part in (stack.place, stack.module) if part)
+            made[event["addr"]] = event["user_metadata"] or (f"made at {where}" if where else "")
+        elif event["action"] == "free_requested":
+            made.pop(event["addr"], None)
+    bytes_of = Counter[str]()
+    for address, name in made.items():
+        bytes_of[name] += size_of[address]
+    return bytes_of
+
+
+def check(seed: int, folder: Path) -> Counter[str]:
+    """Compare all that is said of a drawn snapshot; the codes of what was said."""
+    drawn = DrawnSnapshot(seed)
+    path = drawn.write(folder)
+    profile = explain_memory(path)
+    assert profile.device in chosen_device(drawn)
+    allocator = drawn.devices[profile.device]
+    peak = profile.peak
+    assert peak.allocated_bytes == peak_bytes(allocator)
+    assert sum(part.num_bytes for part in peak.categories) == peak.allocated_bytes
+    assert profile.peak_reserved_bytes == max(truth.reserved for truth in allocator.truth)
+    assert (peak.time_s is not None) == drawn.has_times or not allocator.events
+    moment = [truth.allocated for truth in allocator.truth].index(peak.allocated_bytes)
+    if drawn.has_times and len(drawn.devices) == 1 and moment:
+        assert peak.ranges == drawn.ranges_at[moment - 1]
+    elif len(drawn.devices) > 1 or not drawn.has_times:
+        assert not peak.ranges
+    said = [*dict.fromkeys((finding.code, finding.text) for finding in answer(profile))]
+    for finding in {f.text: f for f in (*answer(profile), *findings(profile))}.values():
+        said.append((finding.code, finding.text))
+        numbers = finding.numbers
+        if finding.code == "out of memory":
+            check_failure(profile, allocator, numbers)
+        elif finding.code == "other device":
+            other = drawn.devices[int(numbers["device"])]
+            assert numbers["peak_bytes"] == peak_bytes(other)
+            assert numbers["out_of_memory"] == num_failures(other)
+        elif finding.code == "largest":
+            truth = largest(drawn, allocator)
+            for name, num_bytes in numbers.items():
+                if name.startswith("made at"):
+                    assert num_bytes == truth[name], name
+                else:
+                    assert num_bytes <= truth[name.partition(" (")[0]], name
+        if not drawn.has_times:
+            assert "after the first event" not in finding.text
+        if not drawn.has_frames:
+            assert "most likely" not in finding.text
+            assert "made at" not in finding.text
+    assert ("out of memory" in dict(said)) == bool(num_failures(allocator))
+    for device in range(len(drawn.devices)):
+        assert explain_memory(path, device).peak.allocated_bytes == peak_bytes(
+            drawn.devices[device]
+        )
+    return Counter(code for code, _ in said)
+
+
+@pytest.mark.parametrize("part", range(NUM_TESTS))
+def test_nothing_false_is_said_of_drawn_snapshots(part: int, tmp_path: Path) -> None:
+    codes = Counter[str]()
+    for seed in range(part, NUM_DRAWS, NUM_TESTS):
+        codes += check(seed, tmp_path)
+    assert {"out of memory", "other device", "largest", "peak", "reserved"} <= {*codes}
