@@ -49,6 +49,8 @@ class FileArguments(OutputArguments):
 
     NEEDED: ClassVar[str]
     """What the file must be, in words."""
+    TAKES_DIRECTORY: ClassVar[bool] = False
+    """Whether a directory of files is taken too."""
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """What a profiler or PyTorch wrote, as said above."""
     top: int = 10
@@ -70,10 +72,14 @@ class KernelsArguments(FileArguments):
     (.json, .json.gz), or what this command or a sweep has kept of one (profile.json,
     kernels/*.json). A kernel belongs to the phase in which it was launched, by whatever thread. A
     trace of a CPU has operators in the place of kernels. Of a run on several ranks, traces beside
-    FILE are read too (rank1_FILE, ...).
+    FILE are read too (rank1_FILE, ...). FILE may be a directory with the traces of all ranks of one
+    run, whatever their names.
     """
 
-    NEEDED = "a report of nsys, its SQLite export, or a trace of torch.profiler"
+    NEEDED = (
+        "a report of nsys, its SQLite export, a trace of torch.profiler, or a directory of these"
+    )
+    TAKES_DIRECTORY = True
     record: Annotated[
         Path | None, unset("JSON", "the run's own, if FILE is one of benchmark_sweep.py's")
     ] = None
@@ -99,7 +105,7 @@ class KernelsArguments(FileArguments):
         config = None if record is None else record.config
         rules = None if self.rules is None else read_rules(self.rules)
         try:
-            profile = read_profile(self.file)
+            profile = None if self.file.is_dir() else read_profile(self.file)
             if profile is None:
                 profile = explain(self.file, config, self.ranges, rules)
             elif rules is not None:
@@ -193,7 +199,8 @@ def run(arguments: FileArguments) -> int:
     """Read, explain, print, and write where asked."""
     if arguments.top < 1:
         raise UsageError(f"--top must be at least 1, got {arguments.top}")
-    existing(arguments.file, arguments.NEEDED)
+    if not (arguments.TAKES_DIRECTORY and arguments.file.is_dir()):
+        existing(arguments.file, arguments.NEEDED)
     from ..report.progress import StatusLine
 
     with StatusLine() as status:

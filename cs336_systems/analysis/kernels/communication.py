@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,15 @@ def files_of_others(path: Path) -> dict[int, Path]:
         if name and name[2] == path.name and beside.is_file():
             others[int(name[1])] = beside
     return dict(sorted(others.items()))
+
+
+def missing_ranks(num_ranks: int, world_size: int) -> str:
+    """The sentence about ranks whose traces are not there."""
+    are = "This is 1" if num_ranks == 1 else f"These are {num_ranks}"
+    return (
+        f"{are} of {world_size} ranks: waiting for the others cannot be told from sending, and "
+        "both are in the time of communication."
+    )
 
 
 def without_rank(name: str) -> str:
@@ -210,16 +220,35 @@ def _waited(ranks: Sequence[Sequence[Jobs]]) -> list[tuple[float, ...]] | None:
     """For each rank, how long it waited for others in each step; None if ranks ran different
     collectives, or none.
     """
-    num_collectives = [list(map(len, steps)) for steps in ranks]
-    is_same = all(counts == num_collectives[0] for counts in num_collectives)
-    if not is_same or not any(num_collectives[0]):
+    if len(set(map(len, ranks))) > 1 or not any(map(len, chain.from_iterable(ranks))):
         return None
     waited_s: list[tuple[float, ...]] = []
     for step in zip(*ranks, strict=True):
-        kinds = np.stack([collectives.collective for collectives in step])
-        if (kinds != kinds[0]).any():
+        waits_ns = _waits_in_step(step)
+        if waits_ns is None:
             return None
-        durations = np.stack([collectives.duration_ns for collectives in step])
-        waits_ns = (durations - durations.min(axis=0)).sum(axis=1)
         waited_s.append(tuple((waits_ns / 1e9).tolist()))
     return list(zip(*waited_s, strict=True))
+
+
+def _waits_in_step(ranks: Sequence[Jobs]) -> Ints | None:
+    """How long each rank waited in a step; None if the ranks of a group ran different collectives
+    in it, or a group's other ranks are not here.
+
+    The clocks of ranks differ, so that only durations are compared. The ranks of a process group
+    run its collectives in one order, while those of different groups may change places.
+    """
+    waits_ns = np.zeros(len(ranks), dtype=np.int64)
+    members: dict[str, list[tuple[int, Jobs]]] = {}
+    for number, collectives in enumerate(ranks):
+        for group in dict.fromkeys(collectives.group):
+            of_group = chosen(collectives, collectives.group == group)
+            members.setdefault(group, []).append((number, of_group))
+    for group in members.values():
+        numbers = [number for number, _ in group]
+        kinds = [collectives.collective.tolist() for _, collectives in group]
+        if len(group) == 1 or any(kind != kinds[0] for kind in kinds):
+            return None
+        durations = np.stack([collectives.duration_ns for _, collectives in group])
+        waits_ns[numbers] += (durations - durations.min(axis=0)).sum(axis=1)
+    return waits_ns

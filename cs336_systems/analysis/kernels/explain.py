@@ -29,6 +29,7 @@ from .phase_ranges import check_names
 from .phases import CODES, LaunchPhase
 from .places import place_times
 from .readers import read_trace
+from .run_files import files_of_run
 from .trace import Trace, Union
 
 
@@ -187,7 +188,8 @@ def explain(
     phases: PhaseNames | None = None,
     rules: KernelRules | None = None,
 ) -> step_profile.StepProfile:
-    """Explain the profile at `path`; with the run's `config`, attention has its FLOPs too.
+    """Explain the profile at `path`, or all ranks of the run in a directory; with the run's
+    `config`, attention has its FLOPs too.
 
     `rules` decide on the classes of kernels before those of plug-ins and of this program. Of a run
     on several ranks, the profile is of the first, with the times of all. Raises ProfileError for a
@@ -198,19 +200,18 @@ def explain(
     # an own model's shape is not that of the configuration
     is_of_config = config is not None and config.model_factory is None
     profiles, collectives = [], []
+    world_size = 1 if config is None else config.ranks
     for rank, trace in _traces(path):
         check_names(trace, phases or PhaseNames())
         attribution = attribute(trace, phases)
-        source = inert_line(path.name)  # a name may hold what no UTF-8 has
+        source = inert_line(path.resolve().name)  # a name may hold what no UTF-8 has
         profile = summarise(attribution, source=source, config=config if is_of_config else None)
         profiles.append((rank, profile))
         collectives.append(communication.collectives_of(attribution))
+        world_size = max(world_size, trace.world_size or 1)
     rank, first = profiles[0]
-    is_of_one = communication.without_rank(path.name) != path.name  # chosen by its user
-    if config is not None and len(profiles) < config.ranks and not is_of_one:
-        explained = dict(profiles)
-        missing = [str(number) for number in range(config.ranks) if number not in explained]
-        note = f"There is no trace of rank {', '.join(missing)} of {config.ranks}."
+    if len(profiles) < world_size:
+        note = communication.missing_ranks(len(profiles), world_size)
         first = replace(first, notes=(*first.notes, note))
     if len(profiles) == 1:
         return first
@@ -219,6 +220,13 @@ def explain(
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
     """Each rank and its trace, one after the other; the first alone if there are no others."""
+    if path.is_dir():
+        files = files_of_run(path)
+        if len(files) > 1:
+            for rank, file in files.items():
+                yield rank or 0, read_trace(file)
+            return
+        (path,) = files.values()
     traces = communication.by_rank(read_trace(path))
     is_alone = len(traces) == 1
     yield from traces.items()

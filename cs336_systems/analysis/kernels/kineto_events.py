@@ -73,6 +73,15 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     collective: Any = msgspec.field(default=None, name="Collective name")
     task_type: Any = msgspec.field(default=None, name="Task Type")
     """What ran the event, in traces of Ascend NPUs."""
+    group_name: Any = msgspec.field(default=None, name="Process Group Name")
+    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+
+    @property
+    def group(self) -> str:
+        """The process group of a collective; groups of different ranks may have one name."""
+        if self.group_name is None:
+            return ""
+        return f"{self.group_name} {self.group_ranks or ''}"
 
     @property
     def ran_on(self) -> int | str | None:
@@ -99,6 +108,48 @@ class Event(msgspec.Struct, Generic[Microseconds], kw_only=True, gc=False):
 
 class _Device(msgspec.Struct):
     name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distributed:
+    """What a trace's `distributedInfo` says about its process; None and empty for what it does not
+    say.
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    backend: str = ""
+
+
+def _distributed(info: dict[str, Any]) -> Distributed:
+    rank, world_size = info.get("rank"), info.get("world_size")
+    return Distributed(
+        rank=rank if isinstance(rank, int) and rank >= 0 else None,
+        world_size=world_size if isinstance(world_size, int) and world_size > 0 else None,
+        backend=str(info.get("backend", "")),
+    )
+
+
+class _Header(msgspec.Struct):
+    traceEvents: msgspec.Raw  # noqa: N815
+    distributedInfo: dict[str, Any] = {}  # noqa: N815
+
+
+def read_distributed(path: Path) -> Distributed | None:
+    """What the file says about its process; None for JSON of another kind, and for what is no
+    JSON.
+    """
+    try:
+        content = _read(path)
+    except ProfileError:
+        return None
+    try:
+        return _distributed(msgspec.json.decode(content, type=_Header).distributedInfo)
+    except msgspec.ValidationError:
+        is_list = content.lstrip()[:1] == b"["
+        return Distributed() if is_list and b'"ph"' in content[:1000] else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _distributed(_decode(path, content).distributedInfo)
 
 
 class _File(msgspec.Struct, Generic[Microseconds]):
@@ -138,8 +189,7 @@ class TraceEvents:
         """Events that stand in the file a second time, and are left out."""
         self.has_operators = "cpu_op" in self._by_category
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
-        rank = file.distributedInfo.get("rank")
-        self.rank = rank if isinstance(rank, int) and rank >= 0 else None
+        self.distributed = _distributed(file.distributedInfo)
 
     def batches(self, *groups: Collection[str]) -> list[EventBatch]:
         """One batch for each group of categories."""
@@ -168,6 +218,12 @@ class TraceEvents:
         operators = self._by_category.get("cpu_op", [])
         named = [event.args for event in operators if event.name == COLLECTIVE_OPERATOR]
         return {args.external_id: str(args.collective or "") for args in named}
+
+    def process_groups(self) -> dict[int | str | None, str]:
+        """The process group of each collective, by the number of the operator that started it."""
+        operators = self._by_category.get("cpu_op", [])
+        comms = [event.args for event in operators if event.name == COLLECTIVE_OPERATOR]
+        return {args.external_id: args.group for args in comms if args.external_id is not None}
 
     def _batch_of(self, categories: Collection[str]) -> EventBatch:
         """The events of the categories."""

@@ -53,6 +53,10 @@ class DeviceWork(Columns):
     """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`);
     -1 for none.
     """
+    group: NDArray[np.object_]
+    """Name and ranks of the process group that ran a collective; an empty text where the file does
+    not say it.
+    """
 
     @property
     def end_ns(self) -> Ints:
@@ -202,6 +206,8 @@ class Trace:
     """The file shows the host's operators, and so all nodes of backward."""
     rank: int | None = None
     """The process's rank, if the file names it."""
+    world_size: int | None = None
+    """How many ranks the run had, if the file names it."""
     is_of_host: bool = False
     """No device was traced: the `kernels` are operators of the host, without the time of
     operators inside them.

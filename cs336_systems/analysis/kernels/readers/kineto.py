@@ -57,16 +57,18 @@ def read_kineto(path: Path) -> Trace:
     If no device ran anything, the host's operators take the place of kernels.
     """
     events = TraceEvents(path)
-    device_names, rank, has_operators = events.device_names, events.rank, events.has_operators
+    device_names, has_operators = events.device_names, events.has_operators
+    distributed = events.distributed
     kernels, copies, calls, ranges = events.batches(
         KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
     )
     is_of_host = not len(kernels) and not len(copies)
     operators = linked_operators(events, None if is_of_host else (*kernels.events, *copies.events))
     frames, collectives = frames_of_program(events), events.collectives()
+    group_of = events.process_groups()
     odd = tuple(_what_is_odd(events))
     del events  # it holds most of the memory
-    session = _Session(path, calls, ranges)
+    session = _Session(path, calls, ranges, group_of)
     if is_of_host:
         work = session.work_of_host(operators.calls)
     else:
@@ -80,7 +82,8 @@ def read_kineto(path: Path) -> Trace:
         frames=session.frames(frames.functions),
         calls_of_modules=session.ranges_of(frames.modules),
         has_operators=has_operators,
-        rank=rank,
+        rank=distributed.rank,
+        world_size=distributed.world_size,
         ranges=session.ranges,
         api_calls=session.calls,
         strings=session.strings.all,
@@ -94,8 +97,14 @@ def read_kineto(path: Path) -> Trace:
 class _Session:
     """The host's calls and ranges, and the work that they launched."""
 
-    def __init__(self, path: Path, calls: EventBatch, ranges: EventBatch) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        calls: EventBatch,
+        ranges: EventBatch,
+        group_of: Mapping[int | str | None, str],
+    ) -> None:
+        self.path, self._group_of = path, group_of
         self.strings = Strings()
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self.calls = ApiCalls(
@@ -195,6 +204,9 @@ class _Session:
             duration_ns=batch.duration_ns,
             is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
             mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
+            group=np.array(
+                [a.group or self._group_of.get(a.external_id, "") for a in args], dtype=np.object_
+            ),
             **launch,
         )
 
@@ -276,6 +288,7 @@ class _Session:
             call=np.full(len(start), -1, dtype=np.int64),
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
             mark=np.full(len(start), -1, dtype=np.int64),
+            group=np.full(len(start), "", dtype=np.object_),
         )
 
 
