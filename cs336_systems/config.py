@@ -1029,18 +1029,23 @@ class RunConfig:
         preset = SIZES.get(self.size)
         words: list[tuple[int, str]] = []
 
-        def say(name: str, setting: Setting, value: object, usual: object) -> None:
+        def add_words(name: str, setting: Setting, value: object, usual: object) -> None:
+            """Add the setting in words, with its place in the label (`setting.label`).
+
+            Place 0 is always shown and None never; others only with a value that is not the usual
+            one, which is the preset's for a size of the model, and else the default.
+            """
             if setting.label == 0 or (setting.label is not None and value != usual):
                 words.append((setting.label, in_words(name, setting, value)))
 
         for part, setting in declared(self):
             if part.name != "model":
-                say(part.name, setting, getattr(self, part.name), part.default)
+                add_words(part.name, setting, getattr(self, part.name), part.default)
                 continue
             for size, of_model in declared(self.model):
                 if self.size != UNSIZED or of_model.binds_own_model:
                     usual = getattr(preset, size.name, size.default)
-                    say(size.name, of_model, getattr(self.model, size.name), usual)
+                    add_words(size.name, of_model, getattr(self.model, size.name), usual)
         words.sort(key=itemgetter(0))
         return " ".join(word for _, word in words)
 

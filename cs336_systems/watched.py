@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .analysis.memory.notes import notes_path
-from .analysis.warnings import launched_phases, timing_warnings
+from .analysis.warnings import launch_bound_phases, timing_warnings
 from .config import MODULE_DEPTH, Device, Mode, Phase, Precision, Profiler
 from .measure.clock import StepTimes
 from .measure.nvml import Gpu, GpuMonitor, visible_gpus
@@ -311,7 +311,7 @@ class Watched:
         """Add the warnings that follow from the times and the telemetry."""
         measured = progress.measurements()
         progress.warnings += timing_warnings(
-            measured[-1].times_s, launched_phases(measured, progress.host_phases())
+            measured[-1].times_s, launch_bound_phases(measured, progress.host_phases())
         )
         if any(measurement.phase is Phase.OPTIMIZER for measurement in measured):
             progress.warn_of_short_warmup(len(self.warmup))

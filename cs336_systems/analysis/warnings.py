@@ -118,11 +118,15 @@ def measurement_warnings(
     return timing_warnings(measured.times_s, repeated=repeated)
 
 
-def launched_phases(
+def launch_bound_phases(
     measurements: Iterable[Measurement], host_phases: Iterable[Measurement]
 ) -> dict[Phase, float]:
-    """The phases of a run that wait for the host's launches, with their mean times; none if
-    those were not timed.
+    """The phases of a run in which the device waits for the host to launch kernels, with their mean
+    times on the device in seconds.
+
+    `measurements` has each phase's times on the device, and `host_phases` those on the host, from
+    the same steps. Without the latter no phase is known to be launch-bound. The whole step is not
+    judged, only its phases.
     """
     on_device = {phase.phase: phase.times_s for phase in measurements}
     on_host = {phase.phase: phase.times_s for phase in host_phases}
@@ -140,7 +144,7 @@ def judged(record: RunRecord) -> RunRecord:
     if steps is None or not all(steps.times_s):  # which a coarse clock may show
         return record
     others = [warning for warning in record.warnings if warning.code not in OF_TIMES]
-    launched_s = launched_phases(record.measurements, record.host_phases)
+    launched_s = launch_bound_phases(record.measurements, record.host_phases)
     return replace(
         record, warnings=(*others, *timing_warnings(steps.times_s, launched_s, record.config))
     )

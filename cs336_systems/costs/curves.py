@@ -112,23 +112,29 @@ class Curves:
         form: Form = Form.FORWARD,
         moved_bytes: int = 0,
     ) -> float | None:
-        """Time of a matmul that reads and writes `moved_bytes`; None if no matmul was measured at
+        """Time in seconds of `batch` matmuls of (rows, inner) by (inner, columns) matrices, or of
+        fused attention, whose sides are those of its scores; None if no matmul was measured at
         this precision.
 
-        The rate is the geometric mean of measured rates, weighted by a power of the inverse
-        distance between the logarithms of the sides, so a measured matmul has its measured time. A
-        batch counts as one matmul with the rows of all. If none of this form was measured, linear
-        layers' matmuls are used, also with rows and columns exchanged. The time is then at least
-        that of a copy of as many bytes, and fused attention, which is causal, takes half the time
-        of its matmuls.
+        The rate in FLOP/s is the geometric mean of measured rates, weighted by a power of the
+        inverse distance between the logarithms of the sides, so a measured matmul has its measured
+        time. A batch counts as one matmul with the rows of all.
+
+        If no matmul of this form, batched alike, was measured, the rates of linear layers' matmuls
+        are used, also with rows and columns exchanged. The time is then at least that of a copy
+        that reads and writes `moved_bytes` (0: no such bound). Fused attention then takes half the
+        time of all its matmuls, because it is causal.
         """
         if (rate := _rate(self, precision, (rows, inner, columns), batch, form)) is None:
             return None
         seconds = 2 * batch * rows * inner * columns / rate
         if any(matmul.is_like(form, batch > 1) for matmul in self.matmuls[precision]):
+            # a measured rate of fused attention has the FLOPs of one matmul, but the time of all
             return seconds
+        # a causal matmul computes half of its products
+        num_matmuls = MATMULS_OF[form] / 2 if form in MATMULS_OF else 1
         least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
-        return max(seconds * MATMULS_OF.get(form, 2) / 2, least_s)
+        return max(seconds * num_matmuls, least_s)
 
     def has_product(
         self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int

@@ -194,6 +194,9 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
         return round_number
 
     def tape_at(number: int) -> Tape:
+        """The tape of the step of this batch size or context length, interpolated between the last
+        traced ones; ValueError if it is far larger than those.
+        """
         if number > MAX_GROWTH * max(recent):
             raise ValueError("too far from the traced ones")
         return interpolated(recent, number)

@@ -46,7 +46,11 @@ class Parameter:
 
     @property
     def unit(self) -> str:
-        """The unit with which it is gathered, if modules outside of blocks are units too."""
+        """Name of the unit with which it is gathered: the block or module that uses it, or REST if
+        several do, as with tied weights.
+
+        Where only blocks are units, as in PyTorch's FSDP, `units` puts all other modules into REST.
+        """
         return REST if len(self.modules) > 1 else self.modules[0]
 
     @property

@@ -101,6 +101,7 @@ class StepTrace:
         self.phase: Phase | None = None
         self._operations: dict[OperationKey, int] = {}
         self._views = 0
+        """Views, and other calls that launch nothing, since the last launch."""
         self.shape_of = cache(self._shape_of)
         """Gives, for bytes in all and bytes per element, a shape that names as many axes as
         possible, and the bytes of its elements.
@@ -284,9 +285,15 @@ class StepTrace:
     # operations
 
     def launch(self, make: str, *arguments: Any) -> None:
-        """Note kernels, by the method of the tape that makes the operation, and its arguments."""
+        """Note that an operation launches its kernels now, in the module that runs.
+
+        The operation is described by `make`, the name of the method by which the tape makes it
+        (`OperationKey`), that method's arguments, and the number of views that the host has made
+        since the launch before. Equal operations share a number.
+        """
         key = (self._views, make, *arguments)
-        self.launches.append(self._operations.setdefault(key, len(self._operations)))
+        operation = self._operations.setdefault(key, len(self._operations))
+        self.launches.append(operation)
         self.places.append(self._path())
         self._views = 0
 

@@ -90,7 +90,7 @@ def _opened(
 
 
 class Pushes:
-    """Copies to other ranks' memory, on a stream of their own until `finish`.
+    """Copies to or from other ranks' memory, on a stream of their own until `finish`.
 
     With `waits`, the first copy after a `finish` waits until every rank has reached it, so that no
     rank overwrites what another still reads. Without `waits` the caller must ensure that.
@@ -106,8 +106,12 @@ class Pushes:
     def start(
         self, pairs: Sequence[tuple[Tensor, Tensor]], local: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> "Copied":
-        """Copy each source to its target, once the current stream has made the sources; `local`
-        pairs stay on this rank.
+        """Start to copy each source to its target: to or from another rank's memory, and for
+        `local` pairs within this rank's.
+
+        On a GPU the copies begin once the current stream has made the sources, and run beside what
+        it does next; what reads the targets on this rank first calls `wait` of the result. On a CPU
+        the copies are made when this returns.
         """
         on_stream: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:
@@ -116,7 +120,7 @@ class Pushes:
         with on_stream:
             if self._waits and not self._has_begun:
                 self._has_begun = True
-                self.barrier()
+                self.barrier()  # other ranks may still read what these copies overwrite
             for source, target in pairs:
                 push(source, target)
             for source, target in local:

@@ -53,8 +53,11 @@ def step_results(
 
 
 def _find_baselines(results: Sequence[StepResult], settings: tuple[str, ...]) -> None:
-    """Give each result its baseline over these settings: the result on the same device that has
-    the first value of the first of them, and equals it in all settings but these.
+    """Give each result the baseline with which a speed-up, that of these settings, compares it.
+
+    The baseline ran on the same device. Its value of settings[0] is the one that the setting's enum
+    declares first, such as fp32 or naive attention. The other `settings` may differ too, and all
+    settings besides these are equal. A result that has this first value itself gets no baseline.
     """
     baselines = {
         (apart_from(result.subject, *settings), result.device_name): result

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cs336.analysis.remedies import Remedy
-from cs336.analysis.warnings import launched_phases, throttled, timing_warnings
+from cs336.analysis.warnings import launch_bound_phases, throttled, timing_warnings
 from cs336.config import (
     SIZES,
     Attention,
@@ -124,8 +124,8 @@ def test_the_phases_that_wait_are_those_of_most_steps() -> None:
     }
     step = Measurement(Phase.STEP, tuple(map(sum, zip(*device.values(), strict=True))))
     on_device, on_host = ([Measurement(*each) for each in own.items()] for own in (device, host))
-    assert launched_phases([*on_device, step], on_host) == {Phase.FORWARD: pytest.approx(0.1)}
-    assert launched_phases([*on_device, step], []) == {}
+    assert launch_bound_phases([*on_device, step], on_host) == {Phase.FORWARD: pytest.approx(0.1)}
+    assert launch_bound_phases([*on_device, step], []) == {}
 
 
 def launch_bound(config: RunConfig | None) -> str:

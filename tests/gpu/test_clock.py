@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cs336.analysis.compare import Verdict, compare_in_turn, measured_steps
 from cs336.analysis.kernels.classes import KernelClass, classify_kernel
-from cs336.analysis.warnings import judged, launched_phases
+from cs336.analysis.warnings import judged, launch_bound_phases
 from cs336.config import SIZES, Device, OptimizerKind, Phase, Precision, RunConfig
 from cs336.measure.precision import apply_math_mode
 from cs336.measure.run import measure
@@ -184,7 +184,7 @@ def test_a_phase_whose_launches_the_host_delays_is_the_one_that_waits_for_it(is_
     finally:
         hook.remove()
     assert record.status is Status.OK, record.failure
-    launched = launched_phases(record.measurements, record.host_phases)
+    launched = launch_bound_phases(record.measurements, record.host_phases)
     print(f"is_delayed={is_delayed}", record.measurements, record.host_phases, launched, sep="\n")
     assert (Phase.FORWARD in launched) is is_delayed
     assert Phase.OPTIMIZER not in launched

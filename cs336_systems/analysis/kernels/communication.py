@@ -152,15 +152,20 @@ def _named_ranks(trace: Trace) -> dict[int, int]:
 
 
 def _of_rank(trace: Trace, rank: int | None, process: int, device: int | None = None) -> Trace:
-    """The events of the process; if a device is given, only its work, without the launches of
-    others.
+    """The part of a trace of several ranks that belongs to one of them: all events of its process.
+
+    Where one process has several GPUs, each is a rank, and `device` is this one's. The kernels and
+    copies of the others are then left out, and the calls that launched them. The process's other
+    calls, its ranges and its nodes of autograd stay: nothing says for which device they are. Ranges
+    that a profiler marked belong to every rank.
     """
     is_call = trace.api_calls.process == process
     if device is not None:
         for work in (trace.kernels, trace.copies):
-            is_of_other = (work.device != device) & (work.call >= 0)
-            is_call[work.call[is_of_other]] = False
+            is_launched_elsewhere = (work.device != device) & (work.call >= 0)
+            is_call[work.call[is_launched_elsewhere]] = False
     is_range = np.isin(trace.ranges.process, (process, NOWHERE))
+    # kernels and copies refer to calls and ranges by row numbers, which change
     call, mark = _new_rows(is_call), _new_rows(is_range)
 
     def of_rank(work: DeviceWork) -> DeviceWork:

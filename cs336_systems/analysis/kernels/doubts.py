@@ -47,7 +47,7 @@ def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
         "kernels and copies begin and end while another one of their stream runs "
         f"({covering} such): the others' times are too long": covered,
         "calls that wait for the device return before its work ends: some times are too "
-        "long": _after_wait(trace, work),
+        "long": _early_returns(trace, work),
         f"of {num_launches} launches have no kernel in the file: events were lost": (
             int((lost_launches(trace) & is_profiled).sum()) if len(kernels) else 0
         ),
@@ -97,8 +97,11 @@ def _out_of_order(trace: Trace, work: DeviceWork) -> int:
     return count
 
 
-def _after_wait(trace: Trace, work: DeviceWork) -> int:
-    """How many waits for a whole device are over before work that was launched before them is."""
+def _early_returns(trace: Trace, work: DeviceWork) -> int:
+    """Number of calls that wait for a whole device (cudaDeviceSynchronize) and return too early:
+    before the end of kernels or copies that were launched before the call. 0 if the trace has
+    several devices.
+    """
     if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
         return 0
     waits = chosen(

@@ -362,13 +362,15 @@ def forward_of(trace: Trace, thread: Ints, time: Ints) -> tuple[Ints, Ints]:
 
 
 class Strings:
-    """The trace's table of strings, filled as they occur; `known` maps the file's numbers to
-    strings.
-    """
+    """The trace's table of strings, which gives each string an index when it first occurs."""
 
-    def __init__(self, known: Mapping[int, str] | None = None) -> None:
-        self._known = {} if known is None else known
+    def __init__(self, of_file: Mapping[int, str] | None = None) -> None:
+        """`of_file` is the file's own table: its strings by the numbers that its rows have in
+        their place. None for a file whose rows have the strings themselves.
+        """
+        self._of_file = {} if of_file is None else of_file
         self._ids: dict[str, int] = {}
+        """The index of each string in this table, in the order in which they first occurred."""
 
     def id(self, text: str) -> int:
         """The string's index in this table."""
@@ -383,7 +385,7 @@ class Strings:
         """Indices in this table for the file's numbers, looked up in `known` or, by default, in
         the file's strings.
         """
-        known = self._known if known is None else known
+        known = self._of_file if known is None else known
         unique, inverse = np.unique(keys, return_inverse=True)
         return self.ids(known.get(key, unknown) for key in unique.tolist())[inverse]
 

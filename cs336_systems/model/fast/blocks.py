@@ -356,17 +356,26 @@ class SelectiveBlock(DeferredBlock):
     def _after_attention(
         self, stream: ResidualStream, values: ResidualStream
     ) -> tuple[ResidualStream, ResidualStream]:
-        """The residual stream after attention, and the feed-forward network's branch."""
+        """The rest of the block after attention's heads, which backward recomputes.
+
+        `values` are the outputs of all heads, side by side, before the output projection. The
+        results are the residual stream to which attention's output has been added, and the
+        feed-forward network's output, which the next block adds to it.
+        """
         stream, hidden, tag = self._expand(stream, values)
         return stream, self._contract(hidden, tag).view_as(stream)
 
     def _expand(
         self, stream: ResidualStream, values: ResidualStream
     ) -> tuple[ResidualStream, Hidden, Tag | None]:
-        """The residual stream after attention, and the result of the feed-forward network's first
-        matmul.
+        """The block from the output projection to the feed-forward network's first matmul.
 
-        That result has one row per token and is not a view, because the compiler saves no views.
+        `values` are the outputs of all heads, side by side, before the output projection. The
+        results are the residual stream to which attention's output has been added, the first
+        matmul's result and, in fp8, that matmul's tag (`Tag` in fp8.py).
+
+        The matmul's result keeps one row per token. In the shape (batch, seq, d_hidden) it would be
+        a view, and torch.compile saves no views for backward.
         """
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.attn.range):

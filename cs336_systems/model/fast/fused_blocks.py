@@ -176,8 +176,11 @@ def gelu_parts(x: Tensor, measures: bool) -> int:
 def _bias_gelu_backward(
     x: Tensor, bias: Tensor, gradient: Tensor, measures: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x and of the bias, and the scale of x's gradient, which is empty unless
-    `measures`.
+    """Gradients of x (..., d_ff) and of the bias (d_ff) from that of GELU(x + bias), computed in
+    fp32 and rounded once.
+
+    The third result is the scale by which x's gradient is divided before its cast to fp8, as one
+    element; it is empty unless `measures`.
     """
     wide = torch.ops.aten.gelu_backward(
         gradient.float(), x.float() + bias.float(), approximate="tanh"

@@ -68,7 +68,7 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
     return [
         *(make([entry]) for make in OF_ONE),
         kinds([entry]),
-        *details(entry.profile, top),
+        *detail_sections(entry.profile, top),
         operators_section(entry.profile),
         *recorded(entry.profile, top),
         *added_sections(Explained, [entry]),
@@ -194,8 +194,10 @@ others; and of the ranges around a gather or scatter of a block's parameters: `g
 """
 
 
-def details(profile: StepProfile, top: int) -> list[Section]:
-    """All of these sections, with at most `top` kernels in a table."""
+def detail_sections(profile: StepProfile, top: int) -> list[Section]:
+    """What a profile shows of single kernels (at most `top` in a table), of modules, and of the
+    device's idle times.
+    """
     return [kernels_section(profile, top), modules_section(profile), idle_section(profile)]
 
 

@@ -336,6 +336,6 @@ PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
 """The sections that a terminal shows of several traces."""
 OF_ONE = (*PRINTED, copies, attention)
 SUBJECTS = (*PRINTED, attention, top_kernels)
-"""Sections about any number of traces; `details` in files.py has more of the kernels of a single
-one.
+"""Sections about any number of traces; `detail_sections` in files.py has more of the kernels of a
+single one.
 """
