@@ -331,8 +331,11 @@ class _Findings(Verdict):
             more = "."
             if lost_s >= MIN_SHARE * self.step_s:
                 more = f"{self.advice(Remedy.OVERLAP)}.{self.last_rank(lost_s)}"
+            what = "Communication"
+            if not self.profile.ranks:
+                what = "Communication, with waiting for other ranks,"
             text = (
-                f"Communication takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, "
+                f"{what} takes {self.ms(ran_s)}, and for {self.ms(lost_s)} of that, "
                 f"{self.of_step(lost_s)} of the step, the GPU computes nothing{more}"
             )
             numbers = {"total_s": ran_s, "exposed_s": lost_s}

@@ -125,8 +125,15 @@ def _phase_row(entry: Explained, name: str, parts: Sequence[PhaseTimes]) -> Row:
         "copies_per_step": total(times.copies for times in parts) / steps,
         "step_ms": wall_s(profile) / steps * 1e3,
     }
+    # of the time in no phase, in which the host launches nothing, it is not known what it does
+    at_work = [
+        times
+        for times in parts
+        if times.phase is not LaunchPhase.UNATTRIBUTED or any(times.launches)
+    ]
     for field in ("kernel", "wall", "busy", "host", "copy", "recomputed"):
-        times_s = [getattr(times, f"{field}_s") for times in parts]
+        counted = at_work if field == "host" else parts
+        times_s = [getattr(times, f"{field}_s") for times in counted]
         row[f"{field}_mean_ms"], row[f"{field}_std_ms"] = mean_std_ms(times_s)
     row["busy_share"] = ratio(row["busy_mean_ms"], row["wall_mean_ms"])
     launched_in = [times.phase for times in parts]
