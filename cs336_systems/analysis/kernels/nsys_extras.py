@@ -23,6 +23,9 @@ _COUNTER = re.compile(
     r"\[Throughput %\]"
 )
 """Counters whose values say how much of a unit is in use."""
+NO_COUNTER = -1
+GPU_OF_TYPE = 0xFF
+"""The bits of a `typeId` that hold the number of the GPU."""
 
 
 def samples(tables: Tables) -> Samples:
@@ -40,13 +43,19 @@ def samples(tables: Tables) -> Samples:
     )
     order = np.lexsort((time, metric, device))
     time, device, metric, value = (column[order] for column in (time, device, metric, value))
-    follows = (np.diff(device, prepend=-1) == 0) & (np.diff(metric, prepend=-1) == 0)
+    is_first = (np.diff(device, prepend=-1) != 0) | (np.diff(metric, prepend=-1) != 0)
+    first = np.flatnonzero(is_first)
+    keys = zip(device[first].tolist(), metric[first].tolist(), strict=True)
+    series = [named.get(key, NO_COUNTER) for key in keys]
+    counter = np.repeat(np.array(series, dtype=np.int64), np.diff(first, append=len(time)))
     # the first sample of a series began at an unknown time
-    rows = np.flatnonzero(follows)
-    keys = zip(device[rows].tolist(), metric[rows].tolist(), strict=True)
+    rows = np.flatnonzero(~is_first & (counter != NO_COUNTER))
+    number = dict(tables.rows("TARGET_INFO_CUDA_DEVICE", "gpuId", "cudaId"))
+    gpus, index = np.unique(device[rows] & GPU_OF_TYPE, return_inverse=True)
+    numbers = [number.get(gpu, gpu) for gpu in gpus.tolist()]
     return Samples(
-        counter=np.array([named[key] for key in keys], dtype=np.int64),
-        device=device[rows] & 0xFF,
+        counter=counter[rows],
+        device=np.array(numbers, dtype=np.int64)[index],
         start_ns=time[rows - 1],
         end_ns=time[rows],
         value=value[rows],
@@ -55,15 +64,18 @@ def samples(tables: Tables) -> Samples:
 
 def memory_events(tables: Tables) -> MemoryEvents:
     """Allocations and frees of memory, of each device and kind."""
-    time, device, size, kind, operation = tables.ints(
+    time, device, size, kind, operation, pool = tables.ints(
         MEMORY_TABLE,
         {"start": None, "deviceId": 0, "bytes": 0, "memKind": 0, "memoryOperationType": 0},
+        {"localMemoryPoolAddress": 0},
     )
     labels = tables.names("ENUM_CUDA_MEM_KIND", "label")
+    # cudaMallocAsync takes from a pool, which keeps what it frees
+    labels |= {~number: f"{label}, in a pool" for number, label in labels.items()}
     names = tables.names("ENUM_CUDA_DEV_MEM_EVENT_OPER", "label")
     frees = [number for number, name in names.items() if "dealloc" in name.lower()]
     return MemoryEvents(
-        kind=tables.strings.column(kind, labels, "unknown"),
+        kind=tables.strings.column(np.where(pool != 0, ~kind, kind), labels, "unknown"),
         device=device,
         time_ns=time,
         size=np.where(np.isin(operation, frees), -size, size),

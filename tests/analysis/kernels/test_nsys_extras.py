@@ -11,11 +11,18 @@ from cs336.analysis.kernels.counters import MIN_SAMPLES
 from cs336.analysis.kernels.phases import LaunchPhase
 from cs336.analysis.kernels.readers.nsys import read_nsys
 from cs336.analysis.kernels.step_profile import StepProfile
-from cs336.report.sections.kernels.entry import Explained
-from cs336.report.sections.kernels.findings import doing, findings
-from tests.analysis.kernels.tracing import MAIN, PROCESS, Call, Kernel, Recording, Span
+from cs336.report.sections.kernels.findings import doing
+from tests.analysis.kernels.test_nsys import change
+from tests.analysis.kernels.tracing import (
+    MAIN,
+    PROCESS,
+    Kernel,
+    Recording,
+    Span,
+    training,
+    write_export,
+)
 from tests.analysis.kernels.tracing import profile as profile_of
-from tests.analysis.kernels.tracing import training, write_export
 
 PERIOD_NS = 100
 ACTIVE = {"forward": 80, "loss": 7, "backward": 40, "optimizer": 0}
@@ -137,6 +144,19 @@ def test_reserved_memory_is_what_was_allocated_and_not_yet_freed(tmp_path: Path,
             within += [span.start_ns - 1]
             within += [time for time in times if span.start_ns <= time < (span.end_ns or 0)]
         assert peaks["Device", LaunchPhase(phase)] == max(map(level, within)), phase
+
+
+def test_a_call_whose_stack_was_taken_is_one_call(tmp_path: Path) -> None:
+    made = training(2)
+    path = write_export(tmp_path / "t.sqlite", made)
+    plain = explained(path)
+    add(path, "ENUM_NSYS_EVENT_CLASS", "id, name", [(67, "TRACE_PROCESS_EVENT_CUDABACKTRACE")])
+    change(
+        path,
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT start - 1, end + 1, 67, globalTid, "
+        "correlationId, nameId FROM CUPTI_ACTIVITY_KIND_RUNTIME",
+    )
+    assert explained(path) == plain
 
 
 def test_a_pause_of_the_host_is_explained_by_the_call_it_was_in(tmp_path: Path) -> None:

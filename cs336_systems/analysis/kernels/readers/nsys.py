@@ -172,11 +172,15 @@ class _Export(Tables):
             )
 
     def _api_calls(self) -> ApiCalls:
-        start, end, name, thread, correlation = self.ints(
+        start, end, name, thread, correlation, kind = self.ints(
             CALL_TABLE,
             {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0},
+            {"eventClass": 0},
         )
-        return ApiCalls(
+        # of a call with a stack there are two rows
+        names = self.names("ENUM_NSYS_EVENT_CLASS", "name")
+        is_stack = np.isin(kind, [number for number, text in names.items() if "BACKTRACE" in text])
+        calls = ApiCalls(
             name=self.strings.column(name),
             process=_process(thread),
             thread=thread,
@@ -184,6 +188,7 @@ class _Export(Tables):
             duration_ns=self.durations(CALL_TABLE, start, end),
             correlation=correlation,
         )
+        return chosen(calls, ~is_stack)
 
     def _work(self, table: str, kind_column: str, calls: Launches) -> DeviceWork:
         """The rows of a table of kernels, graphs, copies or fills."""

@@ -79,7 +79,7 @@ def _reserved(profile: StepProfile) -> Section:
         column("phase"),
         Column("peak", "GiB", key="peak_bytes", scale=1 / 2**30, write=rounded),
     ]
-    notes = ["Memory that the program had from the driver, at most at one time."]
+    notes = ["What PyTorch and libraries had from the driver, at most at one time."]
     table = make_table("Reserved memory", columns, rows, notes)
     return Section(name="reserved", tables=(table,), rows=rows)
 
@@ -160,19 +160,10 @@ def _reasons(figures: Figures) -> Iterator[str]:
 
 
 def reserved_finding(profile: StepProfile) -> Iterator[Finding]:
-    """The most memory of each kind and device, and in which phases it was reserved."""
-    for peak in profile.reserved:
-        if peak.phase is None:
-            alike = [
-                WHERE[other.phase]
-                for other in profile.reserved
-                if other.phase
-                and (other.kind, other.device) == (peak.kind, peak.device)
-                and other.peak_bytes == peak.peak_bytes
-            ]
-            where = f", in {' and '.join(alike)}" if alike else ", outside of the steps"
-            text = (
-                f"At most {significant(peak.peak_bytes / 2**30, 3)} GiB of memory ({peak.kind}, "
-                f"device {peak.device}) were reserved at one time{where}."
-            )
-            yield Finding(code="reserved", text=text, numbers={"peak_bytes": peak.peak_bytes})
+    """The most memory that was reserved on one device."""
+    for peak in sorted(profile.reserved, key=lambda peak: -peak.peak_bytes)[:1]:
+        text = (
+            f"At most {significant(peak.peak_bytes / 2**30, 3)} GiB of memory ({peak.kind}, device "
+            f"{peak.device}) were reserved at one time, by PyTorch or by libraries."
+        )
+        yield Finding(code="reserved", text=text, numbers={"peak_bytes": peak.peak_bytes})
