@@ -5,24 +5,37 @@ nsys writes these tables only if it was told to record them.
 """
 
 import re
+from bisect import bisect_left
 
+import msgspec
 import numpy as np
 
-from ..columns import NO_ROWS, Ints, joined
+from ..columns import Ints, joined
 from ..memory.profile import Place
+from ..memory.snapshot import Frame
+from ..memory.stacks import code_places
 from .nsys_tables import Tables
-from .trace import NO_RANGES, NO_SAMPLES, MemoryEvents, Ranges, Samples
+from .trace import NO_RANGES, NO_SAMPLES, ApiCalls, MemoryEvents, Ranges, Samples
 
 SAMPLE_TABLE = "GPU_METRICS"
 COUNTER_TABLE = "TARGET_INFO_GPU_METRICS"
 MEMORY_TABLE = "CUDA_GPU_MEMORY_USAGE_EVENTS"
-STACK_TABLE = "CUDA_CALLCHAINS"
+RANGE_TABLE = "NVTX_EVENTS"
 LIBRARY_TABLES = ("CUBLAS_EVENTS", "CUDNN_EVENTS", "OSRT_API")
 _COUNTER = re.compile(
     r"((?:Tensor|SMs?) Active|SM Issue|DRAM \w+ Bandwidth|NVLink .*|PCIe \w+ Throughput) "
     r"\[Throughput %\]"
 )
 """Counters whose values say how much of a unit is in use."""
+IS_SHARE = (
+    f"metricId IN (SELECT metricId FROM {COUNTER_TABLE} WHERE metricName LIKE '%Throughput%')"
+)
+"""The condition of a sample in percent."""
+IS_STACK = (
+    "jsonText IS NOT NULL AND domainId IN (SELECT domainId FROM NVTX_EVENTS WHERE text = "
+    "'Python Backtrace on CUDA')"
+)
+"""The condition of a mark with the stack of a call of CUDA."""
 NO_COUNTER = -1
 GPU_OF_TYPE = 0xFF
 """The bits of a `typeId` that hold the number of the GPU."""
@@ -36,11 +49,8 @@ def samples(tables: Tables) -> Samples:
             named[key[:2]] = tables.strings.id(known[1])
     if not named:
         return NO_SAMPLES
-    wanted = ", ".join({str(metric) for _, metric in named})
     columns = {"timestamp": None, "typeId": None, "metricId": None, "value": 0}
-    time, device, metric, value = tables.ints(
-        SAMPLE_TABLE, columns, where=f"metricId IN ({wanted})"
-    )
+    time, device, metric, value = tables.ints(SAMPLE_TABLE, columns, where=IS_SHARE)
     order = np.lexsort((time, metric, device))
     time, device, metric, value = (column[order] for column in (time, device, metric, value))
     is_first = (np.diff(device, prepend=-1) != 0) | (np.diff(metric, prepend=-1) != 0)
@@ -102,6 +112,44 @@ def library_calls(tables: Tables) -> Ranges:
     return joined(NO_RANGES, *parts)
 
 
-def call_places(tables: Tables, chain: Ints) -> tuple[tuple[Place, ...], Ints]:
-    """Distinct lines of Python, and the index of that of each call's stack; -1 for none."""
-    return (), NO_ROWS
+def call_places(tables: Tables, calls: ApiCalls) -> tuple[tuple[Place, ...], Ints]:
+    """Distinct lines of the program, and for each call the index of the innermost one on its stack
+    of Python; -1 for none.
+
+    nsys marks the stack on the calling thread just before the call.
+    """
+    places: dict[Place, int] = {}
+    of_calls = np.full(len(calls), -1, dtype=np.int64)
+    columns = ("globalTid", "start", "jsonText", "domainId", "text")
+    marks = tables.rows(RANGE_TABLE, *columns, where=IS_STACK)
+    known: dict[str, int] = {}
+    order = np.lexsort((calls.start_ns, calls.thread))
+    keys = list(zip(calls.thread[order].tolist(), calls.start_ns[order].tolist(), strict=True))
+    for thread, time, text, *_ in marks:
+        at = bisect_left(keys, (thread, time))
+        if at < len(keys) and keys[at][0] == thread:
+            if text not in known:
+                place = _innermost(text)
+                known[text] = -1 if place is None else places.setdefault(place, len(places))
+            of_calls[order[at]] = known[text]
+    return tuple(places), of_calls
+
+
+def _innermost(text: str) -> Place | None:
+    """The innermost line outside of libraries of a stack that nsys wrote as JSON; None for none."""
+    try:
+        frames = msgspec.json.decode(text, type=_Stack).frames
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None
+    stack = tuple(Frame(frame.file, frame.line, frame.function) for frame in frames)
+    return next(iter(code_places(stack)), None)
+
+
+class _Frame(msgspec.Struct, rename="pascal"):
+    function: str = ""
+    file: str = ""
+    line: int = 0
+
+
+class _Stack(msgspec.Struct, rename="pascal"):
+    frames: list[_Frame]

@@ -75,11 +75,11 @@ class Tables:
         rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
         return list(np.ascontiguousarray(rows.T))
 
-    def rows(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
+    def rows(self, table: str, *columns: str, where: str = "1") -> list[tuple[Any, ...]]:
         """The values of these columns, row by row; nothing if the table or a column is missing."""
         if table not in self.present or not {*columns} <= self.columns(table):
             return []
-        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
+        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED WHERE {where}"
         return self.connection.execute(query).fetchall()
 
     def names(self, table: str, column: str) -> dict[int, str]:

@@ -130,6 +130,7 @@ class _Export(Tables):
         graphs = self._work(GRAPH_TABLE, "graphId", calls)
         copies = self._work(COPY_TABLE, "copyKind", calls)
         fills = self._work(FILL_TABLE, "bytes", calls)
+        places, call_place = nsys_extras.call_places(self, api_calls)
         return Trace(
             kernels=joined(kernels, graphs),
             copies=joined(copies, fills),
@@ -138,6 +139,8 @@ class _Export(Tables):
             samples=nsys_extras.samples(self),
             memory=nsys_extras.memory_events(self),
             library_calls=nsys_extras.library_calls(self),
+            places=places,
+            call_place=call_place,
             strings=self.strings.all,
             device_names=tuple(dict.fromkeys(self.names("TARGET_INFO_GPU", "name").values())),
             notes=tuple(self._notes(len(graphs))),
