@@ -138,7 +138,7 @@ def call_places(tables: Tables, calls: ApiCalls) -> tuple[tuple[Place, ...], Int
 def _innermost(text: str) -> Place | None:
     """The innermost line outside of libraries of a stack that nsys wrote as JSON; None for none."""
     try:
-        frames = msgspec.json.decode(text, type=_Stack).frames
+        frames = msgspec.json.decode(text, type=_Stack, strict=False).frames
     except (msgspec.DecodeError, msgspec.ValidationError):
         return None
     stack = tuple(Frame(frame.file, frame.line, frame.function) for frame in frames)

@@ -25,7 +25,6 @@ from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
 from .plots import communication_chart, configuration_chart, draw_timeline
-from .recorded import recorded
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
 
@@ -67,7 +66,6 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
         *(make([entry]) for make in OF_ONE),
         kinds([entry]),
         *details(entry.profile, top),
-        *recorded(entry.profile, top),
         *added_sections(Explained, [entry]),
     ]
 
