@@ -6,6 +6,7 @@ nsys writes these tables only if it was told to record them.
 
 import re
 from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -31,9 +32,10 @@ IS_SHARE = (
     f"metricId IN (SELECT metricId FROM {COUNTER_TABLE} WHERE metricName LIKE '%Throughput%')"
 )
 """The condition of a sample in percent."""
+IS_OF_STACKS = "text = 'Python Backtrace on CUDA'"
+"""The condition of the row that names the domain of marks with stacks of calls of CUDA."""
 IS_STACK = (
-    "jsonText IS NOT NULL AND domainId IN (SELECT domainId FROM NVTX_EVENTS WHERE text = "
-    "'Python Backtrace on CUDA')"
+    f"jsonText IS NOT NULL AND domainId IN (SELECT domainId FROM NVTX_EVENTS WHERE {IS_OF_STACKS})"
 )
 """The condition of a mark with the stack of a call of CUDA."""
 NO_COUNTER = -1
@@ -133,6 +135,15 @@ def call_places(tables: Tables, calls: ApiCalls) -> tuple[tuple[Place, ...], Int
                 known[text] = -1 if place is None else places.setdefault(place, len(places))
             of_calls[order[at]] = known[text]
     return tuple(places), of_calls
+
+
+def notes(tables: Tables, places: Sequence[Place]) -> Iterator[str]:
+    """A sentence about stacks that were recorded, and are not in the export."""
+    if not places and tables.rows(RANGE_TABLE, "text", where=IS_OF_STACKS):
+        yield (
+            "Stacks of Python were recorded, and are not in this export: export again with `nsys "
+            "export --type=sqlite --include-json=true`."
+        )
 
 
 def _innermost(text: str) -> Place | None:

@@ -45,10 +45,12 @@ def export(report: Path, directory: Path) -> Path:
         "--type=sqlite",
         "--force-overwrite=true",
         f"--output={database}",
-        str(report),
     ]
     output = directory / "output"
-    status = run_for_this_process(command, output)
+    # stacks of Python are JSON, for which older versions have no option
+    status = run_for_this_process([*command, "--include-json=true", str(report)], output)
+    if status:
+        status = run_for_this_process([*command, str(report)], output)
     if status or not database.is_file():
         said = " ".join(output.read_text(errors="replace").split())[-500:]
         raise NsysError(f"{report}: nsys export ended with status {status}: {said}")
@@ -143,7 +145,7 @@ class _Export(Tables):
             call_place=call_place,
             strings=self.strings.all,
             device_names=tuple(dict.fromkeys(self.names("TARGET_INFO_GPU", "name").values())),
-            notes=tuple(self._notes(len(graphs))),
+            notes=(*self._notes(len(graphs)), *nsys_extras.notes(self, places)),
         )
 
     def _why_no_kernels(self, calls: ApiCalls) -> str:
