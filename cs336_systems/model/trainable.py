@@ -91,7 +91,9 @@ class Trainable:
         mode = self.config.compile
         if mode is CompileMode.NONE:
             return loss
-        return cast("Loss", torch.compile(loss, mode=mode.value))
+        # to name the default mode imports the whole compiler at once
+        name = None if mode is CompileMode.DEFAULT else mode.value
+        return cast("Loss", torch.compile(loss, mode=name))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """The configuration's optimizer, for all parameters."""

@@ -105,16 +105,17 @@ CLASS_COLOURS = {
     KernelClass.MATMUL: "#0072B2",
     KernelClass.CONVOLUTION: "#CCFFAA",
     KernelClass.ATTENTION: "#56B4E9",
+    KernelClass.RECURRENCE: "#7010F8",
     KernelClass.SOFTMAX: "#D55E00",
     KernelClass.ELEMENT_WISE: "#E69F00",
     KernelClass.NORMALISATION: "#701C70",
     KernelClass.REDUCTION: "#009E73",
+    KernelClass.SORT: "#782000",
     KernelClass.OPTIMIZER: "#F0E442",
     KernelClass.COPY_AND_FILL: "#6A6A6A",
     KernelClass.COMMUNICATION: "#222222",
     KernelClass.OTHER: "#CC79A7",
 }
-CLASS_COLOURS |= dict.fromkeys(set(KernelClass) - set(CLASS_COLOURS), "#B8B8B8")
 """Colours in the order of drawing; neighbours differ in grey too."""
 CATEGORY_COLOURS = {
     Category.HELD: "#BBBBBB",

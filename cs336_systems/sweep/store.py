@@ -191,7 +191,9 @@ def refuse_to_mix(
     changed.
     """
     for record in records:
-        changed = _changed_conditions(record, present) + changed_inputs(record, inputs)
+        changed = _changed_conditions(record, present)
+        if inputs:  # cells of studies have none
+            changed += changed_inputs(record, inputs)
         if changed:
             raise SweepError(
                 f"{directory} holds records made under other conditions ({'; '.join(changed)}). "

@@ -25,15 +25,15 @@ def instead(config, runs, log, fault):
     keep.explain_in_worker(config, runs, log)
 
 
-def raises(config, runs, log):
+def raises(config, runs, log, rules=None):
     instead(config, runs, log, lambda: {}["no such lane\n\x1b"])
 
 
-def segfault(config, runs, log):
+def segfault(config, runs, log, rules=None):
     instead(config, runs, log, lambda: os.kill(os.getpid(), signal.SIGSEGV))
 
 
-def hangs(config, runs, log):
+def hangs(config, runs, log, rules=None):
     def hang():
         subprocess.Popen(["sleep", str(NEVER_S)])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -43,18 +43,18 @@ def hangs(config, runs, log):
     instead(config, runs, log, hang)
 
 
-def takes_all_memory(config, runs, log):
+def takes_all_memory(config, runs, log, rules=None):
     """On a machine of 2 GiB."""
     keep.host_memory_bytes = lambda: 2**31
     instead(config, runs, log, lambda: [np.zeros(2**28, dtype=np.uint8) for _ in range(1000)])
 
 
-def cannot_write(config, runs, log):
+def cannot_write(config, runs, log, rules=None):
     runs.with_name("kernels").mkdir(exist_ok=True)
     (runs.with_name("kernels") / f"{config.key}.json").mkdir()
     keep.explain_in_worker(config, runs, log)
 
 
-def notes_its_modules(config, runs, log):
+def notes_its_modules(config, runs, log, rules=None):
     NOTES.write_text(" ".join(sorted(sys.modules)))
     keep.explain_in_worker(config, runs, log)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ...ranges import PhaseNames
 from ..columns import Columns, Ints, Mask, chosen, joined
 from .calls import ApiCallKind, lost_launches
-from .collectives import NO_COLLECTIVE, collective_codes
+from .collectives import NO_COLLECTIVE, OF_LIBRARY, collective_codes, with_collectives_named
 from .phase_plan import PhaseWindows
 from .phase_ranges import PhaseRanges, phase_ranges
 from .phases import CODES, PHASES, Codes, LaunchPhase
@@ -39,10 +39,6 @@ The last one is PyTorch's fully_shard.
 """
 MIN_LOST = 2
 """Fewest launches at an edge of the file that make a step a cut one; one may be lost anywhere."""
-_OF_LIBRARY = re.compile(r"nccl|gloo:")
-"""Beginning of the names of ranges that PyTorch (nccl:all_reduce) and NCCL (ncclAllReduce) put
-around a collective.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +76,7 @@ class Attribution:
 
 def attribute(trace: Trace, phases: PhaseNames | None = None) -> Attribution:
     """Find the phase, step and module of every kernel and copy."""
+    trace = with_collectives_named(trace)
     names = phase_ranges(trace, phases or PhaseNames())
     plan = plan_of(trace, names)
     modules = _Modules(trace, names, plan)
@@ -114,7 +111,7 @@ class _Modules:
         forward = np.flatnonzero(ranges.is_nested & is_forward)
         again = forward[_is_backward(phase_at(plan.windows, ranges.start_ns[forward]))]
         is_module[again] = True
-        is_module[_beginning(trace, _OF_LIBRARY)] = False
+        is_module[_beginning(trace, OF_LIBRARY)] = False
         is_shards = _beginning(trace, _SHARDS)
         self._rows = np.flatnonzero(is_module)
         self._modules = _nesting_of(trace, self._rows)
@@ -164,6 +161,10 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
     rows = np.flatnonzero(work.is_launched)
     thread, time = work.thread[rows], work.launch_ns[rows]
     phase[rows] = phase_at(plan.windows, time)
+    if plan.main is not None:
+        # what another thread launches meanwhile is not shown to be forward
+        is_apart = (thread != plan.main) & (phase[rows] == CODES[LaunchPhase.FORWARD])
+        phase[rows[is_apart]] = CODES[LaunchPhase.UNATTRIBUTED]
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
     module[rows] = modules.at(thread, time)
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1

@@ -26,6 +26,8 @@ class KernelClass(StrEnum):
     """Scores, softmax and values in one kernel, with its helpers. Naive attention is matmuls and
     a softmax.
     """
+    RECURRENCE = "recurrence"
+    """State-space models, delta rules and linear attention, with their steps over chunks."""
     SOFTMAX = "softmax"
     """Includes log-softmax and cross-entropy, with PyTorch's separate kernel for gather and mean
     (nll_loss).
@@ -34,16 +36,18 @@ class KernelClass(StrEnum):
     ELEMENT_WISE = "element-wise"
     """Includes dropout, masks and random numbers."""
     REDUCTION = "reduction"
-    """Includes scatter-add, and the gradient of an embedding with the sort before it."""
+    """Includes scatter-add, and the gradient of an embedding."""
+    SORT = "sort and select"
+    """Sorts, the largest of many (top-k), and the choice of experts for each token."""
     OPTIMIZER = "optimizer"
     """Kernels of fused and foreach optimizers. An optimizer of tensor operations runs
     element-wise kernels.
     """
     COPY_AND_FILL = "copy and fill"
-    """Moves, casts, sets or gathers values (the embedding) without computing."""
+    """Moves, casts, quantises, sets or gathers values (the embedding) without computing."""
     COMMUNICATION = "communication"
     OTHER = "other"
-    """Kernels that no rule matches, among them sorts."""
+    """Kernels that no rule matches."""
 
 
 class KernelRules:
@@ -116,6 +120,7 @@ _REDUCING_OPS = re.compile(
     r"_(?:sum|mean|a?max|a?min|argmax|argmin|prod|var|std|norm|linalg_vector_norm|any|all"
     r"|cumsum)(?=_|$)"
 )
+_SORTING_OPS = re.compile(r"_(?:sort|topk|argsort)(?=_|$)")
 _EMBEDDING_OPS = re.compile(r"_embedding_dense_backward(?=_|$)")
 _LOSS_OPS = re.compile(r"_nll_loss\w{0,2}?(?:_forward|_backward)?(?=_|$)")
 _MOVING_OPS = re.compile(
@@ -157,6 +162,8 @@ def _inductor_class(kind: str | None, ops: str) -> KernelClass:
     if others != ops and not computing:
         return KernelClass.REDUCTION if _EMBEDDING_OPS.search(ops) else KernelClass.SOFTMAX
     if reduces:
+        if _SORTING_OPS.search(ops):
+            return KernelClass.SORT
         is_matmul = _MATMUL_OPS.search(ops) and not _REDUCING_OPS.search(ops)
         return KernelClass.MATMUL if is_matmul else KernelClass.REDUCTION
     if kind == "unk":

@@ -26,6 +26,10 @@ from .steps import StepTimes
 from .trace import MAX_TIME_NS, DeviceWork, Union
 
 _UNATTRIBUTED = np.int8(CODES[LaunchPhase.UNATTRIBUTED])
+UNSEEN_NS = 200_000
+"""Shortest time of a wait without work of the device that shows work that the file does not have;
+a driver's own part of a wait takes some ten microseconds.
+"""
 QUEUE_NS = 15_000
 """Longest time from the end of a launch to the start of its kernel on an idle device, with what
 clocks of host and device differ.
@@ -91,10 +95,10 @@ def times_on_device(
     host_end = windows.end_ns
     finished = np.where(leaves_collectives, others_finished(host_end), all_finished(host_end))
     begin = windows.start_ns[is_first]
-    if not selection.is_whole_trace:
+    if not selection.is_whole_trace:  # which begins with the first event of the device
         begin = np.maximum(begin, all_finished(begin))
-    if not is_of_host:
-        begin = np.maximum(begin, _first_seen(jobs, host))
+        if not is_of_host:
+            begin = np.maximum(begin, _seen_from(jobs, host, int(steps.end_ns[0])))
     end = np.maximum(host_end, finished)
     end = np.maximum(pd.Series(end).groupby(windows.step).cummax().to_numpy(), begin[windows.step])
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
@@ -156,21 +160,46 @@ def _is_before_wait(windows: HostWindows, steps: StepTimes, host: Host) -> Mask:
     return before
 
 
-def _first_seen(jobs: Jobs, host: Host) -> int:
-    """When the first job of the file began, if it had waited in its queue: until then the device
-    ran what the file does not have. Long ago, if it had not.
+def _seen_from(jobs: Jobs, host: Host, first_end_ns: int) -> int:
+    """From when on the file has what the device ran: before, it ran work of which the file shows
+    only that something waited for it. Long ago, if nothing shows such work.
 
-    A host that had waited for the device before it launched the job knew its queue to be empty.
+    The first job had waited in its queue, or the host had waited for the device in the first step,
+    which ends at `first_end_ns`, while the device ran nothing that is in the file.
     """
     if not len(jobs):
         return -MAX_TIME_NS
+    return max(_queued_until(jobs, host), _waited_until(jobs, host, first_end_ns))
+
+
+def _queued_until(jobs: Jobs, host: Host) -> int:
+    """When the first job began, if it had waited in its queue; long ago, if it had not.
+
+    A host that had waited for the whole device before it launched the job knew its queue to be
+    empty.
+    """
     first = jobs.start_ns.argmin()
     call, launch = jobs.call[first], jobs.launch_ns[first]
     calls = host.calls
-    has_waited = (calls.is_wait & (calls.end_ns <= launch)).any()
+    waits = ApiCallKind.WAIT_FOR_DEVICE.among(calls.name, host.names)
+    has_waited = (waits & (calls.end_ns <= launch)).any()
     returned = host.returned(np.array([call]), np.array([launch]))[0]
     is_queued = jobs.is_launched[first] and jobs.start_ns[first] > returned + QUEUE_NS
     return int(jobs.start_ns[first]) if is_queued and not has_waited else -MAX_TIME_NS
+
+
+def _waited_until(jobs: Jobs, host: Host, first_end_ns: int) -> int:
+    """The end of the last call that waited for the device in the first step, before the last of
+    its jobs, while the device ran nothing of the file for most of it; long ago, if there is none.
+
+    A wait returns when the device has finished, so that a device without work ends it at once.
+    """
+    calls = host.calls
+    is_early = calls.is_wait & (calls.end_ns < min(first_end_ns, int(jobs.start_ns.max())))
+    start, end = calls.start_ns[is_early], calls.end_ns[is_early]
+    unseen = end - start - Union(jobs.start_ns, jobs.end_ns).within(start, end)
+    is_long = (unseen > UNSEEN_NS) & (2 * unseen > end - start)
+    return int(end[is_long].max(initial=-MAX_TIME_NS))
 
 
 class Completion:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ...files import refuse_another_kind
 from ..columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, read_head, what_it_is
+from .collectives import COLLECTIVE_OPERATOR
 from .trace import MAX_TIME_NS, durations
 
 MAX_TRACE_BYTES = 8 * 2**30
@@ -59,6 +60,9 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     (`torch.cuda.graph_annotations.mark_kernels`).
     """
     autograd_phase: Any = None
+    external_id: int | str | None = msgspec.field(default=None, name="External id")
+    """The number of an operator, and of what it launched itself."""
+    collective: Any = msgspec.field(default=None, name="Collective name")
     task_type: Any = msgspec.field(default=None, name="Task Type")
     """What ran the event, in traces of Ascend NPUs."""
 
@@ -120,6 +124,10 @@ class TraceEvents:
         file: _File[float] | _File[Decimal] = _decode(path, self._content)
         self._by_category = _by_category(file.traceEvents)
         self._is_exact = False
+        self.is_open = _is_open(self._content)
+        """The list of events has no last bracket, as Chrome's format allows."""
+        self.num_copies = 0
+        """Events that stand in the file a second time, and are left out."""
         self.has_operators = "cpu_op" in self._by_category
         self.device_names = tuple(dict.fromkeys(device.name for device in file.deviceProperties))
         rank = file.distributedInfo.get("rank")
@@ -127,12 +135,13 @@ class TraceEvents:
 
     def batches(self, *groups: Collection[str]) -> list[EventBatch]:
         """One batch for each group of categories."""
+        copies_before = self.num_copies
         batches = [self._batch_of(categories) for categories in groups]
         times = [np.append(batch.start_ns, batch.duration_ns) for batch in batches]
         if self._is_exact or np.abs(np.concatenate(times)).max(initial=0) < EXACT_US * 1000:
             return batches
         # two decoded files at once would take too much memory
-        batches, self._by_category = [], {}
+        batches, self._by_category, self.num_copies = [], {}, copies_before
         file = _decode(self.path, self._content, is_exact=True)
         self._by_category = _by_category(file.traceEvents)
         self._is_exact = True
@@ -141,25 +150,62 @@ class TraceEvents:
     def nodes(self) -> EventBatch:
         """The nodes of backward, which are operators of the host."""
         operators = self._by_category.get("cpu_op", [])
-        return self._batch([event for event in operators if event.name.startswith(BOOKKEEPING)])
+        nodes = [event for event in operators if event.name.startswith(BOOKKEEPING)]
+        return self._batch(nodes, counts=False)
+
+    def collectives(self) -> dict[int | str | None, str]:
+        """The collectives that operators launched, by the number of the operator."""
+        operators = self._by_category.get("cpu_op", [])
+        named = [event.args for event in operators if event.name == COLLECTIVE_OPERATOR]
+        return {args.external_id: str(args.collective or "") for args in named}
 
     def _batch_of(self, categories: Collection[str]) -> EventBatch:
         """The events of the categories."""
         groups = (self._by_category.get(category, []) for category in sorted(categories))
         return self._batch(list(chain.from_iterable(groups)))
 
-    def _batch(self, events: list[AnyEvent]) -> EventBatch:
+    def _batch(self, events: list[AnyEvent], *, counts: bool = True) -> EventBatch:
         events = [event for event in events if event.dur is not None]
         what = f"events of category {events[0].cat}" if events else "events"
         try:
             start = _nanoseconds([event.ts for event in events], what)
             duration = _nanoseconds([event.dur for event in events], what)
             durations(start, start + duration, what)
-            return EventBatch(events=events, start_ns=start, duration_ns=duration)
         except ValueError as error:
             raise ProfileError(
                 self.path, f"{error}: the trace is damaged, record it again"
             ) from error
+        copies = _copies(events, start, duration)
+        if copies:
+            events = [event for row, event in enumerate(events) if row not in copies]
+            start, duration = (np.delete(times, list(copies)) for times in (start, duration))
+            self.num_copies += len(copies) if counts else 0
+        return EventBatch(events=events, start_ns=start, duration_ns=duration)
+
+
+def _copies(events: Sequence[AnyEvent], start_ns: Ints, duration_ns: Ints) -> set[int]:
+    """The rows of events that are equal to an earlier one, their numbers included.
+
+    Events without a number may be alike, and so may events of up to one microsecond where times are
+    whole microseconds.
+    """
+    order = np.lexsort((duration_ns, start_ns))
+    start, duration = start_ns[order], duration_ns[order]
+    is_equal = (np.diff(start) == 0) & (np.diff(duration) == 0)
+    is_equal &= duration[1:] > (0 if (start % 1000).any() else 1000)
+    beside = np.flatnonzero(is_equal)
+    rows = np.unique(np.append(order[beside], order[beside + 1])).tolist()
+    seen: set[bytes] = set()
+    copies = set()
+    for row in rows:
+        args = events[row].args
+        if not args.correlation and args.external_id is None:
+            continue
+        text = msgspec.json.encode(events[row])
+        if text in seen:
+            copies.add(row)
+        seen.add(text)
+    return copies
 
 
 _OPERATOR_NAME = re.compile(r"::|Backward\d{0,2}$|^struct ")
@@ -254,15 +300,27 @@ def _escaped(backslash: re.Match[bytes]) -> bytes:
     return backslash[0] if len(backslash[0]) > 1 else rb"\\"
 
 
+NO_TIME_US = 1e300
+"""Stands for a duration that is no number: without any duration, an event would be no work."""
+_WORD = rb"[+-]?\b(?i:nan|inf(?:inity)?)(?:\.\d+)?\b"
 _NO_NUMBER = re.compile(
-    rb'"(?:[^"\\]|\\.)*"|[+-]?\b(?:NaN|nan|Infinity|inf)(?:\.\d+)?\b', re.DOTALL
+    rb'(?P<duration>"dur"\s*:\s*)' + _WORD + rb'|"(?:[^"\\]|\\.)*"|' + _WORD, re.DOTALL
 )
 """A text, or one of the words that programs write for what is no number, and JSON has not."""
 
 
-def _as_null(word: re.Match[bytes]) -> bytes:
-    """The text as it is, or `null` for what is no number."""
-    return word[0] if word[0].startswith(b'"') else b"null"
+def _without_word(match: re.Match[bytes]) -> bytes:
+    """A text as it is, and `null` or NO_TIME_US for what is no number."""
+    if match["duration"] is not None:
+        return match["duration"] + str(NO_TIME_US).encode()
+    return match[0] if match[0].startswith(b'"') else b"null"
+
+
+def _is_open(content: bytes | bytearray) -> bool:
+    """Whether the content is a list without its last bracket."""
+    return (
+        content[:MAX_EXCERPT].lstrip()[:1] == b"[" and content[-MAX_EXCERPT:].rstrip()[-1:] != b"]"
+    )
 
 
 def _as_file(content: bytes | bytearray, file: type[_FileT], event: type) -> _FileT:
@@ -277,7 +335,7 @@ def _as_file(content: bytes | bytearray, file: type[_FileT], event: type) -> _Fi
     return msgspec.json.decode(content, type=file)
 
 
-_TIME_AS_TEXT = re.compile(r"got `str` - at `\$\.traceEvents\[\.*\d*\]\.(?:ts|dur)`")
+_TIME_AS_TEXT = re.compile(r"got `str` - at `\$(?:\.traceEvents)?\[\.*\d*\]\.(?:ts|dur)`")
 """Part of the error of msgspec for a trace whose times are texts."""
 
 
@@ -292,16 +350,18 @@ def _decode(
     except msgspec.ValidationError as error:
         if not is_exact and _TIME_AS_TEXT.search(str(error)):
             return _decode(path, content, is_exact=True)  # times as texts, as torch_npu writes them
+        _refuse_lines(path, content)
         refuse_another_kind(path, content, "a trace of torch.profiler", ProfileError)
         raise ProfileError(
             path, f"needed {TORCH_TRACE}, but it has other contents ({error}): {HOW_TO_TRACE}"
         ) from error
     except msgspec.DecodeError as error:
+        _refuse_lines(path, content)
         # a path of Windows in a name, whose backslashes PyTorch writes as they are
         mended = _BACKSLASH.sub(_escaped, content)
         if "escape" in str(error) and mended != content:
             return _decode(path, mended, is_exact=is_exact)
-        mended = _NO_NUMBER.sub(_as_null, content)
+        mended = _NO_NUMBER.sub(_without_word, content)
         if mended != content:
             return _decode(path, mended, is_exact=is_exact)
         raise ProfileError(path, _what_is_malformed(content, str(error))) from error
@@ -311,6 +371,20 @@ def _decode(
         ) from error
     except RecursionError as error:
         raise ProfileError(path, "nested too deeply for a trace") from error
+
+
+_LINES = re.compile(rb"\s*\{[^\n]*\}[ \r]*\n\s*\{")
+"""Beginning of a file with one JSON object on each line."""
+
+
+def _refuse_lines(path: Path, content: bytes | bytearray) -> None:
+    """Raise ProfileError for JSON lines."""
+    if _LINES.match(content):
+        raise ProfileError(
+            path,
+            f"needed {TORCH_TRACE}, got JSON lines: if each line is an event, put commas between "
+            "them and brackets around all; if each is a trace, make a file of each",
+        )
 
 
 def _what_is_malformed(content: bytes | bytearray, error: str) -> str:
@@ -332,7 +406,8 @@ def _nanoseconds(times_us: Sequence[float | Decimal | None], what: str) -> Ints:
     is_time = np.abs(rounded) <= MAX_TIME_NS / 1000
     if not is_time.all():
         worst = times_us[int(is_time.argmin())]
-        raise ValueError(f"{what} need times within {MAX_TIME_NS} ns of zero, got {worst} us")
+        got = "no number" if worst is None or worst == NO_TIME_US else f"{worst} us"
+        raise ValueError(f"{what} need times within {MAX_TIME_NS} ns of zero, got {got}")
     if times_us and isinstance(times_us[0], Decimal):
         exact = cast("Sequence[Decimal]", times_us)
         return np.array([round(time * 1000) for time in exact], dtype=np.int64)

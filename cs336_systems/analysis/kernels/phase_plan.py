@@ -16,7 +16,7 @@ from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
 from .classes import KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
-from .trace import MAX_TIME_NS, GroupNesting, Nesting, Ranges, Trace, Union, of_names
+from .trace import MAX_TIME_NS, GroupNesting, Holes, Nesting, Ranges, Trace, Union, of_names
 
 _OF_OPTIMIZER = re.compile(
     r"adam(?!ard)|sgd|lamb|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
@@ -201,7 +201,20 @@ def _is_backward(trace: Trace, launched: Ints, main: int, *, is_training: bool) 
     if len(nodes) or trace.has_operators:
         inside = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time) >= 0
         return inside | (is_of_other & np.isin(thread, nodes.thread))
-    return is_of_other & is_training
+    return np.isin(thread, _backward_threads(trace, main)) & is_training
+
+
+def _backward_threads(trace: Trace, main: int) -> Ints:
+    """The threads but the main one that launch kernels of backward; where none does by name, the
+    other thread if there is only one.
+    """
+    kernels = chosen(trace.kernels, trace.kernels.is_launched)
+    others = np.setdiff1d(kernels.thread, [main])
+    telling = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
+    of_backward = np.intersect1d(others, telling)
+    if len(of_backward) or len(others) > 1:
+        return of_backward
+    return others
 
 
 def has_kernels_of_training(trace: Trace) -> bool:
@@ -271,6 +284,7 @@ def with_forward(
     holes = covered.holes(start_ns, np.maximum(until, start_ns))
     last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end) - 1]
     since = np.maximum(holes.start, last_update + 1)
+    since[_is_before_data(windows, holes, events)] = MAX_TIME_NS
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
     last_event = np.append(events, 0)[np.searchsorted(events, holes.end) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
@@ -279,6 +293,22 @@ def with_forward(
     has_events = begins < holes.end
     forward = windows_of(LaunchPhase.FORWARD, begins[has_events], ends[has_events])
     return _ordered(joined(windows, forward))
+
+
+def _is_before_data(windows: MarkedWindows, holes: Holes, events: Ints) -> Mask:
+    """Whether a batch is taken after each hole and before the next backward, with events behind it:
+    these are forward, and what came before the batch is not.
+    """
+    backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD)]
+    is_data = windows.among(LaunchPhase.DATA)
+    start, end = windows.start_ns[is_data], windows.end_ns[is_data]
+    until = np.append(backward, MAX_TIME_NS)[np.searchsorted(backward, holes.end)]
+    last = np.searchsorted(start, until) - 1
+    last_start = np.append(start, -MAX_TIME_NS)[last]
+    last_end = np.append(end, -MAX_TIME_NS)[last]
+    num_behind = np.searchsorted(events, until) - np.searchsorted(events, last_end)
+    is_before: Mask = (last >= 0) & (last_start >= holes.end) & (num_behind > 0)
+    return is_before
 
 
 def main_events(trace: Trace, main: int, without: Ints) -> Ints:

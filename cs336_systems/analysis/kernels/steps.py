@@ -60,6 +60,8 @@ class PhasePlan:
     """Passes of backward in each step of the optimizer, if all have the same number."""
     around_steps: Ints
     """Ranges that contain whole phases, and so are not ranges of modules."""
+    main: int | None
+    """The thread whose launches are forward where no range says so; None if ranges do."""
     notes: tuple[str, ...] = ()
 
 
@@ -112,6 +114,7 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
         labels=labels if len(labels) == len(times) else (StepLabel(),) * len(times),
         passes_per_step=_passes_per_step(windows),
         around_steps=around,
+        main=None if has_forward else main,
         notes=tuple(note for note in notes if note),
     )
 

@@ -340,8 +340,10 @@ def table(made: Sequence[tuple[int, Score]]) -> str:
 
 
 def main() -> None:
-    """Print the table of as many seeds as asked for."""
+    """Print the table of as many seeds as asked for, and the plan of one alone."""
     first, count = map(int, sys.argv[1:3])
+    if count == 1:
+        print(draw(first), end="\n\n")
     with tempfile.TemporaryDirectory() as directory:
         print(table(scored(first, count, Path(directory))))
 

@@ -17,6 +17,7 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.classes import KernelClass
 from cs336.analysis.kernels.collectives import collective_of
 from cs336.analysis.kernels.communication import by_rank, collectives_of, rank_times, without_rank
 from cs336.analysis.kernels.explain import explain, summarise
@@ -29,7 +30,7 @@ from cs336.analysis.kernels.step_profile import (
 from cs336.config import SIZES, Parallel, RunConfig
 from cs336.costs.communication import Collective
 from cs336.ranges import rank_range
-from tests.analysis.kernels.kineto_files import events_of, write_trace
+from tests.analysis.kernels.kineto_files import complete, events_of, write_trace
 from tests.analysis.kernels.tracing import (
     AUTOGRAD,
     MAIN,
@@ -78,6 +79,29 @@ def walls(explained: StepProfile) -> dict[str, list[int]]:
         ("ncclDevKernel_Generic_1", Collective.OTHER),
         ("void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)", Collective.ALL_REDUCE),
         ("void at::native::reduce_kernel<512, 1>(at::native::ReduceOp<float>)", None),
+        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWork*)", Collective.POINT_TO_POINT),
+        ("nccl:_all_gather_base", Collective.ALL_GATHER),
+        ("nccl:_reduce_scatter_base", Collective.REDUCE_SCATTER),
+        ("nccl:send 0->1", Collective.POINT_TO_POINT),
+        ("nccl:all_to_all", Collective.ALL_TO_ALL),
+        ("gloo:broadcast", Collective.BROADCAST),
+        ("c10d::allreduce_", Collective.ALL_REDUCE),
+        ("c10d::alltoall_base_", Collective.ALL_TO_ALL),
+        ("c10d::recv_", Collective.POINT_TO_POINT),
+        ("_c10d_functional::all_gather_into_tensor", Collective.ALL_GATHER),
+        ("c10d::barrier", Collective.OTHER),
+        ("void deep_ep::intranode::dispatch<8, 768, 8192>(int4*)", Collective.ALL_TO_ALL),
+        ("void internode::combine<false, 8, __nv_bfloat16>(int4*)", Collective.ALL_TO_ALL),
+        ("deep_ep::layout::get_dispatch_layout", Collective.OTHER),
+        ("EpCombineIntraNodeKernel_bf16", Collective.ALL_TO_ALL),
+        ("void pplx::all_to_all::dispatchKernel<2u>(int*)", Collective.ALL_TO_ALL),
+        ("void multimem_all_reduce_kernel<c10::BFloat16, 16>(float*)", Collective.ALL_REDUCE),
+        ("multimem_all_gather_kernel", Collective.ALL_GATHER),
+        ("allreduce_fusion_kernel_oneshot_lamport", Collective.ALL_REDUCE),
+        ("void tensorrt_llm::kernels::oneShotAllReduceKernel<__half>(P)", Collective.ALL_REDUCE),
+        ("void barrier_on_stream_kernel_threadgroup<(threadgroup_t)2>(int)", Collective.OTHER),
+        ("void dispatch_rays<4>(Params)", None),
+        ("combine", None),
         ("memcpy Device-to-Device", None),
         ("memcpy Peer-to-Peer", Collective.COPY_TO_PEERS),  # nsys
         ("Memcpy PtoP (Device -> Device)", Collective.COPY_TO_PEERS),  # torch.profiler
@@ -85,6 +109,75 @@ def walls(explained: StepProfile) -> dict[str, list[int]]:
 )
 def test_kinds_of_collectives(name: str, kind: Collective | None) -> None:
     assert collective_of(name) is kind
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_an_operator_of_a_collective_launched_is_communication(
+    seed: int, tmp_path: Path
+) -> None:
+    """Whatever the kernel's name: the operator is found by its number, or named by the kernel."""
+    generator = random.Random(seed)
+    names = ("my_ring", "gemm", "void at::native::reduce_kernel<512>(int)", "ncclDevKernel_Generic")
+    kinds = {"allreduce": "all-reduce", "_allgather_base": "all-gather", "barrier": "other"}
+    events = [complete("user_annotation", "step", 7, 100, 0, 100_000)]
+    expected_ns = dict.fromkeys((*kinds.values(), None), 0)
+    for number in range(1, generator.randint(10, 40)):
+        name, duration = generator.choice(names), generator.randint(1, 400)
+        collective, is_named = generator.choice([*kinds, None]), generator.random() < 0.5
+        said = {} if collective is None else {"Collective name": collective}
+        operator = "aten::mm" if collective is None else "record_param_comms"
+        operators = {} if is_named else said
+        host = (7, 100, 1_000 * number)
+        events += [
+            complete("cpu_op", operator, *host, 50, **{"External id": number}, **operators),
+            complete("cuda_runtime", "cudaLaunchKernel", *host, 3, correlation=number),
+            complete(
+                "kernel",
+                name,
+                0,
+                7,
+                1_000 * number + 100,
+                duration,
+                **{"External id": number, "correlation": number, "stream": 7},
+                **(said if is_named else {}),
+            ),
+        ]
+        kind = None if collective is None else kinds[collective]
+        expected_ns["other" if kind is None and "nccl" in name else kind] += duration
+    explained = explain(write_trace(tmp_path / "t.json", events))
+    ns = {}
+    for kind in kinds.values():
+        phases = exposed(explained, Collective(kind)).values()
+        ns[kind] = sum(sum(total) for total, _ in phases)
+    assert ns == {kind: time for kind, time in expected_ns.items() if kind is not None}
+    by_class = sum(
+        each_ns([times.total_s])[0]
+        for times in explained.classes
+        if times.kind is KernelClass.COMMUNICATION
+    )
+    assert by_class == sum(ns.values())
+
+
+def test_an_unknown_kernel_in_the_range_of_a_collective_is_a_part_of_it() -> None:
+    """Not one whose name tells what it does, and not one of an operator inside the range."""
+    recording = Recording(
+        [
+            Kernel("my_ring", 20, MAIN, 100, 7),
+            Kernel("gemm", 21, MAIN, 110, 5),
+            Kernel("mystery", 32, MAIN, 120, 3),
+            Kernel("mystery", 50, MAIN, 130, 2),
+            Kernel("mystery", 20, AUTOGRAD, 140, 1),
+        ],
+        [Span("step", 0, 200), Span("nccl:all_reduce", 10, 40), Span("copy_in", 30, 35)],
+    )
+    explained = profile(recording)
+    assert sum(sum(total) for total, _ in exposed(explained, Collective.ALL_REDUCE).values()) == 7
+    times = {(kernel.kind, kernel.count) for kernel in explained.kernels if kernel.phase is None}
+    assert times == {
+        (KernelClass.COMMUNICATION, 1),
+        (KernelClass.MATMUL, 1),
+        (KernelClass.OTHER, 3),
+    }
 
 
 # exposed time, by nanosecond

@@ -6,12 +6,13 @@ launched.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
+from ..collectives import of_collective
 from ..kineto_events import BOOKKEEPING, HOW_TO_TRACE, TORCH_TRACE, EventBatch, TraceEvents
 from ..trace import (
     NOWHERE,
@@ -60,11 +61,15 @@ def read_kineto(path: Path) -> Trace:
     )
     is_of_host = not len(kernels) and not len(copies)
     operators = events.batches(OPERATOR_CATEGORIES)[0] if is_of_host else None
-    nodes = events.nodes()
+    nodes, collectives = events.nodes(), events.collectives()
+    odd = tuple(_what_is_odd(events))
     del events  # it holds most of the memory
     session = _Session(path, calls, ranges)
-    work = session.work(kernels) if operators is None else session.work_of_host(operators)
-    copied = session.work(copies)
+    if operators is None:
+        work = session.work(kernels, _names(kernels, collectives))
+    else:
+        work = session.work_of_host(operators)
+    copied = session.work(copies, [event.name for event in copies.events])
     trace = Trace(
         kernels=work,
         copies=copied,
@@ -76,7 +81,7 @@ def read_kineto(path: Path) -> Trace:
         strings=session.strings.all,
         device_names=device_names,
         is_of_host=is_of_host,
-        notes=tuple(session.notes(is_of_host)),
+        notes=(*session.notes(is_of_host), *odd),
     )
     return with_copies_apart(trace)
 
@@ -166,13 +171,13 @@ class _Session:
             is_nested=np.ones(len(batch), dtype=np.bool_),
         )
 
-    def work(self, batch: EventBatch) -> DeviceWork:
-        """The device's work."""
+    def work(self, batch: EventBatch, names: Sequence[str]) -> DeviceWork:
+        """The device's work, under these names."""
         args = [event.args for event in batch.events]
         correlation = self._ints(batch, [a.correlation for a in args])
         process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
-        name = self.strings.ids(event.name for event in batch.events)
+        name = self.strings.ids(names)
         strings = enumerate(self.strings.all)
         graph_calls = [index for index, text in strings if GRAPH_LAUNCHES.match(text)]
         return DeviceWork(
@@ -248,6 +253,27 @@ class _Session:
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
             mark=np.full(len(start), -1, dtype=np.int64),
         )
+
+
+def _what_is_odd(events: TraceEvents) -> Iterator[str]:
+    """Sentences about a file that is not as PyTorch writes it."""
+    if events.num_copies:
+        yield f"{events.num_copies} events stand in the file more than once, and count once."
+    if events.is_open:
+        yield "The list of events has no end: the file may have been cut off, and lack later ones."
+
+
+def _names(kernels: EventBatch, collectives: Mapping[int | str | None, str]) -> list[str]:
+    """The names of the kernels; the collective stands before that of a kernel whose own name does
+    not tell it.
+    """
+    names = []
+    for event in kernels.events:
+        kind, number = event.args.collective, event.args.external_id
+        if kind is None and number is not None:
+            kind = collectives.get(number)
+        names.append(event.name if kind is None else of_collective(event.name, kind))
+    return names
 
 
 def self_times(thread: Ints, start_ns: Ints, duration_ns: Ints) -> Ints:

@@ -89,7 +89,7 @@ class Figures:
         self.copies_s = copies_alone_s(profile) if self.on_device else 0.0
         self.has_backward = any(times.phase is LaunchPhase.BACKWARD for times in profile.phases)
         self.in_use: Collection[Remedy] | None = None
-        if self.on_device:
+        if self.on_device and self.config is None:  # a configuration knows better
             self.in_use = in_use(profile)
         if matters(self.copies_s, MIN_SHARE, self.step_s):
             self.time = "kernels' time"  # not all of the GPU's

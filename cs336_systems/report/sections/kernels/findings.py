@@ -200,7 +200,9 @@ class _Findings(Verdict):
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
             if gains_s[cause] >= MIN_SHARE * self.step_s > 0:
                 without_what, remedy = _BOUNDS[cause]
-                flags = self.advice(remedy) if remedy else ""
+                flags = ""
+                if remedy and self.is_of_many(cause):
+                    flags = self.advice(remedy)
                 bounds.append(f"{self.ms(gains_s[cause])} less without {without_what}{flags}")
         if not bounds:
             return
@@ -209,6 +211,16 @@ class _Findings(Verdict):
             text += f", and in all at most {self.ms(self.span.idle_s)} less"
         told = {f"{cause} gain_s": gain_s for cause, gain_s in gains_s.items()}
         yield self.finding("bounds", f"{text}.", **told)
+
+    def is_of_many(self, cause: IdleCause) -> bool:
+        """Whether the idle times of this cause are many short ones, which fewer kernels would save:
+        as many of the median length are half of them all.
+        """
+        alike = [times for times in self.profile.idle if times.cause is cause]
+        if any(times.median_s is None for times in alike):
+            return True  # of an older version, which did not keep it
+        typical_s = sum(times.count * (times.median_s or 0.0) for times in alike)
+        return 2 * typical_s >= added(alike).total_s
 
     def late_phases(self) -> Iterator[Finding]:
         """Phases that the host limits, in a step that it does not limit."""
@@ -402,8 +414,9 @@ class _Findings(Verdict):
         moving_s = added(times for times in classes if times.kind in _MOVING).total_s
         whole_s = added(classes).total_s
         if matters(moving_s, MIN_LARGE_SHARE, whole_s):
+            where = " and ".join(dict.fromkeys(str(times.phase) for times in classes))
             text = (
-                f"In forward and backward, {percent_of(moving_s, whole_s)} of the {self.time}, "
+                f"In {where}, {percent_of(moving_s, whole_s)} of the {self.time}, "
                 f"{self.ms(moving_s)}, goes to element-wise work, norms, sums and copies, which "
                 f"move values more than they compute{self.advice(Remedy.COMPILE)}."
             )

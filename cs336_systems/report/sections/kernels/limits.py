@@ -19,6 +19,8 @@ GPU limits has a percent or two, at its start; one that the CPU limits half and 
 """
 MIN_BUSY_SHARE = 0.8
 """Smallest share of the step that the GPU must be busy to be called the limit of the step."""
+MIN_EXPOSED_SHARE = 0.1
+"""Smallest share of the step that exposed communication must have to be called its limit."""
 MIN_BETWEEN_FOR_DATA = 0.1
 """Smallest share of the idle time between steps for which data is named."""
 _COPIES = {
@@ -71,8 +73,10 @@ def undoubted_limit(entry: Explained) -> Limit | None:
         return Limit.COPIES
     if not is_busy:
         return Limit.IDLE
-    computing_s = span.busy_s - collectives_s(profile, exposed=True)
-    return Limit.GPU if computing_s >= MIN_BUSY_SHARE * span.whole_s else Limit.COMMUNICATION
+    exposed_s = collectives_s(profile, exposed=True)
+    is_computing = span.busy_s - exposed_s >= MIN_BUSY_SHARE * span.whole_s
+    is_small = exposed_s < MIN_EXPOSED_SHARE * span.whole_s
+    return Limit.GPU if is_computing or is_small else Limit.COMMUNICATION
 
 
 def late_s(entry: Explained, phase: LaunchPhase | None = None) -> float:

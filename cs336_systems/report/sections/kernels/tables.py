@@ -66,6 +66,8 @@ _PHASE_CSV = (
 _OF_A_DEVICE = ("busy_mean_ms", "busy_std_ms", "busy_share", "host_mean_ms", "host_std_ms")
 """Values of what a device does beside its host; a trace of a CPU has none of them."""
 CLASS_KEYS = {kind: kind.lower().replace(" ", "_").replace("-", "_") for kind in KernelClass}
+_RARE_CLASSES = (KernelClass.CONVOLUTION, KernelClass.RECURRENCE, KernelClass.SORT)
+"""Classes that have columns only where a kernel is of them."""
 _CLASS_VALUES = ("share", "ms_per_step", "per_step")
 _PART_VALUES = ("per_step", "ms_per_step", "products_ms_per_step", "flops_per_step", "flops_per_s")
 
@@ -202,9 +204,9 @@ def classes(entries: Sequence[Explained]) -> Section:
     """Share of each class in the time of each phase and of the step."""
     rows = rows_of(entries, class_rows)
     kinds = dict(CLASS_KEYS)
-    convolutions = kinds[KernelClass.CONVOLUTION]
-    if not any(row[f"{convolutions}_per_step"] for row in rows):
-        del kinds[KernelClass.CONVOLUTION]
+    for kind in _RARE_CLASSES:
+        if not any(row[f"{kinds[kind]}_per_step"] for row in rows):
+            del kinds[kind]
     columns = [column("phase")]
     for number, (kind, key) in enumerate(kinds.items()):
         about = f"Share of {kind}."

@@ -126,7 +126,7 @@ def with_all_advice():
             ),
         ),
         (FAST, ("10.0 ms less without waiting for launches,", "use a larger model or batch.")),
-        (None, ("(CUDA graphs)", "(torch.compile, fused attention, a fused optimizer)")),
+        (None, ("(CUDA graphs)", "(torch.compile, a fused optimizer)")),
     ],
 )
 def test_a_run_is_advised_what_it_does_not_do_already(
