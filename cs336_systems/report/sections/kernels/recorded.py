@@ -3,7 +3,7 @@ reserved, and lines of the program. Tables and sentences of a trace that has the
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.step_profile import KernelTimes, StepProfile
@@ -40,7 +40,8 @@ def activity(entries: Sequence[Explained]) -> Section:
         "Means over samples of the device's counters, in % of the highest value. A phase without a "
         "row was too short to be seen by them."
     ]
-    return _section("activity", "Activity of the GPU", entries, activity_rows, columns, notes)
+    rows, keys = rows_of(entries, activity_rows), [heading.key for heading in columns]
+    return over_configurations("activity", "Activity of the GPU", rows, columns, keys, notes)
 
 
 def activity_rows(entry: Explained) -> Iterator[Row]:
@@ -60,7 +61,8 @@ def reserved(entries: Sequence[Explained]) -> Section:
         Column("peak", "GiB", key="peak_bytes", scale=1 / 2**30, write=rounded),
     ]
     notes = ["What PyTorch and libraries had from the driver, at most at one time."]
-    return _section("reserved", "Reserved memory", entries, _reserved_rows, columns, notes)
+    rows, keys = rows_of(entries, _reserved_rows), [heading.key for heading in columns]
+    return over_configurations("reserved", "Reserved memory", rows, columns, keys, notes)
 
 
 def _reserved_rows(entry: Explained) -> Iterator[Row]:
@@ -76,7 +78,8 @@ def lines(entries: Sequence[Explained]) -> Section:
     shown = Column("line", key="line", numeric=False, write=label)
     columns = columns_of("share", "total_ms_per_step", "count_per_step", shown)
     notes = ["Per step: kernels by the innermost line outside of libraries that launched them."]
-    return _section("lines", "Lines of the program", entries, _line_rows, columns, notes)
+    rows, keys = rows_of(entries, _line_rows), [heading.key for heading in columns]
+    return over_configurations("lines", "Lines of the program", rows, columns, keys, notes)
 
 
 def _line_rows(entry: Explained) -> Iterator[Row]:
@@ -92,19 +95,6 @@ def _line_rows(entry: Explained) -> Iterator[Row]:
             "count_per_step": times.count / profile.num_steps,
             "line": line,
         }
-
-
-def _section(
-    name: str,
-    title: str,
-    entries: Sequence[Explained],
-    parts: Callable[[Explained], Iterator[Row]],
-    columns: Sequence[Column],
-    notes: Sequence[str],
-) -> Section:
-    """The section of these rows, with all columns in its CSV."""
-    rows, keys = rows_of(entries, parts), [heading.key for heading in columns]
-    return over_configurations(name, title, rows, columns, keys, notes)
 
 
 def activity_finding(figures: Figures) -> Iterator[Finding]:
