@@ -16,7 +16,7 @@ from ..memory.profile import Place
 from ..memory.snapshot import Frame
 from ..memory.stacks import code_places
 from .nsys_tables import Tables
-from .trace import NO_RANGES, NO_SAMPLES, ApiCalls, MemoryEvents, Ranges, Samples
+from .trace import NO_MEMORY, NO_RANGES, NO_SAMPLES, ApiCalls, MemoryEvents, Ranges, Samples
 
 SAMPLE_TABLE = "GPU_METRICS"
 COUNTER_TABLE = "TARGET_INFO_GPU_METRICS"
@@ -49,9 +49,9 @@ def samples(tables: Tables) -> Samples:
     for key in tables.rows(COUNTER_TABLE, "typeId", "metricId", "metricName"):
         if known := _COUNTER.fullmatch(str(key[2])):
             named[key[:2]] = tables.strings.id(known[1])
-    if not named:
-        return NO_SAMPLES
     columns = {"timestamp": None, "typeId": None, "metricId": None, "value": 0}
+    if not named or not tables.has(SAMPLE_TABLE, *columns):
+        return NO_SAMPLES
     time, device, metric, value = tables.ints(SAMPLE_TABLE, columns, where=IS_SHARE)
     order = np.lexsort((time, metric, device))
     time, device, metric, value = (column[order] for column in (time, device, metric, value))
@@ -76,10 +76,11 @@ def samples(tables: Tables) -> Samples:
 
 def memory_events(tables: Tables) -> MemoryEvents:
     """Allocations and frees of memory, of each device and kind."""
+    columns = {"start": None, "deviceId": 0, "bytes": 0, "memKind": 0, "memoryOperationType": 0}
+    if not tables.has(MEMORY_TABLE, *columns):
+        return NO_MEMORY
     time, device, size, kind, operation, pool = tables.ints(
-        MEMORY_TABLE,
-        {"start": None, "deviceId": 0, "bytes": 0, "memKind": 0, "memoryOperationType": 0},
-        {"localMemoryPoolAddress": 0},
+        MEMORY_TABLE, columns, {"localMemoryPoolAddress": 0}
     )
     labels = tables.names("ENUM_CUDA_MEM_KIND", "label")
     # cudaMallocAsync takes from a pool, which keeps what it frees
@@ -97,8 +98,10 @@ def memory_events(tables: Tables) -> MemoryEvents:
 def library_calls(tables: Tables) -> Ranges:
     """Calls of cuBLAS, cuDNN and the operating system."""
     parts = []
+    columns = {"start": None, "end": None, "globalTid": 0, "nameId": 0}
     for table in LIBRARY_TABLES:
-        columns = {"start": None, "end": None, "globalTid": 0, "nameId": 0}
+        if not tables.has(table, *columns):
+            continue
         start, end, thread, name = tables.ints(table, columns)
         tables.durations(table, start, end)
         parts.append(

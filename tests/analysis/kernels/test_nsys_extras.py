@@ -102,6 +102,17 @@ def test_counters_are_averaged_over_the_time_of_their_phase_alone(tmp_path: Path
     assert whole.share == pytest.approx(expected / sum(periods.values()) / 100, rel=0.02)
 
 
+def test_tables_of_another_version_are_not_seen(tmp_path: Path) -> None:
+    made = training(1)
+    path = write_export(tmp_path / "t.sqlite", made)
+    plain = explained(path)
+    for table in ("CUDA_GPU_MEMORY_USAGE_EVENTS", "OSRT_API", "CUBLAS_EVENTS", "GPU_METRICS"):
+        add(path, table, "start, renamed", [(1, 2)])
+    names = [(0, 1, "Tensor Active [Throughput %]")]
+    add(path, "TARGET_INFO_GPU_METRICS", "typeId, metricId, metricName", names)
+    assert explained(path) == plain
+
+
 def test_counters_of_a_device_that_ran_nothing_count_for_nothing(tmp_path: Path) -> None:
     made = training(2)
     path = write_export(tmp_path / "t.sqlite", made)
