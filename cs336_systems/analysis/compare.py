@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -59,6 +59,17 @@ StepBlocks: TypeAlias = Mapping[int, Measurement]
 """Step times of a side's processes, by the number of the block of runs, one after the other,
 that each belongs to.
 """
+
+
+class Launches(Protocol):
+    """Durations of the launches of one kernel."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def mean_s(self) -> float: ...
+    @property
+    def stdev_s(self) -> float | None: ...
 
 
 class Verdict(StrEnum):
@@ -140,6 +151,26 @@ def compare_apart(a: StepBlocks, b: StepBlocks) -> Comparison:
     return _comparison(of_a, of_b, variances)
 
 
+def compare_launches(a: Launches, b: Launches, among: int) -> Comparison:
+    """Compare the mean durations of one kernel, of `among` that are compared, in one process of
+    each side.
+
+    The interval is so wide that of all of them together one is told apart by chance as seldom as
+    one alone with CONFIDENCE. As launches of one process resemble each other, their mean scatters
+    STEP_FACTOR times as much as that of independent ones.
+    """
+    variances: Variances = [(SESSION_DEVIATION**2, math.inf)]
+    for side in (a, b):
+        variances.append((PROCESS_DEVIATION**2, math.inf))
+        stdev_s = side.stdev_s
+        of_mean = None
+        if stdev_s is not None:
+            of_mean = (STEP_FACTOR * stdev_s / side.mean_s) ** 2 / side.count
+        variances.append((of_mean, side.count - 1))
+    confidence = 1 - (1 - CONFIDENCE) / among
+    return _comparison([math.log(a.mean_s)], [math.log(b.mean_s)], variances, confidence)
+
+
 def _logarithms(processes: Iterable[Measurement]) -> list[float]:
     """The logarithm of the mean of each process."""
     return [math.log(measured.mean_s) for measured in processes]
@@ -167,7 +198,9 @@ def _assumed(side: Sequence[Measurement]) -> Variances:
     return variances
 
 
-def _comparison(a: Sequence[float], b: Sequence[float], variances: Variances) -> Comparison:
+def _comparison(
+    a: Sequence[float], b: Sequence[float], variances: Variances, confidence: float = CONFIDENCE
+) -> Comparison:
     """Compare the logarithms of means, whose difference has these variances; None among them
     gives no interval.
     """
@@ -175,12 +208,12 @@ def _comparison(a: Sequence[float], b: Sequence[float], variances: Variances) ->
     low = high = None
     known = [(variance, freedom) for variance, freedom in variances if variance is not None]
     if len(known) == len(variances):
-        half_width = _half_width(known)
+        half_width = _half_width(known, confidence)
         low, high = _exp(difference - half_width), _exp(difference + half_width)
     return Comparison(ratio=_exp(difference), low=low, high=high, num_a=len(a), num_b=len(b))
 
 
-def _half_width(variances: Sequence[tuple[float, float]]) -> float:
+def _half_width(variances: Sequence[tuple[float, float]], confidence: float) -> float:
     """Half the width of the interval of a difference, by Welch and Satterthwaite."""
     from scipy.special import stdtrit  # slow to import, and few commands need it
 
@@ -189,7 +222,7 @@ def _half_width(variances: Sequence[tuple[float, float]]) -> float:
         return 0.0
     share = sum((variance / total) ** 2 / freedom for variance, freedom in variances)
     freedom = min(1 / share, MAX_FREEDOM) if share else MAX_FREEDOM
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(total)
+    return float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(total)
 
 
 def _exp(logarithm: float) -> float:

@@ -1,4 +1,6 @@
-"""`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster."""
+"""`cs336 compare`: which of two configurations, or of each two of two sweeps, is faster, and in
+what two traces or snapshots of any programs differ.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -19,9 +21,10 @@ from ..temporary import temporary_directory
 from ..text import print_aside, print_line
 from . import flags
 from .benchmark import BenchmarkArguments
+from .compare_files import difference_of, is_sweep, write_difference
 from .machine import DeviceChoice, explain_cpu_fallback
 from .measuring import measure_all
-from .outcome import OK, UsageError, checked, load_records_or_warn
+from .outcome import OK, UsageError, checked, load_records_or_warn, show
 from .parse import HELP, HELP_ALL, flag_names, parse
 
 if TYPE_CHECKING:
@@ -40,12 +43,16 @@ class CompareArguments(flags.MeasuringArguments):
     row with its own verdict. Rows are matched by all settings but those in which the sweeps differ
     throughout. Steps of unequal work are compared by tokens per second.
 
+    Or they are files of any programs: two traces of torch.profiler, reports of nsys or profiles
+    that `cs336 kernels` has kept, by phase, class, module and kernel; or two memory snapshots, by
+    category, line of code and pool. The differences add up to that of the whole.
+
     What is measured is written as tables and as a page (index.html), which `cs336 report` makes
     again.
     """
 
     a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")]
-    """Flags in quotes, or the directory of a sweep."""
+    """Flags in quotes, the directory of a sweep, or a file of any program."""
     b: Annotated[
         str | None, tyro.conf.Positional, tyro.conf.arg(metavar="B", help_behavior_hint="")
     ] = None
@@ -64,8 +71,17 @@ class CompareArguments(flags.MeasuringArguments):
     """
     name: Annotated[str | None, flags.unset("NAME", "made of A and B")] = None
     """Name of the directory under OUTPUT/e2e_benchmark/ for what is measured."""
-    output: Path = Path("data")
+    top: int = 10
+    """Most parts of files that a table lists."""
+    json: flags.Switch = False
+    """Print the difference of files as JSON."""
+    output: Annotated[Path | None, flags.unset("DIR", "data; for files nothing is written")] = None
     """Directory for results."""
+
+    @property
+    def results(self) -> Path:
+        """Where results of runs are kept."""
+        return flags.value_or(self.output, Path("data"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,8 +100,12 @@ def run(arguments: CompareArguments) -> int:
     if are_on_disk(names):
         paths = [Path(name) for name in names]
         _refuse_equal(arguments, paths[0].resolve() == paths[1].resolve())
+        if are_of_strangers(paths):
+            return _compare_files(arguments, paths)
+        _refuse_json(arguments)
         records += [checked(records_at, path) for path in paths]
     else:
+        _refuse_json(arguments)
         configs = configs_of(names)
         _refuse_equal(arguments, configs[0].configuration == configs[1].configuration)
         checked(refuse_other_work, *configs)
@@ -108,6 +128,27 @@ def run(arguments: CompareArguments) -> int:
     return _show(compared, page)
 
 
+def _compare_files(arguments: CompareArguments, paths: Sequence[Path]) -> int:
+    """Say in what the files of any programs differ."""
+    if arguments.top < 1:
+        raise UsageError(f"--top must be at least 1, got {arguments.top}")
+    if arguments.formats and arguments.output is None:
+        raise UsageError(f"--{arguments.formats[0]} needs --output, the directory to write to")
+    difference = difference_of(paths, arguments.top)
+    if arguments.output is not None:
+        write_difference(difference, arguments.output, arguments.formats)
+    tables = [table for section in difference.sections for table in section.tables]
+    lines = [finding.text for finding in difference.findings]
+    show(tables, arguments.output, lines, json=difference.encode() if arguments.json else None)
+    return OK
+
+
+def _refuse_json(arguments: CompareArguments) -> None:
+    """Raise UsageError for --json where records of runs are compared, which are JSON already."""
+    if arguments.json:
+        raise UsageError("--json needs two traces or snapshots; runs are kept as JSON in runs/")
+
+
 def _names(arguments: CompareArguments) -> tuple[str, str] | None:
     """Both sides as they are named; None if the first is only kept as a new --baseline."""
     if arguments.baseline is None:
@@ -116,7 +157,7 @@ def _names(arguments: CompareArguments) -> tuple[str, str] | None:
         return arguments.a, arguments.b
     from ..report.compared import records_at
 
-    kept = arguments.output / "baselines" / checked(flags.checked_name, arguments.baseline)
+    kept = arguments.results / "baselines" / checked(flags.checked_name, arguments.baseline)
     if arguments.b is not None or not are_on_disk((arguments.a, arguments.a)):
         raise UsageError(
             "--baseline compares one directory of results with those kept earlier; leave out B"
@@ -147,7 +188,7 @@ def _directory(arguments: CompareArguments, configs: Sequence[RunConfig]) -> Pat
     name = arguments.name
     if name is None:
         name = f"compare_{a.size}_{a.digest}_{b.digest}"
-    return arguments.output / "e2e_benchmark" / checked(flags.checked_name, name)
+    return arguments.results / "e2e_benchmark" / checked(flags.checked_name, name)
 
 
 def _measure(arguments: CompareArguments, configs: Sequence[RunConfig], directory: Path) -> int:
@@ -228,15 +269,26 @@ def are_on_disk(sides: Sequence[str]) -> bool:
     for side, exists in zip(sides, exist, strict=True):
         if not exists and side.strip() and not side.strip().startswith("-"):
             raise UsageError(
-                f"{side}: no such directory or record; needed one, or flags of benchmark.py in "
-                "quotes"
+                f"{side}: no such file or directory; needed one, or flags of benchmark.py in quotes"
             )
     if exist[0] != exist[1]:
         raise UsageError(
-            "A and B must both be directories of finished sweeps, or both flags of benchmark.py "
-            "in quotes"
+            "A and B must both be directories of finished sweeps, both files of traces or "
+            "snapshots, or both flags of benchmark.py in quotes"
         )
     return exist[0]
+
+
+def are_of_strangers(paths: Sequence[Path]) -> bool:
+    """Whether these existing paths are files of any programs; raise UsageError if only one is."""
+    a, b = map(is_sweep, paths)
+    if a != b:
+        sweep, other = paths if a else reversed(paths)
+        raise UsageError(
+            f"{sweep} holds records of runs and {other} does not: compare two sweeps, or two "
+            "traces or snapshots"
+        )
+    return not a
 
 
 def _exists(text: str) -> bool:

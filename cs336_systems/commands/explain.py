@@ -2,6 +2,7 @@
 file of any program.
 """
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,14 +11,22 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
+from ..analysis.columns import read_head
 from ..ranges import PhaseNames
 from ..record import RUNS, RunRecord, load_records, read_record
+from ..text import print_line
 from .flags import Flat, OutputArguments, RulesFile, Switch, unset
 from .outcome import OK, UsageError, existing, show, with_statistics
 
 if TYPE_CHECKING:
     from ..analysis.kernels.step_profile import StepProfile
     from ..report.section import Table
+
+
+PICKLE = b"\x80"
+"""The first byte of a pickle, and so of a snapshot."""
+HEAD_BYTES = 1024
+"""Bytes that show whether a file is of memory; profiles of memory name their allocations there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +177,18 @@ class MemoryArguments(FileArguments):
         )
 
 
+def arguments_for(path: Path, rules: Path | None = None) -> FileArguments:
+    """The command that explains the file at `path`: a pickle and a profile of memory are of
+    memory, all else is of kernels. Only kernels have `rules`.
+    """
+    head = b"" if path.is_dir() else read_head(path, HEAD_BYTES, "a trace or a snapshot")
+    if head.startswith(PICKLE) or b'"num_allocations"' in head:
+        if rules is not None:
+            raise UsageError(f"--rules names kernels, and {path} is of memory")
+        return MemoryArguments(file=path)
+    return KernelsArguments(file=path, rules=rules)
+
+
 def run(arguments: FileArguments) -> int:
     """Read, explain, print, and write where asked."""
     if arguments.top < 1:
@@ -183,6 +204,8 @@ def run(arguments: FileArguments) -> int:
             explanation.write(arguments.output, arguments.top, arguments.formats)
     json = explanation.encode() if arguments.json else None
     show(explanation.tables(arguments.top), arguments.output, explanation.answer(), json=json)
+    if json is None:
+        print_line(f"page: cs336 report {shlex.quote(str(arguments.file))} --open")
     return OK
 
 

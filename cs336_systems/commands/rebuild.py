@@ -1,13 +1,18 @@
 """Reads all results directories below a directory, and writes their tables, plots and pages again
-from the records, and how far predicted times of steps were off.
+from the records, and how far predicted times of steps were off. The file of another program gets a
+directory and a page of its own.
 """
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+from ..analysis.columns import ProfileError
 from ..analysis.kernels.classes import KernelRules
-from ..files import in_one_line
+from ..analysis.kernels.step_profile import read_profile
+from ..analysis.memory.profile import read_memory_profile
+from ..files import in_one_line, write_atomically
 from ..record import RUNS, load_records, published_runs
 from ..report.compared import COMPARISON_FILE, load_compared
 from ..report.formats import texts_of, write_files
@@ -18,12 +23,18 @@ from ..report.page.html import write_page
 from ..report.progress import StatusLine
 from ..report.results import STUDIES, Results, Study, StudyResults
 from ..report.sections.forecast import forecast_section, scored
+from ..report.sections.kernels.entry import Explained
+from ..report.sections.kernels.files import PROFILE_FILE, TOP_ON_A_PAGE
 from ..report.sections.ladder import write_ladder_report
+from ..report.sections.memory.entry import MemoryEntry
+from ..report.sections.memory.tables import MEMORY_FILE
 from ..studies.ceilings_files import Ceilings, ceilings_beside, load_ceilings_or_warn
 from ..studies.records import read_study
 from ..sweep.run import explain_again
-from ..text import print_aside, print_line
+from ..text import plain_word, print_aside, print_line
 from . import ladder
+from .explain import arguments_for
+from .flags import MAX_NAME_LENGTH
 from .measuring import write_results
 from .outcome import FAILED, OK, UsageError, checked
 
@@ -72,8 +83,8 @@ def rebuild_all(
     """
     if not root.is_dir() or not (paths := results_below(root)):
         raise UsageError(
-            f"{root}: no results in or below it; needed a sweep's directory, or one that holds "
-            "several"
+            f"{root}: no results in or below it; needed a sweep's directory, one that holds "
+            "several, or the file of a profiler"
         )
     problems: dict[Path, str] = {}
     rebuilt: list[Directory] = []
@@ -114,6 +125,64 @@ def rebuild_all(
     status.end()
     print_line(f"page: {page}")
     return OK if is_explained and not problems else FAILED
+
+
+FILES = Path("data") / "files"
+"""Where the pages of single files are, below the current directory."""
+SOURCE = "file.txt"
+"""Beside the page of a file, the path of that file, so that files of one name have pages of their
+own.
+"""
+ENDINGS = (".gz", ".zip", ".json", ".trace", ".pt", ".sqlite", ".nsys-rep", ".pickle", ".pkl")
+"""Endings of profilers' files, from the last one inwards, which the name of a page is without."""
+
+
+def page_directory(path: Path, root: Path = FILES) -> Path:
+    """The directory for the page of the file at `path`: named like the file, and with a number
+    where another file of that name has its page.
+    """
+    name = path.resolve().name
+    for ending in ENDINGS:
+        name = name.removesuffix(ending)
+    name = plain_word(name)[:MAX_NAME_LENGTH].strip(".-") or "file"
+    directory, number = root / name, 1
+    while directory.exists() and _source_text(directory) != os.fsencode(path.resolve()):
+        number += 1
+        directory = root / f"{name}-{number}"
+    return directory
+
+
+def _source_text(directory: Path) -> bytes:
+    """The path of the file whose page is in the directory; empty if that is not known."""
+    kept = directory / SOURCE
+    return kept.read_bytes() if kept.is_file() else b""
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether the path is a file, or a directory that holds files of profilers and no results."""
+    if not path.is_dir():
+        return path.exists()
+    has_traces = any(beside.name.endswith(ENDINGS) for beside in path.iterdir() if beside.is_file())
+    return has_traces and not results_below(path)
+
+
+def report_file(
+    path: Path, status: StatusLine, formats: Collection[str] = (), rules: Path | None = None
+) -> Path:
+    """Explain the file of any program, write its tables, and make its page; return the path of the
+    page.
+    """
+    explanation = arguments_for(path, rules).explained()
+    directory = page_directory(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / SOURCE, os.fsencode(path.resolve()))
+    explanation.write(directory, TOP_ON_A_PAGE, formats)
+    page, made = write_page_of(load(directory), status)
+    status.end()
+    if made.glance is not None:
+        print_line(made.glance.answer)
+    print_line(f"page: {page}")
+    return page
 
 
 def write(directory: Directory, status: StatusLine, formats: Collection[str] = ()) -> None:
@@ -172,11 +241,27 @@ def _study(directory: Path, _: object, subject: str) -> Directory:
     return Directory(path=directory, study=StudyResults(study))
 
 
+def _file(directory: Path, _: object) -> Directory:
+    """What `cs336 kernels` or `cs336 memory` kept of one file."""
+    memory, kernels = directory / MEMORY_FILE, directory / PROFILE_FILE
+    if memory.exists():
+        results = Results(records=(), memory=[MemoryEntry(profile=read_memory_profile(memory))])
+        return Directory(path=directory, results=results)
+    profile = read_profile(kernels)
+    if profile is None:
+        raise ProfileError(kernels, "not a step profile; explain the trace again")
+    return Directory(
+        path=directory, results=Results(records=(), kernels=[Explained(profile=profile)])
+    )
+
+
 _READERS: Mapping[str, Callable[[Path, Callable[[Path], Ceilings]], Directory]] = {
     ladder.LADDER_FILE: lambda path, at: ladder.load_results(path, at(ceilings_beside(path))),
     **{f"{subject}.json": partial(_study, subject=subject) for subject in STUDIES},
     RUNS: _sweep,
     published_runs(Path(RUNS)).name: _sweep,
+    PROFILE_FILE: _file,
+    MEMORY_FILE: _file,
 }
 """The function that reads a directory, by a file or folder that it contains; the first match in
 this order decides.

@@ -21,12 +21,13 @@ from .section import Section, Table, findings_section, findings_table
 from .sections.ceilings import ceilings_sections
 from .sections.kernels.communication import by_configuration
 from .sections.kernels.entry import Explained, load_profiled
+from .sections.kernels.files import TOP_ON_A_PAGE, write_kernels
 from .sections.kernels.files import sections_of as kernel_sections
 from .sections.kernels.files import tables_of as kernel_tables
 from .sections.kernels.findings import findings as kernel_findings
 from .sections.memory.entry import MemoryEntry, load_memory
 from .sections.memory.findings import findings as memory_findings
-from .sections.memory.tables import memory_tables
+from .sections.memory.tables import memory_tables, write_memory
 from .sections.memory.tables import sections_of as memory_sections
 from .sections.operators import attention_section, fusion_section
 from .sections.plugged import added_findings, added_sections
@@ -57,6 +58,13 @@ class Results:
         """
         kernels, memory = load_profiled(records, directory), load_memory(records, directory)
         return cls(records=records, kernels=kernels, memory=memory, ceilings=ceilings)
+
+    @property
+    def is_of_file(self) -> bool:
+        """Whether these are of one file of any program, without the record of a run."""
+        subjects = [entry.subject for entry in self.kernels]
+        subjects += [entry.subject for entry in self.memory]
+        return subjects == [None]
 
     @property
     def published(self) -> list[RunRecord]:
@@ -138,6 +146,13 @@ class Results:
         """Write the tables and pictures that records and profiles support together, tables also in
         `formats`; `status` shows what is done.
         """
+        if self.is_of_file:
+            status("drawing and writing")
+            for entry in self.kernels:
+                write_kernels(entry, output, TOP_ON_A_PAGE, formats)
+            for of_memory in self.memory:
+                write_memory(of_memory.profile, output, TOP_ON_A_PAGE, formats)
+            return
         sections = list(itertools.chain.from_iterable(self.sections.values()))
         for done, section in enumerate(sections):
             status(f"writing tables and pictures of {section.name}", done, len(sections))

@@ -52,7 +52,9 @@ def test_what_is_written_is_read_again(
         "plots",
     } <= names
     assert kernels(tmp_path / "out" / "profile.json") == 0
-    assert printed.startswith(capsys.readouterr().out)
+    again, _, page = capsys.readouterr().out.rpartition("page: ")
+    assert printed.startswith(again)
+    assert page == f"cs336 report {tmp_path / 'out' / 'profile.json'} --open\n"
 
 
 def test_a_trace_of_no_length_has_its_tables(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.faults.test_installed import new_environment, ours, run
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "data" / "published"
+TRACE = ROOT / "tests" / "analysis" / "kernels" / "two_gpus" / "rank1_ddp.json.gz"
 WITHOUT_TORCH = ("torch", "functorch", "triton", "transformers", "accelerate", "lightning")
 """PyTorch and what imports it."""
 NAMES_TORCH = "PyTorch 2.11"
@@ -64,6 +65,9 @@ def test_what_needs_no_torch_works_without_it(python: Path, tmp_path: Path) -> N
         *([command, "--help-all"] for command in commands.split()),
         ["kernels", str(kernels)],
         ["memory", str(memory)],
+        ["report", str(kernels)],
+        ["report", str(memory)],
+        ["report", str(TRACE)],
         ["report", "data"],
         ["compare", a, b],
         ["account", "--size", "gpt2-xl", "--mixed-precision", "--attention", "sdpa"],

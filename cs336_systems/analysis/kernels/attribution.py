@@ -29,7 +29,7 @@ from .phase_ranges import PhaseRanges, phase_ranges
 from .phases import CODES, PHASES, Codes, LaunchPhase
 from .step_profile import StepLabel
 from .steps import PhasePlan, StepTimes, plan_of
-from .trace import DeviceWork, GroupNesting, Nesting, Trace
+from .trace import MAX_TIME_NS, DeviceWork, GroupNesting, Nesting, Trace, forward_of
 
 _SHARDS = re.compile(r"(?:gather|wait|scatter) |FSDP::")
 """Beginning of the names of ranges around a gather of a unit's parameters, a wait for it, or a
@@ -79,6 +79,10 @@ def attribute(trace: Trace, phases: PhaseNames | None = None) -> Attribution:
     trace = with_collectives_named(trace)
     names = phase_ranges(trace, phases or PhaseNames())
     plan = plan_of(trace, names)
+    if trace.calls_of_modules is not None:
+        # behind the program's ranges, of which the plan has the numbers
+        ranges = joined(trace.ranges, trace.calls_of_modules)
+        trace = replace(trace, ranges=ranges, calls_of_modules=None)
     modules = _Modules(trace, names, plan)
     return Attribution(
         trace=trace,
@@ -166,7 +170,7 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
         is_apart = (thread != plan.main) & (phase[rows] == CODES[LaunchPhase.FORWARD])
         phase[rows[is_apart]] = CODES[LaunchPhase.UNATTRIBUTED]
     step[rows] = Nesting(plan.steps.start_ns, plan.steps.end_ns).at(time)
-    module[rows] = modules.at(thread, time)
+    module[rows] = _modules_of_launches(trace, modules, thread, time)
     module[(collective != NO_COLLECTIVE) & ~modules.is_shards[module]] = -1
     is_recomputed[rows] = modules.is_forward(thread, time) & _is_backward(phase[rows])
     return Jobs(
@@ -178,6 +182,20 @@ def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
         module=np.where(work.mark >= 0, work.mark, module),
         is_recomputed=is_recomputed,
     )
+
+
+def _modules_of_launches(trace: Trace, modules: _Modules, thread: Ints, time: Ints) -> Ints:
+    """The module of each launch; for one by a node of backward without a module's range within
+    the node, that of the operator of forward.
+    """
+    module = modules.at(thread, time)
+    node, forward = forward_of(trace, thread, time)
+    begun = np.append(trace.ranges.start_ns, -MAX_TIME_NS)[module]
+    rows = np.flatnonzero((forward >= 0) & (begun <= np.append(trace.nodes.start_ns, 0)[node]))
+    operators = trace.operators
+    of_forward = modules.at(operators.thread[forward[rows]], operators.start_ns[forward[rows]])
+    module[rows] = np.where(of_forward >= 0, of_forward, module[rows])
+    return module
 
 
 def _what_is_missing(trace: Trace) -> Iterator[str]:

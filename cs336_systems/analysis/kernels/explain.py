@@ -4,7 +4,7 @@
 A run on several ranks has one report of nsys, or a trace of torch.profiler for each rank.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,17 @@ from ...config import RunConfig
 from ...ranges import PhaseNames
 from ...text import inert_line
 from ..columns import Ints, Mask, groups
-from . import communication, idle, modules, step_profile
+from . import communication, idle, modules, operators, pictured, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
 from .counters import counter_means
 from .device_memory import reserved_peaks
-from .device_time import Busy, DeviceSteps, DeviceWindows, busy_ns, times_on_device
+from .device_time import Busy, DeviceSteps, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
 from .host_calls import Host, host_calls
-from .modules import CLASSES
 from .phase_ranges import check_names
-from .phases import CODES, PHASES, LaunchPhase
+from .phases import CODES, LaunchPhase
 from .places import place_times
 from .readers import read_trace
 from .trace import Trace, Union
@@ -63,6 +62,7 @@ def summarise(
     kernels = work[~work["is_copy"]]
     kernels = kernels.assign(kind=modules.kernel_classes(trace.kernels.name, trace.strings))
     in_step = kernels[kernels["step"] >= 0]
+    drawn = pictured.with_copies(in_step, work)
     num_steps = len(selection.steps)
     times = frame_of(windows).assign(busy_ns=busy)
     grave, slight = doubts(trace, selection.contains(trace.api_calls.start_ns))
@@ -89,7 +89,8 @@ def summarise(
         idle=idle.idle_times(gaps, num_devices),
         gaps=tuple(idle.longest_gaps(gaps, jobs, parts, trace, spans, host)),
         host_calls=host_calls(host, selection),
-        pictured=_picture(_median_step(spans), spans, windows, in_step),
+        pictured=pictured.median_step(spans, windows, drawn),
+        beside=pictured.steps_beside(selection.labels, spans, windows, drawn),
         notes=(*sentences, *(f"{doubt}." for doubt in (*grave, *slight))),
         communication=communication.communication_times(jobs, devices, num_devices, windows),
         copies=copy_times(jobs, devices, num_devices, spans, trace.strings),
@@ -100,6 +101,7 @@ def summarise(
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,
+        operators=operators.operator_times(attribution, in_step),
         counters=tuple(counter_means(trace, windows, jobs.device)),
         reserved=tuple(reserved_peaks(trace, windows)),
         places=tuple(place_times(in_step, trace)),
@@ -225,55 +227,3 @@ def _traces(path: Path) -> Iterator[tuple[int, Trace]]:
         for rank, beside in communication.files_of_others(path).items():
             other = read_trace(beside)
             yield rank if other.rank is None else other.rank, other
-
-
-PICTURE_PARTS = 500
-"""Parts of the pictured step; kernels of one class and stream that begin in the same part are
-one piece.
-"""
-
-
-def _median_step(spans: DeviceSteps) -> int:
-    """The step of median wall time; of two, the shorter."""
-    order = np.argsort(spans.end_ns - spans.origin_ns, kind="stable")
-    return int(order[(len(order) - 1) // 2])
-
-
-def _picture(
-    step: int, spans: DeviceSteps, windows: DeviceWindows, kernels: pd.DataFrame
-) -> step_profile.PicturedStep:
-    """The picture of one step of these kernels."""
-    origin = int(spans.origin_ns[step])
-    wall = int(spans.end_ns[step]) - origin
-    times = frame_of(windows)
-    rows: Iterable[Any] = times[times["step"] == step].itertuples()
-    pictured = [
-        step_profile.Window(
-            phase=PHASES[row.phase],
-            host_start_s=(row.host_start_ns - origin) / 1e9,
-            host_end_s=(row.host_end_ns - origin) / 1e9,
-            device_start_s=(row.start_ns - origin) / 1e9,
-            device_end_s=(row.end_ns - origin) / 1e9,
-        )
-        for row in rows
-    ]
-    kernels = kernels[kernels["step"] == step]
-    start = kernels["start_ns"] - origin
-    kernels = kernels.assign(
-        part=start * PICTURE_PARTS // max(wall, 1), start=start, end=start + kernels["duration_ns"]
-    )
-    by_piece = kernels.groupby(["stream", "part", "kind"])
-    bounds = by_piece.agg({"start": "min", "end": "max", "duration_ns": "sum"})
-    pieces = [
-        step_profile.Piece(
-            stream=stream,
-            kind=CLASSES[kind],
-            start_s=begin / 1e9,
-            end_s=end / 1e9,
-            busy_s=busy / 1e9,
-        )
-        for (stream, _, kind), begin, end, busy in bounds.itertuples()
-    ]
-    return step_profile.PicturedStep(
-        step=step, wall_s=wall / 1e9, windows=tuple(pictured), pieces=tuple(pieces)
-    )

@@ -42,6 +42,7 @@ HOW_TO_TRACE = (
 )
 TORCH_TRACE = "a trace of torch.profiler (JSON, in gzip, or alone in a .zip)"
 
+_NOTHING = msgspec.Raw(b"[]")
 Microseconds = TypeVar("Microseconds", float, Decimal)
 
 
@@ -61,7 +62,14 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     """
     autograd_phase: Any = None
     external_id: int | str | None = msgspec.field(default=None, name="External id")
-    """The number of an operator, and of what it launched itself."""
+    """The number of an operator, or of the innermost operator around a launch."""
+    sequence: int | str | None = msgspec.field(default=None, name="Sequence number")
+    """The number of the node that an operator of forward makes, or of a node of backward."""
+    forward_thread: int | str | None = msgspec.field(default=None, name="Fwd thread id")
+    # not decoded, as most operators launch nothing
+    dims: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
+    values: msgspec.Raw = msgspec.field(default=_NOTHING, name="Concrete Inputs")
     collective: Any = msgspec.field(default=None, name="Collective name")
     task_type: Any = msgspec.field(default=None, name="Task Type")
     """What ran the event, in traces of Ascend NPUs."""
@@ -147,11 +155,13 @@ class TraceEvents:
         self._is_exact = True
         return [self._batch_of(categories) for categories in groups]
 
-    def nodes(self) -> EventBatch:
-        """The nodes of backward, which are operators of the host."""
-        operators = self._by_category.get("cpu_op", [])
-        nodes = [event for event in operators if event.name.startswith(BOOKKEEPING)]
-        return self._batch(nodes, counts=False)
+    def of_category(self, category: str) -> list[AnyEvent]:
+        """All events of the category, also those without a duration."""
+        return self._by_category.get(category, [])
+
+    def batch(self, events: Iterable[AnyEvent], *, counts: bool = False) -> EventBatch:
+        """Those of these events that have a duration; repeated ones count if `counts`."""
+        return self._batch(list(events), counts=counts)
 
     def collectives(self) -> dict[int | str | None, str]:
         """The collectives that operators launched, by the number of the operator."""

@@ -14,6 +14,7 @@ from ...ranges import Range
 from ..columns import Ints
 from .attribution import Attribution, by_phase, totals
 from .classes import MAX_NAME, KernelClass, classify_kernel
+from .kineto_operators import MODULE_CALL
 from .phases import CODES, PHASES, Codes, LaunchPhase
 from .short_names import short_name
 from .step_profile import AttentionPart, AttentionTimes, ClassTimes, KernelTimes, ModuleTimes
@@ -83,7 +84,7 @@ def range_parts(attribution: Attribution) -> RangeParts:
             path[index] = numbers[key]
         else:
             path[index] = numbers[key] = len(paths)
-            paths.append((path[outer], strings[name_of[index]]))
+            paths.append((path[outer], strings[name_of[index]].removeprefix(MODULE_CALL)))
         if part_range[index] < 0:
             part_range[index] = part_range[outer]
     return RangeParts(

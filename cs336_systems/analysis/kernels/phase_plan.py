@@ -19,7 +19,7 @@ from .phases import CODES, Codes, LaunchPhase
 from .trace import MAX_TIME_NS, GroupNesting, Holes, Nesting, Ranges, Trace, Union, of_names
 
 _OF_OPTIMIZER = re.compile(
-    r"adam(?!ard)|sgd|lamb|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
+    r"adam(?!ard)|sgd|lamb(?!da)|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
     r"|Pointwise\w{0,20}Op\w{0,20}Functor|Lerp\w{0,20}Functor",
     re.I,
 )

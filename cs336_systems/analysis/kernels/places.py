@@ -5,19 +5,43 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
+from ..columns import Ints
+from ..memory.profile import Place
 from .attribution import totals
+from .kineto_operators import place_of
 from .step_profile import PlaceTimes
-from .trace import Trace
+from .trace import GroupNesting, Trace, forward_of
 
 
 def place_times(kernels: pd.DataFrame, trace: Trace) -> Iterator[PlaceTimes]:
     """Times of these kernels by line, the longest first; nothing if the file has no stacks."""
-    if not trace.places:
+    if len(trace.frames):
+        place, places = _of_frames(kernels, trace)
+    elif trace.places:
+        place, places = np.append(trace.call_place, -1)[kernels["call"]], trace.places
+    else:
         return
-    place = np.append(trace.call_place, -1)[kernels["call"]]
     for row in totals(kernels.assign(place=place), "place"):
         yield PlaceTimes(
-            place=trace.places[row.place] if row.place >= 0 else None,
+            place=places[row.place] if row.place >= 0 else None,
             count=row.count,
             total_s=row.total_ns / 1e9,
         )
+
+
+def _of_frames(kernels: pd.DataFrame, trace: Trace) -> tuple[Ints, tuple[Place, ...]]:
+    """The place of each kernel by the program's innermost function at its launch, -1 for none, and
+    all places.
+
+    A kernel of backward has the place of the operator of forward.
+    """
+    frames, operators = trace.frames, trace.operators
+    thread, time = kernels["thread"].to_numpy(), kernels["launch_ns"].to_numpy()
+    _, forward = forward_of(trace, thread, time)
+    is_backward = forward >= 0
+    thread = np.where(is_backward, np.append(operators.thread, 0)[forward], thread)
+    time = np.where(is_backward, np.append(operators.start_ns, 0)[forward], time)
+    innermost = GroupNesting(frames.thread, frames.start_ns, frames.end_ns).at(thread, time)
+    names, place = np.unique(frames.name, return_inverse=True)
+    known = np.where(kernels["is_launched"], innermost, -1)
+    return np.append(place, -1)[known], tuple(place_of(trace.strings[name]) for name in names)

@@ -174,6 +174,27 @@ class ModuleTimes:
     total_s: Time
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTimes:
+    """Kernels that calls of one operator with one shape launched over the steps, in one phase."""
+
+    name: str
+    """Empty for kernels whose operator is not in the file."""
+    shape: str
+    """Sides of the arguments that are tensors: `16x32, 32x64`; empty if the file lacks them."""
+    type: str
+    """The profiler's name of the first tensor's type."""
+    phase: LaunchPhase
+    count: Count
+    """Number of kernels."""
+    calls: Count
+    total_s: Time
+    flops: Count | None
+    """FLOPs of all calls; None where the shape does not say them, and for what is no matmul."""
+    bytes: Count | None
+    """The least bytes that all calls read and write; None where the shape does not say them."""
+
+
 class IdleCause(StrEnum):
     """Why the device had nothing to run."""
 
@@ -287,7 +308,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Kernels of one class on one stream that begin close together in the pictured step."""
+    """Kernels of one class, or copies and fills, on one stream that begin close together in the
+    pictured step.
+    """
 
     stream: int
     kind: KernelClass
@@ -299,7 +322,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturedStep:
-    """The step of median wall time, as data for a picture."""
+    """One step, as data for a picture."""
 
     step: Count
     wall_s: Time
@@ -431,6 +454,7 @@ class StepProfile:
     """The longest idle times, the longest first."""
     host_calls: tuple[HostCalls, ...]
     pictured: PicturedStep | None
+    """The step of median wall time."""
     notes: tuple[str, ...]
     """Sentences about what the file lacks."""
     communication: tuple[CommunicationTimes, ...] = ()
@@ -457,6 +481,10 @@ class StepProfile:
     """Passes of backward before each step of the optimizer; None where steps differ, or where
     either was not seen.
     """
+    beside: tuple[PicturedStep, ...] = ()
+    """Several steps of each kind, in coarser pieces; empty for a single step."""
+    operators: tuple[OperatorTimes, ...] = ()
+    """The longest first; empty if the file shows none. They add up to the kernels of `phases`."""
     counters: tuple[CounterMean, ...] = ()
     """Only where there are samples enough."""
     reserved: tuple[ReservedPeak, ...] = ()
@@ -506,6 +534,10 @@ def contradictions(profile: StepProfile) -> Iterator[str]:
             f"phases and what is left hold {count} {profile.work} and {time_s:.9f} s, "
             f"needed all {profile.num_kernels} and {profile.kernel_s:.9f} s of the file"
         )
+    in_steps = sum(sum(phase.launches) for phase in phases)
+    for name, parts in (("operators", profile.operators), ("lines", profile.places)):
+        if parts and sum(part.count for part in parts) != in_steps:
+            yield f"its {name} have other kernels than its {in_steps} in steps"
 
 
 def read_profile(path: Path) -> StepProfile | None:

@@ -83,9 +83,47 @@ class Nodes(Columns):
     thread: Ints
     start_ns: Ints
     end_ns: Ints
+    forward: Ints
+    """Row in `Trace.operators` of the operator whose gradient the node computes; -1 where the file
+    does not show it.
+    """
 
 
-NO_NODES = Nodes(process=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS)
+NO_NODES = Nodes(process=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS, forward=NO_ROWS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operators(Columns):
+    """Calls of operators by the host: those that launched something themselves, and those of
+    forward whose gradients are computed.
+    """
+
+    name: Ints
+    shape: Ints
+    """Index into the strings of the call's dimensions, types and values, as a JSON list of the
+    profiler's three lists.
+    """
+    thread: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+NO_OPERATORS = Operators(
+    name=NO_ROWS, shape=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frames(Columns):
+    """Times in which a function of Python was running, without functions of libraries."""
+
+    name: Ints
+    thread: Ints
+    start_ns: Ints
+    end_ns: Ints
+
+
+NO_FRAMES = Frames(name=NO_ROWS, thread=NO_ROWS, start_ns=NO_ROWS, end_ns=NO_ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +194,10 @@ class Trace:
     """Distinct names of the devices; empty if the profile has none."""
     nodes: Nodes = NO_NODES
     """Nodes of backward; none in a file that does not show them."""
+    operators: Operators = NO_OPERATORS
+    frames: Frames = NO_FRAMES
+    calls_of_modules: Ranges | None = None
+    """Calls of the model's modules, which torch.profiler records beside the program's ranges."""
     has_operators: bool = False
     """The file shows the host's operators, and so all nodes of backward."""
     rank: int | None = None
@@ -302,6 +344,15 @@ class GroupNesting:
                 row_of, nesting = self._by_group[number]
                 innermost[rows] = row_of[nesting.at(time[rows])]
         return innermost
+
+
+def forward_of(trace: Trace, thread: Ints, time: Ints) -> tuple[Ints, Ints]:
+    """The node of backward that each launch is in, and the row in `Trace.operators` of that node's
+    operator of forward; -1 for none.
+    """
+    nodes = trace.nodes
+    node = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time)
+    return node, np.append(nodes.forward, -1)[node]
 
 
 class Strings:

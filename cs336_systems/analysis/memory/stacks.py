@@ -120,13 +120,22 @@ def code_places(stack: Stack) -> tuple[Place, ...]:
     not_installed = [frame for frame in of_python if not _INSTALLED.search(frame.filename)]
     of_program = [frame for frame in not_installed if not _LIBRARY.search(frame.filename)]
     return tuple(
-        Place(
-            file="/".join(re.split(r"[/\\]", frame.filename)[-PATH_PARTS:]),
-            line=frame.line,
-            function=frame.name,
-        )
+        Place(file=short_path(frame.filename), line=frame.line, function=frame.name)
         for frame in (of_program or not_installed or of_python)[:MAX_PLACES]
     )
+
+
+def is_of_program(filename: str) -> bool:
+    """Whether the file is Python code outside of libraries."""
+    is_library = any(
+        folder.search(filename) is not None for folder in (_TORCH, _INSTALLED, _LIBRARY)
+    )
+    return _PROGRAM.search(filename) is not None and not is_library
+
+
+def short_path(filename: str) -> str:
+    """The last parts of the file's path."""
+    return "/".join(re.split(r"[/\\]", filename)[-PATH_PARTS:])
 
 
 def module_of(stack: Stack) -> str:

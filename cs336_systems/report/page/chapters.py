@@ -36,6 +36,10 @@ PAGE_FILE = "index.html"
 """The page for a browser, beside the tables."""
 
 
+NO_FINDING = "\n"
+"""What no headline holds, for rows that are no findings."""
+
+
 def page_of(directory: Directory) -> Page:
     """The page of one directory."""
     glance = glance_at(directory)
@@ -126,7 +130,7 @@ def _sections(directory: Directory) -> Mapping[str, Sequence[Section]]:
         # a ladder's times and memory are those of its table of rungs
         if title == KERNELS or not directory.rungs:
             chapters[title] = part
-    if len(results.kernels) == 1:
+    if len(results.kernels) == 1 and not results.is_of_file:
         chapters[KERNELS] = [*chapters[KERNELS], modules_section(results.kernels[0].profile)]
     return chapters
 
@@ -149,8 +153,9 @@ def _blocks(
         for number, table in enumerate(section.tables):
             notes = tuple(note for note in table.notes if note not in repeated)
             shown = replace(table, notes=notes)
-            rows = [row for row in table.values if row.get("finding") != headline]
+            rows = [row for row in table.values if row.get("finding", NO_FINDING) not in headline]
             if len(rows) < len(table.values):
+                rows = [{**row, "number": place} for place, row in enumerate(rows, 1)]
                 shown = make_table(table.title, table.headings, rows, notes)
             if rows or not table.values:
                 yield TableBlock(id=f"{prefix}{section.name}{number or ''}", table=shown)

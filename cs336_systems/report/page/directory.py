@@ -29,7 +29,9 @@ class Directory:
 
     path: Path
     results: Results | None = None
-    """The runs of a sweep, of a comparison that `cs336 compare` measured, or of all rungs."""
+    """The runs of a sweep, of a comparison that `cs336 compare` measured, or of all rungs; or one
+    explained file without the record of a run.
+    """
     compared: Compared | None = None
     rungs: Sequence[RungResult] = ()
     """The rungs of a ladder, from the slow step to the fast one."""
@@ -38,7 +40,7 @@ class Directory:
     @property
     def subject(self) -> str:
         """The key of SUBJECTS that it belongs to; a sweep that also has profiles belongs to
-        these.
+        these, as a single file does.
         """
         if self.study is not None:
             return self.study.subject
@@ -46,8 +48,8 @@ class Directory:
             return "ladders"
         if self.compared is not None:
             return "comparisons"
-        records = () if self.results is None else self.results.records
-        profilers = {record.subject.profiler for record in records}
-        if Profiler.MEMORY in profilers:
+        results = self.results or Results(records=())
+        profilers = {record.subject.profiler for record in results.records}
+        if Profiler.MEMORY in profilers or results.memory:
             return "memory"
-        return "kernels" if profilers - {Profiler.NONE} else "steps"
+        return "kernels" if profilers - {Profiler.NONE} or results.kernels else "steps"

@@ -37,6 +37,7 @@ from ..sections.steps import BY_PHASE, PARTS, PHASES, phase_bars
 from ..words import DOUBT, GIB, NamedRows, milliseconds, percent_of, significant
 from .blocks import Bars, Glance, Tile
 from .directory import Directory
+from .file_glance import glance_of_file
 
 MAX_SLOWDOWN = 0.10
 """A profiler that makes a step longer by more than this share puts what it says of the step in
@@ -69,6 +70,8 @@ def headline_of(directory: Directory, rows: Sequence[StepResult]) -> Headline:
 def glance_at(directory: Directory) -> Glance:
     """The first screen of the directory's page."""
     results = directory.results
+    if results is not None and results.is_of_file:
+        return glance_of_file(results)
     if results is None or directory.rungs:
         answer, more = headline_of(directory, ())
         return Glance(answer=answer, more=more)

@@ -12,7 +12,10 @@ from ...text import shortened
 from ..columns import Column, Row, column
 from ..configurations import order
 from ..quantities import MS, StepResult
+from ..results import Results
 from ..section import known, make_table
+from ..sections.kernels.sums import about
+from ..sections.memory.words import about as about_memory
 from ..words import significant, status_text
 from .blocks import Block, Closed, TableBlock
 from .directory import Directory
@@ -99,7 +102,11 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
     """Where the results come from: device, software, commit and time, and the command that made
     them.
     """
-    records: Sequence[RunRecord] = () if directory.results is None else directory.results.records
+    results = directory.results
+    if results is not None and results.is_of_file:
+        yield from _of_file(results)
+        return
+    records: Sequence[RunRecord] = () if results is None else results.records
     environments = [record.environment for record in records]
     study = None if directory.study is None else directory.study.study
     if isinstance(study, PrecisionStudy):
@@ -112,6 +119,16 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
         yield "measured", f"{' to '.join(dict.fromkeys((times[0], times[-1])))} UTC"
     if command := command_in(directory.path):
         yield "command", command
+
+
+def _of_file(results: Results) -> Iterator[tuple[str, str]]:
+    """The file with its device, and of a trace what showed the steps."""
+    for entry in results.memory:
+        yield "file", about_memory(entry.profile)
+    for explained in results.kernels:
+        yield "file", about(explained.profile)
+        if explained.profile.steps_from:
+            yield "steps", f"shown by {explained.profile.steps_from}"
 
 
 def _conditions(environments: Sequence[Environment | None]) -> Iterator[tuple[str, str]]:

@@ -133,6 +133,10 @@ class Run:
         is_host = plan.limit == "host"
         self.kernel_ns = 5 * MICROSECOND if is_host else 60 * MICROSECOND
         self.pace_ns = 25 * MICROSECOND if is_host else 5 * MICROSECOND
+        self.counts: dict[int, int] = {}
+        """The last number of each thread."""
+        self.nodes: list[int] = []
+        """Numbers of the operators of forward that have a node of backward, by layer."""
         self.kinds: list[str] = []
         """What each step is: `prefill 4 4096`, `decode 32 32`, or empty."""
 
@@ -151,6 +155,14 @@ class Run:
         for machine, span in zip(self.machines, opened, strict=True):
             machine.now += 100
             span.end_ns = machine.now
+
+    def sequence(self) -> dict[str, object]:
+        """The arguments of an operator of forward that makes a node of backward; threads number
+        theirs apart, so that those of a recomputation have the numbers of forward.
+        """
+        thread = self.machines[0].thread
+        self.counts[thread] = self.counts.get(thread, -1) + 1
+        return {"Sequence number": self.counts[thread], "Fwd thread id": 0}
 
     @contextmanager
     def region(self, means: str, **words: object) -> Iterator[None]:
@@ -236,13 +248,14 @@ class Run:
         kind: str = "kernel",
         call: str = "cudaLaunchKernel",
         operator: str = "",
+        **args: object,
     ) -> list[Job]:
         """Launch a kernel or a copy, from within an operator if one is named."""
         duration = duration_ns or int(self.kernel_ns * self.random.uniform(0.5, 1.5))
         jobs = []
         with ExitStack() as stack:
             if operator:
-                stack.enter_context(self.span("operator", operator))
+                stack.enter_context(self.span("operator", operator, **args))
             for machine in self.machines:
                 launch = machine.graph
                 if launch is None:

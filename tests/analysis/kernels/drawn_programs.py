@@ -66,7 +66,10 @@ def _layer(run: Run, layer: int) -> None:
     with run.module(f"LayerNorm_{layer}"):
         run.launch(norm, operator="" if compiled else "aten::native_layer_norm")
     with run.module(f"Linear_{layer}"):
-        run.launch(MATMULS[0], operator="aten::addmm")
+        made = run.sequence()
+        run.launch(MATMULS[0], operator="aten::addmm", **made)
+        if run.phase == Part.FORWARD:
+            run.nodes[layer:] = [int(str(made["Sequence number"]))]
     with run.module(f"Attention_{layer}"):
         run.launch(FLASH.format("fwd", "fwd"), operator="aten::_flash_attention_forward")
     run.launch(FUSED.format("poi", layer) if compiled else GELU)
@@ -88,7 +91,9 @@ def _backward(run: Run) -> None:
         for layer in reversed(range(plan.layers)):
             run.move_to(layer * plan.devices // plan.layers)
             name = "CompiledFunction" if plan.compiled else "Addmm"
-            node = run.span("operator", NODE.format(name), Part.BACKWARD)
+            number = run.nodes[layer] if layer < len(run.nodes) else -1
+            of_forward = {"Sequence number": number, "Fwd thread id": 1}
+            node = run.span("operator", NODE.format(name), Part.BACKWARD, **of_forward)
             with node, run.module(f"Block_{layer}", is_called=plan.checkpoints):
                 if plan.checkpoints:
                     _layer(run, layer)

@@ -57,7 +57,8 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
         *_steps(profile, truth),
         *_labels(profile, truth),
         *_phases(attribution, truth),
-        *_modules(attribution, profile, truth),
+        *_modules(attribution, truth),
+        *_operators(attribution, profile, truth),
         *_busy(profile, truth, is_whole=bool((attribution.jobs.step >= 0).all())),
         *_idle(profile, truth),
         *_reasons(profile, truth),
@@ -147,20 +148,40 @@ def _labels(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         yield Score("kinds", RIGHT if is_right else FALSE, "", said, f"{kind} {batch} {tokens}")
 
 
-def _modules(attribution: Attribution, profile: StepProfile, truth: Truth) -> Iterator[Score]:
-    """Time by module of the frames of Python, where all kernels are in steps."""
+def _modules(attribution: Attribution, truth: Truth) -> Iterator[Score]:
+    """The module of each kernel by the frames of Python, and by autograd's nodes."""
+    trace, jobs = attribution.trace, attribution.jobs
+    base = 0 if truth.plan.is_nsys else BASE_NS
+    said = {}
+    for row in range(len(trace.kernels)):
+        name = trace.strings[trace.ranges.name[jobs.module[row]]] if jobs.module[row] >= 0 else ""
+        key = int(jobs.start_ns[row]) - base, int(jobs.stream[row]), int(jobs.device[row])
+        said[key] = name if name.startswith(MODULE) else ""
+    counts: Counter[tuple[str, str]] = Counter()
+    for job in truth.kernels:
+        claim, true = said[job.start_ns, job.stream, job.device], truth.module_of(job)
+        if not true and not claim:
+            continue
+        verdict = RIGHT if claim == true else FALSE
+        counts[verdict if claim else NOT_SEEN, f"{job.phase}: {true} -> {claim}"] += 1
+    for (verdict, cause), count in counts.items():
+        yield Score("modules", verdict, cause, f"{count} kernels")
+
+
+def _operators(attribution: Attribution, profile: StepProfile, truth: Truth) -> Iterator[Score]:
+    """Time by operator, where all kernels are in steps."""
+    if not profile.operators:
+        return
+    times = sum(ns(time) for phase in profile.phases for time in phase.kernel_s)
+    yield _compared("sums", sum(ns(part.total_s) for part in profile.operators), times, "operators")
     true: Counter[str] = Counter()
     for job in truth.kernels:
-        if name := truth.module_of(job):
-            true[name.removeprefix(MODULE)] += job.end_ns - job.start_ns
+        true[truth.operator_of(job)] += job.end_ns - job.start_ns
     said: Counter[str] = Counter()
-    for row in profile.modules:
-        if row.path and (leaf := re.search(r"\w+_\d+$", row.path[-1])):
-            said[leaf[0]] += ns(row.total_s)
-    if true and not said:
-        yield Score("modules", NOT_SEEN, "frames of nn.Module")
-    elif true and _is_complete(profile) and (attribution.jobs.step >= 0).all():
-        yield _compared("modules", dict(sorted(said.items())), dict(sorted(true.items())))
+    for part in profile.operators:
+        said[part.name] += ns(part.total_s)
+    if _is_complete(profile) and (attribution.jobs.step >= 0).all():
+        yield _compared("operators", dict(sorted(said.items())), dict(sorted(true.items())))
 
 
 def _phases(attribution: Attribution, truth: Truth) -> Iterator[Score]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tests.analysis.kernels.drawn_machine import Job, Span
-from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, LOADING, Part, Pause
+from tests.analysis.kernels.drawn_plans import AUTOGRAD, COMMUNICATION, LOADING, MAIN, Part, Pause
 from tests.analysis.kernels.drawn_programs import ADAM, Recorded
 
 Interval = tuple[int, int]
@@ -232,18 +232,39 @@ class Truth:
     # modules
 
     def module_of(self, job: Job) -> str:
-        """The innermost module whose frame of Python was open at the launch; empty for none."""
+        """The innermost module whose frame of Python was open at the launch, or, for a node of
+        backward, at its operator of forward; empty for none.
+        """
         if self.plan.is_nsys or id(job.launch) not in self.kept or job.is_in_graph:
             return ""
+        module = self._innermost("frame", MODULE, job.launch)
+        node = self._innermost("operator", "autograd::", job.launch)
+        if node is not None and (module is None or module.start_ns < node.start_ns):
+            number = node.args.get("Sequence number", -1)
+            for span in self.recorded.spans:
+                is_forward = span.thread == MAIN and span.kind == "operator"
+                if is_forward and span.args.get("Sequence number") == number:
+                    module = self._innermost("frame", MODULE, span)
+        return "" if module is None else module.name
+
+    def operator_of(self, job: Job) -> str:
+        """The innermost operator around the launch; empty for none."""
+        if self.plan.is_nsys or id(job.launch) not in self.kept or job.is_in_graph:
+            return ""
+        operator = self._innermost("operator", "", job.launch)
+        return "" if operator is None else operator.name
+
+    def _innermost(self, kind: str, name: str, at: Span) -> Span | None:
+        """The innermost span of the kind and with this beginning of its name on the thread."""
         around = [
             span
             for span in self.recorded.spans
-            if span.kind == "frame"
-            and span.name.startswith(MODULE)
-            and span.thread == job.launch.thread
-            and span.start_ns <= job.launch.start_ns < span.end_ns
+            if span.kind == kind
+            and span.name.startswith(name)
+            and span.thread == at.thread
+            and span.start_ns <= at.start_ns < span.end_ns
         ]
-        return max(around, key=lambda span: span.start_ns).name if around else ""
+        return max(around, key=lambda span: span.start_ns) if around else None
 
     # idle times
 

@@ -14,6 +14,7 @@ import pytest
 
 from cs336.analysis.columns import ProfileError
 from cs336.analysis.kernels import explain as explaining
+from cs336.analysis.kernels import pictured as picturing
 from cs336.analysis.kernels.attribution import attribute
 from cs336.analysis.kernels.phases import PHASES, PhaseSource
 from cs336.analysis.kernels.readers import read_trace
@@ -290,7 +291,7 @@ def test_pieces_hold_all_kernels_of_the_step_by_stream_and_class(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ten kernels to a part of the step, by turns of two classes and two streams."""
-    monkeypatch.setattr(explaining, "PICTURE_PARTS", 4)
+    monkeypatch.setattr(picturing, "PICTURE_PARTS", 4)
     made = Recording(spans=[Span("step", 0, 800), Span("forward", 0, 800)])
     names = ("ampere_sgemm", "softmax_warp_forward")
     made.kernels = [

@@ -3,16 +3,24 @@
 import importlib.util
 import os
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from cs336.analysis.kernels.step_profile import StepLabel
 from cs336.commands.rebuild import load
 from cs336.report.page.chapters import page_of
+from cs336.report.page.directory import Directory
 from cs336.report.page.html import TABLES, to_html
+from cs336.report.results import Results
+from cs336.report.sections.kernels.entry import Explained
+from cs336.report.sections.memory.entry import MemoryEntry
 from cs336.text import inert_line
 from tests.committed import DATA
 from tests.report.page.pages import HOSTILE_TEXTS, page_with, table_page
+from tests.report.sections.kernels.profiles import make_profile
+from tests.report.sections.memory.profiles import make_memory
 
 pytestmark = pytest.mark.browser
 
@@ -140,6 +148,25 @@ def test_answer_bars_tiles_and_trust_stand_on_the_first_screen(show, directory) 
                 / track.clientWidth)"""
         )
         assert max(shares) == pytest.approx(1.0, abs=0.03), "the longest bar has the whole width"
+    tab.set_viewport_size({"width": 400, "height": 800})
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+@pytest.mark.parametrize("kind", ["trace", "snapshot"])
+def test_the_page_of_a_file_has_a_first_screen_and_fits_a_phone(show, tmp_path, kind) -> None:
+    beside = make_profile().pictured
+    labels = tuple(StepLabel(kind=name) for name in ("prefill", "decode"))
+    steps = (beside, replace(beside, step=1 - beside.step))
+    trace = make_profile(beside=steps, step_labels=labels)
+    results = Results(records=(), kernels=[Explained(profile=trace)])
+    if kind == "snapshot":
+        results = Results(records=(), memory=[MemoryEntry(profile=make_memory())])
+    tab = show(to_html(page_of(Directory(path=tmp_path, results=results))), height=800)
+    for part in (".answer", ".bars", ".tiles > div", ".trust"):
+        boxes = [place.bounding_box() for place in tab.locator(f"#glance {part}").all()]
+        assert boxes
+        assert max(box["y"] + box["height"] for box in boxes) <= 800
+    assert len(tab.locator("figure.block svg").all()) == (2 if kind == "trace" else 1)
     tab.set_viewport_size({"width": 400, "height": 800})
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
 

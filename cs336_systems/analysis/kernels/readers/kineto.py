@@ -13,14 +13,17 @@ import numpy as np
 
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
 from ..collectives import of_collective
-from ..kineto_events import BOOKKEEPING, HOW_TO_TRACE, TORCH_TRACE, EventBatch, TraceEvents
+from ..kineto_events import HOW_TO_TRACE, TORCH_TRACE, EventBatch, TraceEvents
+from ..kineto_operators import LinkedOperators, frames_of_program, linked_operators, shape_text
 from ..trace import (
     NOWHERE,
     ApiCalls,
     DeviceWork,
+    Frames,
     GroupNesting,
     Launches,
     Nodes,
+    Operators,
     Ranges,
     Strings,
     Trace,
@@ -43,7 +46,6 @@ CALL_CATEGORIES = frozenset(
     }
 )
 RANGE_CATEGORIES = frozenset({"user_annotation"})
-OPERATOR_CATEGORIES = frozenset({"cpu_op"})
 
 GRAPH_LAUNCHES = re.compile(r"(?:cuda|cu|hip)GraphLaunch")
 
@@ -60,20 +62,23 @@ def read_kineto(path: Path) -> Trace:
         KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
     )
     is_of_host = not len(kernels) and not len(copies)
-    operators = events.batches(OPERATOR_CATEGORIES)[0] if is_of_host else None
-    nodes, collectives = events.nodes(), events.collectives()
+    operators = linked_operators(events, None if is_of_host else (*kernels.events, *copies.events))
+    frames, collectives = frames_of_program(events), events.collectives()
     odd = tuple(_what_is_odd(events))
     del events  # it holds most of the memory
     session = _Session(path, calls, ranges)
-    if operators is None:
-        work = session.work(kernels, _names(kernels, collectives))
+    if is_of_host:
+        work = session.work_of_host(operators.calls)
     else:
-        work = session.work_of_host(operators)
+        work = session.work(kernels, _names(kernels, collectives))
     copied = session.work(copies, [event.name for event in copies.events])
     trace = Trace(
         kernels=work,
         copies=copied,
-        nodes=session.nodes(nodes),
+        nodes=session.nodes(operators),
+        operators=session.operators(operators.calls),
+        frames=session.frames(frames.functions),
+        calls_of_modules=session.ranges_of(frames.modules),
         has_operators=has_operators,
         rank=rank,
         ranges=session.ranges,
@@ -98,7 +103,7 @@ class _Session:
             correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
         )
         self._launches = Launches(self.calls)
-        self.ranges = self._ranges(ranges)
+        self.ranges = self.ranges_of(ranges)
 
     def notes(self, is_of_host: bool) -> Iterator[str]:
         """Notes on what the file lacks."""
@@ -159,7 +164,8 @@ class _Session:
             "duration_ns": batch.duration_ns,
         }
 
-    def _ranges(self, batch: EventBatch) -> Ranges:
+    def ranges_of(self, batch: EventBatch) -> Ranges:
+        """Events of the host as nested ranges."""
         columns = self._on_host(batch)
         names = [without_call(event.name) for event in batch.events]
         return Ranges(
@@ -215,11 +221,33 @@ class _Session:
             self.ranges = joined(self.ranges, marked)
         return np.array([rows.get(text, -1) for text in texts], dtype=np.int64)
 
-    def nodes(self, batch: EventBatch) -> Nodes:
+    def nodes(self, linked: LinkedOperators) -> Nodes:
         """The nodes of backward."""
-        columns = self._on_host(batch)
+        columns, batch = self._on_host(linked.nodes), linked.nodes
         return Nodes(
             process=columns["process"],
+            thread=columns["thread"],
+            start_ns=batch.start_ns,
+            end_ns=batch.start_ns + batch.duration_ns,
+            forward=linked.forward,
+        )
+
+    def operators(self, batch: EventBatch) -> Operators:
+        """Calls of operators, with their shapes."""
+        columns = self._on_host(batch)
+        return Operators(
+            name=columns["name"],
+            shape=self.strings.ids(shape_text(event) for event in batch.events),
+            thread=columns["thread"],
+            start_ns=batch.start_ns,
+            end_ns=batch.start_ns + batch.duration_ns,
+        )
+
+    def frames(self, batch: EventBatch) -> Frames:
+        """Calls of the program's functions."""
+        columns = self._on_host(batch)
+        return Frames(
+            name=columns["name"],
             thread=columns["thread"],
             start_ns=batch.start_ns,
             end_ns=batch.start_ns + batch.duration_ns,
@@ -234,10 +262,6 @@ class _Session:
                 self.path, f"no kernels of a device and no operators of the host: {HOW_TO_TRACE}"
             )
         columns = self._on_host(batch)
-        strings = enumerate(self.strings.all)
-        bookkeeping = [index for index, text in strings if text.startswith(BOOKKEEPING)]
-        is_operator = ~np.isin(columns["name"], bookkeeping)
-        columns = {name: column[is_operator] for name, column in columns.items()}
         thread, start = columns["thread"], columns["start_ns"]
         return DeviceWork(
             name=columns["name"],

@@ -24,7 +24,8 @@ from .entry import Explained
 from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
-from .plots import communication_chart, configuration_chart, draw_timeline
+from .operators import operators_section
+from .plots import communication_chart, configuration_chart, draw_steps, draw_timeline
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
 
@@ -61,12 +62,15 @@ def tables_of_one(entry: Explained, top: int) -> list[Table]:
 
 
 def _sections_of_one(entry: Explained, top: int) -> list[Section]:
-    """All sections of one trace, that of the phases first."""
+    """All sections of one trace, that of the phases first and that of the pictures last."""
+    pictures = [*_steps(entry.profile), *_timeline("timeline", entry.profile)]
     return [
         *(make([entry]) for make in OF_ONE),
         kinds([entry]),
         *details(entry.profile, top),
+        operators_section(entry.profile),
         *added_sections(Explained, [entry]),
+        Section(name="pictures", pictures=pictures),
     ]
 
 
@@ -101,7 +105,11 @@ def _findings(entry: Explained) -> Table:
 
 
 def sections_of(entries: Sequence[Explained]) -> list[Section]:
-    """The sections of several traces, with their pictures."""
+    """The sections of the traces of runs, or of one file without a record, with their pictures."""
+    if entries[0].subject is None:
+        (entry,) = entries
+        shown = _sections_of_one(entry, TOP_ON_A_PAGE)
+        return [section for section in shown if _says_more(section.name, entry.profile)]
     profiles = [entry.profile for entry in entries]
     labelled = list(zip(labels(entries), profiles, strict=True))
     pictures: list[Picture] = []
@@ -126,6 +134,13 @@ def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
     return [Drawing(file, partial(draw_timeline, profile, name))]
 
 
+def _steps(profile: StepProfile) -> list[Drawing]:
+    """The picture of several steps beside each other, if the file has several."""
+    if not any(step.pieces for step in profile.beside):
+        return []
+    return [Drawing("steps", partial(draw_steps, profile))]
+
+
 def write_kernels(
     entry: Explained, directory: Path, top: int, formats: Collection[str] = ()
 ) -> list[Path]:
@@ -138,15 +153,19 @@ def write_kernels(
     note = about(entry.profile)
     files: dict[str, str | bytes] = {
         "plots/timeline.png": b"",
-        "profile.json": encode_profile(entry.profile),
+        "plots/steps.png": b"",
+        PROFILE_FILE: encode_profile(entry.profile),
         "findings.md": to_markdown(with_note(_findings(entry), note)),
     }
     for section in _sections_of_one(entry, top):
         files |= {**texts_of(section, note), **pngs_of(section)}
-    files |= pngs_of(Section(name="timeline", pictures=_timeline("timeline", entry.profile)))
     return write_files(files, directory, formats)
 
 
+PROFILE_FILE = "profile.json"
+"""The profile of a single file, in its directory."""
+TOP_ON_A_PAGE = 10
+"""Most kernels in a table of the page of a single file."""
 MAX_MODULES = 20
 """Rows of the table of modules: files of other programs may hold hundreds of different ranges."""
 _OF_LAUNCHES = ("mean", "median", "min", "max", "std")

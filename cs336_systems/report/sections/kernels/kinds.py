@@ -51,7 +51,8 @@ def step_kinds(profile: StepProfile) -> list[StepKind]:
 
 def wall_by_step_s(profile: StepProfile) -> list[float]:
     """The time of each step on the device: that of its phases, added up."""
-    return [sum(walls) for walls in zip(*(times.wall_s for times in profile.phases), strict=True)]
+    steps = range(profile.num_steps)
+    return [sum(times.wall_s[step] for times in profile.phases) for step in steps]
 
 
 def kinds(entries: Sequence[Explained]) -> Section:

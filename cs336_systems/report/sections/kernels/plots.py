@@ -27,6 +27,8 @@ MAX_STREAMS = 4
 """Only the busiest streams are drawn."""
 CHARACTER = 0.0122
 """Width of one character of a phase's name, as a share of the step's time."""
+LONGEST_KIND = 24
+"""Characters of the name of a kind of steps."""
 SHORT_NAMES = {
     LaunchPhase.FORWARD: "fwd",
     LaunchPhase.BACKWARD: "bwd",
@@ -55,7 +57,7 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
     is_gpu = profile.work is Work.KERNELS
     pieces = step.pieces
     streams = _busiest(pieces)
-    kinds = [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+    kinds = _kinds_in(pieces)
     lane_height = 1.5 if len(streams) == 1 else 0.85
     heights = [0.8 if is_gpu else 0.35, *[lane_height] * len(streams)]
     source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
@@ -77,9 +79,19 @@ def draw_timeline(profile: StepProfile, name: str = "") -> Figure:
         panel.set_xlim(0, step.wall_s * 1e3)
         panel.tick_params(labelbottom=panel is lanes[-1])
     lanes[-1].set_xlabel("time from the start of the step (ms)", fontsize=9)
+    _legend(figure, kinds)
+    return figure
+
+
+def _kinds_in(pieces: Sequence[Piece]) -> list[KernelClass]:
+    """The classes of the pieces, in the order of draw."""
+    return [kind for kind in CLASS_COLOURS if any(piece.kind is kind for piece in pieces)]
+
+
+def _legend(figure: Figure, kinds: Sequence[KernelClass]) -> None:
+    """A legend of these classes below the picture."""
     handles = [Patch(color=CLASS_COLOURS[kind], label=kind) for kind in kinds]
     draw.legend_below(figure, handles, LEGEND_COLUMNS)
-    return figure
 
 
 def _busiest(pieces: Sequence[Piece]) -> dict[int, list[Piece]]:
@@ -147,11 +159,16 @@ def _draw_window(
     """Draw one phase in one lane, with its name if that fits."""
     start, end = span_ms
     panel.barh(y, end - start, 0.64, start, color=shade, edgecolor="white", linewidth=0.8)
-    room = (end - start) / 1e3 / (CHARACTER * step.wall_s)
-    for name in (window.phase, SHORT_NAMES.get(window.phase, "")):
-        if len(name) < room:
-            panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
-            break
+    if name := _name_in(window, (end - start) / 1e3 / (CHARACTER * step.wall_s)):
+        panel.text((start + end) / 2, y, name, ha="center", va="center", fontsize=8.5)
+
+
+def _name_in(window: Window, room: float) -> str:
+    """The name of a phase, or a short one, that has fewer characters than there is room; empty if
+    neither fits.
+    """
+    names = (window.phase, SHORT_NAMES.get(window.phase, ""))
+    return next((name for name in names if len(name) < room), "")
 
 
 def _draw_stream(panel: Axes, pieces: Sequence[Piece], step: PicturedStep) -> None:
@@ -199,6 +216,57 @@ def _covered(pieces: Sequence[Piece], edges: Times) -> Times:
     start, length, busy = start[length > 0], length[length > 0], busy[length > 0]
     until = np.clip((edges[:, None] - start) / length, 0.0, 1.0) @ busy
     return np.diff(until)
+
+
+LANE_INCHES = 0.5
+"""Height of a step that stands beside others."""
+
+
+def draw_steps(profile: StepProfile) -> Figure:
+    """Several steps below each other on one scale of time, those of one kind together: how busy
+    the streams are, with the names of the phases above; white is idle.
+    """
+    names = [_lane_name(profile, step) for step in profile.beside]
+    # a kind stands where its first step does
+    kinds = [name.rpartition("\n")[0] for name in names]
+    order = sorted(range(len(names)), key=lambda place: kinds.index(kinds[place]))
+    pieces = [piece for step in profile.beside for piece in step.pieces]
+    shown = _kinds_in(pieces)
+    source = shorten(profile.source.replace(", ", " "), LONGEST_SOURCE)
+    figure = draw.new_figure(
+        6.5,
+        1.3 + LANE_INCHES * len(order) + 0.19 * math.ceil(len(shown) / LEGEND_COLUMNS),
+        f"{len(order)} of {profile.num_steps:,} steps",
+        ", ".join([source, *_devices([profile])]),
+    )
+    lanes = figure.subplots(len(order), 1, sharex=True).tolist()
+    longest_s = max(step.wall_s for step in profile.beside)
+    for lane, place in zip(lanes, order, strict=True):
+        _draw_beside(lane, profile.beside[place], names[place], longest_s)
+    lanes[-1].set_xlim(0, longest_s * 1e3)
+    lanes[-1].set_xlabel("time from the start of each step (ms)", fontsize=9)
+    _legend(figure, shown)
+    return figure
+
+
+def _lane_name(profile: StepProfile, step: PicturedStep) -> str:
+    """Kind, number and time of a step."""
+    name = f"step {step.step + 1}: {significant(step.wall_s * 1e3, 3)} ms"
+    if not profile.step_labels:
+        return name
+    return f"{draw.inert(profile.step_labels[step.step].kind, LONGEST_KIND)}\n{name}"
+
+
+def _draw_beside(lane: Axes, step: PicturedStep, name: str, longest_s: float) -> None:
+    """Draw one of several steps, with the names of its phases that have room."""
+    _draw_stream(lane, step.pieces, step)
+    lane.grid(visible=False)
+    lane.set_yticks([50], [name])
+    lane.tick_params(axis="y", length=0, labelsize=8.5)
+    for window in step.windows:
+        start_s, end_s = window.device_start_s, window.device_end_s
+        if word := _name_in(window, (end_s - start_s) / (CHARACTER * longest_s)):
+            lane.text((start_s + end_s) * 500, 110, word, ha="center", fontsize=7)
 
 
 COPIES = "copy by the driver"

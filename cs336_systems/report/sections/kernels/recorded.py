@@ -77,7 +77,10 @@ def lines(entries: Sequence[Explained]) -> Section:
     """Time of the kernels that each line of the program launched."""
     shown = Column("line", key="line", numeric=False, write=label)
     columns = columns_of("share", "total_ms_per_step", "count_per_step", shown)
-    notes = ["Per step: kernels by the innermost line outside of libraries that launched them."]
+    notes = [
+        "Per step: kernels by the innermost line outside of libraries that launched them. A trace "
+        "of torch.profiler names the line where a function begins; its backward is that of forward."
+    ]
     rows, keys = rows_of(entries, _line_rows), [heading.key for heading in columns]
     return over_configurations("lines", "Lines of the program", rows, columns, keys, notes)
 

@@ -58,6 +58,8 @@ from .words import (
     unit_for,
 )
 
+MEMORY_FILE = "memory.json"
+"""The profile of a single snapshot, in its directory."""
 SMALL = 0.01
 """Part of the largest total below which a category is dropped first on a narrow terminal."""
 NUM_CONTRIBUTORS = 5
@@ -407,7 +409,7 @@ def write_memory(
     The directory is made. The files of an empty section are removed.
     """
     files: dict[str, str | bytes] = {
-        "memory.json": encode_memory_profile(profile),
+        MEMORY_FILE: encode_memory_profile(profile),
         "findings.md": to_markdown(_findings(profile)),
     }
     for section in sections_of([MemoryEntry(profile=profile)], top):

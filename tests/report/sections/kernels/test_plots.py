@@ -1,5 +1,6 @@
 import itertools
 import warnings
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.patches import Rectangle, StepPatch
 
 from cs336.analysis.kernels.classes import KernelClass
-from cs336.analysis.kernels.step_profile import PicturedStep, StepProfile
+from cs336.analysis.kernels.step_profile import PicturedStep, StepLabel, StepProfile
 from cs336.report import charts, draw
 from cs336.report.charts import Chart
 from cs336.report.draw import figure_of
@@ -22,6 +23,7 @@ from cs336.report.sections.kernels.plots import (
     STYLES,
     communication_chart,
     configuration_chart,
+    draw_steps,
     draw_timeline,
     parts_ms,
     utilisation,
@@ -215,6 +217,37 @@ def test_the_busiest_streams_are_drawn_and_the_rest_is_said() -> None:
     labels = [panel.get_ylabel().partition("\n")[0] for panel in figure.axes[1:]]
     assert labels == [f"stream {stream}" for stream in range(2, MAX_STREAMS + 2)]
     assert any("2\xa0less\xa0busy\xa0streams" in text for text in texts(figure))
+
+
+# several steps
+
+
+def test_steps_beside_each_other_are_drawn_by_kind_on_one_scale() -> None:
+    """Three of four steps of two kinds, of 10, 20 and 40 ms: a product for a half of
+    each, beside it a softmax for a quarter.
+    """
+    steps = []
+    for number, wall_s in ((0, 0.01), (1, 0.04), (3, 0.02)):
+        window = replace(make_profile().pictured.windows[0], device_end_s=wall_s)
+        pieces = (make_piece(PRODUCT, 0, 500 * wall_s, 7), make_piece(SOFTMAX, 0, 250 * wall_s, 8))
+        steps.append(PicturedStep(step=number, wall_s=wall_s, windows=(window,), pieces=pieces))
+    labels = tuple(StepLabel(kind=kind) for kind in ("decode", "prefill", "decode", "decode"))
+    whole = replace(make_profile(), num_steps=4, step_labels=labels, beside=tuple(steps))
+    figure = draw_steps(whole)
+    lanes = [panel.get_yticklabels()[0].get_text().split() for panel in figure.axes]
+    assert [(lane[0], lane[2]) for lane in lanes] == [
+        ("decode", "1:"),
+        ("decode", "4:"),
+        ("prefill", "2:"),
+    ]
+    for panel, wall_ms in zip(figure.axes, (10, 20, 40), strict=True):
+        assert panel.get_xlim() == (0, pytest.approx(40))
+        area = defaultdict(float)
+        for patch in (patch for patch in panel.patches if isinstance(patch, StepPatch)):
+            values, edges, baseline = patch.get_data()
+            area[patch.get_label()] += ((values - baseline) * np.diff(edges)).sum() / 100
+        assert area == pytest.approx({PRODUCT: wall_ms / 2, SOFTMAX: wall_ms / 4})
+    assert any("3 of 4" in text for text in texts(figure))
 
 
 # colours

@@ -1,0 +1,124 @@
+"""The first screen of the page of one file: its answer, bars, numbers and doubts, from the profile
+alone.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from ...analysis.kernels.phases import LaunchPhase
+from ...analysis.kernels.step_profile import StepProfile
+from ..charts import PHASE_COLOURS, Bar, Style
+from ..columns import column
+from ..results import Results
+from ..section import Finding, finding_rows
+from ..sections.kernels.entry import Explained
+from ..sections.kernels.findings import answer as answer_of_trace
+from ..sections.kernels.kinds import StepKind, step_kinds
+from ..sections.kernels.plots import STYLES, parts_ms
+from ..sections.kernels.tables import phase_rows
+from ..sections.memory.entry import MemoryEntry
+from ..sections.memory.findings import answer as answer_of_memory
+from ..sections.memory.plots import CATEGORIES, peak_bar
+from ..sections.memory.words import check_words, size
+from ..sections.steps import BY_PHASE
+from ..words import significant
+from .blocks import Bars, Glance, Tile
+
+LAUNCH_PHASES = {
+    **{str(phase): Style(colour=colour) for phase, colour in PHASE_COLOURS.items()},
+    LaunchPhase.LOSS: Style(colour="#F0E442"),
+    LaunchPhase.WEIGHT_GRADIENTS: Style(colour="#D55E00"),
+    LaunchPhase.UNATTRIBUTED: Style(colour="#FFFFFF", pattern="/", ink="#6A6A6A"),
+}
+"""Style of each phase of launches; those that a clock has too look as they do there."""
+
+
+def glance_of_file(results: Results) -> Glance:
+    """The first screen of the page of one file."""
+    for entry in results.memory:
+        return _of_snapshot(entry)
+    return _of_trace(results.kernels[0])
+
+
+def _in_words(findings: Iterable[Finding | str]) -> tuple[str, str]:
+    """The first sentence of all, and the others."""
+    texts = [str(row["finding"]) for row in finding_rows(findings)]
+    head, dot, rest = " ".join(texts).partition(". ")
+    return f"{head}{dot.strip()}" or "Nothing stands out.", rest
+
+
+def _of_trace(entry: Explained) -> Glance:
+    """What limits the steps of a trace, their phases by kind of step, and the kinds of work."""
+    profile = entry.profile
+    answer, more = _in_words(answer_of_trace(entry))
+    work = Bars(
+        title="Kinds of work, and how long the device is idle, in a step",
+        bars=[Bar(name="work", parts=parts_ms(profile))],
+        styles=STYLES,
+        unit="ms",
+    )
+    by_phase = Bars(
+        title=BY_PHASE, bars=list(_phase_bars(profile)), styles=LAUNCH_PHASES, unit="ms"
+    )
+    return Glance(
+        answer=answer,
+        more=more,
+        bars=[by_phase, work],
+        tiles=list(_tiles(entry)),
+        doubts=[f"{doubt}." for doubt in profile.doubts],
+        trust=f"Steps and what is in none add up to all {profile.num_kernels:,} {profile.work} of "
+        "the file.",
+    )
+
+
+def _phase_bars(profile: StepProfile) -> Iterator[Bar]:
+    """The phases of a step, for each kind of steps."""
+    every = StepKind(name="step", steps=tuple(range(profile.num_steps)), labels=())
+    for kind in step_kinds(profile) or [every]:
+        parts: dict[str, float] = {}
+        for times in profile.phases:
+            parts[times.phase] = sum(kind.of(times.wall_s)) / len(kind.steps) * 1e3
+        words = f"{significant(sum(parts.values()), 3)} ms"
+        yield Bar(name=kind.name, parts=parts, words=words)
+
+
+def _tiles(entry: Explained) -> Iterator[Tile]:
+    """Time of a step, how busy the device is, and how many kernels a step has."""
+    profile = entry.profile
+    kinds = [f"{len(kind.steps)} {kind.name}" for kind in step_kinds(profile)]
+    about_steps = ", ".join(kinds) or f"on the device, {profile.num_steps:,} in the file"
+    if profile.is_whole_trace:
+        about_steps = "no steps seen: the whole file"
+    *_, step = phase_rows(entry)
+    for name, shown, note in (
+        ("step", column("wall_mean_ms", std="wall_std_ms"), about_steps),
+        ("GPU busy", column("busy_share"), "of the step"),
+        (f"time of {profile.work}", column("kernel_mean_ms"), "in a step, added up"),
+        (str(profile.work), column("kernels_per_step"), "in a step"),
+    ):
+        if text := shown.cell(step):
+            yield Tile(name, f"{text} {shown.unit}".strip(), note)
+
+
+def _of_snapshot(entry: MemoryEntry) -> Glance:
+    """How much memory there was and of what, and what was asked for in vain."""
+    profile, failure = entry.profile, entry.profile.work.first_failure
+    answer, more = _in_words(answer_of_memory(profile))
+    tiles = [
+        Tile("peak", size(profile.peak.allocated_bytes), "allocated at most"),
+        Tile("reserved", size(profile.peak_reserved_bytes), "by PyTorch at most"),
+    ]
+    if profile.private_bytes:
+        tiles.append(Tile("private pools", size(profile.private_bytes), "reserved at the peak"))
+    if failure is not None:
+        free = f"asked for in vain, {size(failure.free_bytes)} were free"
+        tiles.append(Tile("out of memory", size(failure.requested_bytes), free))
+    wrong = check_words(profile.boundaries)
+    bar = peak_bar("peak", entry)
+    return Glance(
+        answer=answer,
+        more=more,
+        bars=[Bars(title="What the peak consists of", bars=[bar], styles=CATEGORIES, unit="GiB")],
+        tiles=tiles,
+        doubts=[wrong] if wrong else [],
+        trust="The parts add up to the peak, to the byte.",
+    )

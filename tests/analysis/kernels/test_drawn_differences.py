@@ -1,0 +1,193 @@
+"""Of two drawn programs, one of which has a known change, the change is what is named first.
+
+Both are simulated with the same seed and differ in nothing else, or with another seed and the same
+plan. The truth is the change, and the times of the jobs as they were simulated.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.explain import summarise
+from cs336.analysis.kernels.readers import read_trace
+from cs336.analysis.kernels.step_profile import StepProfile
+from cs336.report.difference import Difference
+from cs336.report.sections.kernels.compared import Sides, compared_traces, module_amounts
+from tests.analysis.kernels import drawn_programs
+from tests.analysis.kernels.drawn_files import write
+from tests.analysis.kernels.drawn_machine import Job, Run
+from tests.analysis.kernels.drawn_plans import MICROSECOND, MILLISECOND, Part, Pause, Plan, draw
+from tests.analysis.kernels.drawn_programs import MATMULS, recorded, simulate
+
+ALL = 1_000
+SEEDS = 8
+SLOWER, EXTRA = MATMULS[0], "void cs336_injected_kernel<float>(float*)"
+
+
+class Slower(Run):
+    """One kernel takes 3 ms longer."""
+
+    def launch(self, name: str, duration_ns: int = 0, /, **how: object) -> list[Job]:
+        jobs = super().launch(name, duration_ns, **how)  # type: ignore[arg-type]
+        return _longer(self, jobs, 3 * MILLISECOND if name == SLOWER else 0)
+
+
+class More(Run):
+    """A kernel more in each layer."""
+
+    def launch(self, name: str, duration_ns: int = 0, /, **how: object) -> list[Job]:
+        jobs = super().launch(name, duration_ns, **how)  # type: ignore[arg-type]
+        if name == SLOWER:
+            super().launch(EXTRA, 2 * MILLISECOND)
+        return jobs
+
+
+class LongerBackward(Run):
+    """Each kernel of backward takes 500 µs longer."""
+
+    def launch(self, name: str, duration_ns: int = 0, /, **how: object) -> list[Job]:
+        jobs = super().launch(name, duration_ns, **how)  # type: ignore[arg-type]
+        return _longer(self, jobs, 500 * MICROSECOND if self.phase == Part.BACKWARD else 0)
+
+
+def _longer(run: Run, jobs: list[Job], by_ns: int) -> list[Job]:
+    """The jobs just launched, each so much longer; their streams are free later."""
+    for machine, job in zip(run.machines, jobs, strict=True):
+        job.end_ns += by_ns
+        machine.free[job.device, job.stream] = job.end_ns
+    return jobs
+
+
+def _plans() -> Iterator[Plan]:
+    """Training loops whose files are whole, on a GPU that is never out of work."""
+    seeds = (seed for seed in range(10_000) if draw(seed).kind == "training")
+    for _, seed in zip(range(SEEDS), seeds, strict=False):
+        plan = draw(seed)
+        yield replace(
+            plan,
+            style="ours",
+            limit="gpu",
+            cut=(0.0, 1.0),
+            dropped="",
+            shift_ns=0,
+            hides=None,
+            ranks=1,
+            devices=1,
+            steps=4,
+            micro_batches=1,
+            evaluates=False,
+            queue=1024,
+            optimizer="torch",
+            graph="",
+            loader="",
+            compiled=False,
+            reads_in_forward=False,
+        )
+
+
+PLANS = list(_plans())
+
+
+def profile(plan: Plan, directory: Path, kind: type[Run] = Run) -> StepProfile:
+    """The profile of the program as this kind of run runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawn_programs, "Run", kind)
+        run = simulate(plan)
+    directory.mkdir(exist_ok=True)
+    return summarise(attribute(read_trace(write(recorded(run), directory))), source="drawn")
+
+
+def compared(a: StepProfile, b: StepProfile) -> Difference:
+    return compared_traces(a, b, top=ALL)
+
+
+def named_parts(difference: Difference) -> dict[str, float]:
+    """Kernels, copies and idle times that are said to differ, the largest difference first."""
+    return dict(difference.findings[1].numbers)
+
+
+def kernel_ns(plan: Plan, name: str, kind: type[Run] = Run) -> int:
+    """The simulated time of one kernel over all steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drawn_programs, "Run", kind)
+        jobs = simulate(plan).machines[0].jobs
+    return sum(job.end_ns - job.start_ns for job in jobs if job.name == name and job.step >= 0)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
+@pytest.mark.parametrize(("kind", "name"), [(Slower, SLOWER), (More, EXTRA)])
+def test_a_kernel_that_is_slower_or_new_is_named_first(
+    plan: Plan, kind: type[Run], name: str, tmp_path: Path
+) -> None:
+    a, b = profile(plan, tmp_path / "a"), profile(plan, tmp_path / "b", kind)
+    difference = compared(a, b)
+    said = named_parts(difference)
+    assert difference.findings[0].code == "step longer"
+    assert next(iter(said)) == name
+    true = Fraction(kernel_ns(plan, name, kind) - kernel_ns(plan, name), plan.steps)
+    assert said[name] == pytest.approx(float(true) / 1e9, rel=1e-12)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
+def test_a_wait_of_the_host_is_named_first(plan: Plan, tmp_path: Path) -> None:
+    waits = replace(plan, hides=Pause.NOTHING_SEEN)
+    difference = compared(profile(plan, tmp_path / "a"), profile(waits, tmp_path / "b"))
+    name, time_s = next(iter(named_parts(difference).items()))
+    assert name == "idle, host pause"
+    assert 0 < time_s < 1.1 * 4e-3  # the pause, of which the device works through a part
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
+def test_a_phase_that_is_longer_is_named_first(plan: Plan, tmp_path: Path) -> None:
+    a, b = profile(plan, tmp_path / "a"), profile(plan, tmp_path / "b", LongerBackward)
+    first = compared(a, b).findings[0]
+    assert first.code == "step longer"
+    phases = [str(times.phase) for times in b.phases]
+    assert next(name for name in first.numbers if name in phases) == Part.BACKWARD
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
+def test_two_draws_of_one_program_are_not_said_to_differ(plan: Plan, tmp_path: Path) -> None:
+    # what the seed decides besides the times depends on its remainders by 2 and 3
+    again = replace(plan, seed=plan.seed + 6)
+    difference = compared(profile(plan, tmp_path / "a"), profile(again, tmp_path / "b"))
+    assert difference.findings[0].code == "step same"
+    # whether a batch is copied from pinned memory is drawn too, so it may really differ
+    assert all(name.startswith("copies, host to device") for name in named_parts(difference))
+
+
+def _whole(profiles: tuple[StepProfile, StepProfile], field: str) -> Fraction:
+    """The difference of the wholes, in ns per step."""
+    a, b = (
+        Fraction(
+            sum(round(time_s * 1e9) for times in side.phases for time_s in getattr(times, field)),
+            side.num_steps,
+        )
+        for side in profiles
+    )
+    return b - a
+
+
+def test_differences_add_up_to_that_of_the_whole(tmp_path: Path) -> None:
+    """Of any two programs, with servers, cuts, lost events and several devices among them."""
+    profiles = []
+    for seed in range(40):
+        made = tmp_path / str(seed)
+        made.mkdir()
+        file = recorded(simulate(draw(seed)))
+        if any(job.kind == "kernel" for job in file.jobs):
+            profiles.append(summarise(attribute(read_trace(write(file, made))), source="drawn"))
+    for pair in pairwise(profiles):
+        sides = Sides(*pair)
+        for parts, field in (
+            (sides.phases, "wall_s"),
+            (sides.contents, "wall_s"),
+            (sides.parts(module_amounts), "kernel_s"),
+            (sides.kernels, "kernel_s"),
+        ):
+            assert sum(part.difference for part in parts) == _whole(pair, field)
