@@ -34,6 +34,10 @@ class Tables:
         """Names of the table's stored columns, without computed ones."""
         return {row[1] for row in self.connection.execute(f"PRAGMA table_info({table})")}
 
+    def has(self, table: str, *columns: str) -> bool:
+        """Whether there is this table, with all of these columns."""
+        return table in self.present and {*columns} <= self.columns(table)
+
     def ints(
         self,
         table: str,
@@ -75,11 +79,11 @@ class Tables:
         rows = np.frombuffer(flat, dtype=np.int64).reshape(-1, num_columns)
         return list(np.ascontiguousarray(rows.T))
 
-    def rows(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
+    def rows(self, table: str, *columns: str, where: str = "1") -> list[tuple[Any, ...]]:
         """The values of these columns, row by row; nothing if the table or a column is missing."""
-        if table not in self.present or not {*columns} <= self.columns(table):
+        if not self.has(table, *columns):
             return []
-        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED"
+        query = f"SELECT {', '.join(columns)} FROM {table} NOT INDEXED WHERE {where}"
         return self.connection.execute(query).fetchall()
 
     def names(self, table: str, column: str) -> dict[int, str]:

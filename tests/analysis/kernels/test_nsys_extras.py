@@ -1,5 +1,6 @@
 """Counters, memory, calls of libraries and stacks in exports of nsys, against what was written."""
 
+import json
 import random
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from cs336.analysis.kernels.phases import LaunchPhase
 from cs336.analysis.kernels.readers.nsys import read_nsys
 from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.sections.kernels.findings import doing
+from tests.analysis.kernels.test_nsys import change
 from tests.analysis.kernels.tracing import (
     MAIN,
     PROCESS,
@@ -100,6 +102,17 @@ def test_counters_are_averaged_over_the_time_of_their_phase_alone(tmp_path: Path
     assert whole.share == pytest.approx(expected / sum(periods.values()) / 100, rel=0.02)
 
 
+def test_tables_of_another_version_are_not_seen(tmp_path: Path) -> None:
+    made = training(1)
+    path = write_export(tmp_path / "t.sqlite", made)
+    plain = explained(path)
+    for table in ("CUDA_GPU_MEMORY_USAGE_EVENTS", "OSRT_API", "CUBLAS_EVENTS", "GPU_METRICS"):
+        add(path, table, "start, renamed", [(1, 2)])
+    names = [(0, 1, "Tensor Active [Throughput %]")]
+    add(path, "TARGET_INFO_GPU_METRICS", "typeId, metricId, metricName", names)
+    assert explained(path) == plain
+
+
 def test_counters_of_a_device_that_ran_nothing_count_for_nothing(tmp_path: Path) -> None:
     made = training(2)
     path = write_export(tmp_path / "t.sqlite", made)
@@ -143,6 +156,52 @@ def test_reserved_memory_is_what_was_allocated_and_not_yet_freed(tmp_path: Path,
             within += [span.start_ns - 1]
             within += [time for time in times if span.start_ns <= time < (span.end_ns or 0)]
         assert peaks["Device", LaunchPhase(phase)] == max(map(level, within)), phase
+
+
+def test_a_call_whose_stack_was_taken_is_one_call(tmp_path: Path) -> None:
+    made = training(2)
+    path = write_export(tmp_path / "t.sqlite", made)
+    plain = explained(path)
+    add(path, "ENUM_NSYS_EVENT_CLASS", "id, name", [(67, "TRACE_PROCESS_EVENT_CUDABACKTRACE")])
+    change(
+        path,
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT start - 1, end + 1, 67, globalTid, "
+        "correlationId, nameId FROM CUPTI_ACTIVITY_KIND_RUNTIME",
+    )
+    assert explained(path) == plain
+
+
+LIBRARY = "/env/lib/python3.12/site-packages/torch/nn/functional.py"
+
+
+def test_kernels_belong_to_the_innermost_line_of_the_program(tmp_path: Path) -> None:
+    made = training(3)
+    path = write_export(tmp_path / "t.sqlite", made)
+    change(path, "ALTER TABLE NVTX_EVENTS ADD COLUMN jsonText TEXT")
+    generator, rows = random.Random(7), []
+    expected: dict[tuple[str, int] | None, list[int]] = {}
+    for kernel in made.kernels:
+        line = generator.randint(1, 4) if kernel.thread == MAIN else None
+        key = None if line is None else ("model/net.py", line)
+        expected.setdefault(key, []).append(kernel.duration_ns)
+        if line is not None and kernel.launch_ns is not None:
+            files = [(LIBRARY, 9), ("/home/me/model/net.py", line), ("/home/me/train.py", 3)]
+            frames = [{"Function": "f", "File": file, "Line": at} for file, at in files]
+            text = json.dumps({"Thread state ID": 1, "Frames count": 3, "Frames": frames})
+            rows.append((kernel.launch_ns - 1, 34, None, MAIN, 2, text))
+    rows.append((0, 75, "Python Backtrace on CUDA", MAIN, 2, None))
+    # stacks that are sampled now and then belong to no call
+    rows += [(0, 75, "Python Periodic Sampling", MAIN, -2, None), (1_010, 34, None, MAIN, -2, text)]
+    with sqlite3.connect(path) as db:
+        columns = "start, eventType, text, globalTid, domainId, jsonText"
+        db.executemany(f"INSERT INTO NVTX_EVENTS ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
+    db.close()
+    times = explained(path).places
+    by_line = {}
+    for row in times:
+        key = row.place and (row.place.file, row.place.line)
+        by_line[key] = (row.count, round(row.total_s * 1e9))
+    assert by_line == {key: (len(ns), sum(ns)) for key, ns in expected.items()}
 
 
 def test_a_pause_of_the_host_is_explained_by_the_call_it_was_in(tmp_path: Path) -> None:

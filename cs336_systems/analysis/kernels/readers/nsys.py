@@ -45,10 +45,12 @@ def export(report: Path, directory: Path) -> Path:
         "--type=sqlite",
         "--force-overwrite=true",
         f"--output={database}",
-        str(report),
     ]
     output = directory / "output"
-    status = run_for_this_process(command, output)
+    # stacks of Python are JSON, for which older versions have no option
+    status = run_for_this_process([*command, "--include-json=true", str(report)], output)
+    if status:
+        status = run_for_this_process([*command, str(report)], output)
     if status or not database.is_file():
         said = " ".join(output.read_text(errors="replace").split())[-500:]
         raise NsysError(f"{report}: nsys export ended with status {status}: {said}")
@@ -130,6 +132,7 @@ class _Export(Tables):
         graphs = self._work(GRAPH_TABLE, "graphId", calls)
         copies = self._work(COPY_TABLE, "copyKind", calls)
         fills = self._work(FILL_TABLE, "bytes", calls)
+        places, call_place = nsys_extras.call_places(self, api_calls)
         return Trace(
             kernels=joined(kernels, graphs),
             copies=joined(copies, fills),
@@ -138,9 +141,11 @@ class _Export(Tables):
             samples=nsys_extras.samples(self),
             memory=nsys_extras.memory_events(self),
             library_calls=nsys_extras.library_calls(self),
+            places=places,
+            call_place=call_place,
             strings=self.strings.all,
             device_names=tuple(dict.fromkeys(self.names("TARGET_INFO_GPU", "name").values())),
-            notes=tuple(self._notes(len(graphs))),
+            notes=(*self._notes(len(graphs)), *nsys_extras.notes(self, places)),
         )
 
     def _why_no_kernels(self, calls: ApiCalls) -> str:
@@ -172,11 +177,15 @@ class _Export(Tables):
             )
 
     def _api_calls(self) -> ApiCalls:
-        start, end, name, thread, correlation = self.ints(
+        start, end, name, thread, correlation, kind = self.ints(
             CALL_TABLE,
             {"start": None, "end": None, "nameId": None, "globalTid": 0, "correlationId": 0},
+            {"eventClass": 0},
         )
-        return ApiCalls(
+        # of a call with a stack there are two rows
+        names = self.names("ENUM_NSYS_EVENT_CLASS", "name")
+        is_stack = np.isin(kind, [number for number, text in names.items() if "BACKTRACE" in text])
+        calls = ApiCalls(
             name=self.strings.column(name),
             process=_process(thread),
             thread=thread,
@@ -184,6 +193,7 @@ class _Export(Tables):
             duration_ns=self.durations(CALL_TABLE, start, end),
             correlation=correlation,
         )
+        return chosen(calls, ~is_stack)
 
     def _work(self, table: str, kind_column: str, calls: Launches) -> DeviceWork:
         """The rows of a table of kernels, graphs, copies or fills."""

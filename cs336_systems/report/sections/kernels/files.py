@@ -26,7 +26,6 @@ from .findings import answer, findings
 from .kinds import kinds
 from .operators import operators_section
 from .plots import communication_chart, configuration_chart, draw_steps, draw_timeline
-from .recorded import recorded
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
 
@@ -70,7 +69,6 @@ def _sections_of_one(entry: Explained, top: int) -> list[Section]:
         kinds([entry]),
         *detail_sections(entry.profile, top),
         operators_section(entry.profile),
-        *recorded(entry.profile, top),
         *added_sections(Explained, [entry]),
         Section(name="pictures", pictures=pictures),
     ]

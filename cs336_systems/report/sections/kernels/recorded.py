@@ -3,21 +3,20 @@ reserved, and lines of the program. Tables and sentences of a trace that has the
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.step_profile import KernelTimes, StepProfile
 from ....costs.accounting import component_flops, mfu, step_flops
 from ...columns import Column, Row, column, columns_of
-from ...section import Finding, Section, make_table
+from ...section import Finding, Section, over_configurations, rows_of
 from ...words import count, in_percent, label, percent_of, ratio, rounded, significant
 from .entry import Explained
 from .figures import WHERE, Figures
 from .sums import WHOLE_STEP, added, phases_by_name, total
 
 TENSOR_CORES = "Tensor Active"
-MIN_ACTIVITY = 0.005
-"""A unit that is active for less of every phase has no column."""
+MAX_LINES = 20
 MIN_DIFFERENCE = 0.02
 """Smallest difference of activity and MFU that is explained."""
 _FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
@@ -32,82 +31,73 @@ def is_full_precision(kernel: KernelTimes) -> bool:
     return kernel.kind is KernelClass.MATMUL and bool(is_named)
 
 
-def recorded(profile: StepProfile, top: int) -> list[Section]:
-    """The sections of one trace."""
-    return [_activity(profile), _reserved(profile), _places(profile, top)]
-
-
-def _activity(profile: StepProfile) -> Section:
+def activity(entries: Sequence[Explained]) -> Section:
     """Activity of the device's units by phase, with the number of samples."""
-    highest: dict[str, float] = {}
-    for mean in profile.counters:
-        highest[mean.counter] = max(mean.share, highest.get(mean.counter, 0.0))
-    rows, unseen = [], []
-    for name in phases_by_name(profile):
-        row: Row = {"phase": name, "samples": 0} | dict.fromkeys(highest)
-        for mean in profile.counters:
-            if (mean.phase or WHOLE_STEP) == name:
-                row |= {mean.counter: mean.share, "samples": mean.count}
-        if row["samples"]:
-            rows.append(row)
-        else:
-            unseen.append(name)
-    if not rows:
-        return Section(name="activity")
     columns = [column("phase"), Column("samples", key="samples", write=count)]
-    for counter, share in highest.items():
-        if share >= MIN_ACTIVITY:
-            columns.append(Column(counter, "%", key=counter, write=in_percent))
-    notes = ["Means over samples of the device's counters, in % of the highest value."]
-    if unseen:
-        notes.append(f"Too short to be seen by the counters: {', '.join(unseen)}.")
-    table = make_table("Activity of the GPU", columns, rows, notes)
-    return Section(name="activity", tables=(table,), rows=rows)
+    for counter in dict.fromkeys(mean.counter for mean in entries[0].profile.counters):
+        columns.append(Column(counter, "%", key=counter, write=in_percent))
+    notes = [
+        "Means over samples of the device's counters, in % of the highest value. A phase without a "
+        "row was too short to be seen by them."
+    ]
+    rows, keys = rows_of(entries, activity_rows), [heading.key for heading in columns]
+    return over_configurations("activity", "Activity of the GPU", rows, columns, keys, notes)
 
 
-def _reserved(profile: StepProfile) -> Section:
+def activity_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each phase that the counters saw, then one for the whole step."""
+    for name in phases_by_name(entry.profile):
+        means = [mean for mean in entry.profile.counters if (mean.phase or WHOLE_STEP) == name]
+        if means:
+            shares = {mean.counter: mean.share for mean in means}
+            yield {"phase": name, "samples": means[0].count, **shares}
+
+
+def reserved(entries: Sequence[Explained]) -> Section:
     """The most memory that was reserved in each phase."""
-    rows: list[Row] = []
-    for peak in profile.reserved:
-        place = peak.phase or "whole file"
-        rows.append({"memory": f"{peak.kind}, device {peak.device}", "phase": place})
-        rows[-1]["peak_bytes"] = peak.peak_bytes
-    if not rows:
-        return Section(name="reserved")
     columns = [
         Column("memory", key="memory", numeric=False, write=str),
         column("phase"),
         Column("peak", "GiB", key="peak_bytes", scale=1 / 2**30, write=rounded),
     ]
-    notes = ["Memory that the program had from the driver, at most at one time."]
-    table = make_table("Reserved memory", columns, rows, notes)
-    return Section(name="reserved", tables=(table,), rows=rows)
+    notes = ["What PyTorch and libraries had from the driver, at most at one time."]
+    rows, keys = rows_of(entries, _reserved_rows), [heading.key for heading in columns]
+    return over_configurations("reserved", "Reserved memory", rows, columns, keys, notes)
 
 
-def _places(profile: StepProfile, top: int) -> Section:
+def _reserved_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each kind of memory and device in the whole file, then in each phase."""
+    for peak in entry.profile.reserved:
+        memory = f"{peak.kind}, device {peak.device}"
+        phase = peak.phase or "whole file"
+        yield {"memory": memory, "phase": phase, "peak_bytes": peak.peak_bytes}
+
+
+def lines(entries: Sequence[Explained]) -> Section:
     """Time of the kernels that each line of the program launched."""
-    whole_s = added(profile.places).total_s
-    rows = []
-    for times in profile.places:
-        place = times.place
-        line = "not known" if place is None else f"{place.file}:{place.line} {place.function}"
-        row: Row = {
-            "share": ratio(times.total_s, whole_s),
-            "total_ms_per_step": times.total_s / profile.num_steps * 1e3,
-            "count_per_step": times.count / profile.num_steps,
-            "line": line,
-        }
-        rows.append(row)
-    if not rows:
-        return Section(name="lines")
     shown = Column("line", key="line", numeric=False, write=label)
     columns = columns_of("share", "total_ms_per_step", "count_per_step", shown)
     notes = [
         "Per step: kernels by the innermost line outside of libraries that launched them. A trace "
         "of torch.profiler names the line where a function begins; its backward is that of forward."
     ]
-    table = make_table("Lines of the program", columns, rows[:top], notes)
-    return Section(name="lines", tables=(table,), rows=rows)
+    rows, keys = rows_of(entries, _line_rows), [heading.key for heading in columns]
+    return over_configurations("lines", "Lines of the program", rows, columns, keys, notes)
+
+
+def _line_rows(entry: Explained) -> Iterator[Row]:
+    """A row for each of the longest lines."""
+    profile = entry.profile
+    whole_s = added(profile.places).total_s
+    for times in profile.places[:MAX_LINES]:
+        place = times.place
+        line = "not in the file" if place is None else f"{place.file}:{place.line} {place.function}"
+        yield {
+            "share": ratio(times.total_s, whole_s),
+            "total_ms_per_step": times.total_s / profile.num_steps * 1e3,
+            "count_per_step": times.count / profile.num_steps,
+            "line": line,
+        }
 
 
 def activity_finding(figures: Figures) -> Iterator[Finding]:
@@ -137,13 +127,11 @@ def flops_used(entry: Explained) -> float | None:
     """MFU of the steps under the profiler, in which the counters were read; None if the model, the
     device or its peak is not known.
     """
-    config, profile = entry.config, entry.profile
-    device = entry.device_name or next(iter(profile.device_names), None)
-    step_s = entry.span().profiled_s / profile.num_steps
+    config, step_s = entry.config, entry.span().profiled_s / entry.profile.num_steps
     flops = None if config is None else step_flops(config)
-    if config is None or flops is None or device is None or not step_s:
+    if not (config and flops and step_s and entry.device_name) or entry.profile.is_whole_trace:
         return None
-    return mfu(flops / step_s, device, config.precision)
+    return mfu(flops / step_s, entry.device_name, config.precision)
 
 
 def _reasons(figures: Figures) -> Iterator[str]:
@@ -163,19 +151,10 @@ def _reasons(figures: Figures) -> Iterator[str]:
 
 
 def reserved_finding(profile: StepProfile) -> Iterator[Finding]:
-    """The most memory of each kind and device, and in which phases it was reserved."""
-    for peak in profile.reserved:
-        if peak.phase is None:
-            alike = [
-                WHERE[other.phase]
-                for other in profile.reserved
-                if other.phase
-                and (other.kind, other.device) == (peak.kind, peak.device)
-                and other.peak_bytes == peak.peak_bytes
-            ]
-            where = f", in {' and '.join(alike)}" if alike else ", outside of the steps"
-            text = (
-                f"At most {significant(peak.peak_bytes / 2**30, 3)} GiB of memory ({peak.kind}, "
-                f"device {peak.device}) were reserved at one time{where}."
-            )
-            yield Finding(code="reserved", text=text, numbers={"peak_bytes": peak.peak_bytes})
+    """The most memory that was reserved on one device."""
+    for peak in sorted(profile.reserved, key=lambda peak: -peak.peak_bytes)[:1]:
+        text = (
+            f"At most {significant(peak.peak_bytes / 2**30, 3)} GiB of memory ({peak.kind}, device "
+            f"{peak.device}) were reserved at one time, by PyTorch or by libraries."
+        )
+        yield Finding(code="reserved", text=text, numbers={"peak_bytes": peak.peak_bytes})

@@ -21,6 +21,7 @@ from ...section import Section, over_configurations, rows_of
 from ...words import in_percent, mean_and_std, ratio, rounded
 from .communication import communication, ranks
 from .entry import Explained
+from .recorded import activity, lines, reserved
 from .sums import (
     ALL_KINDS,
     WHOLE_STEP,
@@ -341,7 +342,7 @@ PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     classes,
 )
 """The sections that a terminal shows of several traces."""
-OF_ONE = (*PRINTED, copies, attention)
+OF_ONE = (*PRINTED, copies, attention, activity, reserved, lines)
 SUBJECTS = (*PRINTED, attention, top_kernels)
 """Sections about any number of traces; `detail_sections` in files.py has more of the kernels of a
 single one.
