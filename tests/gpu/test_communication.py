@@ -117,7 +117,7 @@ def test_a_sleep_on_one_rank_is_exposed_communication_of_the_other(tmp_path):
     assert statistics.median(sent_s(sleeper, "exposed_s")) < SLEEP_S / 20
     assert statistics.median(quick.waited_s) == pytest.approx(SLEEP_S, rel=0.05)
     entry = Explained(profile=profile, profiled=record)
-    (text,) = [text for text in findings(entry) if "Communication takes" in text]
+    (text,) = [finding.text for finding in findings(entry) if finding.code == "communication"]
     assert f"wait for rank {FAULTY_RANK} in 4 of 4 steps" in text
 
 

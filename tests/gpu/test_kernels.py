@@ -127,6 +127,11 @@ def test_nsys_kineto_and_events_see_the_same(tmp_path):
             )
 
 
+def said_of(profile):
+    """All findings of the profile, as one text."""
+    return " ".join(finding.text for finding in findings(Explained(profile=profile)))
+
+
 class Pausing(nn.Module):
     """The model, and a pause of the host or of the device in each forward pass."""
 
@@ -155,7 +160,7 @@ def wait_and_sleep():
 def test_a_host_that_sleeps_in_forward_is_named(tmp_path):
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, wait_and_sleep))
-    said = " ".join(findings(Explained(profile=profile)))
+    said = said_of(profile)
     print(said)
     longest = profile.gaps[0]
     assert longest.duration_s == pytest.approx(0.03, rel=0.1)
@@ -168,7 +173,7 @@ def test_a_host_that_sleeps_in_forward_is_named(tmp_path):
 def test_a_kernel_that_nobody_knows_and_takes_long_is_named(tmp_path):
     config, model = small_model()
     _, profile = profiled(config, tmp_path, Pausing(model, lambda: torch.cuda._sleep(100_000_000)))
-    said = " ".join(findings(Explained(profile=profile)))
+    said = said_of(profile)
     print(said)
     assert "spin_kernel" in said
     assert (
@@ -183,10 +188,13 @@ def test_an_item_in_the_optimizer_is_named(after_optimizer, tmp_path):
                 parameter.flatten()[0].item()
 
     config, model = small_model()
-    plain = " ".join(findings(Explained(profile=profiled(config, tmp_path, model)[1])))
+    plain = " ".join(
+        finding.text
+        for finding in findings(Explained(profile=profiled(config, tmp_path, model)[1]))
+    )
     after_optimizer(look_at_every_weight)
     _, profile = profiled(config, tmp_path, model)
-    said = " ".join(findings(Explained(profile=profile)))
+    said = said_of(profile)
     print(said)
     waits = [
         c
@@ -201,9 +209,12 @@ def test_an_item_in_the_optimizer_is_named(after_optimizer, tmp_path):
 
 @pytest.mark.alone
 def test_a_model_too_small_for_the_gpu_is_named(tmp_path):
-    big = " ".join(findings(Explained(profile=profiled(config_of("large"), tmp_path)[1])))
+    big = " ".join(
+        finding.text
+        for finding in findings(Explained(profile=profiled(config_of("large"), tmp_path)[1]))
+    )
     _, profile = profiled(config_of("tiny", 64), tmp_path)
-    said = " ".join(findings(Explained(profile=profile)))
+    said = said_of(profile)
     print(said, big, sep="\n")
     assert "The CPU is the limit" in said
     assert "The CPU is the limit" not in big

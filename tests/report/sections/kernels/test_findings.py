@@ -346,7 +346,8 @@ def told(profile: StepProfile, config: RunConfig | None = None) -> str:
 
 def test_exposed_communication_is_told_with_what_hides_it() -> None:
     assert told(make_shared()).startswith(
-        "Communication takes 9.00 ms, and for 5.00 ms of that, 17.9 % of the step,"
+        "Communication, with waiting for other ranks, takes 9.00 ms, and for 5.00 ms of that, "
+        "17.9 % of the step,"
     )
     for way, advice in (
         (Parallel.DDP_FLAT, "--parallel ddp-overlap"),
