@@ -58,11 +58,12 @@ class TrainingStep:
             else None
         )
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.trainable = Trainable(model, config)
         if config.needs_fast_model:
             from ..model.fast.model import FastTrainable
 
-            self.trainable = FastTrainable(cast("TransformerLM", model), config)
+            self.trainable: Trainable = FastTrainable(cast("TransformerLM", model), config)
+        else:
+            self.trainable = Trainable(model, config)
         self.model = self.trainable.model
         self.model.train(config.mode is not Mode.INFERENCE)
         self.way: "Way | None" = None

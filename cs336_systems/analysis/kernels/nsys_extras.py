@@ -6,7 +6,7 @@ nsys writes these tables only if it was told to record them.
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -32,11 +32,10 @@ IS_SHARE = (
     f"metricId IN (SELECT metricId FROM {COUNTER_TABLE} WHERE metricName LIKE '%Throughput%')"
 )
 """The condition of a sample in percent."""
-IS_OF_STACKS = "text = 'Python Backtrace on CUDA'"
+STACK = "Python Backtrace on CUDA"
+IS_OF_STACKS = f"text = '{STACK}'"
 """The condition of the row that names the domain of marks with stacks of calls of CUDA."""
-IS_STACK = (
-    f"jsonText IS NOT NULL AND domainId IN (SELECT domainId FROM NVTX_EVENTS WHERE {IS_OF_STACKS})"
-)
+IS_STACK = f"jsonText LIKE '{{\"{STACK}\"%'"
 """The condition of a mark with the stack of a call of CUDA."""
 NO_COUNTER = -1
 GPU_OF_TYPE = 0xFF
@@ -128,13 +127,14 @@ def call_places(tables: Tables, calls: ApiCalls) -> tuple[tuple[Place, ...], Int
     columns = ("globalTid", "start", "jsonText", "domainId", "text")
     marks = tables.rows(RANGE_TABLE, *columns, where=IS_STACK)
     known: dict[str, int] = {}
+    texts = tables.names("StringIds", "value")
     order = np.lexsort((calls.start_ns, calls.thread))
     keys = list(zip(calls.thread[order].tolist(), calls.start_ns[order].tolist(), strict=True))
     for thread, time, text, *_ in marks:
         at = bisect_left(keys, (thread, time))
         if at < len(keys) and keys[at][0] == thread:
             if text not in known:
-                place = _innermost(text)
+                place = _innermost(text, texts)
                 known[text] = -1 if place is None else places.setdefault(place, len(places))
             of_calls[order[at]] = known[text]
     return tuple(places), of_calls
@@ -149,19 +149,25 @@ def notes(tables: Tables, places: Sequence[Place]) -> Iterator[str]:
         )
 
 
-def _innermost(text: str) -> Place | None:
-    """The innermost line outside of libraries of a stack that nsys wrote as JSON; None for none."""
+def _innermost(text: str, texts: Mapping[int, str]) -> Place | None:
+    """The innermost line outside of libraries of a stack that nsys wrote as JSON; None for none.
+
+    Functions and files are numbers of the report's `texts`.
+    """
     try:
-        frames = msgspec.json.decode(text, type=_Stack, strict=False).frames
-    except (msgspec.DecodeError, msgspec.ValidationError):
+        (stack,) = msgspec.json.decode(text, type=dict[str, _Stack]).values()
+    except (msgspec.DecodeError, msgspec.ValidationError, ValueError):
         return None
-    stack = tuple(Frame(frame.file, frame.line, frame.function) for frame in frames)
-    return next(iter(code_places(stack)), None)
+    frames = [
+        Frame(texts.get(frame.file, ""), frame.line, texts.get(frame.function, ""))
+        for frame in stack.frames
+    ]
+    return next(iter(code_places(tuple(frames))), None)
 
 
 class _Frame(msgspec.Struct, rename="pascal"):
-    function: str = ""
-    file: str = ""
+    function: int = 0
+    file: int = 0
     line: int = 0
 
 

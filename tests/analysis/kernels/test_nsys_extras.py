@@ -179,6 +179,11 @@ def test_kernels_belong_to_the_innermost_line_of_the_program(tmp_path: Path) -> 
     path = write_export(tmp_path / "t.sqlite", made)
     change(path, "ALTER TABLE NVTX_EVENTS ADD COLUMN jsonText TEXT")
     generator, rows = random.Random(7), []
+    ids: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return ids.setdefault(text, 90_000 + len(ids))
+
     expected: dict[tuple[str, int] | None, list[int]] = {}
     for kernel in made.kernels:
         line = generator.randint(1, 4) if kernel.thread == MAIN else None
@@ -186,15 +191,24 @@ def test_kernels_belong_to_the_innermost_line_of_the_program(tmp_path: Path) -> 
         expected.setdefault(key, []).append(kernel.duration_ns)
         if line is not None and kernel.launch_ns is not None:
             files = [(LIBRARY, 9), ("/home/me/model/net.py", line), ("/home/me/train.py", 3)]
-            frames = [{"Function": "f", "File": file, "Line": at} for file, at in files]
-            text = json.dumps({"Thread state ID": 1, "Frames count": 3, "Frames": frames})
+            frames = [
+                {"Function": number("f"), "File": number(file), "Line": at} for file, at in files
+            ]
+            stack = {"Thread state ID": 1, "Frames count": 3, "Frames": frames}
+            text = json.dumps({"Python Backtrace on CUDA": stack})
             rows.append((kernel.launch_ns - 1, 34, None, MAIN, 2, text))
     rows.append((0, 75, "Python Backtrace on CUDA", MAIN, 2, None))
     # stacks that are sampled now and then belong to no call
-    rows += [(0, 75, "Python Periodic Sampling", MAIN, -2, None), (1_010, 34, None, MAIN, -2, text)]
+    sampled = text.replace("Backtrace on CUDA", "Periodic Sampling")
+    rows.append((0, 75, "Python Periodic Sampling", MAIN, -2, None))
+    rows.append((1_010, 34, None, MAIN, -2, sampled))
     with sqlite3.connect(path) as db:
         columns = "start, eventType, text, globalTid, domainId, jsonText"
         db.executemany(f"INSERT INTO NVTX_EVENTS ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
+        db.executemany(
+            "INSERT INTO StringIds (id, value) VALUES (?, ?)",
+            [(key, text) for text, key in ids.items()],
+        )
     db.close()
     times = explained(path).places
     by_line = {}
