@@ -400,6 +400,18 @@ def test_events_that_cannot_be_are_refused(tmp_path: Path, change: Event, said: 
     assert said in problem(write_trace(tmp_path / "t.json", [CALL, *[{**KERNEL, **change}] * 2]))
 
 
+def test_a_device_that_logs_calls_of_its_own_is_of_the_process_that_launched(
+    tmp_path: Path,
+) -> None:
+    """As MTIA does. With the same ids in both, nothing tells which process launched."""
+    own = {**CALL, "pid": 17, "args": {"correlation": 1_000}}
+    trace = read_kineto(write_trace(tmp_path / "t.json", [CALL, own, KERNEL]))
+    assert trace.kernels.process.tolist() == [7]
+    assert trace.kernels.is_launched.tolist() == [True]
+    both = [CALL, {**CALL, "pid": 17}, KERNEL]
+    assert "needed the trace of one process" in problem(write_trace(tmp_path / "t.json", both))
+
+
 @pytest.mark.parametrize("pid", ["rank 0", 10**30])
 def test_a_process_must_have_a_number(tmp_path: Path, pid: object) -> None:
     assert "whole numbers of 64 bits" in problem(

@@ -130,10 +130,17 @@ class _Session:
                 "what you want to see."
             )
 
-    def _process(self) -> int:
-        """The process that launched the device's work, since events of a device do not name it."""
-        of_events = self.calls.process if len(self.calls) else self.ranges.process
+    def _process(self, correlation: Ints) -> int:
+        """The process that launched the device's work, since events of a device do not name it: of
+        several, the only one with calls of these correlation ids. A device may log calls of its
+        own under another process.
+        """
+        calls = self.calls
+        of_events = calls.process if len(calls) else self.ranges.process
         processes = np.unique(of_events).tolist()
+        if len(processes) > 1:
+            launching = calls.process[np.isin(calls.correlation, correlation)]
+            processes = np.unique(launching).tolist() or processes
         if not processes:
             return 0
         if len(processes) > 1:
@@ -190,7 +197,7 @@ class _Session:
         """The device's work, under these names."""
         args = [event.args for event in batch.events]
         correlation = self._ints(batch, [a.correlation for a in args])
-        process = np.full(len(batch), self._process() if len(batch) else 0, dtype=np.int64)
+        process = np.full(len(batch), self._process(correlation) if len(batch) else 0, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
         name = self.strings.ids(names)
         strings = enumerate(self.strings.all)
