@@ -197,7 +197,8 @@ class _Session:
         """The device's work, under these names."""
         args = [event.args for event in batch.events]
         correlation = self._ints(batch, [a.correlation for a in args])
-        process = np.full(len(batch), self._process(correlation) if len(batch) else 0, dtype=np.int64)
+        launched_by = self._process(correlation) if len(batch) else 0
+        process = np.full(len(batch), launched_by, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
         name = self.strings.ids(names)
         strings = enumerate(self.strings.all)
