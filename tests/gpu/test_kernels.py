@@ -166,7 +166,7 @@ def test_a_host_that_sleeps_in_forward_is_named(tmp_path):
     assert longest.duration_s == pytest.approx(0.03, rel=0.1)
     assert (longest.phase, longest.cause) == (LaunchPhase.FORWARD, "host pause")
     assert "forward" in said
-    assert f"{longest.duration_s * 1e3:.0f}" in said
+    assert f"{longest.duration_s * 1e3:.1f} ms" in said
 
 
 @pytest.mark.alone
