@@ -189,13 +189,15 @@ def _queued_until(jobs: Jobs, host: Host) -> int:
 
 
 def _waited_until(jobs: Jobs, host: Host, first_end_ns: int) -> int:
-    """The end of the last call that waited for the device in the first step, before the last of
-    its jobs, while the device ran nothing of the file for most of it; long ago, if there is none.
+    """The end of the last call that waited for the device in the first step, before half of its
+    jobs, while the device ran nothing of the file for most of it; long ago, if there is none.
 
     A wait returns when the device has finished, so that a device without work ends it at once.
     """
     calls = host.calls
-    is_early = calls.is_wait & (calls.end_ns < min(first_end_ns, int(jobs.start_ns.max())))
+    of_first = jobs.start_ns[jobs.step == 0]
+    until = min(first_end_ns, int(np.median(of_first))) if len(of_first) else -MAX_TIME_NS
+    is_early = calls.is_wait & (calls.end_ns < until)
     start, end = calls.start_ns[is_early], calls.end_ns[is_early]
     unseen = end - start - Union(jobs.start_ns, jobs.end_ns).within(start, end)
     is_long = (unseen > UNSEEN_NS) & (2 * unseen > end - start)

@@ -16,7 +16,9 @@ from tests.analysis.kernels.drawn_truth import union
 FIRST, DRAWS, PARTS = 0, 300, 6
 
 KNOWN = frozenset({"idle", "phases", "sentences"})
-"""Kinds of statements some of which are false today; they are counted, not asserted."""
+"""Kinds of statements some of which are false, as of a user's own kernels before forward."""
+MOST_FALSE = 0.01
+"""Largest share of false statements in those kinds."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -25,7 +27,7 @@ def test_nothing_false_is_said_of_drawn_programs(part: int, tmp_path: Path) -> N
     made = scored(FIRST + part * count, count, tmp_path)
     false = [(seed, score) for seed, score in made if score.verdict == FALSE]
     assert not [failure for failure in false if failure[1].kind not in KNOWN]
-    assert {seed for seed, _ in made} >= {seed for seed, _ in false}
+    assert len(false) <= MOST_FALSE * len(made)
     assert len({seed for seed, _ in made}) > 0.9 * count  # some files hold no kernel
 
 
