@@ -213,17 +213,13 @@ class TraceEvents:
         """Those of these events that have a duration; repeated ones count if `counts`."""
         return self._batch(list(events), counts=counts)
 
-    def collectives(self) -> dict[int | str | None, str]:
-        """The collectives that operators launched, by the number of the operator."""
+    def collectives(self) -> dict[int | str | None, Args]:
+        """What is said of each collective, its name and process group among it, by the number of
+        the operator that started it.
+        """
         operators = self._by_category.get("cpu_op", [])
         named = [event.args for event in operators if event.name == COLLECTIVE_OPERATOR]
-        return {args.external_id: str(args.collective or "") for args in named}
-
-    def process_groups(self) -> dict[int | str | None, str]:
-        """The process group of each collective, by the number of the operator that started it."""
-        operators = self._by_category.get("cpu_op", [])
-        comms = [event.args for event in operators if event.name == COLLECTIVE_OPERATOR]
-        return {args.external_id: args.group for args in comms if args.external_id is not None}
+        return {args.external_id: args for args in named if args.external_id is not None}
 
     def _batch_of(self, categories: Collection[str]) -> EventBatch:
         """The events of the categories."""
@@ -397,7 +393,8 @@ def _as_file(content: bytes | bytearray, file: type[_FileT], event: type) -> _Fi
         content = content.rstrip().rstrip(b",")
         if content.endswith(b"}"):
             content += b"]"
-        return file(traceEvents=msgspec.json.decode(content, type=list[event]))  # type: ignore[valid-type]
+        decoder = msgspec.json.Decoder(list[event])  # type: ignore[valid-type]
+        return file(traceEvents=decoder.decode(content))
     return msgspec.json.decode(content, type=file)
 
 

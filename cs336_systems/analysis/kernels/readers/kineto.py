@@ -13,7 +13,7 @@ import numpy as np
 
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
 from ..collectives import of_collective
-from ..kineto_events import HOW_TO_TRACE, TORCH_TRACE, EventBatch, TraceEvents
+from ..kineto_events import HOW_TO_TRACE, TORCH_TRACE, Args, EventBatch, TraceEvents
 from ..kineto_operators import LinkedOperators, frames_of_program, linked_operators, shape_text
 from ..trace import (
     NOWHERE,
@@ -65,10 +65,9 @@ def read_kineto(path: Path) -> Trace:
     is_of_host = not len(kernels) and not len(copies)
     operators = linked_operators(events, None if is_of_host else (*kernels.events, *copies.events))
     frames, collectives = frames_of_program(events), events.collectives()
-    group_of = events.process_groups()
     odd = tuple(_what_is_odd(events))
     del events  # it holds most of the memory
-    session = _Session(path, calls, ranges, group_of)
+    session = _Session(path, calls, ranges, collectives)
     if is_of_host:
         work = session.work_of_host(operators.calls)
     else:
@@ -102,9 +101,9 @@ class _Session:
         path: Path,
         calls: EventBatch,
         ranges: EventBatch,
-        group_of: Mapping[int | str | None, str],
+        collectives: Mapping[int | str | None, Args],
     ) -> None:
-        self.path, self._group_of = path, group_of
+        self.path, self._collectives = path, collectives
         self.strings = Strings()
         self._threads: dict[tuple[int | str, int | str], int] = {}
         self.calls = ApiCalls(
@@ -129,6 +128,13 @@ class _Session:
                 "There are no ranges: record with `torch.profiler.record_function` around "
                 "what you want to see."
             )
+
+    def _group(self, args: Args) -> str:
+        """The process group of a kernel, by itself or the operator that started its collective."""
+        started = self._collectives.get(args.external_id)
+        if args.group or started is None:
+            return args.group
+        return started.group
 
     def _process(self, correlation: Ints) -> int:
         """The process that launched the device's work, since events of a device do not name it: of
@@ -212,9 +218,7 @@ class _Session:
             duration_ns=batch.duration_ns,
             is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
             mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
-            group=np.array(
-                [a.group or self._group_of.get(a.external_id, "") for a in args], dtype=np.object_
-            ),
+            group=np.array([self._group(a) for a in args], dtype=np.object_),
             **launch,
         )
 
@@ -308,15 +312,16 @@ def _what_is_odd(events: TraceEvents) -> Iterator[str]:
         yield "The list of events has no end: the file may have been cut off, and lack later ones."
 
 
-def _names(kernels: EventBatch, collectives: Mapping[int | str | None, str]) -> list[str]:
+def _names(kernels: EventBatch, collectives: Mapping[int | str | None, Args]) -> list[str]:
     """The names of the kernels; the collective stands before that of a kernel whose own name does
     not tell it.
     """
     names = []
     for event in kernels.events:
-        kind, number = event.args.collective, event.args.external_id
-        if kind is None and number is not None:
-            kind = collectives.get(number)
+        kind = event.args.collective
+        started = collectives.get(event.args.external_id)
+        if kind is None and started is not None:
+            kind = str(started.collective or "")
         names.append(event.name if kind is None else of_collective(event.name, kind))
     return names
 

@@ -131,6 +131,8 @@ def about(profile: StepProfile) -> str:
     steps = counted(profile.num_steps, "warm-up step" if profile.is_warmup else "step")
     if profile.is_whole_trace:
         steps = "no steps in the file, so the whole of it counts as one"
+    elif profile.steps_from and not profile.steps_from.startswith("the ranges"):
+        steps += f", shown by {profile.steps_from}"
     return f"{', '.join([*map(label, (profile.source, *profile.device_names)), steps])}."
 
 
