@@ -23,7 +23,7 @@ from cs336.cli import main
 from cs336.config import SIZES, Mode, Phase, Profiler, RunConfig
 from cs336.model.annotate import annotate
 from cs336.record import WarningCode, load_records, read_record, write_record
-from cs336.watched import PROFILED_STEPS, _Profiled
+from cs336.watched.profiled import PROFILED_STEPS, Profiled
 from tests.analysis.kernels.tracing import num_matmuls
 from tests.measure.allocator import make_up_allocator
 
@@ -42,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr("cs336.watched.perf_counter_ns", lambda: made.now_ns)
+    monkeypatch.setattr("cs336.watched.loop.perf_counter_ns", lambda: made.now_ns)
     return made
 
 
@@ -213,7 +213,7 @@ def test_a_recorded_loop_says_which_tensor_is_at_which_address(clock, tmp_path, 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     watched = watch(model, optimizer, warmup_steps=1, output=tmp_path)
     loop_in_memory = replace(watched._loop, profiler=Profiler.MEMORY)
-    watched._profiled = recorded = _Profiled(model, (optimizer,), loop_in_memory, tmp_path)
+    watched._profiled = recorded = Profiled(model, (optimizer,), loop_in_memory, tmp_path)
     loop(model, clock, watched, optimizers=[optimizer], steps=PROFILED_STEPS + 3)
     recorded.move(tmp_path / "raw.pickle")
     notes = read_notes(notes_path(tmp_path / "raw.pickle"))
@@ -300,7 +300,7 @@ def test_two_processes_that_report_at_once_have_a_record_each(
             both.pop().report()
         return write_record(record, runs)
 
-    monkeypatch.setattr("cs336.watched.write_record", write_after_the_other)
+    monkeypatch.setattr("cs336.watched.loop.write_record", write_after_the_other)
     both.pop().report()
     assert len(load_records(tmp_path / "e2e_benchmark/mine/runs")[0]) == 2
 
