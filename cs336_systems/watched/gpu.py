@@ -8,9 +8,10 @@ import torch
 from ..measure.nvml import Gpu, GpuMonitor, visible_gpus
 from ..measure.step import memory_since, reset_memory
 from ..record import GpuState, Memory, Telemetry
+from .observer import Observer
 
 
-class LoopGpu:
+class LoopGpu(Observer):
     """The counters of the GPU that this process uses: its allocator's, and those of the driver's
     library.
     """
@@ -22,7 +23,7 @@ class LoopGpu:
         self._states: list[GpuState] = []
         self._before = torch.cuda.memory_stats()
 
-    def look(self, number: int) -> None:
+    def step_begins(self, number: int) -> None:
         """Before measured step `number` (from 0): start to count at the first, and read the
         GPU's state at some.
         """

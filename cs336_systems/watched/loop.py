@@ -37,6 +37,7 @@ from ..subject import WatchedLoop
 from ..sweep.store import PROFILE_DIRECTORIES
 from .gpu import LoopGpu
 from .marks import LoopStep, Mark, WatchedStep, resolved
+from .observer import Observer
 from .precision import precision_of
 from .profiled import PROFILED_STEPS, Profiled
 
@@ -114,6 +115,9 @@ class Watched:
         )
         self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled = Profiled(model, several, self._loop, self.directory)
+        self._observers: list[Observer] = [self._profiled]
+        if self._gpu is not None:
+            self._observers.insert(0, self._gpu)
         self._handles = [model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)]
         for optimizer in several:
             handle = optimizer.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER))
@@ -127,9 +131,9 @@ class Watched:
                 "watched.step() is open already: one `with` block is one step, and steps do not "
                 "nest"
             )
-        if self._gpu is not None:
-            self._gpu.look(self._begun - self.warmup_steps)
-        self._profiled.before(self._begun - self.warmup_steps)
+        number = self._begun - self.warmup_steps
+        for observer in self._observers:
+            observer.step_begins(number)
         self._step = LoopStep()
         self._begin(Phase.DATA)
         backward = torch.autograd.backward
@@ -141,9 +145,12 @@ class Watched:
             self._begun += 1
             self._is_accumulating = self._step.forwards > 1
         finally:
-            self._profiled.begin(None)
+            for observer in self._observers:
+                observer.phase_begins(None)
             torch.autograd.backward = backward
             self._step = None
+        for observer in self._observers:
+            observer.step_ended(number)
         self._read()
 
     def remove(self) -> None:
@@ -162,7 +169,8 @@ class Watched:
             event.record()
         step.marks.append(Mark(phase, perf_counter_ns(), event))
         if phase is not None:
-            self._profiled.begin(phase)
+            for observer in self._observers:
+                observer.phase_begins(phase)
 
     def _forward_begins(
         self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
@@ -217,7 +225,8 @@ class Watched:
 
         Raise RuntimeError before the first step that counts.
         """
-        self._profiled.finish()
+        for observer in self._observers:
+            observer.finish()
         if self._pending and self.device is Device.CUDA:
             torch.cuda.synchronize()
         self._read()

@@ -23,6 +23,7 @@ from ..model.annotate import (
 )
 from ..ranges import Range
 from ..subject import WatchedLoop
+from .observer import Observer
 
 if TYPE_CHECKING:
     from ..measure.memory import MemoryRecorder
@@ -31,7 +32,7 @@ PROFILED_STEPS = 3
 """Steps that torch.profiler records, after one more that warms it up."""
 
 
-class Profiled:
+class Profiled(Observer):
     """The profiler of a watched loop; it does nothing if the loop has none.
 
     It records PROFILED_STEPS measured steps, with ranges around the phases and the model's modules.
@@ -64,7 +65,7 @@ class Profiled:
         """What the optimizers keep of each parameter, by name."""
         return ChainMap(*(optimizer.state for optimizer in self._optimizers))
 
-    def before(self, number: int) -> None:
+    def step_begins(self, number: int) -> None:
         """Call this before measured step `number`, which is negative in the warm-up.
 
         Step 0 warms the profiler up, the PROFILED_STEPS after it are recorded, and before the next
@@ -79,7 +80,7 @@ class Profiled:
         elif number == 1 + PROFILED_STEPS:
             self.finish()
 
-    def begin(self, phase: Phase | None) -> None:
+    def phase_begins(self, phase: Phase | None) -> None:
         """Begin the range of a phase, in that of its step, and end the one before; None ends the
         step.
         """
