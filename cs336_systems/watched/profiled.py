@@ -87,7 +87,7 @@ class Profiled(Observer):
         if self._session is None:
             return
         ended, self.phase = self.phase, phase
-        if self._recorder is not None and ended not in (Phase.DATA, phase):
+        if self._recorder is not None and ended not in (Phase.DATA, Phase.OTHER, phase):
             self._recorder.mark(ended)
         self._leave(1 if phase is None else 2)
         if phase is not None and len(self._ranges) == 1:
