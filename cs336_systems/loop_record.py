@@ -15,6 +15,8 @@ class LoopRecord:
     context_lengths: tuple[int, int] | None = None
     """The least and the greatest length of a sequence in a forward pass."""
     padding_tokens: int | None = None
-    """How many of all tokens are padding, by the masks that the model was given."""
+    """How many of `masked_tokens` are padding, by the masks that the model was given."""
+    masked_tokens: int | None = None
+    """Tokens of the steps whose padding was counted; of a GPU, these are few."""
     between_data_s: tuple[float, ...] = ()
     """How much of the time before each step (`RunRecord.between_s`) waited for data."""

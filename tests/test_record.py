@@ -124,7 +124,11 @@ FULL = RunRecord(
     host_times_s=(0.1, 0.2, 0.3),
     between_s=(0.01, 0.02),
     seen=LoopRecord(
-        tokens=(2**40, 0), context_lengths=(1, 8), padding_tokens=3, between_data_s=(0.0, 1e-9)
+        tokens=(2**40, 0),
+        context_lengths=(1, 8),
+        padding_tokens=3,
+        masked_tokens=5,
+        between_data_s=(0.0, 1e-9),
     ),
     host_phases=(Measurement(Phase.FORWARD, (0.05, 0.25, 0.0)),),
     losses=(9.25, None, -0.0),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -33,18 +34,31 @@ class Hook:
     __slots__ = ("_method",)
 
     def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
+        self._method: Callable[[], Callable[..., None] | None] = weakref.WeakMethod(method)
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         # first of all, so that torch.compile traces nothing else of it
         if torch.compiler.is_compiling():
             return
         method = self._method()
-        if method is not None:
+        if method is None:
+            return
+        try:
             method(*arguments)
+        except Exception as error:  # the loop of the user goes on without what this hook sees
+            self._method = _gone
+            TROUBLES.append(f"{method.__qualname__}: {type(error).__name__}: {error}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+TROUBLES: list[str] = []
+"""What went wrong in hooks, which is our own fault and never the loop's."""
+
+
+def _gone() -> None:
+    """Stands for a method that is not to be called any more."""
 
 
 class ModelHooks:
@@ -90,14 +104,14 @@ class ModelHooks:
         is_forward = torch.is_grad_enabled() and self._timeline.enter(Phase.FORWARD)
         self._opened.append(is_forward)
         if is_forward:
-            self._reader.pass_begins(module, inputs, named)
+            self._reader.begins(inputs, named, self._timeline.num_marks - 1)
 
     def ends(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
         """End forward where `begins` began it."""
         if not self._timeline.is_here() or module is not self._model() or not self._opened:
             return
         if self._opened.pop():
-            self._timeline.note(self._reader.pass_ends(module))
+            self._timeline.note(self._reader.ends(module))
             self._timeline.leave()
 
     def is_model(self, module: nn.Module) -> bool:
@@ -157,6 +171,19 @@ class OptimizerHooks:
             self._timeline.leave()
 
 
+def hookable(optimizer: Any) -> torch.optim.Optimizer | None:  # noqa: ANN401
+    """The optimizer of PyTorch that this is or wraps, as those of Accelerate and Lightning do; None
+    without one.
+    """
+    while optimizer is not None:
+        # a wrapper may be a subclass that was never initialised as an optimizer
+        if "_optimizer_step_pre_hooks" in vars(optimizer):
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
+
+
 class Hooks:
     """All hooks of one loop."""
 
@@ -167,7 +194,7 @@ class Hooks:
         optimizers: Iterable[torch.optim.Optimizer],
         reader: PassReader,
     ) -> None:
-        self.timeline, self._reader = timeline, reader
+        self.timeline, self.reader = timeline, reader
         self.models = [ModelHooks(model, timeline, reader) for model in models]
         updates = [OptimizerHooks(optimizer, timeline) for optimizer in optimizers]
         self._hooked: list[ModelHooks | OptimizerHooks] = [*self.models, *updates]
@@ -178,9 +205,10 @@ class Hooks:
         if not self._handles:
             for hooked in self._hooked:
                 self._handles += hooked.attach()
-            for module in self._reader.embeddings():
-                hook = Hook(self._reader.looks_up)
-                self._handles.append(module.register_forward_pre_hook(hook))
+            hook = Hook(self.reader.looks)
+            for module in self.reader.hooked:
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                self._handles.append(handle)
             PATCHES.add(self)
 
     def detach(self) -> None:
@@ -194,6 +222,7 @@ class Hooks:
 
     def step_begins(self) -> None:
         """Prepare the hooks for a step."""
+        self.attach()
         for hooked in self._hooked:
             hooked.step_begins()
         if not PATCHES.has_compiler and "torch._dynamo" in sys.modules:
@@ -206,7 +235,7 @@ class Patches:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loops: tuple[Hooks, ...] = ()
-        self._originals: list[tuple[Any, str, Any, Any]] = []
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """Of each wrapped function: its owner and name, what the owner had, the wrapper."""
         self.has_compiler = False
 
@@ -216,8 +245,8 @@ class Patches:
             self._loops = (*self._loops, loop)
             if len(self._loops) == 1:
                 self._wrap(torch.autograd, "_engine_run_backward", self._backward)
-                self._wrap(_BaseDataLoaderIter, "__next__", self._data)
-                self._wrap(DataLoader, "__iter__", self._data)
+                self._wrap(_BaseDataLoaderIter, "__next__", self._next)
+                self._wrap(DataLoader, "__iter__", self._iter)
 
     def discard(self, loop: Hooks) -> None:
         """Watch a loop no more; with the last one, give the functions back."""
@@ -226,68 +255,104 @@ class Patches:
             self._loops = tuple(other for other in self._loops if other is not loop)
             if not was_watched or self._loops:
                 return
-            for owner, name, had, wrapper in self._originals:
+            for owner, name, had, wrapper in self._wrapped:
                 # who wrapped ours in the meantime keeps it
                 if vars(owner).get(name) is wrapper:
                     if had is None:
                         delattr(owner, name)
                     else:
                         setattr(owner, name, had)
-            self._originals.clear()
+            self._wrapped.clear()
             self.has_compiler = False
 
     def see_compiler(self) -> None:
         """See the calls of torch.compile's wrappers around watched models, made after `watch`."""
-        from torch._dynamo.eval_frame import OptimizedModule
+        from torch._dynamo.eval_frame import OptimizedModule, skip_code
 
         with self._lock:
-            if not self.has_compiler and self._loops:
-                self._wrap(OptimizedModule, "__call__", self._compiled)
-                self.has_compiler = True
+            if self.has_compiler or not self._loops:
+                return
+            # within compiled code, these run as they are; what they call is not concerned
+            for *_, wrapper in self._wrapped:
+                skip_code(wrapper.__code__)
+            skip_code(Patches._enter.__code__)
+            skip_code(Patches._leave.__code__)
+            self._wrap(OptimizedModule, "__call__", self._compiled)
+            self.has_compiler = True
 
     def _wrap(self, owner: Any, name: str, make: Callable[..., Any]) -> None:  # noqa: ANN401
         original = getattr(owner, name)
         wrapper = functools.wraps(original)(make(original))
-        self._originals.append((owner, name, vars(owner).get(name), wrapper))
+        self._wrapped.append((owner, name, vars(owner).get(name), wrapper))
         setattr(owner, name, wrapper)
 
-    def _around(self, phase: Phase, call: Callable[..., Any], inputs: Any, named: Any) -> Any:  # noqa: ANN401
-        """Call a function, with the phase around it in the loops of this thread."""
-        opened = [loop.timeline for loop in self._loops if loop.timeline.enter(phase)]
+    def _enter(self, phase: Phase) -> list[Hooks]:
+        """Begin a phase in the loops of this thread, and return those that see it.
+
+        torch.compile must not compile what this calls, where it runs within compiled code.
+        """
+        prior = eval_frame.set_eval_frame(None)
         try:
-            return call(*inputs, **named)
+            return [loop for loop in self._loops if loop.timeline.enter(phase)]
         finally:
-            for timeline in opened:
-                timeline.leave()
+            eval_frame.set_eval_frame(prior)
+
+    def _leave(self, loops: Iterable[Hooks]) -> None:
+        prior = eval_frame.set_eval_frame(None)
+        try:
+            for loop in loops:
+                loop.timeline.leave()
+        finally:
+            eval_frame.set_eval_frame(prior)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
             # the compiler traces backward while it compiles a forward pass
             if TracingContext.try_get() is not None:
                 return original(*inputs, **named)
-            return self._around(Phase.BACKWARD, original, inputs, named)
+            loops = self._enter(Phase.BACKWARD)
+            try:
+                return original(*inputs, **named)
+            finally:
+                self._leave(loops)
 
         return backward
 
-    def _data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def data(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
-            return self._around(Phase.DATA, original, inputs, named)
+    def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def following(iterator: Any) -> Any:  # noqa: ANN401
+            loops = self._enter(Phase.DATA)
+            try:
+                return original(iterator)
+            finally:
+                self._leave(loops)
+                for loop in loops:
+                    loop.reader.loader_batch = getattr(iterator._index_sampler, "batch_size", None)
 
-        return data
+        return following
+
+    def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterator(loader: Any) -> Any:  # noqa: ANN401
+            loops = self._enter(Phase.DATA)
+            try:
+                return original(loader)
+            finally:
+                self._leave(loops)
+
+        return iterator
 
     def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(wrapper: Any, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401
             if torch.compiler.is_compiling():
                 return original(wrapper, *inputs, **named)
             model = wrapper._orig_mod
-            hooked = [hooks for loop in self._loops for hooks in loop.models]
-            hooked = [hooks for hooks in hooked if hooks.is_model(model)]
-            for hooks in hooked:
+            models = [hooks for loop in self._loops for hooks in loop.models]
+            calls = [hooks for hooks in models if hooks.is_model(model)]
+            for hooks in calls:
                 hooks.begins(model, inputs, named)
             try:
                 return original(wrapper, *inputs, **named)
             finally:
-                for hooks in hooked:
+                for hooks in calls:
                     hooks.ends(model)
 
         return call

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,20 @@ from torch import Tensor, nn
 from ..analysis.warnings import launch_bound_phases, timing_warnings
 from ..config import Device, Phase, Profiler
 from ..measure.run import Progress
-from ..record import Measurement, RunRecord, Telemetry, WarningCode, read_record, write_record
+from ..record import (
+    Measurement,
+    RunRecord,
+    RunWarning,
+    Telemetry,
+    WarningCode,
+    read_record,
+    write_record,
+)
 from ..subject import WatchedLoop
 from ..sweep.store import PROFILE_DIRECTORIES
+from .exit import UNREPORTED, conclude
 from .gpu import LoopGpu
-from .hooks import Hooks
+from .hooks import TROUBLES, Hooks, hookable
 from .marks import LoopStep, Timeline, WatchedStep, resolved
 from .observer import Observer
 from .profiled import PROFILED_STEPS, Profiled
@@ -45,6 +54,9 @@ Batch = TypeVar("Batch")
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
 
+FOREIGN_OPTIMIZER = (
+    "the optimizer {} is no torch.optim.Optimizer, so its time is in other: its step has no hooks"
+)
 NO_FORWARD = (
     "no training forward pass of the model was seen, so the phases are empty: give watch the model "
     "that the loop calls (model(...), not model.forward(...), and the outermost wrapper)"
@@ -68,7 +80,7 @@ class Watched:
     def __init__(
         self,
         model: nn.Module | Iterable[nn.Module],
-        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        optimizers: Any = (),  # noqa: ANN401 (also what wraps an optimizer)
         *,
         name: str = "mine",
         warmup_steps: int = 5,
@@ -85,17 +97,25 @@ class Watched:
         if profile and memory:
             raise ValueError("watch: profile and memory record different steps: give one of them")
         models = (model,) if isinstance(model, nn.Module) else tuple(model)
-        if isinstance(optimizers, torch.optim.Optimizer):
+        if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
             optimizers = (optimizers,)
-        # Accelerate and Lightning wrap optimizers
-        several = tuple(getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers)
+        self._unseen: list[str] = []
+        """What cannot be seen of this loop, in a sentence each."""
+        several = []
+        for optimizer in optimizers:
+            hooked = hookable(optimizer)
+            if hooked is None:
+                self._unseen.append(FOREIGN_OPTIMIZER.format(type(optimizer).__name__))
+            else:
+                several.append(hooked)
         profiler = Profiler.KINETO if profile else Profiler.NONE
         if memory:
             profiler = Profiler.MEMORY
         self._models = tuple(map(weakref.ref, models))
         self.warmup_steps = warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
-        self.device = _device_of(models)
+        device = _device_of(models)
+        self.device = Device.CUDA if device.type == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
         self._begun = 0
@@ -104,6 +124,8 @@ class Watched:
         self._pending: deque[LoopStep] = deque()
         self._num_parameters = _num_parameters(models)
         self._written: Path | None = None
+        self._rank: int | None = None
+        """This process's rank, which is not known any more once the group has ended."""
         self._gpu = LoopGpu() if self.device is Device.CUDA else None
         if profiler is Profiler.MEMORY and self.device is Device.CPU:
             raise ValueError(
@@ -118,10 +140,18 @@ class Watched:
         self._observers: list[Observer] = [self._profiled]
         if self._gpu is not None:
             self._observers.insert(0, self._gpu)
-        self._timeline = Timeline(self.device, self._phase_begins)
-        reader = PassReader(models, self.device)
-        self._hooks = Hooks(self._timeline, models, several, reader)
+        self._timeline = Timeline(device, self._phase_begins)
+        self._reader = PassReader(models, device)
+        self._hooks = Hooks(self._timeline, models, several, self._reader)
         self._hooks.attach()
+        weakref.finalize(self, self._hooks.detach).atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Report what was seen, however the loop ended, and take the hooks away."""
+        conclude(self)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -134,8 +164,11 @@ class Watched:
         number = self._begun - self.warmup_steps
         for observer in self._observers:
             observer.step_begins(number)
-        self._hooks.attach()
+        # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
+        self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
         self._hooks.step_begins()
+        if self._rank is None and dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
         self._timeline.begin_step()
         try:
             yield
@@ -148,6 +181,7 @@ class Watched:
         if step is not None:
             self._pending.append(step)
             self._begun += 1
+            UNREPORTED.add(self)
             for observer in self._observers:
                 observer.step_ended(number)
             self._read()
@@ -167,7 +201,10 @@ class Watched:
             yield batch
 
     def remove(self) -> None:
-        """Take the hooks away again; the times stay."""
+        """Take the hooks away; the times stay, and another step hooks again. Nothing is reported at
+        the end of the process.
+        """
+        UNREPORTED.discard(self)
         self._hooks.detach()
 
     def _phase_begins(self, phase: Phase | None) -> None:
@@ -178,7 +215,7 @@ class Watched:
         """Move the steps that the device has done, in order, from the pending ones to the
         others.
         """
-        while self._pending and self._pending[0].is_over():
+        while self._pending and self._pending[0].marks[-1].is_passed():
             pending = self._pending.popleft()
             step = resolved(pending)
             self._timeline.recycle(pending)
@@ -241,8 +278,12 @@ class Watched:
         """Add the warnings that follow from the times and the telemetry."""
         launched_s = launch_bound_phases(measured, host_phases)
         progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
+        unseen = list(self._unseen)
         if all(measurement.phase is not Phase.FORWARD for measurement in measured):
-            progress.warn(WarningCode.NOT_SEEN, NO_FORWARD)
+            unseen.append(NO_FORWARD)
+        unseen += [f"an error of this program's own: {trouble}" for trouble in TROUBLES]
+        for message in unseen:
+            progress.warnings.append(RunWarning(code=WarningCode.NOT_SEEN, message=message))
         if any(measurement.phase is Phase.OPTIMIZER for measurement in measured):
             progress.warn_of_short_warmup(len(self.warmup))
         if telemetry is not None:
@@ -257,11 +298,14 @@ class Watched:
         return printed.getvalue().rstrip()
 
     def report(self) -> Path | None:
-        """Write the record of the steps so far, print its table, and return the path.
+        """Write the record of the steps so far, print its table, take the hooks away, and return
+        the path. Another step hooks again.
 
-        Of several ranks the first one does; the others return None.
+        Of several ranks the first one does; the others return None. Where a loop ends without it,
+        by an exception, Ctrl-C or the end of the process, this is done then.
         """
-        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+        self.remove()
+        if self._rank:
             return None
         from ..report.terminal import print_measured
         from ..sweep.keep import explain_run
@@ -294,14 +338,16 @@ class Watched:
 watch = Watched
 
 
-def _device_of(models: Iterable[nn.Module]) -> Device:
-    """Where the loop runs: on a GPU if the first parameter or buffer that is loaded is there."""
+def _device_of(models: Iterable[nn.Module]) -> torch.device:
+    """Where the loop runs: where the first parameter or buffer is that is loaded."""
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
             # tensors that are not loaded yet are on "meta", whatever the device
             if tensor.device.type != "meta":
-                return Device.CUDA if tensor.device.type == "cuda" else Device.CPU
-    return Device.CUDA if torch.cuda.is_initialized() else Device.CPU
+                return tensor.device
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _num_parameters(models: Iterable[nn.Module]) -> int:

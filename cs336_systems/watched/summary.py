@@ -38,25 +38,39 @@ def all_measurements(steps: Sequence[WatchedStep]) -> tuple[Measurement, ...]:
 def seen_of(steps: Sequence[WatchedStep]) -> LoopRecord:
     """What was seen besides times."""
     tokens = [step.tokens.count or 0 for step in steps]
-    lengths = [shape[-1] for step in steps for shape in step.tokens.shapes]
+    lengths = context_lengths(steps)
     later = [step for step in steps if step.between_s is not None]
+    masked = [step for step in steps if step.tokens.padding is not None]
     return LoopRecord(
         tokens=tuple(tokens) if any(tokens) else (),
         context_lengths=(min(lengths), max(lengths)) if lengths else None,
+        padding_tokens=sum(step.tokens.padding or 0 for step in masked) if masked else None,
+        masked_tokens=sum(step.tokens.count or 0 for step in masked) if masked else None,
         between_data_s=tuple(step.between_data_s for step in later),
     )
+
+
+def context_lengths(steps: Sequence[WatchedStep]) -> set[int]:
+    """The lengths of the sequences of all forward passes; empty unless all are known."""
+    lengths: set[int] = set()
+    for step in steps:
+        if step.tokens.context_lengths is None:
+            return set()
+        lengths.update(step.tokens.context_lengths)
+    return lengths
 
 
 def described(loop: WatchedLoop, steps: Sequence[WatchedStep]) -> WatchedLoop:
     """The loop with what was seen of it; what differs from step to step is left out."""
     phases = {phase for step in steps for phase in step.times.phases_s}
     tokens = [step.tokens.count or 0 for step in steps]
-    lengths = {shape[-1] for step in steps for shape in step.tokens.shapes}
+    lengths = context_lengths(steps)
+    precisions = {step.tokens.precision for step in steps} - {None}
     return replace(
         loop,
         measured_steps=len(steps),
         mode=_mode(phases),
-        precision=steps[-1].tokens.precision,
+        precision=precisions.pop() if len(precisions) == 1 else None,
         context_length=lengths.pop() if len(lengths) == 1 else None,
         tokens_per_step=statistics.median_low(tokens) or None,
     )
