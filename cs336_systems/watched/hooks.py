@@ -219,6 +219,7 @@ class Hooks:
         for model in self.models:
             model.detach()
         PATCHES.discard(self)
+        self.timeline.forget()
 
     def step_begins(self) -> None:
         """Prepare the hooks for a step."""

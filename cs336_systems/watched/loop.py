@@ -276,8 +276,9 @@ class Watched:
         host_phases: tuple[Measurement, ...],
     ) -> None:
         """Add the warnings that follow from the times and the telemetry."""
-        launched_s = launch_bound_phases(measured, host_phases)
-        progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
+        if all(measured[-1].times_s):  # a coarse clock may show 0
+            launched_s = launch_bound_phases(measured, host_phases)
+            progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
         unseen = list(self._unseen)
         if all(measurement.phase is not Phase.FORWARD for measurement in measured):
             unseen.append(NO_FORWARD)

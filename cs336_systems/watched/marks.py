@@ -137,6 +137,11 @@ class Timeline:
         dropped.passes.clear()
         self._phases.clear()
 
+    def forget(self) -> None:
+        """See nothing until the next step begins, so that nothing is known to lie before it."""
+        if not self.in_step:
+            self._step = self._waits_from = None
+
     def enter(self, phase: Phase) -> bool:
         """Begin a phase, and return whether it is seen, so that `leave` must end it."""
         inside = self._phases[-1] if self._phases else Phase.OTHER
@@ -247,18 +252,22 @@ def resolved(step: LoopStep) -> WatchedStep:
 def _settle(step: LoopStep) -> None:
     """Name the parts of a step that only what follows tells.
 
-    A forward pass in evaluation mode is one of training if backward follows, and else OTHER. Within
-    an optimizer, what lies between a forward pass and backward is the closure's loss: OTHER.
+    A forward pass in evaluation mode is one of training if backward follows, with no pass in
+    training mode between, and else OTHER. Within an optimizer, what lies between a forward pass and
+    backward is the closure's loss: OTHER.
     """
     backwards = [at for at, mark in enumerate(step.marks) if mark.phase is Phase.BACKWARD]
-    last_backward = backwards[-1] if backwards else -1
+    following = len(step.marks)
     kept = []
-    for seen in step.passes:
-        if seen.is_training or seen.mark < last_backward:
-            kept.append(seen)
-        else:
+    for seen in reversed(step.passes):
+        later = [at for at in backwards if at > seen.mark]
+        if seen.is_training:
+            following = seen.mark
+        elif not later or later[0] > following:
             step.marks[seen.mark].phase = Phase.OTHER
-    step.passes = kept
+            continue
+        kept.append(seen)
+    step.passes = kept[::-1]
     for at in backwards:
         before = step.marks[max(at - 2, 0) : at]
         if [mark.phase for mark in before] == [Phase.FORWARD, Phase.OPTIMIZER]:
