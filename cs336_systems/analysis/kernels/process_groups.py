@@ -14,6 +14,7 @@ from math import isnan
 import numpy as np
 import pandas as pd
 
+from ...costs.communication import TIMED, Collective
 from ..columns import Ints, groups
 from .attribution import Attribution, Jobs, select_steps
 from .collectives import COLLECTIVES, NO_COLLECTIVE
@@ -21,6 +22,8 @@ from .communication import computes
 from .step_profile import GroupTimes, RankTimes, StepProfile, StepSkew, Work
 from .trace import Message, Union
 
+_EVEN = [COLLECTIVES.index(kind) for kind in TIMED if kind is not Collective.PUSH]
+"""Collectives whose whole tensors have one size on all ranks."""
 _OF_ALL_RANKS = ["key", "step", "place"]
 """What the kernels of one collective on all ranks have in common."""
 
@@ -73,6 +76,7 @@ def met(
     together = frame.groupby(_OF_ALL_RANKS)
     is_same = together["rank"].transform("nunique") == here
     is_same &= together["collective"].transform("nunique") == 1
+    is_same &= (together["num_bytes"].transform("nunique") <= 1) | ~frame["collective"].isin(_EVEN)
     is_same &= len({profile.num_steps for _, profile in profiles}) == 1
     size = frame["size"].fillna(max(world_size, len(collectives)))
     frame["is_met"] = is_same & (here == size) & (here > 1)
