@@ -25,7 +25,7 @@ from .compare_files import difference_of, is_sweep, write_difference
 from .machine import DeviceChoice, explain_cpu_fallback
 from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_records_or_warn, show
-from .parse import as_declared, flag_names, parse
+from .parse import as_declared, flag_names, is_flag, parse
 
 if TYPE_CHECKING:
     from ..report.compared import Compared
@@ -255,9 +255,8 @@ def is_side(word: str, words: Sequence[str]) -> bool:
     `compare` lacks.
     """
     names = flag_names(BenchmarkArguments)
-    flag = as_declared(word, names).partition("=")[0].replace("_", "-")
-    names -= flag_names(CompareArguments)
-    is_alone = words[0] == "compare" and flag in map(flag_of, names)
+    flags = {flag_of(name) for name in names - flag_names(CompareArguments)}
+    is_alone = words[0] == "compare" and is_flag(as_declared(word, names), flags)
     return word.startswith("-") and (" " in word or is_alone)
 
 

@@ -95,12 +95,18 @@ def _unknown_flags(words: Sequence[str], kind: Any) -> str:  # noqa: ANN401 (a c
     names = flag_names(kind)
     known = [flag_of(name) for name in sorted(names) if not _is_positional(kind, name)]
     flags = [word.partition("=")[0] for word in words if re.match("--?[a-z]", word)]
-    unknown = [flag for flag in flags if flag.replace("_", "-") not in known]
+    unknown = [flag for flag in flags if not is_flag(flag, known)]
     if not unknown or not names:
         return ""
     close = difflib.get_close_matches(unknown[0], known, n=2, cutoff=0.7)
     hint = f"; did you mean {' or '.join(sorted(close))}?" if close else ""
     return f"Unrecognized options: {', '.join(unknown)}{hint}"
+
+
+def is_flag(word: str, flags: Collection[str]) -> bool:
+    """Whether the word is one of these flags, or turns one off that is on: `--no-ranges`."""
+    flag = word.partition("=")[0].replace("_", "-")
+    return flag in flags or flag.replace("--no-", "--", 1) in flags
 
 
 def _is_positional(kind: Any, name: str) -> bool:  # noqa: ANN401 (a class of arguments)

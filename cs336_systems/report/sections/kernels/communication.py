@@ -138,7 +138,8 @@ def ranks(entries: Sequence[Explained]) -> Section:
     keys = ["rank"]
     for name in (*(f"{name}_wall" for name in names), *_RANK_TIMES):
         keys += [f"{name}_mean_ms", f"{name}_std_ms"]
-    keys.append("last_per_step")
+    if any(row["last_per_step"] is not None for row in rows):  # not in profiles of before
+        keys.append("last_per_step")
     notes = ["Wall times on each rank's device."]
     return over_configurations("ranks", "Ranks", rows, columns, keys, notes)
 
