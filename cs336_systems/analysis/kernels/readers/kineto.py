@@ -63,11 +63,11 @@ def read_kineto(path: Path) -> Trace:
         KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
     )
     is_of_host = not len(kernels) and not len(copies)
-    operators = linked_operators(events, None if is_of_host else (*kernels.events, *copies.events))
-    frames, collectives = frames_of_program(events), events.collectives()
-    odd = tuple(_what_is_odd(events))
-    del events  # it holds most of the memory
+    collectives = events.collectives()
     session = _Session(path, calls, ranges, collectives)
+    operators = linked_operators(events, None if is_of_host else (*kernels.events, *copies.events))
+    frames, odd = frames_of_program(events), tuple(_what_is_odd(events))
+    del events  # it holds most of the memory
     if is_of_host:
         work = session.work_of_host(operators.calls)
     else:
@@ -105,7 +105,6 @@ class _Session:
     ) -> None:
         self.path, self._collectives = path, collectives
         self.strings = Strings()
-        self._threads: dict[tuple[int | str, int | str], int] = {}
         self.calls = ApiCalls(
             **self._on_host(calls),
             correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
@@ -131,10 +130,7 @@ class _Session:
 
     def _group(self, args: Args) -> str:
         """The process group of a kernel, by itself or the operator that started its collective."""
-        started = self._collectives.get(args.external_id)
-        if args.group or started is None:
-            return args.group
-        return started.group
+        return args.group or self._collectives.get(args.external_id, args).group
 
     def _process(self, correlation: Ints) -> int:
         """The process that launched the device's work, since events of a device do not name it: of
@@ -175,12 +171,10 @@ class _Session:
 
     def _on_host(self, batch: EventBatch) -> dict[str, Ints]:
         """Columns of events on the host's threads."""
-        number = self._threads
-        threads = [number.setdefault((event.pid, event.tid), len(number)) for event in batch.events]
-        thread = np.array(threads, dtype=np.int64)
+        thread = batch.thread
         return {
             "name": self.strings.ids(event.name for event in batch.events),
-            "process": self._ints(batch, [process for process, _ in number])[thread],
+            "process": self._ints(batch, [process for process, _ in batch.threads])[thread],
             "thread": thread,
             "start_ns": batch.start_ns,
             "duration_ns": batch.duration_ns,
