@@ -110,7 +110,6 @@ class _Session:
         self.path, self._collectives = path, collectives
         self.strings = Strings()
         self.messages: dict[Message, int] = {}
-        self._threads: dict[tuple[int | str, int | str], int] = {}
         self.calls = ApiCalls(
             **self._on_host(calls),
             correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
