@@ -310,6 +310,11 @@ class Nesting:
 
     def __init__(self, start: Ints, end: Ints) -> None:
         self.parent: Ints = np.full(len(start), -1, dtype=np.int64)
+        order = np.lexsort((-end, start))
+        if (end[order][:-1] <= start[order][1:]).all():  # as most are, and the loop below is slow
+            self._time: Ints = np.stack([start[order], end[order]], axis=1).ravel()
+            self._owner: Ints = np.append(np.stack([order, np.full_like(order, -1)], axis=1), -1)
+            return
         starts, ends, parent = start.tolist(), end.tolist(), self.parent
         times, owners, stack = [], [], list[int]()
 
@@ -321,7 +326,7 @@ class Nesting:
                 times.append(time)
                 owners.append(stack[-1] if stack else -1)
 
-        for index in np.lexsort((-end, start)).tolist():
+        for index in order.tolist():
             close_until(starts[index])
             if stack:
                 parent[index] = stack[-1]
@@ -329,9 +334,9 @@ class Nesting:
             times.append(starts[index])
             owners.append(index)
         close_until(None)
-        self._time: Ints = np.array(times, dtype=np.int64)
+        self._time = np.array(times, dtype=np.int64)
         # before the first time: the last element
-        self._owner: Ints = np.array([*owners, -1], dtype=np.int64)
+        self._owner = np.array([*owners, -1], dtype=np.int64)
 
     def at(self, time: Ints) -> Ints:
         """Index of the innermost interval at each time, -1 for none."""

@@ -66,11 +66,11 @@ def read_kineto(path: Path) -> Trace:
         KERNEL_CATEGORIES, COPY_CATEGORIES, CALL_CATEGORIES, RANGE_CATEGORIES
     )
     is_of_host = not len(kernels) and not len(copies)
-    operators = linked_operators(events, None if is_of_host else (*kernels.events, *copies.events))
-    frames, collectives = frames_of_program(events), events.collectives()
-    odd = tuple(_what_is_odd(events))
-    del events  # it holds most of the memory
+    collectives = events.collectives()
     session = _Session(path, calls, ranges, collectives)
+    operators = linked_operators(events, None if is_of_host else (*kernels.events, *copies.events))
+    frames, odd = frames_of_program(events), tuple(_what_is_odd(events))
+    del events  # it holds most of the memory
     if is_of_host:
         work = session.work_of_host(operators.calls)
     else:
@@ -110,7 +110,6 @@ class _Session:
         self.path, self._collectives = path, collectives
         self.strings = Strings()
         self.messages: dict[Message, int] = {}
-        self._threads: dict[tuple[int | str, int | str], int] = {}
         self.calls = ApiCalls(
             **self._on_host(calls),
             correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
@@ -192,12 +191,10 @@ class _Session:
 
     def _on_host(self, batch: EventBatch) -> dict[str, Ints]:
         """Columns of events on the host's threads."""
-        number = self._threads
-        threads = [number.setdefault((event.pid, event.tid), len(number)) for event in batch.events]
-        thread = np.array(threads, dtype=np.int64)
+        thread = batch.thread
         return {
             "name": self.strings.ids(event.name for event in batch.events),
-            "process": self._ints(batch, [process for process, _ in number])[thread],
+            "process": self._ints(batch, [process for process, _ in batch.threads])[thread],
             "thread": thread,
             "start_ns": batch.start_ns,
             "duration_ns": batch.duration_ns,
