@@ -267,7 +267,13 @@ def skew(entries: Sequence[Explained]) -> Section:
     if len(rows) > MAX_SKEWS:
         notes.append(f"Shown are the first {MAX_SKEWS} of {len(rows)} steps.")
     return over_configurations(
-        "skew", "Skew of ranks", rows, shown, keys, notes, shown=lambda row: row["step"] <= MAX_SKEWS
+        "skew",
+        "Skew of ranks",
+        rows,
+        shown,
+        keys,
+        notes,
+        shown=lambda row: row["step"] <= MAX_SKEWS,
     )
 
 
