@@ -35,6 +35,7 @@ PRECISIONS = {
 }
 LOADERS = ("none", "between", "within", "workers' batches", "own iterator")
 LOOPS = ("plain", "every", "lbfgs", "gan", "grad", "scaler", "teacher", "foreign", "closure")
+COMPILED = ("before", "after", "in place")
 FAULTS = ("forward", "backward", "hook", "loss", "keyboard", "memory", "nan")
 EXTRAS = (
     "evaluation",
@@ -78,7 +79,7 @@ def drawn(seed: int) -> Draw:
     """The loop of this seed."""
     chance = random.Random(seed)
     model, loop = chance.choice(list(MODELS)), chance.choice(LOOPS)
-    wrappers = ["none"] * 12 + ["before", "after", "in place", "data parallel", "accelerate"]
+    wrappers = ["none"] * 70 + ["data parallel", "accelerate"] * 6 + list(COMPILED)
     wrapper = chance.choice(wrappers)
     precision = chance.choice(list(PRECISIONS))
     if model in ("bare", "energy") or loop in ("lbfgs", "scaler"):
@@ -87,7 +88,7 @@ def drawn(seed: int) -> Draw:
         precision = "autocast within"
     if loop == "gan" or model == "bare":
         wrapper, precision = "none", "fp32"
-    compiled = wrapper in ("before", "after", "in place")
+    compiled = wrapper in COMPILED
     milliseconds = [chance.randint(1, 40) for _ in range(6)]
     return Draw(
         seed=seed,
@@ -386,14 +387,16 @@ class Loop:
         """Report in the middle of the loop, after which what comes before the next step is not
         seen.
         """
-        with contextlib.redirect_stdout(io.StringIO()):
-            with contextlib.suppress(RuntimeError):  # no step to report
-                self.watched.report()
+        # RuntimeError: there may be no step to report
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(RuntimeError):
+            self.watched.report()
         self.clock.forget()
 
     def wrap(self):
         """Wrap the model before `watch`."""
         kind = self.draw.wrapper
+        if kind in COMPILED:
+            torch._dynamo.reset()  # loops share the code of models
         if kind == "before":
             self.called = torch.compile(self.model, backend="eager")
         if kind == "data parallel":

@@ -2,6 +2,7 @@
 backward.
 """
 
+import threading
 from collections import defaultdict
 from contextlib import contextmanager
 
@@ -24,6 +25,7 @@ class Clock:
         self.steps, self.between = [], []
         """Of each step that ended well: the seconds of its phases, of those before it."""
         self.tokens, self.has_before = [], False
+        self.thread = threading.get_ident()
         self._step, self._before, self._tokens = None, defaultdict(float), 0
 
     def read(self):
@@ -33,7 +35,9 @@ class Clock:
     def spend(self, ms):
         self.now_ns += round(1e6 * ms)
         times = self._before if self._step is None else self._step
-        times[self.phases[-1]] += ms / 1e3
+        # what another thread does meanwhile is no phase of the step
+        is_here = threading.get_ident() == self.thread
+        times[self.phases[-1] if is_here else Phase.OTHER] += ms / 1e3
 
     @contextmanager
     def within(self, phase):
@@ -209,6 +213,7 @@ class Floats(Base):
 class Energy(Floats):
     """Its output is a gradient that forward computes: backward within forward."""
 
+    @torch.enable_grad()
     def forward(self, values):
         values = values.clone().requires_grad_()
         energy = self.layers(values).square().sum()
