@@ -40,7 +40,7 @@ class Pass:
     precision: Precision | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
     """What a step sent through the model; None is what was not seen."""
 
@@ -96,27 +96,33 @@ class PassReader:
         self._order = AxisOrder([module for _, module in named])
         self._is_open = False
         self._given: tuple[Any, ...] = ()
+        self._mappings: list[Mapping[Any, Any]] = []
         self._outer_dtype: torch.dtype | None = None
         self._mark = 0
         self._embedded: dict[int, tuple[int, tuple[int, ...]]] = {}
         """By embedding, the tokens that reached it in this pass, and the shape of the last."""
-        self._dtype: torch.dtype | None = None
-        """The type of the matmul that was seen last in this pass."""
-        self._is_training = True
+        self._inner: tuple[torch.dtype | None, torch.dtype] | None = None
+        """The type of the matmul that was seen last, and that of autocast around the model then."""
+        self.num_seen = 0
+        """How often the type of a matmul was seen."""
+        self._low_dtype: torch.dtype | None = None
+        self._is_inside = False
+        """Whether hooks within the model ran in this pass."""
 
     def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
         """Begin to read a forward pass, which is given these."""
         self._is_open = True
-        self._given, self._mark = (named, *inputs), mark
+        self._given, self._mark = (*inputs, named) if named else inputs, mark
+        self._mappings = [value for value in self._given if isinstance(value, Mapping)]
         self._outer_dtype = autocast_dtype(self._device)
         self._embedded.clear()
-        self._dtype = None
-        self._is_training = True
+        self._is_inside = False
 
     def embeds(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Count the tokens that a module is given, if it looks them up."""
         if not self._is_open:
             return
+        self._is_inside = True
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         if not tensors:
             return
@@ -128,31 +134,33 @@ class PassReader:
             self._order.see_positions(tensors)
 
     def multiplies(
-        self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+        self, _module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
     ) -> None:
         """Note the type that a module is given and, under autocast, computes in."""
         if not self._is_open:
             return
-        # a wrapper, as of data parallelism, stays in training mode where its module is evaluated
-        self._is_training = module.training
+        self._is_inside = True
         for value in (*inputs, *named.values()):
             if isinstance(value, Tensor):
                 if value.is_floating_point():
-                    self._dtype = computed_in(value, self._device)
+                    self._inner = self._outer_dtype, computed_in(value, self._device)
+                    self.num_seen += 1
                 return
 
     def ends(self, model: nn.Module, result: Any) -> Pass:  # noqa: ANN401
         """What the pass was given, which ends now with this result."""
         self._is_open = False
-        seen = Pass(is_training=model.training and self._is_training, begin=self._mark)
-        dtype = self._dtype or self._outer_dtype or only_low_dtype(model)
-        seen.precision = precision_of(dtype, self._device)
+        # a wrapper, as of data parallelism, stays in training mode where its module is evaluated
+        first = next(iter(model._modules.values()), None)
+        is_training = model.training and (first is None or first.training)
+        seen = Pass(is_training=is_training, begin=self._mark)
+        seen.precision = precision_of(self._dtype(model), self._device)
         shape = self._count(seen)
         if shape is not None:
             seen.context_length = self._order.length(shape, self.loader_batch)
             if self.counts_padding:
-                seen.padding = _padding(self._given, shape)
-        self._given = ()
+                seen.padding = _padding(self._mappings, shape)
+        self._given, self._mappings = (), []
         self._order.num_passes += 1
         if not seen.is_training:
             reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
@@ -160,10 +168,18 @@ class PassReader:
                 reached[0].grad_fn.register_prehook(Reached(seen))
         return seen
 
+    def _dtype(self, model: nn.Module) -> torch.dtype | None:
+        """The type of the matmuls; None if it was not seen."""
+        if self._inner is not None and self._inner[0] is self._outer_dtype:
+            return self._inner[1]
+        if self._low_dtype is None and self._order.num_passes == 0:
+            self._low_dtype = only_low_dtype(model)
+        return self._outer_dtype or self._low_dtype
+
     def _count(self, seen: Pass) -> tuple[int, ...] | None:
         """Note the number of tokens, and return their shape; None if none were seen."""
-        for values in self._given:
-            ids = values.get("input_ids") if isinstance(values, Mapping) else None
+        for values in self._mappings:
+            ids = values.get("input_ids")
             if isinstance(ids, Tensor):
                 self._order.is_named = True
                 seen.tokens = ids.numel()
@@ -173,7 +189,7 @@ class PassReader:
             return shape
         # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
         shapes = {tuple(value.shape) for value in _tensors(self._given) if _is_integer(value)}
-        if self._dtype is not None or not self.embeddings or len(shapes) != 1:
+        if self._is_inside or not self.embeddings or len(shapes) != 1:
             return None
         (shape,) = shapes
         seen.tokens = math.prod(shape)
@@ -293,10 +309,10 @@ def _is_integer(value: Tensor) -> bool:
     return value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
 
 
-def _padding(given: Iterable[Any], shape: tuple[int, ...]) -> int | Tensor | None:
+def _padding(given: Iterable[Mapping[Any, Any]], shape: tuple[int, ...]) -> int | Tensor | None:
     """How many tokens of this shape the mask leaves out; None without one."""
     for values in given:
-        mask = values.get("attention_mask") if isinstance(values, Mapping) else None
+        mask = values.get("attention_mask")
         if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
             attended = torch.count_nonzero(mask)
             if not attended.is_cuda:
