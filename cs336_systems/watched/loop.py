@@ -259,7 +259,7 @@ class Watched:
             warnings=[],
         )
         telemetry = self._gpu.telemetry() if self._gpu else None
-        progress.subject = described(self._loop, steps)
+        progress.subject = described(self._loop, steps, self._reader.order)
         measured = all_measurements(steps)
         host_phases = measurements([step.times.host_phases_s for step in steps])
         self._judge(progress, telemetry, measured, host_phases)
@@ -268,7 +268,7 @@ class Watched:
             measurements=measured,
             host_phases=host_phases,
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            seen=seen_of(steps),
+            seen=seen_of(steps, self._reader.order),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
         )
