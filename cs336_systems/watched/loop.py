@@ -64,11 +64,17 @@ NO_FORWARD = (
 
 
 class Watched:
-    """Watches the steps of a loop: put `with watched.step():` around each, and print the result.
+    """Watches the steps of a loop: put `with watched.step():` around each, and report.
 
-    `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel,
-    torch.compile), `optimizers` one or several. The first `warmup_steps` are not counted. The
+    `model` is what the loop calls: the wrapper, if there is one (DistributedDataParallel), or
+    several models; `optimizers` one or several. The first `warmup_steps` are not counted. The
     record goes to `output`/e2e_benchmark/`name`/runs/.
+
+    `report()` prints the table and writes the record; `with watch(model, optimizer) as watched:`
+    around the loop does so at its end. Where the loop ends before, by an exception, Ctrl-C or the
+    end of the process, what was seen is reported then. Hooks change nothing that the loop computes,
+    hold the model weakly, and are not in copies or checkpoints of it; `report()` and `remove()`
+    take them away.
 
     With `profile`, torch.profiler records PROFILED_STEPS steps after the warm-up, with the model's
     modules as ranges, and the report says where their time went; later steps are not recorded. The
