@@ -14,8 +14,8 @@ cut there, so that each piece has one cause. The first of these rules that holds
    HOST_PAUSE.
 5. When the idle time began, the host was in a call that waits for the device, or had left one less
    than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED; likewise
-   if the host was in calls that copy for more than half of the wait. The start of a step is exempt
-   from the first part of this rule.
+   if the host was in calls that wait or copy for more than half of that wait, as when another
+   device still works. The start of a step is exempt from the first part of this rule.
 6. Otherwise: LATE_LAUNCH.
 """
 
@@ -142,8 +142,8 @@ class _Causes:
             IdleCause.ALLOCATION: Union(calls.start_ns[allocates], calls.end_ns[allocates]),
             IdleCause.DATA: Union(windows.start_ns[is_data], windows.end_ns[is_data]),
         }
-        copies = calls.is_launch & ~calls.is_kernel
-        self._copies = Union(calls.start_ns[copies], calls.end_ns[copies])
+        blocks = calls.is_wait | (calls.is_launch & ~calls.is_kernel)
+        self._blocking = Union(calls.start_ns[blocks], calls.end_ns[blocks])
         called = Union(calls.start_ns, calls.end_ns)
         quiet_start = np.append(-MAX_TIME_NS, called.end)
         quiet_end = np.append(called.start, MAX_TIME_NS)
@@ -191,7 +191,7 @@ class _Causes:
         is_pause = 2 * self._pauses.within(start, waited_until) > waited_until - start
         # rule 5, which needs an earlier job in the step
         is_wait = (gaps.before >= 0) & self._was_waiting(start, launch)
-        is_wait |= 2 * self._copies.within(start, waited_until) > waited_until - start
+        is_wait |= 2 * self._blocking.within(start, waited_until) > waited_until - start
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
         # from the last rule to the first, since an earlier rule overrides a later one
         cause[is_wait] = _CODE[IdleCause.HOST_WAITED]

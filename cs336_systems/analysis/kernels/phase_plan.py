@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
+from .calls import TO_DEVICE, ApiCallKind
 from .classes import KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
@@ -26,6 +27,7 @@ _OF_OPTIMIZER = re.compile(
 """Part of the names of kernels that update parameters: fused optimizers, and the addcmul, addcdiv
 and lerp of foreach ones. Kernels that clip or unscale gradients are others.
 """
+_COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
 _FILL = re.compile(r"fill|zero|memset", re.I)
 _OF_BACKWARD = re.compile(r"backward|bwd|[dw]grad", re.I)
 _OF_TRAINING = re.compile(rf"{_OF_BACKWARD.pattern}|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
@@ -206,7 +208,7 @@ def _is_backward(trace: Trace, launched: Ints, main: int, *, is_training: bool) 
 
 def _backward_threads(trace: Trace, main: int) -> Ints:
     """The threads but the main one that launch kernels of backward; where none does by name, the
-    other thread if there is only one.
+    other thread if there is only one, and it computes: a thread that makes batches moves values.
     """
     kernels = chosen(trace.kernels, trace.kernels.is_launched)
     others = np.setdiff1d(kernels.thread, [main])
@@ -214,7 +216,10 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
     of_backward = np.intersect1d(others, telling)
     if len(of_backward) or len(others) > 1:
         return of_backward
-    return others
+    is_computing = of_names(
+        kernels.name, trace.strings, lambda name: classify_kernel(name) in _COMPUTING, np.bool_
+    )
+    return np.intersect1d(others, kernels.thread[is_computing])
 
 
 def has_kernels_of_training(trace: Trace) -> bool:
@@ -265,6 +270,7 @@ def with_forward(
     end_ns: Ints,
     events: Ints,
     updates: Ints,
+    batches: Ints,
     *,
     is_inference: bool,
 ) -> MarkedWindows:
@@ -273,7 +279,8 @@ def with_forward(
 
     Forward begins with the first of the sorted `events`, launches and ranges of the main thread:
     what the host did before is not seen. It begins after the last of the sorted `updates`, launches
-    of kernels that clip, unscale or update, which belong to the step before.
+    of kernels that clip, unscale or update, which belong to the step before; and after the batch
+    was taken, which the sorted `batches`, launches of copies to the device, show too.
     """
     is_backward = windows.among(LaunchPhase.BACKWARD)
     backward = windows.start_ns[is_backward]
@@ -284,7 +291,7 @@ def with_forward(
     holes = covered.holes(start_ns, np.maximum(until, start_ns))
     last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end) - 1]
     since = np.maximum(holes.start, last_update + 1)
-    since[_is_before_data(windows, holes, events)] = MAX_TIME_NS
+    since = np.maximum(since, _taken(windows, holes, events, batches))
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
     last_event = np.append(events, 0)[np.searchsorted(events, holes.end) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
@@ -295,20 +302,28 @@ def with_forward(
     return _ordered(joined(windows, forward))
 
 
-def _is_before_data(windows: MarkedWindows, holes: Holes, events: Ints) -> Mask:
-    """Whether a batch is taken after each hole and before the next backward, with events behind it:
-    these are forward, and what came before the batch is not.
+def _taken(windows: MarkedWindows, holes: Holes, events: Ints, batches: Ints) -> Ints:
+    """When the batch of the backward that follows each hole was taken, with events behind it; long
+    ago where nothing shows that. What came before, such as a schedule or a log, is not forward.
+
+    It was taken in the last range of data, and copied by the first of the sorted `batches` since
+    the last backward or update. A later one may be a part of forward.
     """
-    backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD)]
+    is_backward = windows.among(LaunchPhase.BACKWARD)
+    backward = np.append(windows.start_ns[is_backward], MAX_TIME_NS)
+    until = backward[np.searchsorted(backward, holes.end)]
     is_data = windows.among(LaunchPhase.DATA)
-    start, end = windows.start_ns[is_data], windows.end_ns[is_data]
-    until = np.append(backward, MAX_TIME_NS)[np.searchsorted(backward, holes.end)]
-    last = np.searchsorted(start, until) - 1
-    last_start = np.append(start, -MAX_TIME_NS)[last]
-    last_end = np.append(end, -MAX_TIME_NS)[last]
-    num_behind = np.searchsorted(events, until) - np.searchsorted(events, last_end)
-    is_before: Mask = (last >= 0) & (last_start >= holes.end) & (num_behind > 0)
-    return is_before
+    last = np.searchsorted(windows.start_ns[is_data], until) - 1
+    of_range = np.append(windows.end_ns[is_data], -MAX_TIME_NS)[last]
+    of_range[np.append(windows.start_ns[is_data], -MAX_TIME_NS)[last] < holes.end] = -MAX_TIME_NS
+    is_end = is_backward | (windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad)
+    ended = np.append(-MAX_TIME_NS, np.maximum.accumulate(windows.end_ns[is_end]))
+    ended = ended[np.searchsorted(windows.start_ns[is_end], holes.end)]
+    copied = np.append(batches, MAX_TIME_NS)[np.searchsorted(batches, ended)]
+    copied[(copied >= until) | (until == MAX_TIME_NS)] = -MAX_TIME_NS
+    taken = np.maximum(of_range, copied)
+    num_behind = np.searchsorted(events, until) - np.searchsorted(events, taken)
+    return np.where(num_behind > 0, taken, -MAX_TIME_NS)
 
 
 def main_events(trace: Trace, main: int, without: Ints) -> Ints:
@@ -335,6 +350,19 @@ def update_launches(trace: Trace, main: int) -> Ints:
     )
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     return np.sort(kernels.launch_ns[is_of_main & is_update])
+
+
+def batches(trace: Trace, main: int) -> Ints:
+    """When the main thread launched copies to the device; where only others do, when it let a
+    stream wait, as for their copies; in order.
+    """
+    copies, calls = trace.copies, trace.api_calls
+    is_upload = copies.is_launched & _has_name(trace, copies.name, TO_DEVICE)
+    of_main = is_upload & (copies.thread == main)
+    if of_main.any() or not is_upload.any():
+        return np.sort(copies.launch_ns[of_main])
+    is_wait = ApiCallKind.STREAM_WAIT.among(calls.name, trace.strings)
+    return np.sort(calls.start_ns[is_wait & (calls.thread == main)])
 
 
 def around_windows(trace: Trace, windows: MarkedWindows, main: int) -> Ints:
