@@ -122,19 +122,27 @@ def _main_by_kernels(trace: Trace) -> int | None:
 def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
     """The windows that ranges, autograd or an optimizer's kernels show, in order."""
     windows = _range_windows(trace, names, main)
-    if not windows.among(LaunchPhase.BACKWARD).any():
-        has_optimizer = bool(windows.among(LaunchPhase.OPTIMIZER).any())
-        is_training = has_optimizer or has_kernels_of_training(trace)
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER)
+    has_backward = windows.among(LaunchPhase.BACKWARD).any()
+    if is_optimizer.any() or not has_backward:
+        is_training = bool(is_optimizer.any()) or has_kernels_of_training(trace)
         start, end = backward_bursts(trace, main, is_training=is_training)
         # a closure runs backward within the optimizer's range; elsewhere ranges decide
-        around = chosen(windows, ~windows.among(LaunchPhase.OPTIMIZER))
-        inside = Union(around.start_ns, around.end_ns).within(start, start + 1)
-        backward = windows_of(LaunchPhase.BACKWARD, start[inside == 0], end[inside == 0])
+        is_shown = _is_inside(chosen(windows, ~is_optimizer), start)
+        if has_backward:
+            is_shown |= ~_is_inside(chosen(windows, is_optimizer), start)
+        backward = windows_of(LaunchPhase.BACKWARD, start[~is_shown], end[~is_shown])
         windows = _ordered(joined(windows, backward))
     windows = _without_closures(windows)
     if not windows.among(LaunchPhase.OPTIMIZER).any():
         windows = _ordered(joined(windows, _optimizers_by_kernels(trace, windows, main)))
     return windows
+
+
+def _is_inside(windows: MarkedWindows, time: Ints) -> Mask:
+    """Whether each time lies in one of the windows."""
+    is_inside: Mask = Union(windows.start_ns, windows.end_ns).within(time, time + 1) > 0
+    return is_inside
 
 
 def _range_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
@@ -240,7 +248,7 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     is_telling = is_of_main & _has_name(trace, kernels.name, _OF_OPTIMIZER)
     time = np.sort(kernels.launch_ns[is_telling])
-    time = time[Union(windows.start_ns, windows.end_ns).within(time, time + 1) == 0]
+    time = time[~_is_inside(windows, time)]
     # the number of windows before a launch tells which of them lie between the same two
     behind = np.searchsorted(windows.start_ns, time, side="right")
     after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
