@@ -18,7 +18,7 @@ from ...text import inert_line
 from ..columns import Ints, Mask, groups
 from . import communication, idle, modules, operators, pictured, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
-from .classes import KernelRules, use_rules
+from .classes import KernelRules, is_generated, use_rules
 from .copies import copy_times
 from .counters import counter_means
 from .device_memory import reserved_peaks
@@ -99,6 +99,7 @@ def summarise(
         rank=trace.rank,
         between=_between_steps(spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
+        is_compiled=any(is_generated(trace.strings[name]) for name in np.unique(trace.kernels.name)),
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,

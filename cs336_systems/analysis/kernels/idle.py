@@ -5,9 +5,10 @@ cut there, so that each piece has one cause. The first of these rules that holds
 `next` is the kernel or copy that ends the idle time.
 
 1. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the
-   piece began, or had launched earlier work too (a CUDA graph), or the device took the larger part
-   of the piece to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device. In the
-   other rules the device waited for the host until the call that launched `next`.
+   piece began, or had begun by then and launched other work first (a CUDA graph), or the device
+   took the larger part of the piece to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an
+   idle device. In the other rules the device waited for the host until the call that launched
+   `next`.
 2. The host was in a range of the phase `data`: DATA. It was in a call that allocates: ALLOCATION.
 3. Nothing follows in the step: END_OF_STEP.
 4. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
@@ -99,7 +100,10 @@ def find_gaps(
     cause = np.full(len(gaps), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
     causes.explain(cause, gaps.start_ns, gaps.end_ns)
     followed = chosen(gaps, ~ends_step)
-    of_launch = _starts_its_launch(jobs)[followed.after] | ~jobs.is_launched[followed.after]
+    after = followed.after
+    # what a call launches later than other work is late only where the call was late
+    of_launch = _starts_its_launch(jobs)[after] | ~jobs.is_launched[after]
+    of_launch |= jobs.launch_ns[after] > followed.start_ns
     by_host = causes.of(followed, jobs)
     cause[~ends_step] = np.where(of_launch, by_host, _CODE[IdleCause.BETWEEN_KERNELS])
     gaps = replace(gaps, phase=phase, cause=cause)

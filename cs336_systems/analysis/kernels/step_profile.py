@@ -473,6 +473,8 @@ class StepProfile:
     """None where steps follow each other at once, and where there is only one."""
     graph_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the steps' kernels that CUDA graphs launched."""
+    is_compiled: bool = False
+    """Whether torch.compile made a kernel of the file, in a step or outside of all."""
     steps_from: str = ""
     """What showed the steps, in words: the name of their ranges, for example."""
     step_labels: tuple[StepLabel, ...] = ()
