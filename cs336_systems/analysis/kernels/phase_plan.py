@@ -17,7 +17,17 @@ from .calls import TO_DEVICE, ApiCallKind
 from .classes import KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
-from .trace import MAX_TIME_NS, GroupNesting, Holes, Nesting, Ranges, Trace, Union, of_names
+from .trace import (
+    MAX_TIME_NS,
+    DeviceWork,
+    GroupNesting,
+    Holes,
+    Nesting,
+    Ranges,
+    Trace,
+    Union,
+    of_names,
+)
 
 _OF_OPTIMIZER = re.compile(
     r"adam(?!ard)|sgd|lamb(?!da)|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
@@ -110,13 +120,20 @@ def _main_by_kernels(trace: Trace) -> int | None:
     """The thread that launches an optimizer's kernels, or the only one of two or more that launches
     no kernel of backward; None if neither is so.
     """
-    kernels = chosen(trace.kernels, trace.kernels.is_launched)
+    kernels = _launched_alone(trace)
     of_optimizer = kernels.thread[_has_name(trace, kernels.name, _OF_OPTIMIZER)]
     if len(np.unique(of_optimizer)) == 1:
         return int(of_optimizer[0])
     of_backward = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
     others = np.setdiff1d(kernels.thread, of_backward)
     return int(others[0]) if len(of_backward) and len(others) == 1 else None
+
+
+def _launched_alone(trace: Trace) -> DeviceWork:
+    """The kernels that calls of their own launched: a graph may be of a whole step, so its kernels
+    tell nothing of the thread that launches it.
+    """
+    return chosen(trace.kernels, trace.kernels.is_launched & ~trace.kernels.is_in_graph)
 
 
 def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
@@ -218,7 +235,7 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
     """The threads but the main one that launch kernels of backward; where none does by name, the
     other thread if there is only one, and it computes: a thread that makes batches moves values.
     """
-    kernels = chosen(trace.kernels, trace.kernels.is_launched)
+    kernels = _launched_alone(trace)
     others = np.setdiff1d(kernels.thread, [main])
     telling = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
     of_backward = np.intersect1d(others, telling)
