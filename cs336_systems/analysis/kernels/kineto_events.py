@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar, cast
@@ -75,13 +76,11 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     """What ran the event, in traces of Ascend NPUs."""
     group_name: Any = msgspec.field(default=None, name="Process Group Name")
     group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
-
-    @property
-    def group(self) -> str:
-        """The process group of a collective; groups of different ranks may have one name."""
-        if self.group_name is None:
-            return ""
-        return f"{self.group_name} {self.group_ranks or ''}"
+    group_description: Any = msgspec.field(default=None, name="Process Group Description")
+    group_size: Any = msgspec.field(default=None, name="Group size")
+    elements_in: Any = msgspec.field(default=None, name="In msg nelems")
+    elements_out: Any = msgspec.field(default=None, name="Out msg nelems")
+    dtype: Any = None
 
     @property
     def ran_on(self) -> int | str | None:
@@ -162,13 +161,22 @@ _FileT = TypeVar("_FileT", _File[float], _File[Decimal])
 AnyEvent = Event[float] | Event[Decimal]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EventBatch:
     """Events with a duration, of some categories."""
 
     events: Sequence[AnyEvent]
     start_ns: Ints
     duration_ns: Ints
+    threads: dict[tuple[int | str, int | str], int]
+    """Numbers of processes and threads, which all batches of a file share."""
+
+    @cached_property
+    def thread(self) -> Ints:
+        """The number of each event's thread on the host."""
+        number = self.threads
+        threads = [number.setdefault((event.pid, event.tid), len(number)) for event in self.events]
+        return np.array(threads, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.events)
@@ -183,6 +191,7 @@ class TraceEvents:
         file: _File[float] | _File[Decimal] = _decode(path, self._content)
         self._by_category = _by_category(file.traceEvents)
         self._is_exact = False
+        self._threads: dict[tuple[int | str, int | str], int] = {}
         self.is_open = _is_open(self._content)
         """The list of events has no last bracket, as Chrome's format allows."""
         self.num_copies = 0
@@ -242,7 +251,9 @@ class TraceEvents:
             events = [event for row, event in enumerate(events) if row not in copies]
             start, duration = (np.delete(times, list(copies)) for times in (start, duration))
             self.num_copies += len(copies) if counts else 0
-        return EventBatch(events=events, start_ns=start, duration_ns=duration)
+        return EventBatch(
+            events=events, start_ns=start, duration_ns=duration, threads=self._threads
+        )
 
 
 def _copies(events: Sequence[AnyEvent], start_ns: Ints, duration_ns: Ints) -> set[int]:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -57,7 +58,10 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
         if launching is None:
             if not event.name.startswith(BOOKKEEPING):
                 kept.append(event)
-        elif args.external_id in launching or args.sequence in of_nodes:
+            continue
+        # operators within nodes have the node's number, and name a thread of forward
+        is_of_node = args.sequence in of_nodes and not args.forward_thread
+        if is_of_node or args.external_id in launching:
             kept.append(event)
     calls = events.batch(kept, counts=work is None)
     return LinkedOperators(calls=calls, nodes=nodes, forward=_forward(calls, nodes))
@@ -76,18 +80,18 @@ def _forward(calls: EventBatch, nodes: EventBatch) -> Ints:
     Each thread numbers its operators from 0, and nodes name the thread by a number that no other
     event has. Operators within nodes are left out, as they compute forward again.
     """
-    threads: dict[object, int] = {}
-    thread, of_backward = (_threads(batch, threads) for batch in (calls, nodes))
     sequence = _numbers(event.args.sequence for event in calls.events)
     # only operators of forward have a number and no thread of forward
     is_forward = _numbers(event.args.forward_thread for event in calls.events) <= 0
-    within = GroupNesting(of_backward, nodes.start_ns, nodes.start_ns + nodes.duration_ns)
-    is_forward &= (sequence >= 0) & (within.at(thread, calls.start_ns) < 0)
+    within = GroupNesting(nodes.thread, nodes.start_ns, nodes.start_ns + nodes.duration_ns)
+    is_forward &= (sequence >= 0) & (within.at(calls.thread, calls.start_ns) < 0)
     wanted = _numbers(event.args.sequence for event in nodes.events)
     named = _numbers(event.args.forward_thread for event in nodes.events)
     forward = np.full(len(nodes), -1, dtype=np.int64)
-    for number, of_thread in _pairs(sequence, np.where(is_forward, thread, -1), wanted, named):
-        rows = np.flatnonzero(is_forward & (thread == of_thread))
+    for number, of_thread in _pairs(
+        sequence, np.where(is_forward, calls.thread, -1), wanted, named
+    ):
+        rows = np.flatnonzero(is_forward & (calls.thread == of_thread))
         rows = rows[np.lexsort((calls.start_ns[rows], sequence[rows]))]
         linked = np.flatnonzero(named == number)
         last = np.searchsorted(sequence[rows], wanted[linked], side="right") - 1
@@ -95,12 +99,6 @@ def _forward(calls: EventBatch, nodes: EventBatch) -> Ints:
         is_same = (last >= 0) & (np.append(sequence, -1)[row] == wanted[linked])
         forward[linked] = np.where(is_same, row, -1)
     return forward
-
-
-def _threads(batch: EventBatch, number: dict[object, int]) -> Ints:
-    """The thread of each event, by numbers that are given as threads occur."""
-    threads = [number.setdefault((event.pid, event.tid), len(number)) for event in batch.events]
-    return np.array(threads, dtype=np.int64)
 
 
 def _pairs(sequence: Ints, thread: Ints, wanted: Ints, named: Ints) -> Iterator[tuple[int, int]]:
@@ -123,10 +121,15 @@ def shape_text(event: AnyEvent) -> str:
     values; empty without dimensions.
     """
     args = event.args
-    if _DIGIT.search(args.dims) is None:
+    needs_values = "conv" in event.name or "attention" in event.name
+    return _text(bytes(args.dims), bytes(args.types), bytes(args.values) if needs_values else b"[]")
+
+
+@lru_cache(maxsize=4096)
+def _text(dims: bytes, types: bytes, values: bytes) -> str:
+    if _DIGIT.search(dims) is None:
         return ""
-    values = args.values if "conv" in event.name or "attention" in event.name else b"[]"
-    return b"".join((b"[", args.dims, b",", args.types, b",", values, b"]")).decode()
+    return b"".join((b"[", dims, b",", types, b",", values, b"]")).decode()
 
 
 def frames_of_program(events: TraceEvents) -> ProgramFrames:

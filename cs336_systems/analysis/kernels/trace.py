@@ -30,6 +30,21 @@ MAX_TIME_NS = 2**61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a file says of a collective beside its kernel."""
+
+    group: str = ""
+    """Name of the process group."""
+    ranks: str = ""
+    """The group's ranks, in the profiler's words; groups of different ranks may have one name."""
+    description: str = ""
+    size: int | None = None
+    """Number of the group's ranks."""
+    num_bytes: int | None = None
+    """Bytes of the whole tensor: of all ranks' parts together, if each rank has a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWork(Columns):
     """Kernels, or copies and fills, that a device ran."""
 
@@ -53,9 +68,9 @@ class DeviceWork(Columns):
     """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`);
     -1 for none.
     """
-    group: NDArray[np.object_]
-    """Name and ranks of the process group that ran a collective; an empty text where the file does
-    not say it.
+    message: Ints
+    """Index into the trace's messages: what a collective exchanged; -1 where the file does not say
+    it.
     """
 
     @property
@@ -216,6 +231,8 @@ class Trace:
     """Sentences about what the file lacks."""
     library_calls: Ranges = NO_RANGES
     """Calls of cuBLAS, cuDNN and the operating system."""
+    messages: tuple[Message, ...] = ()
+    """Distinct messages of collectives."""
     samples: Samples = NO_SAMPLES
     memory: MemoryEvents = NO_MEMORY
     places: tuple[Place, ...] = ()
@@ -293,6 +310,11 @@ class Nesting:
 
     def __init__(self, start: Ints, end: Ints) -> None:
         self.parent: Ints = np.full(len(start), -1, dtype=np.int64)
+        order = np.lexsort((-end, start))
+        if (end[order][:-1] <= start[order][1:]).all():  # as most are, and the loop below is slow
+            self._time: Ints = np.stack([start[order], end[order]], axis=1).ravel()
+            self._owner: Ints = np.append(np.stack([order, np.full_like(order, -1)], axis=1), -1)
+            return
         starts, ends, parent = start.tolist(), end.tolist(), self.parent
         times, owners, stack = [], [], list[int]()
 
@@ -304,7 +326,7 @@ class Nesting:
                 times.append(time)
                 owners.append(stack[-1] if stack else -1)
 
-        for index in np.lexsort((-end, start)).tolist():
+        for index in order.tolist():
             close_until(starts[index])
             if stack:
                 parent[index] = stack[-1]
@@ -312,9 +334,9 @@ class Nesting:
             times.append(starts[index])
             owners.append(index)
         close_until(None)
-        self._time: Ints = np.array(times, dtype=np.int64)
+        self._time = np.array(times, dtype=np.int64)
         # before the first time: the last element
-        self._owner: Ints = np.array([*owners, -1], dtype=np.int64)
+        self._owner = np.array([*owners, -1], dtype=np.int64)
 
     def at(self, time: Ints) -> Ints:
         """Index of the innermost interval at each time, -1 for none."""

@@ -1,0 +1,32 @@
+"""What a part that looks at the steps of a watched loop is told."""
+
+from ..config import Phase
+from .marks import WatchedStep
+
+
+class Observer:
+    """Looks at the steps of a watched loop; each method does nothing unless a part overrides it.
+
+    All are called on the thread of the loop. What `step_begins` and `step_ended` do lies outside of
+    the step's times, and what `phase_begins` does lies within them.
+    """
+
+    def step_begins(self, number: int) -> None:
+        """Called before step `number` begins; the first measured step is 0, and the steps of the
+        warm-up are negative.
+        """
+
+    def phase_begins(self, phase: Phase | None) -> None:
+        """Called when a phase of the open step begins; None ends the step, also one that fails."""
+
+    def step_ended(self, number: int) -> None:
+        """Called when step `number` has ended on the host without an exception."""
+
+    def step_failed(self, number: int, error: BaseException) -> None:
+        """Called when an exception leaves step `number`, which is not counted; it goes on."""
+
+    def step_read(self, number: int, step: WatchedStep) -> None:
+        """Called once the times of step `number` are known, which on a GPU is some steps later."""
+
+    def finish(self) -> None:
+        """Called before a record is made and when the watching ends, so possibly several times."""
