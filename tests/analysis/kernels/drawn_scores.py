@@ -300,7 +300,8 @@ def _communication(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         if total:
             yield Score("communication", NOT_SEEN, truth.plan.style, "0", str(total))
         return
-    if not _is_complete(profile):
+    # where clocks do not agree, some collectives seem to run outside of the steps
+    if not _is_complete(profile) or truth.plan.shift_ns:
         verdict = RIGHT if said <= total and alone <= exposed else FALSE
         yield Score("communication", verdict, "of a part", f"{said} {alone}", f"{total} {exposed}")
         return
