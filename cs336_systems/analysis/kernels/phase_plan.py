@@ -14,7 +14,7 @@ import numpy as np
 
 from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
 from .calls import TO_DEVICE, ApiCallKind
-from .classes import KernelClass, classify_kernel
+from .classes import OF_BACKWARD, OF_OPTIMIZER, OF_TRAINING, KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
 from .trace import (
@@ -29,19 +29,8 @@ from .trace import (
     of_names,
 )
 
-_OF_OPTIMIZER = re.compile(
-    r"adam(?!ard)|sgd|lamb(?!da)|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
-    r"|Pointwise\w{0,20}Op\w{0,20}Functor|Lerp\w{0,20}Functor",
-    re.I,
-)
-"""Part of the names of kernels that update parameters: fused optimizers, and the addcmul, addcdiv
-and lerp of foreach ones. Kernels that clip or unscale gradients are others.
-"""
 _COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
 _FILL = re.compile(r"fill|zero|memset", re.I)
-_OF_BACKWARD = re.compile(r"backward|bwd|[dw]grad", re.I)
-_OF_TRAINING = re.compile(rf"{_OF_BACKWARD.pattern}|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
-"""Part of the names of kernels that only training runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +110,10 @@ def _main_by_kernels(trace: Trace) -> int | None:
     no kernel of backward; None if neither is so.
     """
     kernels = _launched_alone(trace)
-    of_optimizer = kernels.thread[_has_name(trace, kernels.name, _OF_OPTIMIZER)]
+    of_optimizer = kernels.thread[_has_name(trace, kernels.name, OF_OPTIMIZER)]
     if len(np.unique(of_optimizer)) == 1:
         return int(of_optimizer[0])
-    of_backward = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
+    of_backward = kernels.thread[_has_name(trace, kernels.name, OF_BACKWARD)]
     others = np.setdiff1d(kernels.thread, of_backward)
     return int(others[0]) if len(of_backward) and len(others) == 1 else None
 
@@ -237,7 +226,7 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
     """
     kernels = _launched_alone(trace)
     others = np.setdiff1d(kernels.thread, [main])
-    telling = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
+    telling = kernels.thread[_has_name(trace, kernels.name, OF_BACKWARD)]
     of_backward = np.intersect1d(others, telling)
     if len(of_backward) or len(others) > 1:
         return of_backward
@@ -249,7 +238,7 @@ def _backward_threads(trace: Trace, main: int) -> Ints:
 
 def has_kernels_of_training(trace: Trace) -> bool:
     """Whether a kernel of the file is one that only training runs."""
-    return bool(_has_name(trace, trace.kernels.name, _OF_TRAINING).any())
+    return bool(_has_name(trace, trace.kernels.name, OF_TRAINING).any())
 
 
 def _has_name(trace: Trace, names: Ints, pattern: re.Pattern[str]) -> Mask:
@@ -263,7 +252,7 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     """
     kernels = trace.kernels
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
-    is_telling = is_of_main & _has_name(trace, kernels.name, _OF_OPTIMIZER)
+    is_telling = is_of_main & _has_name(trace, kernels.name, OF_OPTIMIZER)
     time = np.sort(kernels.launch_ns[is_telling])
     time = time[~_is_inside(windows, time)]
     # the number of windows before a launch tells which of them lie between the same two
