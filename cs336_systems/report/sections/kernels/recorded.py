@@ -34,14 +34,16 @@ def is_full_precision(kernel: KernelTimes) -> bool:
 
 def activity(entries: Sequence[Explained]) -> Section:
     """Activity of the device's units by phase, with the number of samples."""
-    columns = [column("phase"), Column("samples", key="samples", write=count)]
-    if entries[0].profile.module_counters:
-        columns.insert(1, Column("module", key="module", numeric=False, write=str))
+    columns = [
+        column("phase"),
+        Column("module", key="module", numeric=False, write=str),
+        Column("samples", key="samples", write=count),
+    ]
     for counter in dict.fromkeys(mean.counter for mean in entries[0].profile.counters):
         columns.append(Column(counter, "%", key=counter, write=in_percent))
     notes = [
-        "Means over samples of the device's counters, in % of the highest value. A phase without a "
-        "row was too short to be seen by them."
+        "Means over samples of the device's counters, in % of the highest value. A phase or "
+        "module without a row was too short to be seen by them."
     ]
     rows, keys = rows_of(entries, activity_rows), [heading.key for heading in columns]
     return over_configurations("activity", "Activity of the GPU", rows, columns, keys, notes)
@@ -55,7 +57,7 @@ def activity_rows(entry: Explained) -> Iterator[Row]:
         means = [mean for mean in entry.profile.counters if (mean.phase or WHOLE_STEP) == name]
         if means:
             shares = {mean.counter: mean.share for mean in means}
-            yield {"phase": name, "samples": means[0].count, **shares}
+            yield {"phase": name, "module": "", "samples": means[0].count, **shares}
     by_module = defaultdict[str, list[CounterMean]](list)
     for mean in entry.profile.module_counters:
         by_module[path_text(mean.module)].append(mean)
