@@ -29,6 +29,8 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     COMMUNICATION = "communication"
     OPTIMIZER = "optimizer"
+    OTHER = "other"
+    """What is in none of the others, in a watched loop: a loss outside of the model, logging."""
     STEP = "step"
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from .config import Phase, RunConfig
 from .files import RECORD, FileError, encode_json, read_json, write_atomically
+from .loop_record import LoopRecord
 from .subject import Subject, WatchedLoop, loop_of_earlier_record
 
 FORMAT_VERSION = 1
@@ -85,6 +86,7 @@ class WarningCode(StrEnum):
     TEARDOWN_FAILED = "teardown-failed"
     NO_TELEMETRY = "no-telemetry"
     NO_SNAPSHOT = "no-snapshot"
+    NOT_SEEN = "not-seen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +370,10 @@ class RunRecord:
     between_s: tuple[Seconds, ...] = ()
     """Of a watched loop: from the end of a step to the beginning of the next, on the device.
     Else empty.
+    """
+    seen: LoopRecord | None = None
+    """What else was seen of a watched loop; None for a configured step, and in records written
+    before this field existed.
     """
     losses: tuple[float | None, ...] = ()
     """Loss of every step, warm-up included; None for one that was not finite."""

@@ -45,6 +45,7 @@ BASE = (
     "rules",
     "config",
     "subject",
+    "loop_record",
     "record",
 )
 """Modules of the package root that every folder may import, from the bottom up."""

@@ -29,6 +29,7 @@ from cs336.config import (
     SdpaBackend,
 )
 from cs336.files import MAX_BYTES, write_atomically
+from cs336.loop_record import LoopRecord
 from cs336.record import (
     FORMAT_VERSION,
     RUNS,
@@ -122,6 +123,13 @@ FULL = RunRecord(
     warmup_times_s=(1.5, 1e9),
     host_times_s=(0.1, 0.2, 0.3),
     between_s=(0.01, 0.02),
+    seen=LoopRecord(
+        tokens=(2**40, 0),
+        context_lengths=(1, 8),
+        padding_tokens=3,
+        masked_tokens=5,
+        between_data_s=(0.0, 1e-9),
+    ),
     host_phases=(Measurement(Phase.FORWARD, (0.05, 0.25, 0.0)),),
     losses=(9.25, None, -0.0),
     skipped_steps=1,

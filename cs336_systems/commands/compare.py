@@ -25,7 +25,7 @@ from .compare_files import difference_of, is_sweep, write_difference
 from .machine import DeviceChoice, explain_cpu_fallback
 from .measuring import measure_all
 from .outcome import OK, UsageError, checked, load_records_or_warn, show
-from .parse import HELP, HELP_ALL, flag_names, parse
+from .parse import as_declared, flag_names, is_flag, parse
 
 if TYPE_CHECKING:
     from ..report.compared import Compared
@@ -254,10 +254,9 @@ def is_side(word: str, words: Sequence[str]) -> bool:
     """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that
     `compare` lacks.
     """
-    flag = word.partition("=")[0].replace("_", "-")
-    known = {flag_of(name) for name in flag_names(CompareArguments)}
-    is_known = flag in (*HELP, HELP_ALL, *known)
-    is_alone = words[0] == "compare" and word.startswith("--") and not is_known
+    names = flag_names(BenchmarkArguments)
+    flags = {flag_of(name) for name in names - flag_names(CompareArguments)}
+    is_alone = words[0] == "compare" and is_flag(as_declared(word, names), flags)
     return word.startswith("-") and (" " in word or is_alone)
 
 

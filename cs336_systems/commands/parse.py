@@ -3,6 +3,7 @@ one line.
 """
 
 import contextlib
+import difflib
 import inspect
 import io
 import os
@@ -75,22 +76,50 @@ def parse(kind: Callable[..., T], prog: str, words: Sequence[str]) -> T:
         kind = _for_help(kind, shown)
     printed = io.StringIO()
     try:
-        args = [_as_declared(word, names) for word in words]
+        words = [as_declared(word, names) for word in words]
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(kind, prog=prog, args=args, description=description, config=config)
+            return tyro.cli(kind, prog=prog, args=words, description=description, config=config)
     except ValueError as error:
         raise UsageError(str(error)) from error
     except SystemExit as end:
         if not end.code:
             raise
-        raise UsageError(f"{_in_a_line(printed.getvalue())} ({prog} --help)") from None
+        message = _unknown_flags(words, kind) or _in_a_line(printed.getvalue())
+        raise UsageError(f"{message} ({prog} --help)") from None
+
+
+def _unknown_flags(words: Sequence[str], kind: Any) -> str:  # noqa: ANN401 (a class of arguments)
+    """What is said of flags that the command does not have, with similar ones; empty if it has
+    all. The parser would name an argument that it takes for the value of such a flag.
+    """
+    names = flag_names(kind)
+    known = [flag_of(name) for name in sorted(names) if not _is_positional(kind, name)]
+    flags = [word.partition("=")[0] for word in words if re.match("--?[a-z]", word)]
+    unknown = [flag for flag in flags if not is_flag(flag, known)]
+    if not unknown or not names:
+        return ""
+    close = difflib.get_close_matches(unknown[0], known, n=2, cutoff=0.7)
+    hint = f"; did you mean {' or '.join(sorted(close))}?" if close else ""
+    return f"Unrecognized options: {', '.join(unknown)}{hint}"
+
+
+def is_flag(word: str, flags: Collection[str]) -> bool:
+    """Whether the word is one of these flags, or turns one off that is on: `--no-ranges`."""
+    flag = word.partition("=")[0].replace("_", "-")
+    return flag in flags or flag.replace("--no-", "--", 1) in flags
+
+
+def _is_positional(kind: Any, name: str) -> bool:  # noqa: ANN401 (a class of arguments)
+    """Whether the argument of this name is given without a flag."""
+    declared = kind.__dataclass_fields__.get(name)  # a group's flags are not among them
+    return declared is not None and tyro.conf.Positional in get_args(declared.type)
 
 
 def _in_a_line(box: str) -> str:
     """The error message of tyro as one line, from the box that tyro prints.
 
     In the box the error comes first. Below a horizontal rule follow hints: the help of the flag at
-    fault, or similar flags if the flag is unknown.
+    fault.
     """
     error, hints = list[str](), list[str]()
     for row in box.splitlines()[1:-1]:
@@ -103,7 +132,7 @@ def _in_a_line(box: str) -> str:
     flag = message.partition(":")[0]
     flag_hints = [hint for hint in hints if re.match("--?[a-z]", hint)]
     if not flag.startswith("-"):
-        return f"{message}; did you mean {flag_hints[0].split()[0]}?" if flag_hints else message
+        return message
     for pattern, needed in EXPECTED.items():
         if wrong := re.search(pattern, message):
             return f"{flag_hints[0]} needs {needed}, got {wrong[1]}"
@@ -129,7 +158,7 @@ def _group_of(declared: Field[Any]) -> type | None:
     return kind if isinstance(kind, type) and is_dataclass(kind) else None
 
 
-def _as_declared(word: str, names: Collection[str]) -> str:
+def as_declared(word: str, names: Collection[str]) -> str:
     """The word, with `--size` for `--sizes` and the other way round where the command has only
     the other one.
     """

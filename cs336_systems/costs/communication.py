@@ -64,6 +64,19 @@ def sent_share(collective: Collective, ranks: int) -> float:
     return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
 
 
+def bus_share(collective: Collective, ranks: int) -> float | None:
+    """Bytes on the bus for each byte of the whole tensor, by the convention of nccl-tests
+    (PERFORMANCE.md): bus bandwidth compares with the links' whatever the collective and the number
+    of ranks. None for kinds that it does not have.
+    """
+    match collective:
+        case Collective.BROADCAST | Collective.REDUCE | Collective.POINT_TO_POINT:
+            return 1.0
+        case Collective.PUSH | Collective.COPY_TO_PEERS | Collective.OTHER:
+            return None
+    return sent_share(collective, ranks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Kernels of one rank, the collectives that they need, and those that follow from them."""

@@ -87,7 +87,7 @@ class Column:
         return self.write(value if self.scale == 1 else value * self.scale)
 
 
-Written: TypeAlias = Literal["always", "shared", "never"]
+Written: TypeAlias = Literal["always", "shared", "watched", "never"]
 """When a CSV file has the column of a quantity; `shared` means if some run has several ranks."""
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
+from ..analysis.loop_times import LoopTimes
 from ..analysis.statistics import mean_interval, quotient_stdev
 from ..analysis.warnings import in_doubt
 from ..config import OF_SEVERAL_RANKS, Phase, RunConfig
@@ -202,6 +203,8 @@ class StepResult(Mapping[str, Any]):
         written = {"always"}
         if any(result.is_shared for result in results):
             written.add("shared")
+        if any(result.config is None for result in results):
+            written.add("watched")
         keys: list[str] = []
         for entry in vars(cls).values():
             if isinstance(entry, OtherColumns):
@@ -382,7 +385,13 @@ class StepResult(Mapping[str, Any]):
 
     @quantity("tokens/s", place=130, drop_order=5)
     def tokens_per_s(self) -> Value:
-        """Tokens of a step over its mean time."""
+        """Tokens of a step over its mean time; of a watched loop, tokens over the time of the
+        loop, with what lies between steps.
+        """
+        if self.config is None:
+            rates = [LoopTimes(record).tokens_per_s for record in self.done]
+            known = [rate for rate in rates if rate is not None]
+            return statistics.fmean(known) if known else None
         tokens = self.subject.tokens_per_step
         return tokens / self.step.mean_s if tokens and self.step.mean_s else None
 
@@ -492,6 +501,14 @@ class StepResult(Mapping[str, Any]):
             return None
         curves = self.ceilings.collectives(self.device_name).get(self.config.ranks, {})
         return scaled(time_s(collectives, curves), MS)
+
+    other_mean_ms, other_std_ms = _times(
+        Phase.OTHER,
+        "Time of a watched step in none of its phases: a loss outside of the model, logging.",
+        75,
+        9,
+        in_csv="watched",
+    )
 
     # quantities that only tables have
 

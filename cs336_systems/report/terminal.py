@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import shutil
-import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console, Group, JustifyMethod
 from rich.markup import escape
 from rich.text import Text
 
+from ..analysis.loop_times import loop_sentences
 from ..config import Profiler
 from ..record import RunRecord
 from ..studies.ceilings_files import NO_CEILINGS, Ceilings, ceilings_beside, load_ceilings_or_warn
@@ -100,12 +100,8 @@ def print_run(
         console.print(f"[red]{record.status}[/]{plain(where)}: {plain(record.failure.message)}")
         for line in shortened(own_traceback(record), LONGEST_TRACEBACK).splitlines():
             console.print(plain(line), soft_wrap=True)
-    if record.between_s:
-        between_ms = 1e3 * statistics.fmean(record.between_s)
-        print_line(
-            f"between steps: {between_ms:.4g} ms, in which the loop did other things, such as "
-            "loading data"
-        )
+    for sentence in loop_sentences(record):
+        print_line(sentence)
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {plain(warning.message)}")
     print_line(f"record: {path}")

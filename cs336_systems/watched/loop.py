@@ -1,48 +1,66 @@
-"""Times the steps of a training loop that exists already: three lines in the loop, hooks on model
-and optimizer.
+"""Times the steps of a training loop that exists already: three lines in the loop.
 
     watched = watch(model, optimizer)
     for batch in loader:
         with watched.step():
             loss = model(batch).loss; loss.backward(); optimizer.step(); optimizer.zero_grad()
-    print(watched)
+    watched.report()
 
-A step is what the `with` block does on the device. Its phases are data (before the first forward
-pass), forward (from where the model is called to where backward begins, so the loss is in it),
-backward, and optimizer (from the end of the last backward to the end of the block, so clipping and
-dropping of gradients are in it). Several forward and backward passes in one step are summed. On a
-GPU the marks are CUDA events, which are read once they have passed: nothing waits.
+A step is what the `with` block does on the device. Its phases are forward (the model's call),
+backward (that of autograd), optimizer (the call of its `step`), data (waiting for a DataLoader) and
+other: the loss outside of the model, clipping, logging, evaluation, another model's passes. Several
+passes in one step are summed. On a GPU the marks are CUDA events, which are read once they have
+passed: nothing waits.
 """
 
 import contextlib
-import functools
 import io
-import statistics
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter_ns
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..analysis.warnings import launch_bound_phases, timing_warnings
-from ..config import Device, Mode, Phase, Precision, Profiler
+from ..config import Device, Phase, Profiler
 from ..measure.run import Progress
-from ..record import RunRecord, Telemetry, read_record, write_record
+from ..record import (
+    Measurement,
+    RunRecord,
+    RunWarning,
+    Telemetry,
+    WarningCode,
+    read_record,
+    write_record,
+)
 from ..subject import WatchedLoop
 from ..sweep.store import PROFILE_DIRECTORIES
+from .exit import UNREPORTED, conclude
 from .gpu import LoopGpu
-from .marks import LoopStep, Mark, WatchedStep, resolved
+from .hooks import TROUBLES, Hooks, hookable
+from .marks import LoopStep, Timeline, WatchedStep, resolved
 from .observer import Observer
-from .precision import precision_of
 from .profiled import PROFILED_STEPS, Profiled
+from .summary import all_measurements, described, measurements, seen_of
+from .tokens import PassReader
+
+Batch = TypeVar("Batch")
 
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
+
+FOREIGN_OPTIMIZER = (
+    "the optimizer {} is no torch.optim.Optimizer, so its time is in other: its step has no hooks"
+)
+NO_FORWARD = (
+    "no training forward pass of the model was seen, so the phases are empty: give watch the model "
+    "that the loop calls (model(...), not model.forward(...), and the outermost wrapper)"
+)
 
 
 class Watched:
@@ -61,8 +79,8 @@ class Watched:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        model: nn.Module | Iterable[nn.Module],
+        optimizers: Any = (),  # noqa: ANN401 (also what wraps an optimizer)
         *,
         name: str = "mine",
         warmup_steps: int = 5,
@@ -78,32 +96,36 @@ class Watched:
             raise ValueError(f"watch: warmup_steps must be at least 0, got {warmup_steps}")
         if profile and memory:
             raise ValueError("watch: profile and memory record different steps: give one of them")
-        if isinstance(optimizers, torch.optim.Optimizer):
+        models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        if isinstance(optimizers, torch.optim.Optimizer) or not isinstance(optimizers, Iterable):
             optimizers = (optimizers,)
-        # Accelerate and Lightning wrap optimizers
-        several = tuple(getattr(wrapper, "optimizer", wrapper) for wrapper in optimizers)
+        self._unseen: list[str] = []
+        """What cannot be seen of this loop, in a sentence each."""
+        several = []
+        for optimizer in optimizers:
+            hooked = hookable(optimizer)
+            if hooked is None:
+                self._unseen.append(FOREIGN_OPTIMIZER.format(type(optimizer).__name__))
+            else:
+                several.append(hooked)
         profiler = Profiler.KINETO if profile else Profiler.NONE
         if memory:
             profiler = Profiler.MEMORY
-        self.model, self.warmup_steps = model, warmup_steps
+        self._models = tuple(map(weakref.ref, models))
+        self.warmup_steps = warmup_steps
         self.directory = Path(output) / PROFILE_DIRECTORIES[profiler] / name
-        types = [parameter.device.type for parameter in model.parameters()]
-        # parameters that are not loaded yet are on "meta", whatever the device
-        loaded = [name for name in types if name != "meta"]
-        self.device = Device.CUDA if loaded[:1] == ["cuda"] else Device.CPU
+        device = _device_of(models)
+        self.device = Device.CUDA if device.type == "cuda" else Device.CPU
         self.warmup: list[WatchedStep] = []
         self.measured: deque[WatchedStep] = deque(maxlen=MAX_KEPT_STEPS)
         self._begun = 0
-        self._step: LoopStep | None = None
+        """Steps that have ended, and of these, steps that were read."""
+        self._num_read = 0
         self._pending: deque[LoopStep] = deque()
-        self._events: list[torch.cuda.Event] = []
-        self._last_end: Mark | None = None
-        self._depth = 0
-        self._is_accumulating = False
-        """Whether the last step had several forward passes."""
-        self._context_length: int | None = None
-        self._precision: Precision | None = None
+        self._num_parameters = _num_parameters(models)
         self._written: Path | None = None
+        self._rank: int | None = None
+        """This process's rank, which is not known any more once the group has ended."""
         self._gpu = LoopGpu() if self.device is Device.CUDA else None
         if profiler is Profiler.MEMORY and self.device is Device.CPU:
             raise ValueError(
@@ -114,19 +136,27 @@ class Watched:
             name=name, device=self.device, profiler=profiler, warmup_steps=warmup_steps
         )
         self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
-        self._profiled = Profiled(model, several, self._loop, self.directory)
+        self._profiled = Profiled(models[0], several, self._loop, self.directory)
         self._observers: list[Observer] = [self._profiled]
         if self._gpu is not None:
             self._observers.insert(0, self._gpu)
-        self._handles = [model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)]
-        for optimizer in several:
-            handle = optimizer.register_step_pre_hook(lambda *_: self._begin(Phase.OPTIMIZER))
-            self._handles.append(handle)
+        self._timeline = Timeline(device, self._phase_begins)
+        self._reader = PassReader(models, device)
+        self._hooks = Hooks(self._timeline, models, several, self._reader)
+        self._hooks.attach()
+        weakref.finalize(self, self._hooks.detach).atexit = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Report what was seen, however the loop ended, and take the hooks away."""
+        conclude(self)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around one step of the loop. A step that ends by an exception is not counted."""
-        if self._step is not None:
+        if self._timeline.in_step:
             raise RuntimeError(
                 "watched.step() is open already: one `with` block is one step, and steps do not "
                 "nest"
@@ -134,90 +164,67 @@ class Watched:
         number = self._begun - self.warmup_steps
         for observer in self._observers:
             observer.step_begins(number)
-        self._step = LoopStep()
-        self._begin(Phase.DATA)
-        backward = torch.autograd.backward
-        torch.autograd.backward = self._timed(backward)
+        # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
+        self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
+        self._hooks.step_begins()
+        if self._rank is None and dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
+        self._timeline.begin_step()
         try:
             yield
-            self._begin(None)
-            self._pending.append(self._step)
-            self._begun += 1
-            self._is_accumulating = self._step.forwards > 1
-        finally:
+        except BaseException as error:
+            self._timeline.drop_step()
             for observer in self._observers:
-                observer.phase_begins(None)
-            torch.autograd.backward = backward
-            self._step = None
-        for observer in self._observers:
-            observer.step_ended(number)
-        self._read()
+                observer.step_failed(number, error)
+            raise
+        step = self._timeline.end_step()
+        if step is not None:
+            self._pending.append(step)
+            self._begun += 1
+            UNREPORTED.add(self)
+            for observer in self._observers:
+                observer.step_ended(number)
+            self._read()
+
+    def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; waiting for each is data. A DataLoader is seen without it."""
+        batches = iter(batches)
+        while True:
+            is_seen = self._timeline.enter(Phase.DATA)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                if is_seen:
+                    self._timeline.leave()
+            yield batch
 
     def remove(self) -> None:
-        """Take the hooks away again; the times stay."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, phase: Phase | None) -> None:
-        """Put a mark into the running step; outside of steps, as in a validation, do nothing."""
-        step = self._step
-        if step is None or torch.compiler.is_compiling():
-            return
-        event = None
-        if self.device is Device.CUDA:
-            event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
-            event.record()
-        step.marks.append(Mark(phase, perf_counter_ns(), event))
-        if phase is not None:
-            for observer in self._observers:
-                observer.phase_begins(phase)
-
-    def _forward_begins(
-        self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        if self._step is None or self._depth or torch.compiler.is_compiling():
-            return  # within backward, a checkpoint calls the model again
-        self._begin(Phase.FORWARD)
-        self._step.forwards += 1
-        for given in (*inputs, *named.values()):
-            if isinstance(given, Tensor) and given.ndim and not given.is_floating_point():
-                self._step.tokens += given.numel()
-                self._context_length = given.shape[-1]
-                break
-        self._precision = precision_of(self.model, self.device)
-
-    def _timed(self, backward: Callable[..., None]) -> Callable[..., None]:
-        """`torch.autograd.backward` with a mark at its beginning and at its end, unless one runs
-        within another.
+        """Take the hooks away; the times stay, and another step hooks again. Nothing is reported at
+        the end of the process.
         """
+        UNREPORTED.discard(self)
+        self._hooks.detach()
 
-        @functools.wraps(backward)
-        def timed(*arguments: Any, **named: Any) -> None:  # noqa: ANN401
-            if not self._depth:
-                self._begin(Phase.BACKWARD)
-            self._depth += 1
-            try:
-                backward(*arguments, **named)
-            finally:
-                self._depth -= 1
-            if not self._depth:
-                self._begin(Phase.DATA if self._is_accumulating else Phase.OPTIMIZER)
-
-        return timed
+    def _phase_begins(self, phase: Phase | None) -> None:
+        for observer in self._observers:
+            observer.phase_begins(phase)
 
     def _read(self) -> None:
         """Move the steps that the device has done, in order, from the pending ones to the
         others.
         """
-        while self._pending and self._pending[0].is_over():
-            step = self._pending.popleft()
+        while self._pending and self._pending[0].marks[-1].is_passed():
+            pending = self._pending.popleft()
+            step = resolved(pending)
+            self._timeline.recycle(pending)
             is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.has_profiler
             if not self._profiled.has_profiler or len(self.measured) < PROFILED_STEPS:
-                (self.measured if is_warm else self.warmup).append(resolved(step, self._last_end))
-            if self._last_end is not None and self._last_end.event is not None:
-                self._events.append(self._last_end.event)
-            self._last_end = step.marks.pop()
-            self._events += [mark.event for mark in step.marks if mark.event is not None]
+                (self.measured if is_warm else self.warmup).append(step)
+            for observer in self._observers:
+                observer.step_read(self._num_read - self.warmup_steps, step)
+            self._num_read += 1
 
     def record(self) -> RunRecord:
         """The record of the steps so far, as of a run of benchmark.py; waits until the device has
@@ -236,36 +243,47 @@ class Watched:
                 f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up "
                 "steps are done; watch more steps, or give watch(..., warmup_steps=0)"
             )
+        models = [model for reference in self._models if (model := reference()) is not None]
+        if models:
+            self._num_parameters = _num_parameters(models)
         progress = replace(
             self._progress,
-            num_parameters=sum(map(Tensor.numel, self.model.parameters())),
+            num_parameters=self._num_parameters,
             warmup=[step.times for step in self.warmup],
             measured=[step.times for step in steps],
             warnings=[],
         )
         telemetry = self._gpu.telemetry() if self._gpu else None
-        self._judge(progress, telemetry)
-        progress.subject = replace(
-            self._loop,
-            measured_steps=len(steps),
-            mode=_mode({measurement.phase for measurement in progress.measurements()}),
-            precision=self._precision,
-            context_length=self._context_length,
-            tokens_per_step=statistics.median_low([step.tokens for step in steps]) or None,
-        )
+        progress.subject = described(self._loop, steps)
+        measured = all_measurements(steps)
+        host_phases = measurements([step.times.host_phases_s for step in steps])
+        self._judge(progress, telemetry, measured, host_phases)
         return replace(
             progress.finished(),
+            measurements=measured,
+            host_phases=host_phases,
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
+            seen=seen_of(steps),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
         )
 
-    def _judge(self, progress: Progress, telemetry: Telemetry | None) -> None:
+    def _judge(
+        self,
+        progress: Progress,
+        telemetry: Telemetry | None,
+        measured: tuple[Measurement, ...],
+        host_phases: tuple[Measurement, ...],
+    ) -> None:
         """Add the warnings that follow from the times and the telemetry."""
-        measured = progress.measurements()
-        progress.warnings += timing_warnings(
-            measured[-1].times_s, launch_bound_phases(measured, progress.host_phases())
-        )
+        launched_s = launch_bound_phases(measured, host_phases)
+        progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
+        unseen = list(self._unseen)
+        if all(measurement.phase is not Phase.FORWARD for measurement in measured):
+            unseen.append(NO_FORWARD)
+        unseen += [f"an error of this program's own: {trouble}" for trouble in TROUBLES]
+        for message in unseen:
+            progress.warnings.append(RunWarning(code=WarningCode.NOT_SEEN, message=message))
         if any(measurement.phase is Phase.OPTIMIZER for measurement in measured):
             progress.warn_of_short_warmup(len(self.warmup))
         if telemetry is not None:
@@ -280,11 +298,14 @@ class Watched:
         return printed.getvalue().rstrip()
 
     def report(self) -> Path | None:
-        """Write the record of the steps so far, print its table, and return the path.
+        """Write the record of the steps so far, print its table, take the hooks away, and return
+        the path. Another step hooks again.
 
-        Of several ranks the first one does; the others return None.
+        Of several ranks the first one does; the others return None. Where a loop ends without it,
+        by an exception, Ctrl-C or the end of the process, this is done then.
         """
-        if dist.is_available() and dist.is_initialized() and dist.get_rank():
+        self.remove()
+        if self._rank:
             return None
         from ..report.terminal import print_measured
         from ..sweep.keep import explain_run
@@ -317,10 +338,19 @@ class Watched:
 watch = Watched
 
 
-def _mode(phases: set[Phase]) -> Mode | None:
-    """How much of a training step the loop runs; None if no forward pass was seen."""
-    if Phase.FORWARD not in phases:
-        return None
-    if Phase.OPTIMIZER in phases:
-        return Mode.TRAIN
-    return Mode.FORWARD_BACKWARD if Phase.BACKWARD in phases else Mode.FORWARD
+def _device_of(models: Iterable[nn.Module]) -> torch.device:
+    """Where the loop runs: where the first parameter or buffer is that is loaded."""
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            # tensors that are not loaded yet are on "meta", whatever the device
+            if tensor.device.type != "meta":
+                return tensor.device
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _num_parameters(models: Iterable[nn.Module]) -> int:
+    """Elements of all parameters, shared ones once."""
+    parameters = {parameter for model in models for parameter in model.parameters()}
+    return sum(map(Tensor.numel, parameters))

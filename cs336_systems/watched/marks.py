@@ -1,35 +1,62 @@
-"""Moments at which the phase of a watched step changes, and the times between them."""
+"""Moments at which the phase of a watched loop changes, and the times between them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from threading import get_ident
+from time import perf_counter_ns
+from typing import NamedTuple
+from weakref import WeakMethod
 
 import torch
 
 from ..config import Phase
 from ..measure.clock import StepTimes
+from .tokens import Pass, Tokens, tokens_of
+
+OPAQUE = frozenset({Phase.BACKWARD, Phase.DATA})
+"""Phases in which nothing else is seen: backward recomputes what a checkpoint dropped, and a data
+set may call a model.
+"""
+MAX_WAITS = 64
+"""Waits for data between two steps, as a validation has many, that are kept before they are summed
+up.
+"""
 
 
 @dataclass(slots=True)
 class Mark:
     """A moment at which the phase changes; `event` is None on a CPU."""
 
-    phase: Phase | None
-    """The phase that begins here; None at the end of the step."""
+    phase: Phase
+    """The phase that begins here; at the end of a step, OTHER."""
     host_ns: int
     event: torch.cuda.Event | None
+
+    def is_passed(self) -> bool:
+        """Whether the device is here."""
+        return self.event is None or self.event.query()
+
+
+class Wait(NamedTuple):
+    """A wait for data between two steps."""
+
+    begin: Mark
+    end: Mark
 
 
 @dataclass(slots=True)
 class LoopStep:
-    """One step of the loop: its marks, and what went through the model."""
+    """One step of the loop and what lies between it and the step before."""
 
+    before: Mark | None = None
+    """The end of the step before; None for the first step."""
+    waits: list[Wait] = field(default_factory=list)
+    """Waits for data between the steps, without those that `waited_s` has."""
+    waited_s: float = 0.0
     marks: list[Mark] = field(default_factory=list)
-    forwards: int = 0
-    tokens: int = 0
-
-    def is_over(self) -> bool:
-        """Whether the device has passed the last mark."""
-        event = self.marks[-1].event
-        return event is None or event.query()
+    """From the beginning of the step to its end."""
+    passes: list[Pass] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,40 +68,209 @@ class WatchedStep:
     """From the end of the step before to the beginning of this one, on the device; None for the
     first.
     """
-    tokens: int
-    """Elements of the first integer tensor that the model was given, summed over the step's
-    forward passes.
+    between_data_s: float
+    """How much of `between_s` waited for data."""
+    tokens: Tokens
+    """What went through the model in forward passes."""
+
+
+class Timeline:
+    """Records when the phases of a loop begin and end, on the thread that runs its steps.
+
+    Phases nest: an optimizer's closure runs forward and backward. What is inside of none is OTHER.
+    `begins` is called with each phase of a step that begins, and with None at the step's end.
     """
 
+    def __init__(self, device: torch.device, begins: Callable[[Phase | None], None]) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        # hooks of PyTorch hold the timeline, which therefore keeps no model alive
+        self._told = WeakMethod(begins)
+        self._phases: list[Phase] = []
+        """The open phases, the innermost last."""
+        self._step: LoopStep | None = None
+        """The open step, or what lies between two steps; None before the first step."""
+        self._waits_from: Mark | None = None
+        """The beginning of an open wait for data between steps."""
+        self.in_step = False
+        self._thread = 0
+        self._events: list[torch.cuda.Event] = []
 
-def resolved(step: LoopStep, before: Mark | None) -> WatchedStep:
-    """The times of a step whose marks have all passed.
+    def is_here(self) -> bool:
+        """Whether the calling thread is that of the open step."""
+        return self.in_step and get_ident() == self._thread
 
-    What lies between a backward pass and another forward pass of the same step belongs to data,
-    like what comes before the first forward pass.
-    """
-    first, last = step.marks[0], step.marks[-1]
+    def begin_step(self) -> None:
+        """Begin a step on the calling thread."""
+        if self._step is None:
+            self._step = LoopStep()
+        self._phases.clear()
+        self._waits_from = None
+        self._thread, self.in_step = get_ident(), True
+        self._change(Phase.OTHER)
+
+    def end_step(self) -> LoopStep | None:
+        """End the step and return it; None if a phase that began did not end, as after an exception
+        that the loop caught in the middle of the phase.
+        """
+        if self._phases:
+            self.drop_step()
+            return None
+        ended = self._open
+        ended.marks.append(self._mark(Phase.OTHER))
+        self.in_step = False
+        self._begins(None)
+        self._step = LoopStep(before=ended.marks[-1])
+        return ended
+
+    def drop_step(self) -> None:
+        """Forget the step: its time lies between other steps, also what waited for data."""
+        self._open.marks.append(self._mark(Phase.OTHER))
+        self.in_step = False
+        self._begins(None)
+        dropped = self._open
+        if dropped.before is not None:
+            for mark, following in pairwise(dropped.marks):
+                if mark.phase is Phase.DATA:
+                    self._add_wait(Wait(mark, following))
+        dropped.marks.clear()
+        dropped.passes.clear()
+        self._phases.clear()
+
+    def enter(self, phase: Phase) -> bool:
+        """Begin a phase, and return whether it is seen, so that `leave` must end it."""
+        inside = self._phases[-1] if self._phases else Phase.OTHER
+        is_update = phase is Phase.OPTIMIZER and inside is Phase.BACKWARD
+        # of a GPU, autograd runs on a thread of its own, and there an optimizer within backward
+        if get_ident() != self._thread and not is_update:
+            return False
+        if not self.in_step:
+            return phase is Phase.DATA and self._begin_wait()
+        if phase is inside or (inside in OPAQUE and not is_update):
+            return False
+        self._phases.append(phase)
+        self._change(phase)
+        return True
+
+    def leave(self) -> None:
+        """End the innermost phase."""
+        if self._waits_from is not None:
+            wait = Wait(self._waits_from, self._mark(Phase.OTHER))
+            self._waits_from = None
+            self._add_wait(wait)
+        elif self._phases and self.in_step:
+            self._phases.pop()
+            self._change(self._phases[-1] if self._phases else Phase.OTHER)
+
+    def note(self, seen: Pass) -> None:
+        """Add a forward pass, which ends now, to the open step."""
+        self._open.passes.append(seen)
+
+    @property
+    def num_marks(self) -> int:
+        """Marks of the open step so far."""
+        return len(self._open.marks)
+
+    def recycle(self, step: LoopStep) -> None:
+        """Take the events of a step that has been read; its last one begins the next step."""
+        used = [mark for wait in step.waits for mark in wait]
+        used += step.marks[:-1]
+        if step.before is not None:
+            used.append(step.before)
+        self._events += [mark.event for mark in used if mark.event is not None]
+
+    @property
+    def _open(self) -> LoopStep:
+        assert self._step is not None
+        return self._step
+
+    def _begin_wait(self) -> bool:
+        """Begin a wait for data between two steps, unless it is within another."""
+        is_seen = self._step is not None and self._waits_from is None
+        if is_seen:
+            self._waits_from = self._mark(Phase.DATA)
+        return is_seen
+
+    def _add_wait(self, wait: Wait) -> None:
+        """Keep a wait; those that are over are summed up once there are many."""
+        step = self._open
+        step.waits.append(wait)
+        if len(step.waits) > MAX_WAITS:
+            over = [wait for wait in step.waits if wait.end.is_passed()]
+            step.waited_s += sum(_seconds(*wait) for wait in over)
+            step.waits = step.waits[len(over) :]
+            self.recycle(LoopStep(waits=over))
+
+    def _begins(self, phase: Phase | None) -> None:
+        told = self._told()
+        if told is not None:
+            told(phase)
+
+    def _change(self, phase: Phase) -> None:
+        """Let a phase of the step begin."""
+        self._open.marks.append(self._mark(phase))
+        self._begins(phase)
+
+    def _mark(self, phase: Phase) -> Mark:
+        event = None
+        if self._is_cuda:
+            event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+        return Mark(phase, perf_counter_ns(), event)
+
+
+def resolved(step: LoopStep) -> WatchedStep:
+    """The times of a step whose marks have all passed."""
+    _settle(step)
     phases: dict[Phase, float] = {}
     host_phases: dict[Phase, float] = {}
-    for mark, following in zip(step.marks, step.marks[1:], strict=False):
-        assert mark.phase is not None
-        phase = mark.phase
-        if phase in (Phase.DATA, Phase.OPTIMIZER) and mark is not first:
-            phase = Phase.DATA if following.phase is Phase.FORWARD else Phase.OPTIMIZER
-        phases[phase] = phases.get(phase, 0.0) + _seconds(mark, following)
-        host_phases[phase] = host_phases.get(phase, 0.0) + (following.host_ns - mark.host_ns) / 1e9
-    host_s = (last.host_ns - first.host_ns) / 1e9
+    for mark, following in pairwise(step.marks):
+        phases[mark.phase] = phases.get(mark.phase, 0.0) + _seconds(mark, following)
+        host_s = (following.host_ns - mark.host_ns) / 1e9
+        host_phases[mark.phase] = host_phases.get(mark.phase, 0.0) + host_s
+    first, last = step.marks[0], step.marks[-1]
     times = StepTimes(
         step_s=_seconds(first, last),
-        host_s=host_s,
-        phases_s=phases,
-        host_phases_s=host_phases if first.event is not None else {},
+        host_s=(last.host_ns - first.host_ns) / 1e9,
+        phases_s=_rounded(phases),
+        host_phases_s=_rounded(host_phases) if first.event is not None else {},
     )
-    between_s = None if before is None else _seconds(before, first)
-    return WatchedStep(times=times, between_s=between_s, tokens=step.tokens)
+    waited_s = step.waited_s + sum(_seconds(*wait) for wait in step.waits)
+    return WatchedStep(
+        times=times,
+        between_s=None if step.before is None else _seconds(step.before, first),
+        between_data_s=round(waited_s, 9),
+        tokens=tokens_of(step.passes),
+    )
+
+
+def _settle(step: LoopStep) -> None:
+    """Name the parts of a step that only what follows tells.
+
+    A forward pass in evaluation mode is one of training if backward follows, and else OTHER. Within
+    an optimizer, what lies between a forward pass and backward is the closure's loss: OTHER.
+    """
+    backwards = [at for at, mark in enumerate(step.marks) if mark.phase is Phase.BACKWARD]
+    last_backward = backwards[-1] if backwards else -1
+    kept = []
+    for seen in step.passes:
+        if seen.is_training or seen.mark < last_backward:
+            kept.append(seen)
+        else:
+            step.marks[seen.mark].phase = Phase.OTHER
+    step.passes = kept
+    for at in backwards:
+        before = step.marks[max(at - 2, 0) : at]
+        if [mark.phase for mark in before] == [Phase.FORWARD, Phase.OPTIMIZER]:
+            before[1].phase = Phase.OTHER
+
+
+def _rounded(times_s: dict[Phase, float]) -> dict[Phase, float]:
+    """The times as whole nanoseconds, which sums of floats are not."""
+    return {phase: round(time_s, 9) for phase, time_s in times_s.items()}
 
 
 def _seconds(begin: Mark, end: Mark) -> float:
     if begin.event is None or end.event is None:
         return (end.host_ns - begin.host_ns) / 1e9
-    return float(begin.event.elapsed_time(end.event)) / 1e3
+    return round(float(begin.event.elapsed_time(end.event)) / 1e3, 9)

@@ -22,6 +22,9 @@ class Observer:
     def step_ended(self, number: int) -> None:
         """Called when step `number` has ended on the host without an exception."""
 
+    def step_failed(self, number: int, error: BaseException) -> None:
+        """Called when an exception leaves step `number`, which is not counted; it goes on."""
+
     def step_read(self, number: int, step: WatchedStep) -> None:
         """Called once the times of step `number` are known, which on a GPU is some steps later."""
 

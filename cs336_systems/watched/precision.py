@@ -1,20 +1,36 @@
-"""The precision in which a watched loop computes."""
+"""The precision in which a watched loop computes, from what its matmuls are given."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..config import Device, Precision
+from ..config import Precision
+
+PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
 
 
-def precision_of(model: nn.Module, device: Device) -> Precision:
-    """The precision of the model's matmuls, from autocast, else from its parameters, else from
-    the mode of fp32.
-    """
-    if torch.is_autocast_enabled(device.value):
-        dtype = torch.get_autocast_dtype(device.value)
-    else:
-        dtype = next(model.parameters()).dtype
-    if dtype in (torch.bfloat16, torch.float16):
-        return Precision.BF16 if dtype is torch.bfloat16 else Precision.FP16
-    is_tf32 = device is Device.CUDA and torch.get_float32_matmul_precision() != "highest"
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The type that autocast computes in here; None without autocast."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def precision_of(dtype: torch.dtype | None, device: torch.device) -> Precision | None:
+    """The precision of matmuls of this type; None of a type that no setting has, or unknown."""
+    if dtype is not torch.float32:
+        return None if dtype is None else PRECISIONS.get(dtype)
+    is_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return Precision.TF32 if is_tf32 else Precision.FP32
+
+
+def only_low_dtype(model: nn.Module) -> torch.dtype | None:
+    """The type of all parameters, if it is one of 16 bits: then matmuls are in it, also those of a
+    compiled model, in which no hook looks. Parameters of fp32 do not tell: autocast may run within.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return dtypes.pop() if len(dtypes) == 1 and dtypes < set(PRECISIONS) else None
+
+
+def computed_in(value: Tensor, device: torch.device) -> torch.dtype:
+    """The type of a matmul that is given this value, where the hook stands."""
+    return autocast_dtype(device) or value.dtype

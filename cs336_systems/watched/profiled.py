@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import weakref
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +47,12 @@ class Profiled(Observer):
     def __init__(
         self,
         model: nn.Module,
-        optimizers: tuple[torch.optim.Optimizer, ...],
+        optimizers: Iterable[torch.optim.Optimizer],
         loop: WatchedLoop,
         directory: Path,
     ) -> None:
-        self.model = model
-        self._optimizers, self._loop = optimizers, loop
+        self._model, self._loop = weakref.ref(model), loop
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.has_profiler = loop.profiler is not Profiler.NONE
         self.trace = directory / "traces" / f".{os.getpid()}.json.gz"
         """The raw profile, in a hidden file until the record's name is known (see `move`)."""
@@ -61,9 +62,17 @@ class Profiled(Observer):
         self._ranges: list[contextlib.AbstractContextManager[None]] = []
         """The open ranges: around the steps, the step, its phase."""
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that is watched."""
+        model = self._model()
+        assert model is not None, "a profile is of steps, which have the model"
+        return model
+
     def optimizer_state(self) -> Mapping[Tensor, dict[str, Any]]:
         """What the optimizers keep of each parameter, by name."""
-        return ChainMap(*(optimizer.state for optimizer in self._optimizers))
+        optimizers = [reference() for reference in self._optimizers]
+        return ChainMap(*(optimizer.state for optimizer in optimizers if optimizer is not None))
 
     def step_begins(self, number: int) -> None:
         """Call this before measured step `number`, which is negative in the warm-up.
@@ -87,7 +96,7 @@ class Profiled(Observer):
         if self._session is None:
             return
         ended, self.phase = self.phase, phase
-        if self._recorder is not None and ended not in (Phase.DATA, phase):
+        if self._recorder is not None and ended not in (Phase.DATA, Phase.OTHER, phase):
             self._recorder.mark(ended)
         self._leave(1 if phase is None else 2)
         if phase is not None and len(self._ranges) == 1:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cs336.cli import sweep
+from cs336.cli import main, sweep
 from cs336.commands import configure, machine
 from cs336.commands import parse as parser
 from cs336.commands import sweep as sweep_module
@@ -597,6 +597,21 @@ def test_help_is_as_wide_as_the_terminal(
 )
 def test_singular_and_plural_are_the_same_flag(kind: type, plural: str, declared: str) -> None:
     assert parse(kind, plural) == parse(kind, declared) != parse(kind, "")
+
+
+@pytest.mark.parametrize("command", ["kernels", "memory", "report", "compare"])
+@pytest.mark.parametrize("flags", ["--tpo 3 {}", "{} --tpo 3", "--tpo=3 {}", "--tpo {}", "-q {}"])
+def test_an_unknown_flag_is_named_and_not_the_file_behind_it(
+    command: str, flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("{}")
+    files = f"{path} {path}" if command == "compare" else str(path)
+    assert main([command, *flags.format(files).split()]) == 2
+    error = capsys.readouterr().err
+    assert ("-q" if "-q" in flags else "--tpo") in error
+    assert "file" not in error.lower()
+    assert str(path) not in error
 
 
 # What cannot be meant

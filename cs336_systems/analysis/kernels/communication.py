@@ -1,9 +1,8 @@
-"""Collectives: how long they ran, what of that is exposed, and the times of all ranks."""
+"""Collectives: how long they ran, what of that is exposed, and which rank a trace is of."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +11,11 @@ import pandas as pd
 from ...config import MAX_RANKS
 from ...costs.communication import Collective
 from ..columns import Ints, Mask, chosen
-from .attribution import Attribution, Jobs, by_step, select_steps
+from .attribution import Jobs, by_step
 from .collectives import COLLECTIVES, NO_COLLECTIVE
 from .device_time import Busy, DeviceWindows, alone_ns
 from .phases import PHASES
-from .step_profile import CommunicationTimes, RankTimes, StepProfile, Work
+from .step_profile import CommunicationTimes
 from .trace import NOWHERE, DeviceWork, Trace
 
 
@@ -56,7 +55,7 @@ def _in_windows(
     for busy in devices:
         rows = busy.rows[is_chosen[busy.rows]]
         total += alone_ns(jobs, rows, rows[:0], windows)
-        exposed += alone_ns(jobs, rows, busy.rows[_computes(jobs, busy.rows)], windows)
+        exposed += alone_ns(jobs, rows, busy.rows[computes(jobs, busy.rows)], windows)
         start = np.sort(jobs.start_ns[rows])
         launches += np.searchsorted(start, windows.end_ns)
         launches -= np.searchsorted(start, windows.start_ns)
@@ -65,7 +64,7 @@ def _in_windows(
     return pd.DataFrame({"phase": windows.phase, "step": windows.step, **times})
 
 
-def _computes(jobs: Jobs, rows: Ints) -> Mask:
+def computes(jobs: Jobs, rows: Ints) -> Mask:
     """Whether each job of a device computes or copies for the program, and is not part of a
     collective.
 
@@ -187,73 +186,3 @@ def _of_rank(trace: Trace, rank: int | None, process: int, device: int | None = 
 def _new_rows(is_kept: Mask) -> Ints:
     """The number of each row among those that are kept; -1 for the others, and at the end."""
     return np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)
-
-
-def collectives_of(attribution: Attribution) -> list[Jobs]:
-    """The kernels of collectives of each profiled step, in the order in which they began."""
-    jobs, selection = attribution.jobs, select_steps(attribution)
-    step = selection.step_of(jobs.step)
-    rows = np.flatnonzero((jobs.collective != NO_COLLECTIVE) & ~jobs.is_copy & (step >= 0))
-    rows = rows[np.lexsort((jobs.start_ns[rows], step[rows]))]
-    bounds = np.searchsorted(step[rows], np.arange(1, len(selection.steps)))
-    return [chosen(jobs, of_step) for of_step in np.split(rows, bounds)]
-
-
-def rank_times(
-    profiles: Sequence[tuple[int, StepProfile]], collectives: Sequence[Sequence[Jobs]]
-) -> tuple[RankTimes, ...]:
-    """The times of all ranks, from the profile and the collectives of each.
-
-    On a CPU the time that a rank waited is not known, because operators there only start a
-    collective.
-    """
-    is_on_device = all(profile.work is Work.KERNELS for _, profile in profiles)
-    waited = _waited(collectives) if is_on_device else None
-    return tuple(
-        RankTimes(
-            rank=rank,
-            step_s=profile.step_s,
-            phases=profile.phases,
-            communication=profile.communication,
-            waited_s=None if waited is None else waited[number],
-        )
-        for number, (rank, profile) in enumerate(profiles)
-    )
-
-
-def _waited(ranks: Sequence[Sequence[Jobs]]) -> list[tuple[float, ...]] | None:
-    """For each rank, how long it waited for others in each step; None if ranks ran different
-    collectives, or none.
-    """
-    if len(set(map(len, ranks))) > 1 or not any(map(len, chain.from_iterable(ranks))):
-        return None
-    waited_s: list[tuple[float, ...]] = []
-    for step in zip(*ranks, strict=True):
-        waits_ns = _waits_in_step(step)
-        if waits_ns is None:
-            return None
-        waited_s.append(tuple((waits_ns / 1e9).tolist()))
-    return list(zip(*waited_s, strict=True))
-
-
-def _waits_in_step(ranks: Sequence[Jobs]) -> Ints | None:
-    """How long each rank waited in a step; None if the ranks of a group ran different collectives
-    in it, or a group's other ranks are not here.
-
-    The clocks of ranks differ, so that only durations are compared. The ranks of a process group
-    run its collectives in one order, while those of different groups may change places.
-    """
-    waits_ns = np.zeros(len(ranks), dtype=np.int64)
-    members: dict[str, list[tuple[int, Jobs]]] = {}
-    for number, collectives in enumerate(ranks):
-        for group in dict.fromkeys(collectives.group):
-            of_group = chosen(collectives, collectives.group == group)
-            members.setdefault(group, []).append((number, of_group))
-    for group in members.values():
-        numbers = [number for number, _ in group]
-        kinds = [collectives.collective.tolist() for _, collectives in group]
-        if len(group) == 1 or any(kind != kinds[0] for kind in kinds):
-            return None
-        durations = np.stack([collectives.duration_ns for _, collectives in group])
-        waits_ns[numbers] += (durations - durations.min(axis=0)).sum(axis=1)
-    return waits_ns

@@ -16,7 +16,7 @@ from ...config import RunConfig
 from ...ranges import PhaseNames
 from ...text import inert_line
 from ..columns import Ints, Mask, groups
-from . import communication, idle, modules, operators, pictured, step_profile
+from . import communication, idle, modules, operators, pictured, process_groups, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, use_rules
 from .copies import copy_times
@@ -208,15 +208,24 @@ def explain(
         source = inert_line(path.resolve().name)  # a name may hold what no UTF-8 has
         profile = summarise(attribution, source=source, config=config if is_of_config else None)
         profiles.append((rank, profile))
-        collectives.append(communication.collectives_of(attribution))
-        world_size = max(world_size, trace.world_size or 1)
+        collectives.append(process_groups.collectives_of(attribution))
+        sizes = [message.size or 1 for message in trace.messages]
+        world_size = max(world_size, trace.world_size or 1, *sizes)
     rank, first = profiles[0]
     if len(profiles) < world_size:
         note = communication.missing_ranks(len(profiles), world_size)
         first = replace(first, notes=(*first.notes, note))
+    together = process_groups.met(collectives, profiles, world_size)
+    if len(profiles) > 1 or together["size"].notna().any():
+        first = replace(first, groups=tuple(process_groups.group_times(together)))
     if len(profiles) == 1:
         return first
-    return replace(first, rank=rank, ranks=communication.rank_times(profiles, collectives))
+    return replace(
+        first,
+        rank=rank,
+        ranks=process_groups.rank_times(profiles, together),
+        skew=process_groups.step_skews(together, first.num_steps),
+    )
 
 
 def _traces(path: Path) -> Iterator[tuple[int, Trace]]:

@@ -76,13 +76,11 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     """What ran the event, in traces of Ascend NPUs."""
     group_name: Any = msgspec.field(default=None, name="Process Group Name")
     group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
-
-    @property
-    def group(self) -> str:
-        """The process group of a collective; groups of different ranks may have one name."""
-        if self.group_name is None:
-            return ""
-        return f"{self.group_name} {self.group_ranks or ''}"
+    group_description: Any = msgspec.field(default=None, name="Process Group Description")
+    group_size: Any = msgspec.field(default=None, name="Group size")
+    elements_in: Any = msgspec.field(default=None, name="In msg nelems")
+    elements_out: Any = msgspec.field(default=None, name="Out msg nelems")
+    dtype: Any = None
 
     @property
     def ran_on(self) -> int | str | None:

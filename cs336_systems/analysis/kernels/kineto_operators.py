@@ -56,12 +56,12 @@ def linked_operators(events: TraceEvents, work: Iterable[AnyEvent] | None) -> Li
     for event in operators:
         args = event.args
         if launching is None:
-            is_kept = not event.name.startswith(BOOKKEEPING)
-        else:
-            # operators within nodes have the node's number, and name a thread of forward
-            is_forward = args.sequence in of_nodes and not args.forward_thread
-            is_kept = is_forward or args.external_id in launching
-        if is_kept:
+            if not event.name.startswith(BOOKKEEPING):
+                kept.append(event)
+            continue
+        # operators within nodes have the node's number, and name a thread of forward
+        is_of_node = args.sequence in of_nodes and not args.forward_thread
+        if is_of_node or args.external_id in launching:
             kept.append(event)
     calls = events.batch(kept, counts=work is None)
     return LinkedOperators(calls=calls, nodes=nodes, forward=_forward(calls, nodes))
@@ -88,9 +88,10 @@ def _forward(calls: EventBatch, nodes: EventBatch) -> Ints:
     wanted = _numbers(event.args.sequence for event in nodes.events)
     named = _numbers(event.args.forward_thread for event in nodes.events)
     forward = np.full(len(nodes), -1, dtype=np.int64)
-    threads = np.where(is_forward, calls.thread, -1)
-    for number, of_thread in _pairs(sequence, threads, wanted, named):
-        rows = np.flatnonzero(threads == of_thread)
+    for number, of_thread in _pairs(
+        sequence, np.where(is_forward, calls.thread, -1), wanted, named
+    ):
+        rows = np.flatnonzero(is_forward & (calls.thread == of_thread))
         rows = rows[np.lexsort((calls.start_ns[rows], sequence[rows]))]
         linked = np.flatnonzero(named == number)
         last = np.searchsorted(sequence[rows], wanted[linked], side="right") - 1

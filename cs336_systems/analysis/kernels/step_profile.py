@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from ...costs.communication import Collective
+from ...costs.communication import Collective, bus_share
 from ...files import encode_json, write_atomically
 from ...record import MAX_TIME_S, Count
 from ..columns import ProfileError
@@ -375,8 +375,62 @@ class RankTimes:
     collective, in total.
 
     All kernels of a collective end together, so the shortest one began last: the other ranks waited
-    for its rank. None if the ranks did not run the same collectives, and for a CPU.
+    for its rank. None if the ranks did not run the same collectives, if some are not here, and for
+    a CPU.
     """
+    last: tuple[Count, ...] | None = None
+    """Number of collectives that this rank alone began last; None where `waited_s` is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSkew:
+    """How far apart the ranks began the same collective in one step."""
+
+    collectives: Count
+    median_s: Time
+    """Of the times from the first rank's start to the last one's."""
+    largest_s: Time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTimes:
+    """Kernels of one kind of collective in one process group over the steps; sums over those of its
+    ranks whose traces are here.
+    """
+
+    group: str
+    """PyTorch's description of the group, or its name; empty where the file has neither."""
+    ranks: str
+    """Its ranks, in the profiler's words."""
+    size: Count | None
+    """Number of its ranks."""
+    here: Count
+    """Number of its ranks whose traces are here."""
+    collective: Collective
+    count: Count
+    bytes: Count | None
+    """Bytes of the whole tensors; None where the file does not say them."""
+    total_s: Time
+    exposed_s: Time
+    """The part in which the device ran no kernel that computes, and no copy."""
+    sent_s: Time
+    """The part from the start of the last rank; all of `total_s` unless `is_met`."""
+    is_met: bool
+    """All ranks of the group are here and ran the same collectives, so that waiting for the last
+    one is told from sending.
+    """
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Algorithm bandwidth; a lower bound unless `is_met`."""
+        return self.bytes / self.sent_s if self.bytes and self.sent_s else None
+
+    @property
+    def bus_bytes_per_s(self) -> float | None:
+        """Bus bandwidth by the convention of nccl-tests; a lower bound unless `is_met`."""
+        share = None if self.size is None else bus_share(self.collective, self.size)
+        rate = self.bytes_per_s
+        return None if rate is None or share is None else rate * share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -493,6 +547,12 @@ class StepProfile:
     reserved: tuple[ReservedPeak, ...] = ()
     places: tuple[PlaceTimes, ...] = ()
     """The longest total first; empty if the file has no stacks."""
+    groups: tuple[GroupTimes, ...] = ()
+    """The longest first; of all ranks here. Empty for one rank whose file does not say what its
+    collectives exchange.
+    """
+    skew: tuple[StepSkew, ...] = ()
+    """One for each step; empty where it is not seen."""
     format_version: int = PROFILE_FORMAT_VERSION
 
 

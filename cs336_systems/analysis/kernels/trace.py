@@ -30,6 +30,21 @@ MAX_TIME_NS = 2**61
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What a file says of a collective beside its kernel."""
+
+    group: str = ""
+    """Name of the process group."""
+    ranks: str = ""
+    """The group's ranks, in the profiler's words; groups of different ranks may have one name."""
+    description: str = ""
+    size: int | None = None
+    """Number of the group's ranks."""
+    num_bytes: int | None = None
+    """Bytes of the whole tensor: of all ranks' parts together, if each rank has a part."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceWork(Columns):
     """Kernels, or copies and fills, that a device ran."""
 
@@ -53,9 +68,9 @@ class DeviceWork(Columns):
     """Row in `Trace.ranges` of the module that PyTorch marked in a CUDA graph (`mark_kernels`);
     -1 for none.
     """
-    group: NDArray[np.object_]
-    """Name and ranks of the process group that ran a collective; an empty text where the file does
-    not say it.
+    message: Ints
+    """Index into the trace's messages: what a collective exchanged; -1 where the file does not say
+    it.
     """
 
     @property
@@ -216,6 +231,8 @@ class Trace:
     """Sentences about what the file lacks."""
     library_calls: Ranges = NO_RANGES
     """Calls of cuBLAS, cuDNN and the operating system."""
+    messages: tuple[Message, ...] = ()
+    """Distinct messages of collectives."""
     samples: Samples = NO_SAMPLES
     memory: MemoryEvents = NO_MEMORY
     places: tuple[Place, ...] = ()

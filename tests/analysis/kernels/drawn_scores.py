@@ -21,8 +21,9 @@ from cs336.report.sections.kernels.findings import findings
 from tests.analysis.kernels.drawn_claims import CAUSES, claims
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
-from tests.analysis.kernels.drawn_programs import recorded, simulate
-from tests.analysis.kernels.drawn_truth import MODULE, Truth, length, waits
+from tests.analysis.kernels.drawn_programs import Recorded, recorded, simulate
+from tests.analysis.kernels.drawn_ranks import rank_claims
+from tests.analysis.kernels.drawn_truth import MODULE, Truth, length
 from tests.analysis.kernels.kineto_files import BASE_NS
 from tests.analysis.kernels.tracing import ns
 
@@ -66,7 +67,7 @@ def scores(plan: Plan, directory: Path) -> list[Score]:
         *_findings(said, profile, truth),
     ]
     if plan.ranks > 1 and plan.cut == (0, 1) and not plan.dropped:
-        made += _ranks(_of_all(paths[0]), waits(files))
+        made += _ranks(_of_all(paths[0]), files)
     return made
 
 
@@ -307,15 +308,12 @@ def _communication(profile: StepProfile, truth: Truth) -> Iterator[Score]:
     yield _compared("communication", alone, exposed, "exposed")
 
 
-def _ranks(profile: StepProfile, waited: list[int]) -> Iterator[Score]:
-    if not profile.ranks:
-        yield Score("ranks", NOT_SEEN, "ranks", "", str(waited))
-        return
-    if any(times.waited_s is None for times in profile.ranks):
-        yield Score("ranks", NOT_SEEN, "waits", "", str(waited))
-        return
-    said = [sum(ns(time) for time in times.waited_s or ()) for times in profile.ranks]
-    yield _compared("ranks", said, waited, "waits")
+def _ranks(profile: StepProfile, files: Sequence[Recorded]) -> Iterator[Score]:
+    for what, said, true in rank_claims(profile, files):
+        if said is None and true:
+            yield Score("ranks", NOT_SEEN, what, "", str(true))
+        else:
+            yield _compared("ranks", said or None, true or None, what)
 
 
 def _findings(said: Sequence[Finding], profile: StepProfile, truth: Truth) -> Iterator[Score]:

@@ -1,7 +1,7 @@
 """What is true of a recorded program, and which events of its file show it."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -419,17 +419,3 @@ class Truth:
         copies = times(job for job in self.jobs if job.kind != "kernel")
         kernels = union(times(self.kernels))
         return length(union((*copies, *kernels))) - length(kernels)
-
-
-def waits(files: Sequence[Recorded]) -> list[int]:
-    """How long each rank waits for the last in all collectives."""
-    rows = [
-        sorted((job for job in file.jobs if job.collective), key=lambda job: job.start_ns)
-        for file in files
-    ]
-    waited = [0] * len(files)
-    for jobs in zip(*rows, strict=True):
-        last = max(job.start_ns for job in jobs)
-        for rank, job in enumerate(jobs):
-            waited[rank] += last - job.start_ns
-    return waited

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from cs336.analysis.columns import ProfileError
-from cs336.analysis.kernels.attribution import attribute
+from cs336.analysis.kernels.attribution import Attribution, attribute
 from cs336.analysis.kernels.classes import KernelClass
 from cs336.analysis.kernels.collectives import collective_of
-from cs336.analysis.kernels.communication import by_rank, collectives_of, rank_times, without_rank
+from cs336.analysis.kernels.communication import by_rank, without_rank
 from cs336.analysis.kernels.explain import explain, summarise
+from cs336.analysis.kernels.process_groups import collectives_of, met, rank_times
 from cs336.analysis.kernels.step_profile import (
     PhaseTimes,
+    RankTimes,
     StepProfile,
     decode_profile,
     encode_profile,
@@ -361,6 +363,12 @@ def together(*recordings: Recording) -> Recording:
     )
 
 
+def times_of(
+    profiles: list[tuple[int, StepProfile]], parts: list[Attribution]
+) -> tuple[RankTimes, ...]:
+    return rank_times(profiles, met(list(map(collectives_of, parts)), profiles))
+
+
 @pytest.mark.parametrize("through_file", [False, True])
 def test_one_report_is_split_into_its_ranks_and_waits_are_found(
     tmp_path: Path, through_file: bool
@@ -371,12 +379,9 @@ def test_one_report_is_split_into_its_ranks_and_waits_are_found(
         explained = explain(write_export(tmp_path / "two.sqlite", made, same_correlation=True))
         ranks = explained.ranks
     else:
-        parts = [(rank, attribute(trace)) for rank, trace in by_rank(make_trace(made)).items()]
-        profiles = [(rank, summarise(own, source="test")) for rank, own in parts]
-        ranks, explained = (
-            rank_times(profiles, [collectives_of(own) for _, own in parts]),
-            profiles[0][1],
-        )
+        parts = [attribute(trace) for trace in by_rank(make_trace(made)).values()]
+        profiles = [(rank, summarise(part, source="test")) for rank, part in enumerate(parts)]
+        ranks, explained = times_of(profiles, parts), profiles[0][1]
     assert [own.rank for own in ranks] == [0, 1]
     # the shortest kernels are 20, 10 and 10, 30
     assert [each_ns(own.waited_s) for own in ranks] == [[5, 30], [30, 0]]
@@ -391,10 +396,10 @@ def test_waits_are_unknown_where_ranks_differ_and_a_single_rank_is_not_split() -
     other.kernels[1] = replace(other.kernels[1], name=ALL_GATHER)
     parts = [attribute(trace) for trace in by_rank(make_trace(together(one, other))).values()]
     profiles = [(rank, summarise(own, source="test")) for rank, own in enumerate(parts)]
-    assert [own.waited_s for own in rank_times(profiles, list(map(collectives_of, parts)))] == [
-        None,
-        None,
-    ]
+    assert [
+        own.waited_s
+        for own in rank_times(profiles, met(list(map(collectives_of, parts)), profiles))
+    ] == [None, None]
     assert list(by_rank(make_trace(one))) == [0]
 
 
@@ -515,7 +520,7 @@ def test_operators_of_a_cpu_start_collectives_and_do_not_tell_how_long_these_tak
     traces = [replace(make_trace(gathering()), is_of_host=True) for _ in range(2)]
     parts = [attribute(trace) for trace in traces]
     profiles = [(rank, summarise(own, source="test")) for rank, own in enumerate(parts)]
-    for own in rank_times(profiles, list(map(collectives_of, parts))):
+    for own in times_of(profiles, parts):
         assert (own.communication, own.waited_s) == ((), None)
 
 

@@ -183,7 +183,7 @@ def make_work(
         ),
         is_in_graph=np.array([k.graph != 0 for k in kernels], dtype=np.bool_),
         mark=ints([-1] * len(kernels)),
-        group=np.full(len(kernels), "", dtype=np.object_),
+        message=np.full(len(kernels), -1, dtype=np.int64),
     )
 
 

@@ -7,6 +7,7 @@ launched.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from ...columns import GZIP_MAGIC, ZIP_MAGIC, Ints, ProfileError, joined
 from ..collectives import of_collective
 from ..kineto_events import HOW_TO_TRACE, TORCH_TRACE, Args, EventBatch, TraceEvents
+from ..kineto_messages import message_of
 from ..kineto_operators import LinkedOperators, frames_of_program, linked_operators, shape_text
 from ..trace import (
     NOWHERE,
@@ -22,6 +24,7 @@ from ..trace import (
     Frames,
     GroupNesting,
     Launches,
+    Message,
     Nodes,
     Operators,
     Ranges,
@@ -86,6 +89,7 @@ def read_kineto(path: Path) -> Trace:
         ranges=session.ranges,
         api_calls=session.calls,
         strings=session.strings.all,
+        messages=tuple(session.messages),
         device_names=device_names,
         is_of_host=is_of_host,
         notes=(*session.notes(is_of_host), *odd),
@@ -105,6 +109,7 @@ class _Session:
     ) -> None:
         self.path, self._collectives = path, collectives
         self.strings = Strings()
+        self.messages: dict[Message, int] = {}
         self.calls = ApiCalls(
             **self._on_host(calls),
             correlation=self._ints(calls, [event.args.correlation for event in calls.events]),
@@ -128,9 +133,24 @@ class _Session:
                 "what you want to see."
             )
 
-    def _group(self, args: Args) -> str:
-        """The process group of a kernel, by itself or the operator that started its collective."""
-        return args.group or self._collectives.get(args.external_id, args).group
+    def _messages(self, kernels: Sequence[Args]) -> Ints:
+        """The message of each kernel, by itself or the operator that started its collective. If an
+        operator started several kernels, its bytes are those of the first.
+        """
+        index, started = [], set[int | str | None]()
+        for args in kernels:
+            said = [args]
+            if (operator := self._collectives.get(args.external_id)) is not None:
+                said.append(operator)
+            elif args.collective is None:
+                index.append(-1)
+                continue
+            message = message_of(said)
+            if operator is not None and args.external_id in started:
+                message = replace(message, num_bytes=0)
+            started.add(args.external_id)
+            index.append(self.messages.setdefault(message, len(self.messages)))
+        return np.array(index, dtype=np.int64)
 
     def _process(self, correlation: Ints) -> int:
         """The process that launched the device's work, since events of a device do not name it: of
@@ -212,7 +232,7 @@ class _Session:
             duration_ns=batch.duration_ns,
             is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
             mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
-            group=np.array([self._group(a) for a in args], dtype=np.object_),
+            message=self._messages(args),
             **launch,
         )
 
@@ -294,7 +314,7 @@ class _Session:
             call=np.full(len(start), -1, dtype=np.int64),
             is_in_graph=np.zeros(len(start), dtype=np.bool_),
             mark=np.full(len(start), -1, dtype=np.int64),
-            group=np.full(len(start), "", dtype=np.object_),
+            message=np.full(len(start), -1, dtype=np.int64),
         )
 
 

@@ -219,7 +219,7 @@ class _Export(Tables):
             duration_ns=self.durations(table, start, end),
             is_in_graph=graph != 0,
             mark=np.full(len(start), -1, dtype=np.int64),
-            group=np.full(len(start), "", dtype=np.object_),
+            message=np.full(len(start), -1, dtype=np.int64),
             **calls.columns(process, correlation),
         )
 

@@ -133,6 +133,8 @@ def about(profile: StepProfile) -> str:
         steps = "no steps in the file, so the whole of it counts as one"
     elif profile.steps_from and not profile.steps_from.startswith("the ranges"):
         steps += f", shown by {profile.steps_from}"
+    if profile.ranks:
+        steps += f"; rank {profile.rank}, the first of {len(profile.ranks)}"
     return f"{', '.join([*map(label, (profile.source, *profile.device_names)), steps])}."
 
 

@@ -19,7 +19,7 @@ from ....config import Phase
 from ...columns import Column, Row, column, columns_of
 from ...section import Section, over_configurations, rows_of
 from ...words import in_percent, mean_and_std, ratio, rounded
-from .communication import communication, ranks
+from .communication import communication, groups, ranks, skew
 from .entry import Explained
 from .recorded import activity, lines, reserved
 from .sums import (
@@ -342,7 +342,19 @@ PRINTED: tuple[Callable[[Sequence[Explained]], Section], ...] = (
     classes,
 )
 """The sections that a terminal shows of several traces."""
-OF_ONE = (*PRINTED, copies, attention, activity, reserved, lines)
+OF_ONE = (
+    phases,
+    communication,
+    groups,
+    ranks,
+    skew,
+    classes,
+    copies,
+    attention,
+    activity,
+    reserved,
+    lines,
+)
 SUBJECTS = (*PRINTED, attention, top_kernels)
 """Sections about any number of traces; `detail_sections` in files.py has more of the kernels of a
 single one.

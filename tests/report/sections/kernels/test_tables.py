@@ -7,12 +7,19 @@ from dataclasses import replace
 import pytest
 
 from cs336.analysis.kernels.phases import LaunchPhase
-from cs336.analysis.kernels.step_profile import write_profile
+from cs336.analysis.kernels.step_profile import GroupTimes, StepSkew, write_profile
 from cs336.config import Parallel, Phase, Precision, Profiler
+from cs336.costs.communication import Collective
 from cs336.record import Measurement
 from cs336.report.formats import csv_of
 from cs336.report.results import Results
-from cs336.report.sections.kernels.communication import communication, ranks
+from cs336.report.sections.kernels.communication import (
+    MAX_SKEWS,
+    communication,
+    groups,
+    ranks,
+    skew,
+)
 from cs336.report.sections.kernels.entry import Explained, load_profiled
 from cs336.report.sections.kernels.tables import attention, classes, phases, top_kernels
 from cs336.sweep.store import explanation_path
@@ -244,7 +251,7 @@ def test_communication_by_hand() -> None:
 
 
 def test_without_collectives_or_other_ranks_there_is_no_table() -> None:
-    for make in (communication, ranks):
+    for make in (communication, groups, ranks, skew):
         section = make([Explained(profile=make_profile())])
         assert (section.tables, csv_of(section)) == ((), "")
 
@@ -260,6 +267,52 @@ def test_ranks_beside_each_other_by_hand() -> None:
     unknown = ranks([Explained(profile=make_shared(ranks=make_ranks(None, None)))])
     assert "waited" not in headings(unknown.tables[0])
     assert [row["waited_mean_ms"] for row in csv_rows(unknown)] == ["", ""]
+
+
+@pytest.mark.parametrize("is_met", [True, False])
+def test_a_process_group_by_hand(is_met: bool) -> None:
+    """Two ranks of four in two steps: a collective in each, of 8 MB that take 40 us to send."""
+    group = GroupTimes(
+        group="mesh_dp",
+        ranks="[0, 2, 4, 6]",
+        size=4,
+        here=2,
+        collective=Collective.REDUCE_SCATTER,
+        count=4,
+        bytes=4 * 8_000_000,
+        total_s=1e-3,
+        exposed_s=5e-4,
+        sent_s=160e-6,
+        is_met=is_met,
+    )
+    section = of_file(groups, make_profile(groups=(group,), device_names=("NVIDIA H200",)))
+    (table,) = section.tables
+    assert column(table, "bytes of each") == ["8.000"]
+    assert column(table, "times") == ["1"]
+    assert (column(table, "time"), column(table, "exposed")) == (["0.2500"], ["0.1250"])
+    more, less = ("", "") if is_met else ("≥ ", "≤ ")
+    assert column(table, "sending") == [f"{less}0.04000"]
+    assert (column(table, "algorithm"), column(table, "bus")) == ([f"{more}200"], [f"{more}150"])
+    assert column(table, "NVLink") == ["450"]  # 900 GB/s in both directions, by the data sheet
+    assert any("waiting" in note for note in table.notes) != is_met
+
+
+def test_skews_name_the_rank_that_was_last_most_often() -> None:
+    last = [(3, 0, 2), (1, 0, 2)]
+    times = [
+        replace(times, last=of_rank)
+        for times, of_rank in zip(make_ranks((0, 0), (1, 3)), last, strict=True)
+    ]
+    skews = [
+        StepSkew(collectives=count, median_s=1e-3, largest_s=0.25 * count) for count in (5, 4, 4)
+    ]
+    section = of_file(skew, make_shared(ranks=tuple(times), skew=tuple(skews)))
+    (table,) = section.tables
+    assert column(table, "began last most often") == ["rank 0, 3 of 5", "", "2 ranks, 2 of 4"]
+    assert numbers(section, "largest_ms") == [1250, 1000, 1000]
+    many = tuple(skews[:1] * (MAX_SKEWS + 5))
+    assert len(of_file(skew, make_shared(skew=many)).tables[0].rows) == MAX_SKEWS
+    assert len(csv_rows(of_file(skew, make_shared(skew=many)))) == MAX_SKEWS + 5
 
 
 def test_results_have_what_the_profiles_of_their_configurations_tell() -> None:

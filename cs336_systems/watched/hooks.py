@@ -1,0 +1,361 @@
+"""Hooks of a watched loop: in its models and optimizers, in autograd and in PyTorch's DataLoader.
+
+They change nothing that the loop computes, hold models and optimizers weakly, and are taken away
+again.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo import eval_frame
+from torch._guards import TracingContext
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ..config import Phase
+from .marks import Timeline
+from .tokens import PassReader
+
+
+class Hook:
+    """Calls a method that it holds weakly; copies and pickles as a hook that does nothing.
+
+    The copy is made of the standard library alone, so that a saved model loads where this program
+    is not installed.
+    """
+
+    __slots__ = ("_method",)
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method: Callable[[], Callable[..., None] | None] = weakref.WeakMethod(method)
+
+    def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
+        # first of all, so that torch.compile traces nothing else of it
+        if torch.compiler.is_compiling():
+            return
+        method = self._method()
+        if method is None:
+            return
+        try:
+            method(*arguments)
+        except Exception as error:  # the loop of the user goes on without what this hook sees
+            self._method = _gone
+            TROUBLES.append(f"{method.__qualname__}: {type(error).__name__}: {error}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+TROUBLES: list[str] = []
+"""What went wrong in hooks, which is our own fault and never the loop's."""
+
+
+def _gone() -> None:
+    """Stands for a method that is not to be called any more."""
+
+
+class ModelHooks:
+    """The hooks of one model: forward is what its outermost call takes."""
+
+    def __init__(self, model: nn.Module, timeline: Timeline, reader: PassReader) -> None:
+        self._model = weakref.ref(model)
+        self._timeline, self._reader = timeline, reader
+        self._opened: list[bool] = []
+        """Of each open call of the model, whether it began a phase."""
+        self._compiled: CompiledCall | None = None
+
+    def attach(self) -> list[Any]:
+        """Hook the model, and return what takes the hooks away."""
+        model = self._model()
+        if model is None:
+            return []
+        before = model.register_forward_pre_hook(Hook(self.begins), with_kwargs=True)
+        after = model.register_forward_hook(Hook(self.ends), always_call=True)
+        return [before, after]
+
+    def detach(self) -> None:
+        """Give back the model's compiled call."""
+        model, compiled = self._model(), self._compiled
+        if model is not None and compiled is not None and model._compiled_call_impl is compiled:
+            model._compiled_call_impl = compiled.call
+        self._compiled = None
+
+    def step_begins(self) -> None:
+        """See the calls of a model that was compiled in place, in which no hooks run."""
+        self._opened.clear()
+        model = self._model()
+        call = None if model is None else model._compiled_call_impl
+        if model is not None and call is not None and call is not self._compiled:
+            self._compiled = CompiledCall(call, self)
+            model._compiled_call_impl = self._compiled
+
+    def begins(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Begin forward if the module is the model itself, on the thread of the step."""
+        # a replica of nn.DataParallel has the same hooks
+        if not self._timeline.is_here() or module is not self._model():
+            return
+        is_forward = torch.is_grad_enabled() and self._timeline.enter(Phase.FORWARD)
+        self._opened.append(is_forward)
+        if is_forward:
+            self._reader.begins(inputs, named, self._timeline.num_marks - 1)
+
+    def ends(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
+        """End forward where `begins` began it."""
+        if not self._timeline.is_here() or module is not self._model() or not self._opened:
+            return
+        if self._opened.pop():
+            self._timeline.note(self._reader.ends(module))
+            self._timeline.leave()
+
+    def is_model(self, module: nn.Module) -> bool:
+        """Whether the module is the model that is hooked."""
+        return module is self._model()
+
+
+class CompiledCall:
+    """The call of a model that was compiled in place, seen as its hooks would see it.
+
+    PyTorch neither copies nor pickles it with the model.
+    """
+
+    def __init__(self, call: Callable[..., Any], hooks: ModelHooks) -> None:
+        self.call = call
+        self._hooks = weakref.ref(hooks)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+        hooks = None if torch.compiler.is_compiling() else self._hooks()
+        model = None if hooks is None else hooks._model()
+        if hooks is None or model is None:
+            return self.call(*inputs, **named)
+        hooks.begins(model, inputs, named)
+        try:
+            return self.call(*inputs, **named)
+        finally:
+            hooks.ends(model)
+
+
+class OptimizerHooks:
+    """The hooks of one optimizer: its phase is what its `step` takes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, timeline: Timeline) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._timeline = timeline
+        self._opened: list[bool] = []
+
+    def attach(self) -> list[Any]:
+        """Hook the optimizer, and return what takes the hooks away."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return []
+        before = optimizer.register_step_pre_hook(Hook(self.begins))
+        return [before, optimizer.register_step_post_hook(Hook(self.ends))]
+
+    def step_begins(self) -> None:
+        """Forget a call that an exception has left."""
+        self._opened.clear()
+
+    def begins(self, *_: Any) -> None:  # noqa: ANN401
+        """Begin the phase."""
+        self._opened.append(self._timeline.enter(Phase.OPTIMIZER))
+
+    def ends(self, *_: Any) -> None:  # noqa: ANN401
+        """End the phase where `begins` began it."""
+        if self._opened and self._opened.pop():
+            self._timeline.leave()
+
+
+def hookable(optimizer: Any) -> torch.optim.Optimizer | None:  # noqa: ANN401
+    """The optimizer of PyTorch that this is or wraps, as those of Accelerate and Lightning do; None
+    without one.
+    """
+    while optimizer is not None:
+        # a wrapper may be a subclass that was never initialised as an optimizer
+        if "_optimizer_step_pre_hooks" in vars(optimizer):
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
+
+
+class Hooks:
+    """All hooks of one loop."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        models: Iterable[nn.Module],
+        optimizers: Iterable[torch.optim.Optimizer],
+        reader: PassReader,
+    ) -> None:
+        self.timeline, self.reader = timeline, reader
+        self.models = [ModelHooks(model, timeline, reader) for model in models]
+        updates = [OptimizerHooks(optimizer, timeline) for optimizer in optimizers]
+        self._hooked: list[ModelHooks | OptimizerHooks] = [*self.models, *updates]
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Hook everything, unless it is hooked."""
+        if not self._handles:
+            for hooked in self._hooked:
+                self._handles += hooked.attach()
+            hook = Hook(self.reader.looks)
+            for module in self.reader.hooked:
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+                self._handles.append(handle)
+            PATCHES.add(self)
+
+    def detach(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for model in self.models:
+            model.detach()
+        PATCHES.discard(self)
+
+    def step_begins(self) -> None:
+        """Prepare the hooks for a step."""
+        self.attach()
+        for hooked in self._hooked:
+            hooked.step_begins()
+        if not PATCHES.has_compiler and "torch._dynamo" in sys.modules:
+            PATCHES.see_compiler()
+
+
+class Patches:
+    """Functions of PyTorch that are wrapped while any loop of this process is watched."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loops: tuple[Hooks, ...] = ()
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+        """Of each wrapped function: its owner and name, what the owner had, the wrapper."""
+        self.has_compiler = False
+
+    def add(self, loop: Hooks) -> None:
+        """Watch a loop; with the first one, wrap the functions."""
+        with self._lock:
+            self._loops = (*self._loops, loop)
+            if len(self._loops) == 1:
+                self._wrap(torch.autograd, "_engine_run_backward", self._backward)
+                self._wrap(_BaseDataLoaderIter, "__next__", self._next)
+                self._wrap(DataLoader, "__iter__", self._iter)
+
+    def discard(self, loop: Hooks) -> None:
+        """Watch a loop no more; with the last one, give the functions back."""
+        with self._lock:
+            was_watched = loop in self._loops
+            self._loops = tuple(other for other in self._loops if other is not loop)
+            if not was_watched or self._loops:
+                return
+            for owner, name, had, wrapper in self._wrapped:
+                # who wrapped ours in the meantime keeps it
+                if vars(owner).get(name) is wrapper:
+                    if had is None:
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, had)
+            self._wrapped.clear()
+            self.has_compiler = False
+
+    def see_compiler(self) -> None:
+        """See the calls of torch.compile's wrappers around watched models, made after `watch`."""
+        from torch._dynamo.eval_frame import OptimizedModule, skip_code
+
+        with self._lock:
+            if self.has_compiler or not self._loops:
+                return
+            # within compiled code, these run as they are; what they call is not concerned
+            for *_, wrapper in self._wrapped:
+                skip_code(wrapper.__code__)
+            skip_code(Patches._enter.__code__)
+            skip_code(Patches._leave.__code__)
+            self._wrap(OptimizedModule, "__call__", self._compiled)
+            self.has_compiler = True
+
+    def _wrap(self, owner: Any, name: str, make: Callable[..., Any]) -> None:  # noqa: ANN401
+        original = getattr(owner, name)
+        wrapper = functools.wraps(original)(make(original))
+        self._wrapped.append((owner, name, vars(owner).get(name), wrapper))
+        setattr(owner, name, wrapper)
+
+    def _enter(self, phase: Phase) -> list[Hooks]:
+        """Begin a phase in the loops of this thread, and return those that see it.
+
+        torch.compile must not compile what this calls, where it runs within compiled code.
+        """
+        prior = eval_frame.set_eval_frame(None)
+        try:
+            return [loop for loop in self._loops if loop.timeline.enter(phase)]
+        finally:
+            eval_frame.set_eval_frame(prior)
+
+    def _leave(self, loops: Iterable[Hooks]) -> None:
+        prior = eval_frame.set_eval_frame(None)
+        try:
+            for loop in loops:
+                loop.timeline.leave()
+        finally:
+            eval_frame.set_eval_frame(prior)
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+            # the compiler traces backward while it compiles a forward pass
+            if TracingContext.try_get() is not None:
+                return original(*inputs, **named)
+            loops = self._enter(Phase.BACKWARD)
+            try:
+                return original(*inputs, **named)
+            finally:
+                self._leave(loops)
+
+        return backward
+
+    def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def following(iterator: Any) -> Any:  # noqa: ANN401
+            loops = self._enter(Phase.DATA)
+            try:
+                return original(iterator)
+            finally:
+                self._leave(loops)
+                for loop in loops:
+                    loop.reader.loader_batch = getattr(iterator._index_sampler, "batch_size", None)
+
+        return following
+
+    def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterator(loader: Any) -> Any:  # noqa: ANN401
+            loops = self._enter(Phase.DATA)
+            try:
+                return original(loader)
+            finally:
+                self._leave(loops)
+
+        return iterator
+
+    def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(wrapper: Any, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+            if torch.compiler.is_compiling():
+                return original(wrapper, *inputs, **named)
+            model = wrapper._orig_mod
+            models = [hooks for loop in self._loops for hooks in loop.models]
+            calls = [hooks for hooks in models if hooks.is_model(model)]
+            for hooks in calls:
+                hooks.begins(model, inputs, named)
+            try:
+                return original(wrapper, *inputs, **named)
+            finally:
+                for hooks in calls:
+                    hooks.ends(model)
+
+        return call
+
+
+PATCHES = Patches()

@@ -1,0 +1,265 @@
+"""What a watched loop sends through its model: tokens, counted where an embedding looks them up,
+their lengths, padding, and the precision of the matmuls.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Precision
+from .precision import autocast_dtype, computed_in, only_low_dtype, precision_of
+
+TELL_ORDER = (nn.MultiheadAttention, nn.RNNBase)
+"""Modules of PyTorch that say whether the batch is the first axis."""
+EMBEDDING_WORDS = ("emb", "wte", "wpe", "rope", "rotary", "position")
+"""Parts of the names of modules that look tokens up or are given positions."""
+MAX_HOOKED = 8
+"""Most modules that are hooked because of their names, so that hooks cost little."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one forward pass of the model was given; None is what was not seen."""
+
+    is_training: bool
+    """Whether the model was in training mode."""
+    mark: int
+    """Index of the mark of the step at which the pass began."""
+    tokens: int | None = None
+    context_length: int | None = None
+    padding: int | Tensor | None = None
+    """Tokens that a mask leaves out; of a GPU, a tensor that holds their number once the pass is
+    over.
+    """
+    precision: Precision | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a step sent through the model; None is what was not seen."""
+
+    count: int | None = None
+    context_lengths: tuple[int, ...] | None = None
+    """One for each forward pass, if all are known."""
+    padding: int | None = None
+    """None unless it is known of each forward pass."""
+    precision: Precision | None = None
+
+
+def tokens_of(passes: Iterable[Pass]) -> Tokens:
+    """The sums over the forward passes of a step."""
+    passes = list(passes)
+    counts = [seen.tokens for seen in passes if seen.tokens is not None]
+    lengths = [seen.context_length for seen in passes if seen.context_length is not None]
+    paddings = [int(seen.padding) for seen in passes if seen.padding is not None]
+    precisions = [seen.precision for seen in passes]
+    return Tokens(
+        count=sum(counts) if counts else None,
+        context_lengths=tuple(lengths) if len(lengths) == len(passes) else None,
+        padding=sum(paddings) if paddings and len(paddings) == len(passes) else None,
+        precision=precisions[-1] if precisions else None,
+    )
+
+
+class PassReader:
+    """Reads forward passes, by hooks before the calls of a few modules within the model.
+
+    These are the modules that may be embeddings or make positions, and one of those of which the
+    model has most, for the type of its matmuls. They stay the same, because torch.compile compiles
+    again where hooks have gone. Tokens are `input_ids` where the model is given a tensor of that
+    name, else those that reach the embedding that gets most of them: positions and types of tokens
+    have embeddings too.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], device: torch.device) -> None:
+        named = [pair for model in models for pair in model.named_modules()]
+        self._device = device
+        self.counts_padding = True
+        """Whether to count the padding of this step's passes."""
+        self.loader_batch: int | None = None
+        """Batch size of the DataLoader that made the last batch; None if unknown."""
+        self.hooked = WeakSet(_may_embed(named))
+        """The modules before whose calls `looks` is to be called."""
+        self._has_embedding = bool(self.hooked)
+        self.hooked.update(_usual_matmul([module for _, module in named]))
+        self._order = AxisOrder([module for _, module in named])
+        self._is_open = False
+        self._given: tuple[Any, ...] = ()
+        self._outer_dtype: torch.dtype | None = None
+        self._mark = 0
+        self._embedded: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """By embedding, the tokens that reached it in this pass, and the shape of the last."""
+        self._dtype: torch.dtype | None = None
+        """The type of the matmul that was seen last in this pass."""
+
+    def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
+        """Begin to read a forward pass, which is given these."""
+        self._is_open = True
+        self._given, self._mark = (named, *inputs), mark
+        self._outer_dtype = autocast_dtype(self._device)
+        self._embedded.clear()
+        self._dtype = None
+
+    def looks(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Look at what a module within the model is given."""
+        if not self._is_open:
+            return
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        if not tensors:
+            return
+        first = tensors[0]
+        if _has_matrix(module) and first.is_floating_point():
+            self._dtype = computed_in(first, self._device)
+        elif _has_matrix(module):
+            count, _ = self._embedded.get(id(module), (0, ()))
+            self._embedded[id(module)] = count + first.numel(), tuple(first.shape)
+        if not self._order.is_known:
+            self._order.see_positions(tensors)
+
+    def ends(self, model: nn.Module) -> Pass:
+        """What the pass was given, which ends now."""
+        self._is_open = False
+        seen = Pass(is_training=model.training, mark=self._mark)
+        dtype = self._dtype or self._outer_dtype or only_low_dtype(model)
+        seen.precision = precision_of(dtype, self._device)
+        shape = self._count(seen)
+        if shape is not None:
+            seen.context_length = self._order.length(shape, self.loader_batch)
+            if self.counts_padding:
+                seen.padding = _padding(self._given, shape)
+        self._given = ()
+        return seen
+
+    def _count(self, seen: Pass) -> tuple[int, ...] | None:
+        """Note the number of tokens, and return their shape; None if none were seen."""
+        for values in self._given:
+            ids = values.get("input_ids") if isinstance(values, Mapping) else None
+            if isinstance(ids, Tensor):
+                self._order.is_named = True
+                seen.tokens = ids.numel()
+                return tuple(ids.shape)
+        if self._embedded:
+            seen.tokens, shape = max(self._embedded.values())
+            return shape
+        # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
+        shapes = {tuple(value.shape) for value in _integers(self._given) if value.ndim}
+        if self._dtype is not None or not self._has_embedding or len(shapes) != 1:
+            return None
+        (shape,) = shapes
+        seen.tokens = math.prod(shape)
+        return shape
+
+
+class AxisOrder:
+    """Tells which axis of a batch of tokens is the sequence, from what is seen in the model.
+
+    `input_ids` are (batch, sequence). Other tokens are ordered as PyTorch's own attention and
+    recurrent modules say, or as positions, square masks or the DataLoader's batch size have the
+    length of one axis and not of the other. Else the order is not known.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.is_named = False
+        self._axis: int | None = None
+        self._lengths: set[int] = set()
+        """Lengths of sequences, of positions and of square masks."""
+        firsts = set()
+        for module in modules:
+            if isinstance(module, TELL_ORDER):
+                firsts.add(module.batch_first)
+            for buffer in module.buffers(recurse=False):
+                if buffer.ndim > 1 and buffer.shape[-1] == buffer.shape[-2]:
+                    self._lengths.add(buffer.shape[-1])
+        if len(firsts) == 1:
+            self._axis = int(firsts.pop())
+
+    @property
+    def is_known(self) -> bool:
+        return self.is_named or self._axis is not None
+
+    def see_positions(self, tensors: Iterable[Tensor]) -> None:
+        """Note the length of a row of positions, which classes of the sequences are not: positions
+        count up.
+        """
+        for tensor in tensors:
+            is_row = tensor.ndim and tensor.shape[-1] == tensor.numel() > 1
+            if is_row and not tensor.is_floating_point() and bool((tensor.diff() == 1).all()):
+                self._lengths.add(tensor.shape[-1])
+
+    def length(self, shape: tuple[int, ...], loader_batch: int | None) -> int | None:
+        """The length of the sequences of tokens of this shape; None if it is not known."""
+        if self.is_named:
+            return shape[-1]
+        if len(shape) != 2:
+            return None
+        if self._axis is None and shape[0] != shape[1]:
+            telling = {axis for axis in (0, 1) if shape[axis] in self._lengths}
+            if loader_batch in shape:
+                telling.add(1 - shape.index(loader_batch))
+            if len(telling) == 1:
+                self._axis = telling.pop()
+        return None if self._axis is None else shape[self._axis]
+
+
+def _may_embed(named: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
+    """The modules that are embeddings or positions by their class or name, at most MAX_HOOKED."""
+    modules = []
+    for path, module in named:
+        words = f"{type(module).__name__} {path.rpartition('.')[2]}".lower()
+        if isinstance(module, nn.Embedding) or any(word in words for word in EMBEDDING_WORDS):
+            modules.append(module)
+    return modules[:MAX_HOOKED]
+
+
+def _usual_matmul(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """One of the modules with a matrix of the shape of which the model has most: one of a block."""
+    by_kind: dict[Any, list[nn.Module]] = {}
+    for module in modules:
+        if _has_matrix(module) and not isinstance(module, nn.Embedding):
+            shapes = tuple(tuple(parameter.shape) for parameter in _own_parameters(module))
+            by_kind.setdefault((type(module), shapes), []).append(module)
+    most = max(by_kind.values(), key=len, default=[])
+    return most[:1]
+
+
+def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
+    return (parameter for parameter in module._parameters.values() if parameter is not None)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether the module itself, and not one within it, has a parameter of two or more axes; so
+    does a linear layer whose parameters are kept elsewhere.
+    """
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return True
+    return any(parameter.ndim > 1 for parameter in _own_parameters(module))
+
+
+def _integers(given: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors of integers in what a model is given."""
+    for value in given:
+        if isinstance(value, Mapping):
+            yield from _integers(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _integers(value)
+        elif isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32):
+            yield value
+
+
+def _padding(given: Iterable[Any], shape: tuple[int, ...]) -> int | Tensor | None:
+    """How many tokens of this shape the mask leaves out; None without one."""
+    for values in given:
+        mask = values.get("attention_mask") if isinstance(values, Mapping) else None
+        if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
+            attended = torch.count_nonzero(mask)
+            if not attended.is_cuda:
+                return mask.numel() - int(attended)
+            # the host does not wait: the copy is done once the step is over
+            left_out = torch.empty((), dtype=torch.int64, pin_memory=True)
+            return left_out.copy_(mask.numel() - attended, non_blocking=True)
+    return None
