@@ -20,7 +20,7 @@ from . import communication, idle, modules, operators, pictured, process_groups,
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
 from .classes import KernelRules, is_generated, use_rules
 from .copies import copy_times
-from .counters import counter_means
+from .counters import counter_means, module_means
 from .device_memory import reserved_peaks
 from .device_time import Busy, DeviceSteps, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
@@ -105,6 +105,7 @@ def summarise(
         passes_per_step=attribution.plan.passes_per_step,
         operators=operators.operator_times(attribution, in_step),
         counters=tuple(counter_means(trace, windows, jobs.device)),
+        module_counters=tuple(module_means(trace, in_step, parts)),
         reserved=tuple(reserved_peaks(trace, windows)),
         places=tuple(place_times(in_step, trace)),
     )

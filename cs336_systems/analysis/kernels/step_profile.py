@@ -443,6 +443,8 @@ class CounterMean:
     """Number of samples."""
     share: Annotated[float, msgspec.Meta(ge=0)]
     """Part of the counter's highest value."""
+    module: tuple[str, ...] = ()
+    """Path of the module, where the mean is over its kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -542,6 +544,7 @@ class StepProfile:
     operators: tuple[OperatorTimes, ...] = ()
     """The longest first; empty if the file shows none. They add up to the kernels of `phases`."""
     counters: tuple[CounterMean, ...] = ()
+    module_counters: tuple[CounterMean, ...] = ()
     """Only where there are samples enough."""
     reserved: tuple[ReservedPeak, ...] = ()
     places: tuple[PlaceTimes, ...] = ()
