@@ -31,9 +31,9 @@ from cs336.config import (
 from cs336.files import MAX_BYTES, write_atomically
 from cs336.loop_record import LoopRecord
 from cs336.record import (
-    Activity,
     FORMAT_VERSION,
     RUNS,
+    Activity,
     Compilation,
     Durations,
     Environment,
