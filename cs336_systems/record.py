@@ -456,6 +456,11 @@ class RunRecord:
         """None for a run that ended before it could name its device."""
         return None if self.environment is None else self.environment.identity.device_name
 
+    @property
+    def times_s(self) -> dict[str, tuple[float, ...]]:
+        """The times of the phases and of the whole step, by name."""
+        return {str(times.phase): times.times_s for times in self.measurements}
+
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of `phase`, or None where the run has none."""
         return next((m for m in self.measurements if m.phase is phase), None)
