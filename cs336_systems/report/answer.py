@@ -15,8 +15,8 @@ from .section import Table
 from .sections.steps import results_table, step_answer, step_findings
 
 MOST_CHARACTERS = 5_000
-"""Longest answer as JSON, which is below 2,000 tokens: JSON has three characters a token or
-more.
+"""Longest answer as JSON, which is below 2,000 tokens: JSON has 2.5 characters a token at
+least.
 """
 LONGEST = 300
 """Longest text of an answer."""

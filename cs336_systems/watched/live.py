@@ -156,6 +156,8 @@ class Live(Observer):
 
     def _show(self) -> None:
         stream = sys.stderr
+        if stream is None:  # a program without a console
+            return
         if self._every is None and _is_terminal(stream):
             now_s = monotonic()
             if now_s - self._drawn_s < REDRAWN_S or _has_progress_bar() or not self._is_first():
