@@ -97,6 +97,12 @@ def _tiles(entry: Explained) -> Iterator[Tile]:
     ):
         if text := shown.cell(step):
             yield Tile(name, f"{text} {shown.unit}".strip(), note)
+    if profile.ranks:
+        note = "how far apart they begin is not seen"
+        if profile.skew:
+            largest_ms = max(skew.largest_s for skew in profile.skew) * 1e3
+            note = f"begin a collective up to {significant(largest_ms, 3)} ms apart"
+        yield Tile("ranks", str(len(profile.ranks)), note)
 
 
 def _of_snapshot(entry: MemoryEntry) -> Glance:

@@ -267,7 +267,13 @@ def skew(entries: Sequence[Explained]) -> Section:
     if len(rows) > MAX_SKEWS:
         notes.append(f"Shown are the first {MAX_SKEWS} of {len(rows)} steps.")
     return over_configurations(
-        "skew", "Skew of ranks", rows, shown, keys, notes, shown=lambda row: row["step"] < MAX_SKEWS
+        "skew",
+        "Skew of ranks",
+        rows,
+        shown,
+        keys,
+        notes,
+        shown=lambda row: row["step"] <= MAX_SKEWS,
     )
 
 
@@ -277,7 +283,7 @@ def skew_rows(entry: Explained) -> Iterator[Row]:
     for step, times in enumerate(profile.skew):
         last = [(rank.last[step], rank.rank) for rank in profile.ranks if rank.last is not None]
         yield {
-            "step": step,
+            "step": step + 1,  # as pictures number them
             "collectives": times.collectives,
             "median_ms": times.median_s * 1e3,
             "largest_ms": times.largest_s * 1e3,
