@@ -265,7 +265,7 @@ def select_steps(attribution: Attribution) -> Selection:
 
     Steps that the profiler did not record are left out: those without any kernel or copy that
     launched some, or that lie before or after all calls of the host. A step that launched nothing
-    is one.
+    is one, unless no kernel or copy has its launch in any step.
     """
     steps = attribution.plan.steps
     is_warmup = bool(steps.is_warmup.all()) and len(steps) > 0
@@ -304,7 +304,10 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
     steps, calls = attribution.plan.steps, attribution.trace.api_calls
     in_step = attribution.jobs.step
     is_empty = np.bincount(in_step[in_step >= 0], minlength=len(steps)) == 0
-    if is_empty.all() or not len(calls):
+    if is_empty.all():
+        # what the file has of the device is in none of them, and may be of any
+        return is_empty, np.full(len(steps), len(in_step) == 0)
+    if not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
     is_launching = ApiCallKind.LAUNCH.among(calls.name, attribution.trace.strings)
     launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
@@ -330,6 +333,9 @@ def _cut_off(attribution: Attribution) -> Mask:
 
 def _notes_on_steps(is_empty: Mask, is_recorded: Mask, is_cut: Mask) -> Iterator[str]:
     count = len(is_empty)
+    if count and not is_recorded.any():
+        yield "No kernel or copy has its launch in a step: the file is taken as a whole."
+        return
     if cut := int(is_cut.sum()):
         yield (
             f"{cut} of {count} steps lie at an edge of the file, without the kernels of some of "

@@ -52,6 +52,7 @@ class ApiCallKind(Enum):
 
 
 TO_HOST = re.compile(r"Device-?to-?Host|DtoH|D2H", re.I)
+TO_DEVICE = re.compile(r"Host-?to-?Device|HtoD|H2D", re.I)
 
 
 def call_name(name: str) -> str:

@@ -177,6 +177,19 @@ def is_generated(name: str) -> bool:
     return _INDUCTOR.search(name[:MAX_NAME]) is not None
 
 
+# what names say of the phase, beside the class
+OF_OPTIMIZER = re.compile(
+    r"adam(?!ard)|sgd|lamb(?!da)|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
+    r"|Pointwise\w{0,20}Op\w{0,20}Functor|Lerp\w{0,20}Functor",
+    re.I,
+)
+"""Part of the names of kernels that update parameters: fused optimizers, and the addcmul, addcdiv
+and lerp of foreach ones. Kernels that clip or unscale gradients are others.
+"""
+OF_BACKWARD = re.compile(r"backward|bwd|[dw]grad", re.I)
+OF_TRAINING = re.compile(rf"{OF_BACKWARD.pattern}|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
+"""Part of the names of kernels that only training runs."""
+
 _rules_of_others: list[KernelRules] = []
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..columns import Ints
 from .attribution import Jobs
-from .calls import TO_HOST
+from .calls import TO_DEVICE, TO_HOST
 from .collectives import NO_COLLECTIVE
 from .device_time import Busy, DeviceSteps, alone_ns
 from .step_profile import CopyTimes
@@ -15,7 +15,7 @@ from .trace import of_names
 
 _DIRECTIONS = (
     (re.compile(r"memset|fill", re.I), "fill"),
-    (re.compile(r"HtoD|Host-?to-?Device|H2D", re.I), "host to device"),
+    (TO_DEVICE, "host to device"),
     (TO_HOST, "device to host"),
     (re.compile(r"DtoD|Device-?to-?Device|D2D", re.I), "device to device"),
     (re.compile(r"PtoP|Peer", re.I), "peer to peer"),

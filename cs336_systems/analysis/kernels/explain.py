@@ -18,9 +18,9 @@ from ...text import inert_line
 from ..columns import Ints, Mask, groups
 from . import communication, idle, modules, operators, pictured, process_groups, step_profile
 from .attribution import Attribution, Selection, attribute, by_step, frame_of, select_steps
-from .classes import KernelRules, use_rules
+from .classes import KernelRules, is_generated, use_rules
 from .copies import copy_times
-from .counters import counter_means
+from .counters import counter_means, module_means
 from .device_memory import reserved_peaks
 from .device_time import Busy, DeviceSteps, busy_ns, times_on_device
 from .doubts import doubts, is_rounded
@@ -30,7 +30,7 @@ from .phases import CODES, LaunchPhase
 from .places import place_times
 from .readers import read_trace
 from .run_files import files_of_run
-from .trace import Trace, Union
+from .trace import Trace, Union, of_names
 
 
 class AttributionError(AssertionError):
@@ -99,11 +99,13 @@ def summarise(
         rank=trace.rank,
         between=_between_steps(spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
+        is_compiled=_is_compiled(trace),
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,
         operators=operators.operator_times(attribution, in_step),
         counters=tuple(counter_means(trace, windows, jobs.device)),
+        module_counters=tuple(module_means(trace, in_step, parts)),
         reserved=tuple(reserved_peaks(trace, windows)),
         places=tuple(place_times(in_step, trace)),
     )
@@ -137,6 +139,11 @@ def _between_steps(
         idle_s=int((holes.end - holes.start).sum()) / 1e9,
         data_s=int(data.within(holes.start, holes.end).sum()) / 1e9,
     )
+
+
+def _is_compiled(trace: Trace) -> bool:
+    """Whether torch.compile made a kernel of the trace."""
+    return bool(of_names(trace.kernels.name, trace.strings, is_generated, np.bool_).any())
 
 
 def _left(kernels: pd.DataFrame, step: Ints, is_cut: Mask) -> step_profile.Left:

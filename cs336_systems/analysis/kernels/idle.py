@@ -5,17 +5,18 @@ cut there, so that each piece has one cause. The first of these rules that holds
 `next` is the kernel or copy that ends the idle time.
 
 1. The host is not the cause: BETWEEN_KERNELS. The call that launched `next` had returned before the
-   piece began, or had launched earlier work too (a CUDA graph), or the device took the larger part
-   of the piece to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an idle device. In the
-   other rules the device waited for the host until the call that launched `next`.
+   piece began, or had begun by then and launched other work first (a CUDA graph), or the device
+   took the larger part of the piece to begin `next`. A launch needs LAUNCH_LATENCY_S to reach an
+   idle device. In the other rules the device waited for the host until the call that launched
+   `next`.
 2. The host was in a range of the phase `data`: DATA. It was in a call that allocates: ALLOCATION.
 3. Nothing follows in the step: END_OF_STEP.
 4. For more than half of that wait the host made no CUDA call, in pauses longer than HOST_PAUSE_S:
    HOST_PAUSE.
 5. When the idle time began, the host was in a call that waits for the device, or had left one less
    than WAIT_SLACK_S before, and that call was over when `next` was launched: HOST_WAITED; likewise
-   if the host was in calls that copy for more than half of the wait. The start of a step is exempt
-   from the first part of this rule.
+   if the host was in calls that wait or copy for more than half of that wait, as when another
+   device still works. The start of a step is exempt from the first part of this rule.
 6. Otherwise: LATE_LAUNCH.
 """
 
@@ -99,7 +100,10 @@ def find_gaps(
     cause = np.full(len(gaps), _CODE[IdleCause.END_OF_STEP], dtype=np.int8)
     causes.explain(cause, gaps.start_ns, gaps.end_ns)
     followed = chosen(gaps, ~ends_step)
-    of_launch = _starts_its_launch(jobs)[followed.after] | ~jobs.is_launched[followed.after]
+    after = followed.after
+    # what a call launches later than other work is late only where the call was late
+    of_launch = _starts_its_launch(jobs)[after] | ~jobs.is_launched[after]
+    of_launch |= jobs.launch_ns[after] > followed.start_ns
     by_host = causes.of(followed, jobs)
     cause[~ends_step] = np.where(of_launch, by_host, _CODE[IdleCause.BETWEEN_KERNELS])
     gaps = replace(gaps, phase=phase, cause=cause)
@@ -142,8 +146,8 @@ class _Causes:
             IdleCause.ALLOCATION: Union(calls.start_ns[allocates], calls.end_ns[allocates]),
             IdleCause.DATA: Union(windows.start_ns[is_data], windows.end_ns[is_data]),
         }
-        copies = calls.is_launch & ~calls.is_kernel
-        self._copies = Union(calls.start_ns[copies], calls.end_ns[copies])
+        blocks = calls.is_wait | (calls.is_launch & ~calls.is_kernel)
+        self._blocking = Union(calls.start_ns[blocks], calls.end_ns[blocks])
         called = Union(calls.start_ns, calls.end_ns)
         quiet_start = np.append(-MAX_TIME_NS, called.end)
         quiet_end = np.append(called.start, MAX_TIME_NS)
@@ -191,7 +195,7 @@ class _Causes:
         is_pause = 2 * self._pauses.within(start, waited_until) > waited_until - start
         # rule 5, which needs an earlier job in the step
         is_wait = (gaps.before >= 0) & self._was_waiting(start, launch)
-        is_wait |= 2 * self._copies.within(start, waited_until) > waited_until - start
+        is_wait |= 2 * self._blocking.within(start, waited_until) > waited_until - start
         cause = np.full(len(start), _CODE[IdleCause.LATE_LAUNCH], dtype=np.int8)
         # from the last rule to the first, since an earlier rule overrides a later one
         cause[is_wait] = _CODE[IdleCause.HOST_WAITED]

@@ -13,23 +13,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
-from .classes import KernelClass, classify_kernel
+from .calls import TO_DEVICE, ApiCallKind
+from .classes import OF_BACKWARD, OF_OPTIMIZER, OF_TRAINING, KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
-from .trace import MAX_TIME_NS, GroupNesting, Holes, Nesting, Ranges, Trace, Union, of_names
-
-_OF_OPTIMIZER = re.compile(
-    r"adam(?!ard)|sgd|lamb(?!da)|adagrad|adadelta|adafactor|rmsprop|muon|optimizer"
-    r"|Pointwise\w{0,20}Op\w{0,20}Functor|Lerp\w{0,20}Functor",
-    re.I,
+from .trace import (
+    MAX_TIME_NS,
+    DeviceWork,
+    GroupNesting,
+    Holes,
+    Nesting,
+    Ranges,
+    Trace,
+    Union,
+    of_names,
 )
-"""Part of the names of kernels that update parameters: fused optimizers, and the addcmul, addcdiv
-and lerp of foreach ones. Kernels that clip or unscale gradients are others.
-"""
+
+_COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
 _FILL = re.compile(r"fill|zero|memset", re.I)
-_OF_BACKWARD = re.compile(r"backward|bwd|[dw]grad", re.I)
-_OF_TRAINING = re.compile(rf"{_OF_BACKWARD.pattern}|multi_tensor_apply|adam(?!ard)|nll_loss", re.I)
-"""Part of the names of kernels that only training runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,31 +109,49 @@ def _main_by_kernels(trace: Trace) -> int | None:
     """The thread that launches an optimizer's kernels, or the only one of two or more that launches
     no kernel of backward; None if neither is so.
     """
-    kernels = chosen(trace.kernels, trace.kernels.is_launched)
-    of_optimizer = kernels.thread[_has_name(trace, kernels.name, _OF_OPTIMIZER)]
+    kernels = _launched_alone(trace)
+    of_optimizer = kernels.thread[_has_name(trace, kernels.name, OF_OPTIMIZER)]
     if len(np.unique(of_optimizer)) == 1:
         return int(of_optimizer[0])
-    of_backward = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
+    of_backward = kernels.thread[_has_name(trace, kernels.name, OF_BACKWARD)]
     others = np.setdiff1d(kernels.thread, of_backward)
     return int(others[0]) if len(of_backward) and len(others) == 1 else None
+
+
+def _launched_alone(trace: Trace) -> DeviceWork:
+    """The kernels that calls of their own launched: a graph may be of a whole step, so its kernels
+    tell nothing of the thread that launches it.
+    """
+    return chosen(trace.kernels, trace.kernels.is_launched & ~trace.kernels.is_in_graph)
 
 
 def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
     """The windows that ranges, autograd or an optimizer's kernels show, in order."""
     windows = _range_windows(trace, names, main)
-    if not windows.among(LaunchPhase.BACKWARD).any():
-        has_optimizer = bool(windows.among(LaunchPhase.OPTIMIZER).any())
-        is_training = has_optimizer or has_kernels_of_training(trace)
+    is_optimizer = windows.among(LaunchPhase.OPTIMIZER)
+    has_backward = windows.among(LaunchPhase.BACKWARD).any()
+    if is_optimizer.any() or not has_backward:
+        is_training = bool(is_optimizer.any()) or has_kernels_of_training(trace)
+        if has_backward:
+            # beside ranges of backward, a thread alone does not show that a closure runs it
+            is_training = bool(_has_name(trace, trace.kernels.name, OF_BACKWARD).any())
         start, end = backward_bursts(trace, main, is_training=is_training)
         # a closure runs backward within the optimizer's range; elsewhere ranges decide
-        around = chosen(windows, ~windows.among(LaunchPhase.OPTIMIZER))
-        inside = Union(around.start_ns, around.end_ns).within(start, start + 1)
-        backward = windows_of(LaunchPhase.BACKWARD, start[inside == 0], end[inside == 0])
+        is_shown = _is_inside(chosen(windows, ~is_optimizer), start)
+        if has_backward:
+            is_shown |= ~_is_inside(chosen(windows, is_optimizer), start)
+        backward = windows_of(LaunchPhase.BACKWARD, start[~is_shown], end[~is_shown])
         windows = _ordered(joined(windows, backward))
     windows = _without_closures(windows)
     if not windows.among(LaunchPhase.OPTIMIZER).any():
         windows = _ordered(joined(windows, _optimizers_by_kernels(trace, windows, main)))
     return windows
+
+
+def _is_inside(windows: MarkedWindows, time: Ints) -> Mask:
+    """Whether each time lies in one of the windows."""
+    is_inside: Mask = Union(windows.start_ns, windows.end_ns).within(time, time + 1) > 0
+    return is_inside
 
 
 def _range_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
@@ -206,20 +225,23 @@ def _is_backward(trace: Trace, launched: Ints, main: int, *, is_training: bool) 
 
 def _backward_threads(trace: Trace, main: int) -> Ints:
     """The threads but the main one that launch kernels of backward; where none does by name, the
-    other thread if there is only one.
+    other thread if there is only one, and it computes: a thread that makes batches moves values.
     """
-    kernels = chosen(trace.kernels, trace.kernels.is_launched)
+    kernels = _launched_alone(trace)
     others = np.setdiff1d(kernels.thread, [main])
-    telling = kernels.thread[_has_name(trace, kernels.name, _OF_BACKWARD)]
+    telling = kernels.thread[_has_name(trace, kernels.name, OF_BACKWARD)]
     of_backward = np.intersect1d(others, telling)
     if len(of_backward) or len(others) > 1:
         return of_backward
-    return others
+    is_computing = of_names(
+        kernels.name, trace.strings, lambda name: classify_kernel(name) in _COMPUTING, np.bool_
+    )
+    return np.intersect1d(others, kernels.thread[is_computing])
 
 
 def has_kernels_of_training(trace: Trace) -> bool:
     """Whether a kernel of the file is one that only training runs."""
-    return bool(_has_name(trace, trace.kernels.name, _OF_TRAINING).any())
+    return bool(_has_name(trace, trace.kernels.name, OF_TRAINING).any())
 
 
 def _has_name(trace: Trace, names: Ints, pattern: re.Pattern[str]) -> Mask:
@@ -233,9 +255,9 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     """
     kernels = trace.kernels
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
-    is_telling = is_of_main & _has_name(trace, kernels.name, _OF_OPTIMIZER)
+    is_telling = is_of_main & _has_name(trace, kernels.name, OF_OPTIMIZER)
     time = np.sort(kernels.launch_ns[is_telling])
-    time = time[Union(windows.start_ns, windows.end_ns).within(time, time + 1) == 0]
+    time = time[~_is_inside(windows, time)]
     # the number of windows before a launch tells which of them lie between the same two
     behind = np.searchsorted(windows.start_ns, time, side="right")
     after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
@@ -265,6 +287,7 @@ def with_forward(
     end_ns: Ints,
     events: Ints,
     updates: Ints,
+    batches: Ints,
     *,
     is_inference: bool,
 ) -> MarkedWindows:
@@ -273,7 +296,8 @@ def with_forward(
 
     Forward begins with the first of the sorted `events`, launches and ranges of the main thread:
     what the host did before is not seen. It begins after the last of the sorted `updates`, launches
-    of kernels that clip, unscale or update, which belong to the step before.
+    of kernels that clip, unscale or update, which belong to the step before; and after the batch
+    was taken, which the sorted `batches`, launches of copies to the device, show too.
     """
     is_backward = windows.among(LaunchPhase.BACKWARD)
     backward = windows.start_ns[is_backward]
@@ -284,7 +308,7 @@ def with_forward(
     holes = covered.holes(start_ns, np.maximum(until, start_ns))
     last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end) - 1]
     since = np.maximum(holes.start, last_update + 1)
-    since[_is_before_data(windows, holes, events)] = MAX_TIME_NS
+    since = np.maximum(since, _taken(windows, holes, events, batches))
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
     last_event = np.append(events, 0)[np.searchsorted(events, holes.end) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
@@ -295,20 +319,28 @@ def with_forward(
     return _ordered(joined(windows, forward))
 
 
-def _is_before_data(windows: MarkedWindows, holes: Holes, events: Ints) -> Mask:
-    """Whether a batch is taken after each hole and before the next backward, with events behind it:
-    these are forward, and what came before the batch is not.
+def _taken(windows: MarkedWindows, holes: Holes, events: Ints, batches: Ints) -> Ints:
+    """When the batch of the backward that follows each hole was taken, with events behind it; long
+    ago where nothing shows that. What came before, such as a schedule or a log, is not forward.
+
+    It was taken in the last range of data, and copied by the first of the sorted `batches` since
+    the last backward or update. A later one may be a part of forward.
     """
-    backward = windows.start_ns[windows.among(LaunchPhase.BACKWARD)]
+    is_backward = windows.among(LaunchPhase.BACKWARD)
+    backward = np.append(windows.start_ns[is_backward], MAX_TIME_NS)
+    until = backward[np.searchsorted(backward, holes.end)]
     is_data = windows.among(LaunchPhase.DATA)
-    start, end = windows.start_ns[is_data], windows.end_ns[is_data]
-    until = np.append(backward, MAX_TIME_NS)[np.searchsorted(backward, holes.end)]
-    last = np.searchsorted(start, until) - 1
-    last_start = np.append(start, -MAX_TIME_NS)[last]
-    last_end = np.append(end, -MAX_TIME_NS)[last]
-    num_behind = np.searchsorted(events, until) - np.searchsorted(events, last_end)
-    is_before: Mask = (last >= 0) & (last_start >= holes.end) & (num_behind > 0)
-    return is_before
+    last = np.searchsorted(windows.start_ns[is_data], until) - 1
+    of_range = np.append(windows.end_ns[is_data], -MAX_TIME_NS)[last]
+    of_range[np.append(windows.start_ns[is_data], -MAX_TIME_NS)[last] < holes.end] = -MAX_TIME_NS
+    is_end = is_backward | (windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad)
+    ended = np.append(-MAX_TIME_NS, np.maximum.accumulate(windows.end_ns[is_end]))
+    ended = ended[np.searchsorted(windows.start_ns[is_end], holes.end)]
+    copied = np.append(batches, MAX_TIME_NS)[np.searchsorted(batches, ended)]
+    copied[(copied >= until) | (until == MAX_TIME_NS)] = -MAX_TIME_NS
+    taken = np.maximum(of_range, copied)
+    num_behind = np.searchsorted(events, until) - np.searchsorted(events, taken)
+    return np.where(num_behind > 0, taken, -MAX_TIME_NS)
 
 
 def main_events(trace: Trace, main: int, without: Ints) -> Ints:
@@ -335,6 +367,19 @@ def update_launches(trace: Trace, main: int) -> Ints:
     )
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     return np.sort(kernels.launch_ns[is_of_main & is_update])
+
+
+def batches(trace: Trace, main: int) -> Ints:
+    """When the main thread launched copies to the device; where only others do, when it let a
+    stream wait, as for their copies; in order.
+    """
+    copies, calls = trace.copies, trace.api_calls
+    is_upload = copies.is_launched & _has_name(trace, copies.name, TO_DEVICE)
+    of_main = is_upload & (copies.thread == main)
+    if of_main.any() or not is_upload.any():
+        return np.sort(copies.launch_ns[of_main])
+    is_wait = ApiCallKind.STREAM_WAIT.among(calls.name, trace.strings)
+    return np.sort(calls.start_ns[is_wait & (calls.thread == main)])
 
 
 def around_windows(trace: Trace, windows: MarkedWindows, main: int) -> Ints:

@@ -443,6 +443,8 @@ class CounterMean:
     """Number of samples."""
     share: Annotated[float, msgspec.Meta(ge=0)]
     """Part of the counter's highest value."""
+    module: tuple[str, ...] = ()
+    """Path of the module, where the mean is over its kernels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -527,6 +529,8 @@ class StepProfile:
     """None where steps follow each other at once, and where there is only one."""
     graph_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the steps' kernels that CUDA graphs launched."""
+    is_compiled: bool = False
+    """Whether torch.compile made a kernel of the file, in a step or outside of all."""
     steps_from: str = ""
     """What showed the steps, in words: the name of their ranges, for example."""
     step_labels: tuple[StepLabel, ...] = ()
@@ -540,6 +544,7 @@ class StepProfile:
     operators: tuple[OperatorTimes, ...] = ()
     """The longest first; empty if the file shows none. They add up to the kernels of `phases`."""
     counters: tuple[CounterMean, ...] = ()
+    module_counters: tuple[CounterMean, ...] = ()
     """Only where there are samples enough."""
     reserved: tuple[ReservedPeak, ...] = ()
     places: tuple[PlaceTimes, ...] = ()

@@ -12,6 +12,7 @@ from ..columns import NO_ROWS, Columns, Ints, Mask
 from .phase_plan import (
     MarkedWindows,
     around_windows,
+    batches,
     main_events,
     main_thread,
     marked_windows,
@@ -95,11 +96,18 @@ def plan_of(trace: Trace, names: PhaseRanges) -> PhasePlan:
     has_forward = bool(windows.among(LaunchPhase.FORWARD).any())
     if not has_forward:
         is_inference = bool(names.labels) or shows_no_training(trace, names)
-        events = updates = NO_ROWS
+        events = updates = copied = NO_ROWS
         if main is not None:
             events, updates = main_events(trace, main, around), update_launches(trace, main)
+            copied = batches(trace, main)
         windows = with_forward(
-            windows, steps.start_ns, steps.end_ns, events, updates, is_inference=is_inference
+            windows,
+            steps.start_ns,
+            steps.end_ns,
+            events,
+            updates,
+            copied,
+            is_inference=is_inference,
         )
         notes = [_note(trace, windows, is_inference, is_named)]
     if not is_named:
@@ -152,7 +160,9 @@ def _find_steps(
     else:
         rows = np.flatnonzero((ranges.thread == main) & ranges.is_nested)
         model = np.setdiff1d(rows, np.append(around, rows_named(trace, names.structure)))
-        start, end = _between_backwards(trace, model, backward)
+        # of pieces of backward, a step has many
+        is_whole = windows.among(LaunchPhase.BACKWARD) & ~windows.is_piece
+        start, end = _between_backwards(trace, model, windows.start_ns[is_whole])
         shown_by = "the model's ranges after a backward"
     if not len(start):
         return _by_period(trace, names)

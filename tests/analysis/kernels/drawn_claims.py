@@ -71,7 +71,8 @@ def _limit(finding: Finding, limit: str, sums: dict[str, float], truth: Truth) -
         "data": truth.idle_at_most(Pause.DATA) / wall,
         "copies": truth.copies_alone() / wall,
         "communication": exposed / wall,
-        "idle": 1 - busy,
+        # a step may begin before the first work of the file, and end after the last
+        "idle": sum(gap.length_ns for gap in truth.all_gaps()) / truth.plan.devices / wall,
         "gpu": busy - 0.5,
     }
     told = f"the share is {shares.get(limit, 1):.3f}, busy {busy:.3f}"

@@ -300,7 +300,8 @@ def _communication(profile: StepProfile, truth: Truth) -> Iterator[Score]:
         if total:
             yield Score("communication", NOT_SEEN, truth.plan.style, "0", str(total))
         return
-    if not _is_complete(profile):
+    # where clocks do not agree, some collectives seem to run outside of the steps
+    if not _is_complete(profile) or truth.plan.shift_ns:
         verdict = RIGHT if said <= total and alone <= exposed else FALSE
         yield Score("communication", verdict, "of a part", f"{said} {alone}", f"{total} {exposed}")
         return
@@ -312,8 +313,22 @@ def _ranks(profile: StepProfile, files: Sequence[Recorded]) -> Iterator[Score]:
     for what, said, true in rank_claims(profile, files):
         if said is None and true:
             yield Score("ranks", NOT_SEEN, what, "", str(true))
+        elif not _is_complete(profile) and what != "ranks of groups":
+            if what == "median skew":
+                continue
+            # collectives outside of the steps are not among those that are told
+            whole = zip(_listed(said), _listed(true), strict=True)
+            is_right = all(part <= total for part, total in whole)
+            yield Score("ranks", RIGHT if is_right else FALSE, f"{what} of a part")
         else:
             yield _compared("ranks", said or None, true or None, what)
+
+
+def _listed(value: object) -> list[float]:
+    """The numbers, or the one number; none for nothing."""
+    if isinstance(value, list):
+        return value
+    return [value] if isinstance(value, int | float) else []
 
 
 def _findings(said: Sequence[Finding], profile: StepProfile, truth: Truth) -> Iterator[Score]:

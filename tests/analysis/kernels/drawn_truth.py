@@ -376,7 +376,10 @@ class Truth:
                 after = [job for job in jobs if job.start_ns >= gap.end_ns]
                 kernels = [job for job in after if job.kind == "kernel"]
                 if gap.length_ns >= least_ns:
-                    phases |= {job.phase for job in after[:1] + kernels[:1]}
+                    for job in after[:1] + kernels[:1]:
+                        # what another thread launches is in the main thread's phase too
+                        phases |= self.phase_of(job)[0] if job.launch.thread == LOADING else set()
+                        phases.add(job.phase)
         return phases
 
     def count_of_kind(self, kind: str) -> set[int]:

@@ -104,9 +104,7 @@ def test_every_kernel_is_in_one_place_and_in_the_module_of_its_path(seed: int) -
         assert sum(row.count for row in rows) == in_steps
     assert decode_profile(encode_profile(explained)) == explained
     durations: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
-    used = (
-        (attribution.jobs.step >= 0) if len(attribution.plan.steps) else (attribution.jobs.step < 0)
-    )
+    used = (attribution.jobs.step >= 0) | explained.is_whole_trace
     for i in used.nonzero()[0].tolist():
         key = (
             module_path(attribution, int(attribution.jobs.module[i])),

@@ -12,7 +12,9 @@ from cs336.analysis.kernels.counters import MIN_SAMPLES
 from cs336.analysis.kernels.phases import LaunchPhase
 from cs336.analysis.kernels.readers.nsys import read_nsys
 from cs336.analysis.kernels.step_profile import StepProfile
+from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.findings import doing
+from cs336.report.sections.kernels.recorded import activity
 from tests.analysis.kernels.test_nsys import change
 from tests.analysis.kernels.tracing import (
     MAIN,
@@ -100,6 +102,26 @@ def test_counters_are_averaged_over_the_time_of_their_phase_alone(tmp_path: Path
     whole = means["Tensor Active", None]
     expected = sum(ACTIVE[phase] * count for phase, count in periods.items())
     assert whole.share == pytest.approx(expected / sum(periods.values()) / 100, rel=0.02)
+
+
+def test_counters_are_averaged_over_the_kernels_of_a_module_alone(tmp_path: Path) -> None:
+    made = training(8)
+    path = write_export(tmp_path / "t.sqlite", made)
+    periods = with_counters(path, made)
+    profile = explained(path)
+    of_tensors = [mean for mean in profile.module_counters if mean.counter == "Tensor Active"]
+    times = {row.path: row for row in profile.modules}
+    assert {mean.module[-1] for mean in of_tensors} == {"linear", "scores", "head"}
+    for mean in of_tensors:
+        # all of them run in forward, and an edge of a kernel costs at most one sample
+        assert mean.share == pytest.approx(ACTIVE["forward"] / 100)
+        row = times[mean.module]
+        of_module = row.total_s * 1e9 / PERIOD_NS
+        assert of_module - 2 * row.count <= mean.count <= of_module
+    assert sum(mean.count for mean in of_tensors) <= periods["forward"]
+    rows = activity([Explained(profile=profile)]).rows
+    shown = {row["module"]: row["Tensor Active"] for row in rows if row["module"]}
+    assert list(shown.values()) == [mean.share for mean in of_tensors]
 
 
 def test_tables_of_another_version_are_not_seen(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def in_use(profile: StepProfile) -> set[Remedy]:
     """What the file shows that the program does already, or has no use for."""
     seen = set()
     kernels = [kernel for kernel in profile.kernels if kernel.phase is None]
-    if any(is_generated(kernel.name) for kernel in kernels):
+    if profile.is_compiled or any(is_generated(kernel.name) for kernel in kernels):
         seen.add(Remedy.COMPILE)
     kinds = {kernel.kind for kernel in kernels}
     if KernelClass.ATTENTION in kinds or KernelClass.SOFTMAX not in kinds:

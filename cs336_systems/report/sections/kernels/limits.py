@@ -44,6 +44,7 @@ class Limit(StrEnum):
     COPIES = "copies"
     COMMUNICATION = "communication"
     IDLE = "idle times of several causes"
+    ONE_STEP = "not seen from one step"
     DOUBT = "in doubt"
 
 
@@ -76,7 +77,18 @@ def undoubted_limit(entry: Explained) -> Limit | None:
     exposed_s = collectives_s(profile, exposed=True)
     is_computing = span.busy_s - exposed_s >= MIN_BUSY_SHARE * span.whole_s
     is_small = exposed_s < MIN_EXPOSED_SHARE * span.whole_s
-    return Limit.GPU if is_computing or is_small else Limit.COMMUNICATION
+    if not (is_computing or is_small):
+        return Limit.COMMUNICATION
+    return Limit.ONE_STEP if _is_one_of_others(entry) else Limit.GPU
+
+
+def _is_one_of_others(entry: Explained) -> bool:
+    """Whether the profile is of a single step of several: the file has kernels of others, and does
+    not show how long the GPU waits from one to the next.
+    """
+    profile, left = entry.profile, entry.profile.left
+    is_single = profile.num_steps == 1 and not profile.is_whole_trace
+    return is_single and not entry.span().by_clock and left.outside + left.no_launch + left.cut > 0
 
 
 def late_s(entry: Explained, phase: LaunchPhase | None = None) -> float:
@@ -174,6 +186,11 @@ class Verdict(Figures):
             return (
                 "Communication is a limit: the GPU computes less than it seems to. It is busy "
                 f"{busy}"
+            )
+        if limit is Limit.ONE_STEP:
+            return (
+                f"In the only whole step of the file the GPU is busy {busy} What it does from one "
+                "step to the next is not seen."
             )
         host_s = sum(self.profile.step_s)
         if not self.span.by_clock and host_s < MIN_BUSY_SHARE * self.step_s:

@@ -3,17 +3,18 @@ reserved, and lines of the program. Tables and sentences of a trace that has the
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
-from ....analysis.kernels.step_profile import KernelTimes, StepProfile
+from ....analysis.kernels.step_profile import CounterMean, KernelTimes, StepProfile
 from ....costs.accounting import component_flops, mfu, step_flops
 from ...columns import Column, Row, column, columns_of
 from ...section import Finding, Section, over_configurations, rows_of
 from ...words import count, in_percent, label, percent_of, ratio, rounded, significant
 from .entry import Explained
 from .figures import WHERE, Figures
-from .sums import WHOLE_STEP, added, phases_by_name, total
+from .sums import WHOLE_STEP, added, path_text, phases_by_name, total
 
 TENSOR_CORES = "Tensor Active"
 MAX_LINES = 20
@@ -33,24 +34,36 @@ def is_full_precision(kernel: KernelTimes) -> bool:
 
 def activity(entries: Sequence[Explained]) -> Section:
     """Activity of the device's units by phase, with the number of samples."""
-    columns = [column("phase"), Column("samples", key="samples", write=count)]
+    columns = [
+        column("phase"),
+        Column("module", key="module", numeric=False, write=str),
+        Column("samples", key="samples", write=count),
+    ]
     for counter in dict.fromkeys(mean.counter for mean in entries[0].profile.counters):
         columns.append(Column(counter, "%", key=counter, write=in_percent))
     notes = [
-        "Means over samples of the device's counters, in % of the highest value. A phase without a "
-        "row was too short to be seen by them."
+        "Means over samples of the device's counters, in % of the highest value. A phase or "
+        "module without a row was too short to be seen by them."
     ]
     rows, keys = rows_of(entries, activity_rows), [heading.key for heading in columns]
     return over_configurations("activity", "Activity of the GPU", rows, columns, keys, notes)
 
 
 def activity_rows(entry: Explained) -> Iterator[Row]:
-    """A row for each phase that the counters saw, then one for the whole step."""
+    """A row for each phase that the counters saw, one for the whole step, then one for each module
+    whose kernels they saw.
+    """
     for name in phases_by_name(entry.profile):
         means = [mean for mean in entry.profile.counters if (mean.phase or WHOLE_STEP) == name]
         if means:
             shares = {mean.counter: mean.share for mean in means}
-            yield {"phase": name, "samples": means[0].count, **shares}
+            yield {"phase": name, "module": "", "samples": means[0].count, **shares}
+    by_module = defaultdict[str, list[CounterMean]](list)
+    for mean in entry.profile.module_counters:
+        by_module[path_text(mean.module)].append(mean)
+    for module, means in by_module.items():
+        shares = {mean.counter: mean.share for mean in means}
+        yield {"phase": WHOLE_STEP, "module": module, "samples": means[0].count, **shares}
 
 
 def reserved(entries: Sequence[Explained]) -> Section:
