@@ -31,23 +31,23 @@ class Hook:
     is not installed.
     """
 
-    __slots__ = ("_method",)
+    __slots__ = ("_call", "_owner")
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method: Callable[[], Callable[..., None] | None] = weakref.WeakMethod(method)
+    def __init__(self, method: Any) -> None:  # noqa: ANN401 (a bound method)
+        self._owner, self._call = weakref.ref(method.__self__), method.__func__
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         # first of all, so that torch.compile traces nothing else of it
         if torch.compiler.is_compiling():
             return
-        method = self._method()
-        if method is None:
+        owner = self._owner()
+        if owner is None:
             return
         try:
-            method(*arguments)
+            self._call(owner, *arguments)
         except Exception as error:  # the loop of the user goes on without what this hook sees
-            self._method = _gone
-            TROUBLES.append(f"{method.__qualname__}: {type(error).__name__}: {error}")
+            TROUBLES.append(f"{self._call.__qualname__}: {type(error).__name__}: {error}")
+            self._call = _nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -57,8 +57,8 @@ TROUBLES: list[str] = []
 """What went wrong in hooks, which is our own fault and never the loop's."""
 
 
-def _gone() -> None:
-    """Stands for a method that is not to be called any more."""
+def _nothing(*_: Any) -> None:  # noqa: ANN401
+    """Stands for a method that has failed."""
 
 
 class ModelHooks:
@@ -106,12 +106,12 @@ class ModelHooks:
         if is_forward:
             self._reader.begins(inputs, named, self._timeline.num_marks - 1)
 
-    def ends(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
+    def ends(self, module: nn.Module, _inputs: Any, result: Any) -> None:  # noqa: ANN401
         """End forward where `begins` began it."""
         if not self._timeline.is_here() or module is not self._model() or not self._opened:
             return
         if self._opened.pop():
-            self._timeline.note(self._reader.ends(module))
+            self._timeline.note(self._reader.ends(module, result))
             self._timeline.leave()
 
     def is_model(self, module: nn.Module) -> bool:
@@ -134,11 +134,13 @@ class CompiledCall:
         model = None if hooks is None else hooks._model()
         if hooks is None or model is None:
             return self.call(*inputs, **named)
+        result = None
         hooks.begins(model, inputs, named)
         try:
-            return self.call(*inputs, **named)
+            result = self.call(*inputs, **named)
         finally:
-            hooks.ends(model)
+            hooks.ends(model, inputs, result)
+        return result
 
 
 class OptimizerHooks:
@@ -205,10 +207,13 @@ class Hooks:
         if not self._handles:
             for hooked in self._hooked:
                 self._handles += hooked.attach()
-            hook = Hook(self.reader.looks)
-            for module in self.reader.hooked:
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                self._handles.append(handle)
+            for modules, looks in (
+                (self.reader.embeddings, self.reader.embeds),
+                (self.reader.matmuls, self.reader.multiplies),
+            ):
+                for module in modules:
+                    handle = module.register_forward_pre_hook(Hook(looks), with_kwargs=True)
+                    self._handles.append(handle)
             PATCHES.add(self)
 
     def detach(self) -> None:
@@ -219,6 +224,7 @@ class Hooks:
         for model in self.models:
             model.detach()
         PATCHES.discard(self)
+        self.timeline.forget()
 
     def step_begins(self) -> None:
         """Prepare the hooks for a step."""
@@ -347,13 +353,15 @@ class Patches:
             model = wrapper._orig_mod
             models = [hooks for loop in self._loops for hooks in loop.models]
             calls = [hooks for hooks in models if hooks.is_model(model)]
+            result = None
             for hooks in calls:
                 hooks.begins(model, inputs, named)
             try:
-                return original(wrapper, *inputs, **named)
+                result = original(wrapper, *inputs, **named)
             finally:
                 for hooks in calls:
-                    hooks.ends(model)
+                    hooks.ends(model, inputs, result)
+            return result
 
         return call
 

@@ -44,7 +44,7 @@ from .exit import UNREPORTED, conclude
 from .gpu import LoopGpu
 from .hooks import TROUBLES, Hooks, hookable
 from .marks import LoopStep, Timeline, WatchedStep, resolved
-from .observer import Observer
+from .observer import Observer, overriding
 from .profiled import PROFILED_STEPS, Profiled
 from .summary import all_measurements, described, measurements, seen_of
 from .tokens import PassReader
@@ -137,10 +137,11 @@ class Watched:
         )
         self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled = Profiled(models[0], several, self._loop, self.directory)
-        self._observers: list[Observer] = [self._profiled]
-        if self._gpu is not None:
-            self._observers.insert(0, self._gpu)
-        self._timeline = Timeline(device, self._phase_begins)
+        self._timeline = Timeline(device)
+        observers: list[Observer | None] = [self._gpu]
+        if self._profiled.has_profiler:
+            observers.append(self._profiled)
+        self._observe([observer for observer in observers if observer is not None])
         self._reader = PassReader(models, device)
         self._hooks = Hooks(self._timeline, models, several, self._reader)
         self._hooks.attach()
@@ -162,8 +163,8 @@ class Watched:
                 "nest"
             )
         number = self._begun - self.warmup_steps
-        for observer in self._observers:
-            observer.step_begins(number)
+        for tell in self._tell_begun:
+            tell(number)
         # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
         self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
         self._hooks.step_begins()
@@ -182,8 +183,8 @@ class Watched:
             self._pending.append(step)
             self._begun += 1
             UNREPORTED.add(self)
-            for observer in self._observers:
-                observer.step_ended(number)
+            for tell in self._tell_ended:
+                tell(number)
             self._read()
 
     def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -207,9 +208,13 @@ class Watched:
         UNREPORTED.discard(self)
         self._hooks.detach()
 
-    def _phase_begins(self, phase: Phase | None) -> None:
-        for observer in self._observers:
-            observer.phase_begins(phase)
+    def _observe(self, observers: list[Observer]) -> None:
+        """Let these parts, in this order, look at the steps."""
+        self._observers = observers
+        self._timeline.told = overriding(observers, "phase_begins")
+        self._tell_begun = overriding(observers, "step_begins")
+        self._tell_ended = overriding(observers, "step_ended")
+        self._tell_read = overriding(observers, "step_read")
 
     def _read(self) -> None:
         """Move the steps that the device has done, in order, from the pending ones to the
@@ -222,8 +227,8 @@ class Watched:
             is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.has_profiler
             if not self._profiled.has_profiler or len(self.measured) < PROFILED_STEPS:
                 (self.measured if is_warm else self.warmup).append(step)
-            for observer in self._observers:
-                observer.step_read(self._num_read - self.warmup_steps, step)
+            for tell in self._tell_read:
+                tell(self._num_read - self.warmup_steps, step)
             self._num_read += 1
 
     def record(self) -> RunRecord:
@@ -276,8 +281,9 @@ class Watched:
         host_phases: tuple[Measurement, ...],
     ) -> None:
         """Add the warnings that follow from the times and the telemetry."""
-        launched_s = launch_bound_phases(measured, host_phases)
-        progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
+        if all(measured[-1].times_s):  # a coarse clock may show 0
+            launched_s = launch_bound_phases(measured, host_phases)
+            progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
         unseen = list(self._unseen)
         if all(measurement.phase is not Phase.FORWARD for measurement in measured):
             unseen.append(NO_FORWARD)

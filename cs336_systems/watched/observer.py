@@ -1,5 +1,8 @@
 """What a part that looks at the steps of a watched loop is told."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from ..config import Phase
 from .marks import WatchedStep
 
@@ -30,3 +33,12 @@ class Observer:
 
     def finish(self) -> None:
         """Called before a record is made and when the watching ends, so possibly several times."""
+
+
+def overriding(observers: Iterable[Observer], method: str) -> list[Callable[..., Any]]:
+    """The methods of this name of the observers that do something in it: calls cost time."""
+    calls = []
+    for observer in observers:
+        if getattr(type(observer), method) is not getattr(Observer, method):
+            calls.append(getattr(observer, method))
+    return calls

@@ -27,9 +27,10 @@ class Pass:
     """What one forward pass of the model was given; None is what was not seen."""
 
     is_training: bool
-    """Whether the model was in training mode."""
-    mark: int
-    """Index of the mark of the step at which the pass began."""
+    """Whether the model was in training mode, or backward has reached what it returned."""
+    begin: int
+    end: int = -1
+    """Indices of the marks of the step at which the pass began and ended."""
     tokens: int | None = None
     context_length: int | None = None
     padding: int | Tensor | None = None
@@ -51,9 +52,14 @@ class Tokens:
     precision: Precision | None = None
 
 
+NO_TOKENS = Tokens()
+
+
 def tokens_of(passes: Iterable[Pass]) -> Tokens:
     """The sums over the forward passes of a step."""
     passes = list(passes)
+    if not passes:
+        return NO_TOKENS
     counts = [seen.tokens for seen in passes if seen.tokens is not None]
     lengths = [seen.context_length for seen in passes if seen.context_length is not None]
     paddings = [int(seen.padding) for seen in passes if seen.padding is not None]
@@ -83,10 +89,10 @@ class PassReader:
         """Whether to count the padding of this step's passes."""
         self.loader_batch: int | None = None
         """Batch size of the DataLoader that made the last batch; None if unknown."""
-        self.hooked = WeakSet(_may_embed(named))
-        """The modules before whose calls `looks` is to be called."""
-        self._has_embedding = bool(self.hooked)
-        self.hooked.update(_usual_matmul([module for _, module in named]))
+        self.embeddings = WeakSet(_may_embed(named))
+        """The modules before whose calls `embeds` is to be called."""
+        self.matmuls = WeakSet(_usual_matmul([module for _, module in named]))
+        """The modules before whose calls `multiplies` is to be called."""
         self._order = AxisOrder([module for _, module in named])
         self._is_open = False
         self._given: tuple[Any, ...] = ()
@@ -96,6 +102,7 @@ class PassReader:
         """By embedding, the tokens that reached it in this pass, and the shape of the last."""
         self._dtype: torch.dtype | None = None
         """The type of the matmul that was seen last in this pass."""
+        self._is_training = True
 
     def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
         """Begin to read a forward pass, which is given these."""
@@ -104,27 +111,40 @@ class PassReader:
         self._outer_dtype = autocast_dtype(self._device)
         self._embedded.clear()
         self._dtype = None
+        self._is_training = True
 
-    def looks(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Look at what a module within the model is given."""
+    def embeds(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Count the tokens that a module is given, if it looks them up."""
         if not self._is_open:
             return
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         if not tensors:
             return
-        first = tensors[0]
-        if _has_matrix(module) and first.is_floating_point():
-            self._dtype = computed_in(first, self._device)
-        elif _has_matrix(module):
+        ids = tensors[0]
+        if not ids.is_floating_point() and _has_matrix(module):
             count, _ = self._embedded.get(id(module), (0, ()))
-            self._embedded[id(module)] = count + first.numel(), tuple(first.shape)
-        if not self._order.is_known:
+            self._embedded[id(module)] = count + ids.numel(), tuple(ids.shape)
+        if self._order.looks_for_positions:
             self._order.see_positions(tensors)
 
-    def ends(self, model: nn.Module) -> Pass:
-        """What the pass was given, which ends now."""
+    def multiplies(
+        self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> None:
+        """Note the type that a module is given and, under autocast, computes in."""
+        if not self._is_open:
+            return
+        # a wrapper, as of data parallelism, stays in training mode where its module is evaluated
+        self._is_training = module.training
+        for value in (*inputs, *named.values()):
+            if isinstance(value, Tensor):
+                if value.is_floating_point():
+                    self._dtype = computed_in(value, self._device)
+                return
+
+    def ends(self, model: nn.Module, result: Any) -> Pass:  # noqa: ANN401
+        """What the pass was given, which ends now with this result."""
         self._is_open = False
-        seen = Pass(is_training=model.training, mark=self._mark)
+        seen = Pass(is_training=model.training and self._is_training, begin=self._mark)
         dtype = self._dtype or self._outer_dtype or only_low_dtype(model)
         seen.precision = precision_of(dtype, self._device)
         shape = self._count(seen)
@@ -133,6 +153,11 @@ class PassReader:
             if self.counts_padding:
                 seen.padding = _padding(self._given, shape)
         self._given = ()
+        self._order.num_passes += 1
+        if not seen.is_training:
+            reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
+            if reached and reached[0].grad_fn is not None:
+                reached[0].grad_fn.register_prehook(Reached(seen))
         return seen
 
     def _count(self, seen: Pass) -> tuple[int, ...] | None:
@@ -147,12 +172,22 @@ class PassReader:
             seen.tokens, shape = max(self._embedded.values())
             return shape
         # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
-        shapes = {tuple(value.shape) for value in _integers(self._given) if value.ndim}
-        if self._dtype is not None or not self._has_embedding or len(shapes) != 1:
+        shapes = {tuple(value.shape) for value in _tensors(self._given) if _is_integer(value)}
+        if self._dtype is not None or not self.embeddings or len(shapes) != 1:
             return None
         (shape,) = shapes
         seen.tokens = math.prod(shape)
         return shape
+
+
+@dataclass(slots=True)
+class Reached:
+    """A hook of autograd that notes that backward has reached what a pass returned."""
+
+    seen: Pass
+
+    def __call__(self, *_: Any) -> None:  # noqa: ANN401
+        self.seen.is_training = True
 
 
 class AxisOrder:
@@ -165,6 +200,7 @@ class AxisOrder:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.is_named = False
+        self.num_passes = 0
         self._axis: int | None = None
         self._lengths: set[int] = set()
         """Lengths of sequences, of positions and of square masks."""
@@ -179,8 +215,10 @@ class AxisOrder:
             self._axis = int(firsts.pop())
 
     @property
-    def is_known(self) -> bool:
-        return self.is_named or self._axis is not None
+    def looks_for_positions(self) -> bool:
+        """Whether to look at values, for which a GPU is waited: in the first passes."""
+        is_known = self.is_named or self._axis is not None
+        return not is_known and self.num_passes < 2
 
     def see_positions(self, tensors: Iterable[Tensor]) -> None:
         """Note the length of a row of positions, which classes of the sequences are not: positions
@@ -240,15 +278,19 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in _own_parameters(module))
 
 
-def _integers(given: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors of integers in what a model is given."""
-    for value in given:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among what a model is given or returns."""
+    for value in values:
         if isinstance(value, Mapping):
-            yield from _integers(value.values())
+            yield from _tensors(value.values())
         elif isinstance(value, list | tuple):
-            yield from _integers(value)
-        elif isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
             yield value
+
+
+def _is_integer(value: Tensor) -> bool:
+    return value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
 
 
 def _padding(given: Iterable[Any], shape: tuple[int, ...]) -> int | Tensor | None:

@@ -56,8 +56,9 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
     step = StepResult.step_mean_ms.cell(result)
     steps = counted(len(measured.times_s), "step")
     spread = f"Minimum {low}, median {median}, maximum {high} ms in {steps}"
+    parts = f": {', '.join(phases)}" if phases else ""
     return [
-        f"A step takes {step} ms{under}: {', '.join(phases)}.",
+        f"A step takes {step} ms{under}{parts}.",
         f"{spread}; {', '.join(speed)}." if speed else f"{spread}.",
         f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
     ]
