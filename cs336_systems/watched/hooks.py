@@ -53,6 +53,9 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+ENOUGH_MATMULS = 3
+"""How often the type of a matmul is looked at; later, autocast around the model must be the same.
+"""
 TROUBLES: list[str] = []
 """What went wrong in hooks, which is our own fault and never the loop's."""
 
@@ -201,24 +204,21 @@ class Hooks:
         updates = [OptimizerHooks(optimizer, timeline) for optimizer in optimizers]
         self._hooked: list[ModelHooks | OptimizerHooks] = [*self.models, *updates]
         self._handles: list[Any] = []
+        self._of_matmuls: list[Any] = []
 
     def attach(self) -> None:
         """Hook everything, unless it is hooked."""
         if not self._handles:
             for hooked in self._hooked:
                 self._handles += hooked.attach()
-            for modules, looks in (
-                (self.reader.embeddings, self.reader.embeds),
-                (self.reader.matmuls, self.reader.multiplies),
-            ):
-                for module in modules:
-                    handle = module.register_forward_pre_hook(Hook(looks), with_kwargs=True)
-                    self._handles.append(handle)
+            self._handles += _before_calls(self.reader.embeddings, self.reader.embeds)
+            if self.reader.num_seen < ENOUGH_MATMULS:
+                self._of_matmuls = _before_calls(self.reader.matmuls, self.reader.multiplies)
             PATCHES.add(self)
 
     def detach(self) -> None:
         """Take all hooks away."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._of_matmuls):
             handle.remove()
         self._handles.clear()
         for model in self.models:
@@ -233,6 +233,21 @@ class Hooks:
             hooked.step_begins()
         if not PATCHES.has_compiler and "torch._dynamo" in sys.modules:
             PATCHES.see_compiler()
+        # the compiler would compile again where a hook has gone
+        if self._of_matmuls and self.reader.num_seen >= ENOUGH_MATMULS and not _has_compiled():
+            self._of_matmuls.pop().remove()
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return utilities is not None and bool(utilities.counters.get("frames"))
+
+
+def _before_calls(modules: Iterable[nn.Module], method: Any) -> list[Any]:  # noqa: ANN401
+    """Hook a method before the calls of modules, and return what takes the hooks away."""
+    hook = Hook(method)
+    return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
 
 
 class Patches:

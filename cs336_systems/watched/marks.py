@@ -58,7 +58,7 @@ class LoopStep:
     passes: list[Pass] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WatchedStep:
     """A finished step."""
 
