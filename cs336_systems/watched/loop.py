@@ -45,10 +45,10 @@ from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import print_aside, print_line
 from .exit import UNREPORTED, conclude
 from .gpu import LoopGpu
-from .hooks import TROUBLES, Hooks, hookable
+from .hooks import Hooks, hookable
 from .live import Live
 from .marks import LoopStep, Timeline, WatchedStep, resolved
-from .observer import Observer, overriding
+from .observer import TROUBLES, Observer, overriding, say
 from .profiled import PROFILED_STEPS, Profiled
 from .summary import all_measurements, described, measurements, seen_of
 from .tokens import PassReader
@@ -184,8 +184,7 @@ class Watched:
                 "nest"
             )
         number = self._begun - self.warmup_steps
-        for tell in self._tell_begun:
-            tell(number)
+        say(self._tell_begun, number)
         # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
         self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
         self._hooks.step_begins()
@@ -196,16 +195,14 @@ class Watched:
             yield
         except BaseException as error:
             self._timeline.drop_step()
-            for observer in self._observers:
-                observer.step_failed(number, error)
+            say(self._tell_failed, number, error)
             raise
         step = self._timeline.end_step()
         if step is not None:
             self._pending.append(step)
             self._begun += 1
             UNREPORTED.add(self)
-            for tell in self._tell_ended:
-                tell(number)
+            say(self._tell_ended, number)
             self._read()
 
     def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -236,6 +233,7 @@ class Watched:
         self._tell_begun = overriding(observers, "step_begins")
         self._tell_ended = overriding(observers, "step_ended")
         self._tell_read = overriding(observers, "step_read")
+        self._tell_failed = overriding(observers, "step_failed")
 
     def _read(self) -> None:
         """Move the steps that the device has done, in order, from the pending ones to the
@@ -248,8 +246,7 @@ class Watched:
             is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.has_profiler
             if not self._profiled.has_profiler or len(self.measured) < PROFILED_STEPS:
                 (self.measured if is_warm else self.warmup).append(step)
-            for tell in self._tell_read:
-                tell(self._num_read - self.warmup_steps, step)
+            say(self._tell_read, self._num_read - self.warmup_steps, step)
             self._num_read += 1
 
     def _settle(self) -> None:
