@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,15 +138,15 @@ def test_a_loop_may_be_forgotten_while_another_begins(tmp_path, monkeypatch):
     from cs336.watched import hooks
 
     before = torch.autograd._engine_run_backward
-    wrap, forgotten = hooks.functools.wraps, [watch(make()[0], output=tmp_path)]
+    forgotten = [watch(make()[0], output=tmp_path)]
 
     def wraps_late(function):
         forgotten.clear()
         gc.collect()
-        return wrap(function)
+        return functools.wraps(function)
 
     forgotten[0].remove()
-    monkeypatch.setattr(hooks.functools, "wraps", wraps_late)
+    monkeypatch.setattr(hooks, "functools", SimpleNamespace(wraps=wraps_late))
     model, optimizer = make()
     watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
     train(watched, model, optimizer)
