@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..config import Phase
 from .marks import Timeline
+from .observer import note_trouble
 from .tokens import PassReader
 
 
@@ -46,7 +47,7 @@ class Hook:
         try:
             self._call(owner, *arguments)
         except Exception as error:  # the loop of the user goes on without what this hook sees
-            TROUBLES.append(f"{self._call.__qualname__}: {type(error).__name__}: {error}")
+            note_trouble(self._call, error)
             self._call = _nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,8 +57,6 @@ class Hook:
 ENOUGH_MATMULS = 3
 """How often the type of a matmul is looked at; later, autocast around the model must be the same.
 """
-TROUBLES: list[str] = []
-"""What went wrong in hooks, which is our own fault and never the loop's."""
 
 
 def _nothing(*_: Any) -> None:  # noqa: ANN401

@@ -45,10 +45,10 @@ from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import print_aside, print_line
 from .exit import UNREPORTED, conclude
 from .gpu import LoopGpu
-from .hooks import TROUBLES, Hooks, hookable
+from .hooks import Hooks, hookable
 from .live import Live
 from .marks import LoopStep, Timeline, WatchedStep, resolved
-from .observer import Observer, overriding
+from .observer import TROUBLES, Observer, overriding, say
 from .profiled import PROFILED_STEPS, Profiled
 from .summary import all_measurements, described, measurements, seen_of
 from .tokens import PassReader
@@ -68,11 +68,17 @@ NO_FORWARD = (
 
 
 class Watched:
-    """Watches the steps of a loop: put `with watched.step():` around each, and print the result.
+    """Watches the steps of a loop: put `with watched.step():` around each, and report.
 
-    `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel,
-    torch.compile), `optimizers` one or several. The first `warmup_steps` are not counted. The
+    `model` is what the loop calls: the wrapper, if there is one (DistributedDataParallel), or
+    several models; `optimizers` one or several. The first `warmup_steps` are not counted. The
     record goes to `output`/e2e_benchmark/`name`/runs/.
+
+    `report()` prints the table and writes the record; `with watch(model, optimizer) as watched:`
+    around the loop does so at its end. Where the loop ends before, by an exception, Ctrl-C or the
+    end of the process, what was seen is reported then. Hooks change nothing that the loop computes,
+    hold the model weakly, and are not in copies or checkpoints of it; `report()` and `remove()`
+    take them away.
 
     With `profile`, torch.profiler records PROFILED_STEPS steps after the warm-up, with the model's
     modules as ranges, and the report says where their time went; later steps are not recorded. The
@@ -178,8 +184,7 @@ class Watched:
                 "nest"
             )
         number = self._begun - self.warmup_steps
-        for tell in self._tell_begun:
-            tell(number)
+        say(self._tell_begun, number)
         # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
         self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
         self._hooks.step_begins()
@@ -190,16 +195,14 @@ class Watched:
             yield
         except BaseException as error:
             self._timeline.drop_step()
-            for observer in self._observers:
-                observer.step_failed(number, error)
+            say(self._tell_failed, number, error)
             raise
         step = self._timeline.end_step()
         if step is not None:
             self._pending.append(step)
             self._begun += 1
             UNREPORTED.add(self)
-            for tell in self._tell_ended:
-                tell(number)
+            say(self._tell_ended, number)
             self._read()
 
     def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -230,6 +233,7 @@ class Watched:
         self._tell_begun = overriding(observers, "step_begins")
         self._tell_ended = overriding(observers, "step_ended")
         self._tell_read = overriding(observers, "step_read")
+        self._tell_failed = overriding(observers, "step_failed")
 
     def _read(self) -> None:
         """Move the steps that the device has done, in order, from the pending ones to the
@@ -242,8 +246,7 @@ class Watched:
             is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.has_profiler
             if not self._profiled.has_profiler or len(self.measured) < PROFILED_STEPS:
                 (self.measured if is_warm else self.warmup).append(step)
-            for tell in self._tell_read:
-                tell(self._num_read - self.warmup_steps, step)
+            say(self._tell_read, self._num_read - self.warmup_steps, step)
             self._num_read += 1
 
     def _settle(self) -> None:
@@ -278,7 +281,7 @@ class Watched:
             warnings=[],
         )
         telemetry = self._gpu.telemetry() if self._gpu else None
-        progress.subject = described(self._loop, steps)
+        progress.subject = described(self._loop, steps, self._reader.order)
         measured = all_measurements(steps)
         host_phases = measurements([step.times.host_phases_s for step in steps])
         self._judge(progress, telemetry, measured, host_phases)
@@ -287,7 +290,7 @@ class Watched:
             measurements=measured,
             host_phases=host_phases,
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            seen=seen_of(steps),
+            seen=seen_of(steps, self._reader.order),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
             activity=self._gpu.activity() if self._gpu else None,

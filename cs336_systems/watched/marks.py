@@ -33,8 +33,11 @@ class Mark:
     event: torch.cuda.Event | None
 
     def is_passed(self) -> bool:
-        """Whether the device is here."""
-        return self.event is None or self.event.query()
+        """Whether the device is here; not if it has failed, which the loop itself will find."""
+        try:
+            return self.event is None or self.event.query()
+        except RuntimeError:
+            return False
 
 
 class Wait(NamedTuple):
@@ -152,6 +155,9 @@ class Timeline:
         if not self.in_step:
             return phase is Phase.DATA and self._begin_wait()
         if phase is inside or (inside in OPAQUE and not is_update):
+            return False
+        # in a CUDA graph, an event would be a node, and not tell a time
+        if self._is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         self._phases.append(phase)
         self._change(phase)

@@ -6,6 +6,9 @@ from typing import Any
 from ..config import Phase
 from .marks import WatchedStep
 
+TROUBLES: list[str] = []
+"""What went wrong in hooks and observers, which is our own fault and never the loop's."""
+
 
 class Observer:
     """Looks at the steps of a watched loop; each method does nothing unless a part overrides it.
@@ -42,3 +45,18 @@ def overriding(observers: Iterable[Observer], method: str) -> list[Callable[...,
         if getattr(type(observer), method) is not getattr(Observer, method):
             calls.append(getattr(observer, method))
     return calls
+
+
+def say(calls: list[Callable[..., Any]], *arguments: Any) -> None:  # noqa: ANN401
+    """Call all; one that fails is not called again, and the loop of the user goes on."""
+    for call in tuple(calls):
+        try:
+            call(*arguments)
+        except Exception as error:
+            calls.remove(call)
+            note_trouble(call, error)
+
+
+def note_trouble(call: Callable[..., Any], error: Exception) -> None:
+    """Keep what went wrong in a call, for the report to say."""
+    TROUBLES.append(f"{call.__qualname__}: {type(error).__name__}: {error}")

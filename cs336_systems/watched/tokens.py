@@ -32,7 +32,8 @@ class Pass:
     end: int = -1
     """Indices of the marks of the step at which the pass began and ended."""
     tokens: int | None = None
-    context_length: int | None = None
+    shape: tuple[int, ...] | None = None
+    """Shape of the tokens."""
     padding: int | Tensor | None = None
     """Tokens that a mask leaves out; of a GPU, a tensor that holds their number once the pass is
     over.
@@ -45,8 +46,8 @@ class Tokens:
     """What a step sent through the model; None is what was not seen."""
 
     count: int | None = None
-    context_lengths: tuple[int, ...] | None = None
-    """One for each forward pass, if all are known."""
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    """Shapes of the tokens of the forward passes."""
     padding: int | None = None
     """None unless it is known of each forward pass."""
     precision: Precision | None = None
@@ -61,12 +62,11 @@ def tokens_of(passes: Iterable[Pass]) -> Tokens:
     if not passes:
         return NO_TOKENS
     counts = [seen.tokens for seen in passes if seen.tokens is not None]
-    lengths = [seen.context_length for seen in passes if seen.context_length is not None]
     paddings = [int(seen.padding) for seen in passes if seen.padding is not None]
     precisions = [seen.precision for seen in passes]
     return Tokens(
         count=sum(counts) if counts else None,
-        context_lengths=tuple(lengths) if len(lengths) == len(passes) else None,
+        shapes=tuple(seen.shape for seen in passes),
         padding=sum(paddings) if paddings and len(paddings) == len(passes) else None,
         precision=precisions[-1] if precisions else None,
     )
@@ -93,7 +93,7 @@ class PassReader:
         """The modules before whose calls `embeds` is to be called."""
         self.matmuls = WeakSet(_usual_matmul([module for _, module in named]))
         """The modules before whose calls `multiplies` is to be called."""
-        self._order = AxisOrder([module for _, module in named])
+        self.order = AxisOrder([module for _, module in named])
         self._is_open = False
         self._given: tuple[Any, ...] = ()
         self._mappings: list[Mapping[Any, Any]] = []
@@ -130,8 +130,8 @@ class PassReader:
         if not ids.is_floating_point() and _has_matrix(module):
             count, _ = self._embedded.get(id(module), (0, ()))
             self._embedded[id(module)] = count + ids.numel(), tuple(ids.shape)
-        if self._order.looks_for_positions:
-            self._order.see_positions(tensors)
+        if self.order.looks_for_positions:
+            self.order.see_positions(tensors)
 
     def multiplies(
         self, _module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
@@ -155,13 +155,13 @@ class PassReader:
         is_training = model.training and (first is None or first.training)
         seen = Pass(is_training=is_training, begin=self._mark)
         seen.precision = precision_of(self._dtype(model), self._device)
-        shape = self._count(seen)
-        if shape is not None:
-            seen.context_length = self._order.length(shape, self.loader_batch)
+        seen.shape = self._count(seen)
+        if seen.shape is not None:
+            self.order.see_batch(seen.shape, self.loader_batch)
             if self.counts_padding:
-                seen.padding = _padding(self._mappings, shape)
+                seen.padding = _padding(self._mappings, seen.shape)
         self._given, self._mappings = (), []
-        self._order.num_passes += 1
+        self.order.num_passes += 1
         if not seen.is_training:
             reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
             if reached and reached[0].grad_fn is not None:
@@ -172,7 +172,7 @@ class PassReader:
         """The type of the matmuls; None if it was not seen."""
         if self._inner is not None and self._inner[0] is self._outer_dtype:
             return self._inner[1]
-        if self._low_dtype is None and self._order.num_passes == 0:
+        if self._low_dtype is None and self.order.num_passes == 0:
             self._low_dtype = only_low_dtype(model)
         return self._outer_dtype or self._low_dtype
 
@@ -181,7 +181,7 @@ class PassReader:
         for values in self._mappings:
             ids = values.get("input_ids")
             if isinstance(ids, Tensor):
-                self._order.is_named = True
+                self.order.is_named = True
                 seen.tokens = ids.numel()
                 return tuple(ids.shape)
         if self._embedded:
@@ -245,19 +245,24 @@ class AxisOrder:
             if is_row and not tensor.is_floating_point() and bool((tensor.diff() == 1).all()):
                 self._lengths.add(tensor.shape[-1])
 
-    def length(self, shape: tuple[int, ...], loader_batch: int | None) -> int | None:
+    def see_batch(self, shape: tuple[int, ...], loader_batch: int | None) -> None:
+        """Compare the shape of tokens with what is known of the lengths of their axes."""
+        is_known = self.is_named or self._axis is not None
+        if is_known or len(shape) != 2 or shape[0] == shape[1]:
+            return
+        telling = {axis for axis in (0, 1) if shape[axis] in self._lengths}
+        if loader_batch in shape:
+            telling.add(1 - shape.index(loader_batch))
+        if len(telling) == 1:
+            self._axis = telling.pop()
+
+    def length(self, shape: tuple[int, ...] | None) -> int | None:
         """The length of the sequences of tokens of this shape; None if it is not known."""
+        if not shape:
+            return None
         if self.is_named:
             return shape[-1]
-        if len(shape) != 2:
-            return None
-        if self._axis is None and shape[0] != shape[1]:
-            telling = {axis for axis in (0, 1) if shape[axis] in self._lengths}
-            if loader_batch in shape:
-                telling.add(1 - shape.index(loader_batch))
-            if len(telling) == 1:
-                self._axis = telling.pop()
-        return None if self._axis is None else shape[self._axis]
+        return None if self._axis is None or len(shape) != 2 else shape[self._axis]
 
 
 def _may_embed(named: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
