@@ -120,7 +120,7 @@ class Unwatched:
     def data(self, batches):
         return iter(batches)
 
-    def report(self):
+    def report(self, **_):
         return None
 
 
@@ -389,7 +389,7 @@ class Loop:
         """
         # RuntimeError: there may be no step to report
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(RuntimeError):
-            self.watched.report()
+            self.watched.report(page=False)
         self.clock.forget()
 
     def wrap(self):
