@@ -14,7 +14,13 @@ from cs336.analysis.kernels.explain import explain
 from cs336.analysis.remedies import Remedy
 from cs336.report.sections.kernels.entry import Explained
 from cs336.report.sections.kernels.figures import in_use
-from cs336.report.sections.kernels.gains import copies_gain_s, data_gain_s, gain_s, waits_gain_s
+from cs336.report.sections.kernels.gains import (
+    between_gain_s,
+    copies_gain_s,
+    data_gain_s,
+    gain_s,
+    waits_gain_s,
+)
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_machine import Run
 from tests.analysis.kernels.drawn_plans import Part, Pause, Plan, draw
@@ -33,6 +39,13 @@ class Graphed(Run):
 
     def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
         return (duration_ns, 0.0, 0) if kind == "kernel" else super().costs(name, kind, duration_ns)
+
+
+class Tight(Run):
+    """Kernels follow each other at once."""
+
+    def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
+        return duration_ns, 1.0, 0
 
 
 class Compiled(Run):
@@ -78,6 +91,7 @@ def bounds_s(entry: Explained) -> dict[type[Run], float]:
     """What is said to be gained at most, over all steps of the profile."""
     bounds: dict[type[Run], float] = {
         Graphed: gain_s(entry, Remedy.GRAPHS),
+        Tight: between_gain_s(entry),
         Compiled: gain_s(entry, Remedy.COMPILE),
         Ready: data_gain_s(entry),
         Unwaited: waits_gain_s(entry),

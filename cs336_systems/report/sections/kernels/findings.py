@@ -22,6 +22,7 @@ from .entry import Explained
 from .figures import MIN_SHARE, WHERE, matters, ms, us
 from .gains import (
     allocations_gain_s,
+    between_gain_s,
     calls_gain_s,
     copies_gain_s,
     data_gain_s,
@@ -71,8 +72,11 @@ _BOUNDS = {
     IdleCause.ALLOCATION: "allocations of memory",
     IdleCause.LATE_LAUNCH: "waiting for launches",
     IdleCause.HOST_WAITED: "waits of the host for the device",
+    IdleCause.BETWEEN_KERNELS: "idle time between kernels",
 }
-"""What the step would be without, for the causes of idle time against which there is a remedy."""
+"""What the step would be without, for causes of idle time of which the file shows what goes with
+them.
+"""
 _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
 """Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32
 and bf16.
@@ -203,6 +207,7 @@ class _Findings(Verdict):
             IdleCause.ALLOCATION: allocations_gain_s(self.entry),
             IdleCause.LATE_LAUNCH: gain_s(self.entry, Remedy.GRAPHS),
             IdleCause.HOST_WAITED: waits_gain_s(self.entry),
+            IdleCause.BETWEEN_KERNELS: between_gain_s(self.entry),
         }
         lost_s = {cause: self.span.gain_s(idle(self.profile, cause).total_s) for cause in _BOUNDS}
         told, bounds = {}, []

@@ -53,19 +53,15 @@ def gain_s(entry: Explained, remedy: Remedy) -> float:
     """The most by which all steps of the profile together get shorter."""
     profile = entry.profile
     if remedy is Remedy.COMPILE:
-        fused = (
-            times
-            for times in profile.classes
-            if times.phase in _OF_MODEL and times.kind not in _UNCHANGED
-        )
-        host_s = _host_s(entry, _OF_MODEL)
-        return at_most_s(entry, device_s=added(fused).total_s, host_s=host_s)
+        fused = (times for times in profile.classes if times.kind not in _UNCHANGED)
+        device_s = added(times for times in fused if times.phase in _OF_MODEL).total_s
+        return _phases_gain_s(entry, _OF_MODEL, device_s)
     if remedy is Remedy.OPTIMIZER:
         phases = [LaunchPhase.OPTIMIZER]
         device_s = kernel_s(profile, phases)
         if PhaseSource.RANGES not in profile.phases_from:
             phases.append(LaunchPhase.UNATTRIBUTED)  # the first kernel may be all that shows it
-        return at_most_s(entry, device_s=device_s, host_s=_host_s(entry, phases))
+        return _phases_gain_s(entry, phases, device_s)
     if remedy is Remedy.GRAPHS:
         return at_most_s(entry, host_s=entry.span().profiled_s - _data_s(entry))
     if remedy is Remedy.OVERLAP:
@@ -115,6 +111,13 @@ def allocations_gain_s(entry: Explained) -> float:
     return calls_gain_s(entry, calls)
 
 
+def between_gain_s(entry: Explained) -> float:
+    """The most that is gained where the device begins each kernel at once that is launched in
+    time.
+    """
+    return at_most_s(entry, host_s=idle(entry.profile, IdleCause.BETWEEN_KERNELS).total_s)
+
+
 def copies_gain_s(entry: Explained) -> float:
     """The most that is gained where copies run beside kernels, and the host does not wait for
     them.
@@ -135,16 +138,20 @@ def at_most_s(entry: Explained, *, device_s: float = 0.0, host_s: float = 0.0) -
     return min(device_s + min(host_s, span.idle_s), span.whole_s)
 
 
-def _host_s(entry: Explained, phases: Collection[LaunchPhase]) -> float:
-    """How long the host is in the phases, with the time that the device takes between kernels of
-    them; the whole step where the file does not show the phases on the host.
+def _phases_gain_s(entry: Explained, phases: Collection[LaunchPhase], device_s: float) -> float:
+    """The most that is gained where the host has nothing to do in the phases, and the device so
+    much less.
     """
-    profile = entry.profile
-    in_phases_s = total(times.host_s for times in profile.phases if times.phase in phases)
-    if not in_phases_s:
-        return entry.span().profiled_s
+    profile, span = entry.profile, entry.span()
+    host_s = total(times.host_s for times in profile.phases if times.phase in phases)
+    if not host_s:  # the file does not show the phases on the host
+        host_s = span.profiled_s
     between = [idle(profile, IdleCause.BETWEEN_KERNELS, phase) for phase in phases]
-    return in_phases_s + added(between).total_s
+    most_s = at_most_s(entry, device_s=device_s, host_s=host_s + added(between).total_s)
+    if entry.config is None or not span.by_clock:
+        return most_s
+    # a step of this program ends with a synchronisation, so that nothing of the next one is gained
+    return min(most_s, sum(entry.span(phase).whole_s for phase in phases))
 
 
 def _data_s(entry: Explained) -> float:
