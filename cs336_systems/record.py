@@ -226,6 +226,29 @@ class Telemetry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """How busy the units of the GPU were, by its own counters (NVML's GPM): means over `span_s`,
+    which lies within the measured steps and has what lies between them. None is not counted.
+
+    The counters are renewed about every 0.1 s, so the values are rough where the span is less than
+    a second.
+    """
+
+    span_s: Seconds
+    sm_share: float | None = None
+    """Share of the multiprocessors that had work."""
+    tensor_share: float | None = None
+    """Share of the time in which tensor pipes computed, at the clock that the GPU had."""
+    dram_share: float | None = None
+    """Share of the memory's bandwidth."""
+    nvlink_bytes_per_s: float | None = None
+    """Rate over all NVLinks, and over PCIe, in the direction with more."""
+    pcie_bytes_per_s: float | None = None
+    pcie_peak_bytes_per_s: float | None = None
+    """What the link to the host can move in one direction; None if not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """Conditions that records of one table must share."""
 
@@ -396,6 +419,10 @@ class RunRecord:
     compilation: Compilation | None = None
     """None for an eager run and for one that failed."""
     telemetry: Telemetry | None = None
+    activity: Activity | None = None
+    """None where the GPU has no such counters, under a profiler, and of steps that are over at
+    once.
+    """
     environment: Environment | None = None
     inputs: tuple[Input, ...] = ()
     """Empty for this project's model on random tokens, and in records written before this field
@@ -428,6 +455,11 @@ class RunRecord:
     def device_name(self) -> str | None:
         """None for a run that ended before it could name its device."""
         return None if self.environment is None else self.environment.identity.device_name
+
+    @property
+    def times_s(self) -> dict[str, tuple[float, ...]]:
+        """The times of the phases and of the whole step, by name."""
+        return {str(times.phase): times.times_s for times in self.measurements}
 
     def measurement(self, phase: Phase) -> Measurement | None:
         """Times of `phase`, or None where the run has none."""

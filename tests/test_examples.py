@@ -108,3 +108,70 @@ def test_the_loop_of_the_example_is_watched(tmp_path, monkeypatch):
     assert (record.loop.batch_size, record.loop.context_length) == (16, 8)
     attention, feed_forward, norms = 4 * (64 * 64 + 64), 2 * 4 * 64 * 64 + 5 * 64, 2 * 2 * 64
     assert record.num_parameters == attention + feed_forward + norms + 10_000 * (64 + 65)
+
+
+MEANS = {"watch/step_ms", "watch/forward_ms", "watch/backward_ms", "watch/tokens_per_s"}
+
+
+def check_series(series):
+    """Of 30 steps, the means of 10 stand at each tenth one, and all are above 0."""
+    assert series.keys() >= MEANS
+    for name in MEANS:
+        steps, values = zip(*series[name], strict=True)
+        assert steps == (9, 19, 29)
+        assert min(values) > 0
+
+
+def test_weights_and_biases_has_the_means(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from examples import watch_wandb
+
+    logged = []
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    log = wandb.Run.log
+
+    def kept(run, data, step=None, **others):
+        logged.append((step, data))
+        log(run, data, step=step, **others)
+
+    monkeypatch.setattr(wandb.Run, "log", kept)
+    watch_wandb.train(steps=30, every=10, output=tmp_path)
+    names = {name for _, data in logged for name in data}
+    check_series({name: [(step, data[name]) for step, data in logged] for name in names & MEANS})
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_mlflow_has_the_means(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    from examples import watch_mlflow
+
+    # without a database, of which mlflow-skinny has none
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri((tmp_path / "mlflow").as_uri())
+    mlflow.set_experiment("watched")
+    watch_mlflow.train(steps=30, every=10, output=tmp_path)
+    (run,) = mlflow.search_runs(output_format="list")
+    client = mlflow.MlflowClient()
+    series = {}
+    for name in run.data.metrics:
+        history = client.get_metric_history(run.info.run_id, name)
+        series[name] = [(point.step, point.value) for point in history]
+    check_series(series)
+
+
+def test_tensorboard_has_the_means(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from examples import watch_tensorboard
+
+    watch_tensorboard.train(steps=30, every=10, logs=str(tmp_path / "runs"), output=tmp_path)
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    check_series(
+        {
+            name: [(point.step, point.value) for point in events.Scalars(name)]
+            for name in events.Tags()["scalars"]
+        }
+    )

@@ -33,6 +33,7 @@ from cs336.loop_record import LoopRecord
 from cs336.record import (
     FORMAT_VERSION,
     RUNS,
+    Activity,
     Compilation,
     Durations,
     Environment,
@@ -166,6 +167,15 @@ FULL = RunRecord(
     traffic=(Traffic(collective="allreduce", count=2, payload_bytes=2**40, sent_bytes=2**40 + 1),),
     compilation=Compilation(seconds=0.1, graphs=2, graph_breaks=3, recompiles=4),
     telemetry=Telemetry(before=STATE, after=replace(STATE, power_w=0.1), energy_per_step_j=0.3),
+    activity=Activity(
+        span_s=1.5,
+        sm_share=0.9,
+        tensor_share=0.6,
+        dram_share=0.25,
+        nvlink_bytes_per_s=1e9,
+        pcie_bytes_per_s=1e8,
+        pcie_peak_bytes_per_s=63e9,
+    ),
     environment=Environment(
         identity=Identity(
             device_name="NVIDIA H100", driver="580.1", torch="2.13.0", code="0123456789abcdef"

@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 FEWEST = 3
 """Fewest values for an interval of their mean: the one difference between two values says little
@@ -27,6 +27,11 @@ def summary(times_s: Sequence[float]) -> dict[str, float | None]:
         "min_s": min(times_s),
         "max_s": max(times_s),
     }
+
+
+def summaries(times_s: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float | None]]:
+    """The summary of each of these that has times, by name, as all answers in JSON have it."""
+    return {name: summary(times) for name, times in times_s.items() if times}
 
 
 def mean_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:

@@ -141,8 +141,7 @@ def run(arguments: BenchmarkArguments) -> int:
 
                 unexplained = explain_again([record], runs, status)
         if print_json is not None:
-            times_s = {str(times.phase): times.times_s for times in record.measurements}
-            print_json(outcome.with_statistics(record, times_s))
+            print_json(outcome.with_statistics(record, record.times_s))
             print_line(f"record: {runs / record.key}.json")
         else:
             from ..report.terminal import print_measured

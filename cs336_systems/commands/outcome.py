@@ -99,10 +99,9 @@ def json_alone(is_asked: bool) -> Iterator[PrintJson | None]:
 
 def with_statistics(measured: object, times_s: Mapping[str, Sequence[float]]) -> bytes:
     """What was measured in JSON, and before it the statistics of the times that there are."""
-    from ..analysis.statistics import summary
+    from ..analysis.statistics import summaries
 
-    statistics = {name: summary(times) for name, times in times_s.items() if times}
-    return encode_json({"statistics": statistics, **msgspec.to_builtins(measured)})
+    return encode_json({"statistics": summaries(times_s), **msgspec.to_builtins(measured)})
 
 
 def show(

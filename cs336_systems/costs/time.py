@@ -28,7 +28,7 @@ from ..config import (
     RunConfig,
     SdpaBackend,
 )
-from .accounting import count_parameters, updated_parameters
+from .accounting import count_parameters, step_flops, updated_parameters
 from .curves import Curves, interpolated
 from .memory import is_predictable
 from .shards import plain
@@ -452,6 +452,37 @@ def _shown(path: str | None, depth: int) -> str:
         return OUTSIDE
     words = path.replace(REPEATED, "*").split(".")[:depth]
     return ".".join(words).replace("*", REPEATED) or "the model itself"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UncountedFlops:
+    """How the FLOPs of a step that the hardware executes differ from the model's, which MFU has."""
+
+    counted: int
+    """The model's FLOPs, as in step_flops."""
+    recomputed: int
+    """FLOPs between checkpoints, and of scores in the backward pass of fused attention, which are
+    executed again.
+    """
+    skipped: int
+    """FLOPs of masked pairs of a query and a later key, which causal fused attention skips."""
+
+
+def uncounted_flops(config: RunConfig) -> UncountedFlops | None:
+    """The difference on one rank; None for a step without a tape, and for a user's own model."""
+    counted, alone = step_flops(config), config.alone
+    if counted is None or not is_predictable(alone):
+        return None
+    tape, executed, fused = tape_of(alone), 0, 0
+    for phase, _, (first, stop) in phases_of(tape, -1):
+        if phase in (Phase.FORWARD, Phase.BACKWARD):
+            for number in tape.launches[first:stop]:
+                operation = tape.operations[number]
+                executed += flops_of(operation)
+                fused += flops_of(operation) if operation.form in MATMULS_OF else 0
+    context = config.model.context_length
+    skipped = fused * (context - 1) // (2 * context)
+    return UncountedFlops(counted=counted, recomputed=executed - counted, skipped=skipped)
 
 
 def flops_of(operation: Operation) -> int:

@@ -43,6 +43,7 @@ from ..text import LONGEST_PART, shortened
 from .clock import Clock, ObservedClock, StepTimes, make_clock
 from .environment import environment, lacking_memory
 from .failure import classify, describe
+from .gpm import ActivityMonitor
 from .inputs import inputs_of
 from .nvml import Gpu, GpuMonitor, visible_gpus
 from .precision import apply_math_mode
@@ -249,6 +250,8 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
     # after a user's own module, which may have set another, has been imported
     apply_math_mode(config.precision)
     progress.step, progress.watch = step, (watch := Watch(step, progress.profile))
+    is_counted = monitor is not None and config.profiler is Profiler.NONE
+    activity = ActivityMonitor(progress.gpu.uuid if progress.gpu and is_counted else None)
     clock = watch.clock(make_clock(config))
     progress.num_parameters, progress.loss_scale = step.num_parameters, step.loss_scale()
     if config.device is Device.CUDA:
@@ -270,7 +273,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
             of_rank = annotate(rank_range(rank)) if config.is_shared else contextlib.nullcontext()
             with annotate(Range.MEASURE), of_rank:
                 _meet_under_nsys(config, "begin")
-                _time(step, clock, progress)
+                _time(step, clock, progress, activity)
                 _meet_under_nsys(config, "end")
             # before a profiler writes while the GPU idles
             telemetry = _telemetry(monitor, progress, energy_before)
@@ -293,6 +296,7 @@ def _measure(progress: Progress, model: nn.Module | None, rank: int) -> RunRecor
         traffic=traffic,
         compilation=step.compilation(compiled_before),
         telemetry=telemetry,
+        activity=activity.activity(),
     )
 
 
@@ -399,12 +403,13 @@ def _meet_under_nsys(config: RunConfig, where: str) -> None:
         barrier_on_host(f"measured steps: {where}")
 
 
-def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
+def _time(step: TrainingStep, clock: Clock, progress: Progress, activity: ActivityMonitor) -> None:
     """The timed loop: run steps until enough were measured; those that GradScaler skips do not
     count.
     """
     config = progress.config
     progress.collector_on = gc.isenabled()
+    activity.between_steps()
     while len(progress.measured) < config.measured_steps or (
         progress.until_stable and not _is_stable(progress)
     ):
@@ -415,6 +420,8 @@ def _time(step: TrainingStep, clock: Clock, progress: Progress) -> None:
         else:
             progress.skipped_steps += 1
             _check_skipped(progress.skipped_steps, config.measured_steps)
+        activity.between_steps()
+    activity.between_steps(is_end=True)
     progress.subject = replace(config, measured_steps=len(progress.measured))
 
 

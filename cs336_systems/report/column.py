@@ -87,8 +87,10 @@ class Column:
         return self.write(value if self.scale == 1 else value * self.scale)
 
 
-Written: TypeAlias = Literal["always", "shared", "watched", "never"]
-"""When a CSV file has the column of a quantity; `shared` means if some run has several ranks."""
+Written: TypeAlias = Literal["always", "shared", "watched", "known", "never"]
+"""When a CSV file has the column of a quantity; `shared` means if some run has several ranks,
+`known` if some run has a value.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ in the class is its place in results.csv.
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,10 +19,11 @@ from ..config import OF_SEVERAL_RANKS, Phase, RunConfig
 from ..costs.accounting import mfu, step_flops
 from ..costs.communication import calls
 from ..costs.curves import Curves, time_s
+from ..costs.hardware import DeviceSpec, find_device
 from ..costs.memory import predicted_peak_bytes
 from ..costs.ranks_time import predicted_time
 from ..costs.time import TimePrediction
-from ..record import Measurement, Memory, RunRecord, Status
+from ..record import Activity, Measurement, Memory, RunRecord, Status
 from ..studies.ceilings_files import Ceilings
 from ..subject import Subject
 from .column import Quantity, Written, quantity, signed, three_digits, two_digits
@@ -137,6 +138,34 @@ def _times(
     return mean, std
 
 
+def _activity(
+    name: str, about: str, place: int, of_record: Callable[[Activity, DeviceSpec | None], Value]
+) -> Quantity[Value]:
+    """The column of how busy units of the GPU are, the mean over processes."""
+
+    def compute(result: "StepResult") -> Value:
+        device = find_device(result.device_name or "")
+        shares = [of_record(activity, device) for activity in result.activities]
+        known = [share for share in shares if share is not None]
+        return statistics.fmean(known) if known else None
+
+    return Quantity(
+        name,
+        "%",
+        f"{about}, by the GPU's own counters.",
+        compute=compute,
+        place=place,
+        drop_order=10,
+        scale=100,
+        write=three_digits,
+        in_csv="known",
+    )
+
+
+def _quotient(amount: Value, whole: Value) -> Value:
+    return None if amount is None or not whole else amount / whole
+
+
 def _speed_up(
     baseline: str, about: str, *settings: str, place: int, name: str = "speed-up", scale: float = 1
 ) -> SpeedUp:
@@ -209,8 +238,11 @@ class StepResult(Mapping[str, Any]):
         for entry in vars(cls).values():
             if isinstance(entry, OtherColumns):
                 keys += entry.keys
-            elif isinstance(entry, Quantity) and entry.in_csv in written:
-                keys.append(entry.key)
+            elif isinstance(entry, Quantity):
+                values = (result[entry.key] for result in results)
+                is_known = entry.in_csv == "known" and any(value is not None for value in values)
+                if is_known or entry.in_csv in written:
+                    keys.append(entry.key)
         return keys
 
     # what the quantities are computed from
@@ -281,6 +313,11 @@ class StepResult(Mapping[str, Any]):
     def memories(self) -> list[Memory]:
         """The counters of memory of each process that has any."""
         return [record.memory for record in self.done if record.memory is not None]
+
+    @property
+    def activities(self) -> list[Activity]:
+        """How busy the GPU was in each process that knows it."""
+        return [record.activity for record in self.done if record.activity is not None]
 
     @cached_property
     def codes(self) -> list[str]:
@@ -508,6 +545,39 @@ class StepResult(Mapping[str, Any]):
         75,
         9,
         in_csv="watched",
+    )
+
+    tensor_share = _activity(
+        "tensor pipes",
+        "Share of the time in which tensor pipes computed",
+        142,
+        lambda activity, _: activity.tensor_share,
+    )
+    sm_share = _activity(
+        "SMs",
+        "Share of the multiprocessors that had work",
+        143,
+        lambda activity, _: activity.sm_share,
+    )
+    dram_share = _activity(
+        "DRAM",
+        "Share of the memory's bandwidth that was used",
+        144,
+        lambda activity, _: activity.dram_share,
+    )
+    nvlink_share = _activity(
+        "NVLink",
+        "Share of the data sheet's rate of NVLink, in the direction with more",
+        145,
+        lambda activity, device: _quotient(
+            activity.nvlink_bytes_per_s, device.link_bytes_per_s if device else None
+        ),
+    )
+    pcie_share = _activity(
+        "PCIe",
+        "Share of the rate of the link to the host, in the direction with more",
+        146,
+        lambda activity, _: _quotient(activity.pcie_bytes_per_s, activity.pcie_peak_bytes_per_s),
     )
 
     # quantities that only tables have

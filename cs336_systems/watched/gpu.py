@@ -5,9 +5,10 @@ import contextlib
 import pynvml
 import torch
 
+from ..measure.gpm import ActivityMonitor
 from ..measure.nvml import Gpu, GpuMonitor, visible_gpus
 from ..measure.step import memory_since, reset_memory
-from ..record import GpuState, Memory, Telemetry
+from ..record import Activity, GpuState, Memory, Telemetry
 from .observer import Observer
 
 
@@ -16,10 +17,11 @@ class LoopGpu(Observer):
     library.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_activity: bool) -> None:
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
         self.gpu: Gpu | None = next((gpu for gpu in visible_gpus() if gpu.uuid == uuid), None)
         self._monitor = GpuMonitor(uuid) if self.gpu else None
+        self._activity = ActivityMonitor(self.gpu.uuid if self.gpu and counts_activity else None)
         self._states: list[GpuState] = []
         self._before = torch.cuda.memory_stats()
 
@@ -29,12 +31,22 @@ class LoopGpu(Observer):
         """
         if number == 0:
             self._before = reset_memory()
+            self._activity.between_steps()
         # a reading takes milliseconds of the CPU, so they become rarer: steps 0, 8, 16, 32, ...
         if self._monitor is not None and (
             number == 0 or (number >= 8 and number & (number - 1) == 0)
         ):
             with contextlib.suppress(pynvml.NVMLError):
                 self._states.append(self._monitor.state())
+
+    def step_ended(self, number: int) -> None:
+        """Read the counters of the GPU's units after some measured steps."""
+        if number >= 0:
+            self._activity.between_steps()
+
+    def activity(self) -> Activity | None:
+        """How busy the units were up to the last reading."""
+        return self._activity.activity()
 
     def telemetry(self) -> Telemetry | None:
         """The first and the last reading."""

@@ -21,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..config import Phase
 from .marks import Timeline
+from .observer import note_trouble
 from .tokens import PassReader
 
 
@@ -31,34 +32,35 @@ class Hook:
     is not installed.
     """
 
-    __slots__ = ("_method",)
+    __slots__ = ("_call", "_owner")
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method: Callable[[], Callable[..., None] | None] = weakref.WeakMethod(method)
+    def __init__(self, method: Any) -> None:  # noqa: ANN401 (a bound method)
+        self._owner, self._call = weakref.ref(method.__self__), method.__func__
 
     def __call__(self, *arguments: Any) -> None:  # noqa: ANN401
         # first of all, so that torch.compile traces nothing else of it
         if torch.compiler.is_compiling():
             return
-        method = self._method()
-        if method is None:
+        owner = self._owner()
+        if owner is None:
             return
         try:
-            method(*arguments)
+            self._call(owner, *arguments)
         except Exception as error:  # the loop of the user goes on without what this hook sees
-            self._method = _gone
-            TROUBLES.append(f"{method.__qualname__}: {type(error).__name__}: {error}")
+            note_trouble(self._call, error)
+            self._call = _nothing
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-TROUBLES: list[str] = []
-"""What went wrong in hooks, which is our own fault and never the loop's."""
+ENOUGH_MATMULS = 3
+"""How often the type of a matmul is looked at; later, autocast around the model must be the same.
+"""
 
 
-def _gone() -> None:
-    """Stands for a method that is not to be called any more."""
+def _nothing(*_: Any) -> None:  # noqa: ANN401
+    """Stands for a method that has failed."""
 
 
 class ModelHooks:
@@ -106,12 +108,12 @@ class ModelHooks:
         if is_forward:
             self._reader.begins(inputs, named, self._timeline.num_marks - 1)
 
-    def ends(self, module: nn.Module, *_: Any) -> None:  # noqa: ANN401
+    def ends(self, module: nn.Module, _inputs: Any, result: Any) -> None:  # noqa: ANN401
         """End forward where `begins` began it."""
         if not self._timeline.is_here() or module is not self._model() or not self._opened:
             return
         if self._opened.pop():
-            self._timeline.note(self._reader.ends(module))
+            self._timeline.note(self._reader.ends(module, result))
             self._timeline.leave()
 
     def is_model(self, module: nn.Module) -> bool:
@@ -134,11 +136,13 @@ class CompiledCall:
         model = None if hooks is None else hooks._model()
         if hooks is None or model is None:
             return self.call(*inputs, **named)
+        result = None
         hooks.begins(model, inputs, named)
         try:
-            return self.call(*inputs, **named)
+            result = self.call(*inputs, **named)
         finally:
-            hooks.ends(model)
+            hooks.ends(model, inputs, result)
+        return result
 
 
 class OptimizerHooks:
@@ -199,26 +203,27 @@ class Hooks:
         updates = [OptimizerHooks(optimizer, timeline) for optimizer in optimizers]
         self._hooked: list[ModelHooks | OptimizerHooks] = [*self.models, *updates]
         self._handles: list[Any] = []
+        self._of_matmuls: list[Any] = []
 
     def attach(self) -> None:
         """Hook everything, unless it is hooked."""
         if not self._handles:
             for hooked in self._hooked:
                 self._handles += hooked.attach()
-            hook = Hook(self.reader.looks)
-            for module in self.reader.hooked:
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                self._handles.append(handle)
+            self._handles += _before_calls(self.reader.embeddings, self.reader.embeds)
+            if self.reader.num_seen < ENOUGH_MATMULS:
+                self._of_matmuls = _before_calls(self.reader.matmuls, self.reader.multiplies)
             PATCHES.add(self)
 
     def detach(self) -> None:
         """Take all hooks away."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._of_matmuls):
             handle.remove()
         self._handles.clear()
         for model in self.models:
             model.detach()
         PATCHES.discard(self)
+        self.timeline.forget()
 
     def step_begins(self) -> None:
         """Prepare the hooks for a step."""
@@ -227,6 +232,21 @@ class Hooks:
             hooked.step_begins()
         if not PATCHES.has_compiler and "torch._dynamo" in sys.modules:
             PATCHES.see_compiler()
+        # the compiler would compile again where a hook has gone
+        if self._of_matmuls and self.reader.num_seen >= ENOUGH_MATMULS and not _has_compiled():
+            self._of_matmuls.pop().remove()
+
+
+def _has_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utilities = sys.modules.get("torch._dynamo.utils")
+    return utilities is not None and bool(utilities.counters.get("frames"))
+
+
+def _before_calls(modules: Iterable[nn.Module], method: Any) -> list[Any]:  # noqa: ANN401
+    """Hook a method before the calls of modules, and return what takes the hooks away."""
+    hook = Hook(method)
+    return [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
 
 
 class Patches:
@@ -347,13 +367,15 @@ class Patches:
             model = wrapper._orig_mod
             models = [hooks for loop in self._loops for hooks in loop.models]
             calls = [hooks for hooks in models if hooks.is_model(model)]
+            result = None
             for hooks in calls:
                 hooks.begins(model, inputs, named)
             try:
-                return original(wrapper, *inputs, **named)
+                result = original(wrapper, *inputs, **named)
             finally:
                 for hooks in calls:
-                    hooks.ends(model)
+                    hooks.ends(model, inputs, result)
+            return result
 
         return call
 

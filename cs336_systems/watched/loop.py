@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..analysis.limits import Limits, Verdict, check, verdicts
 from ..analysis.warnings import launch_bound_phases, timing_warnings
 from ..config import Device, Phase, Profiler
+from ..files import in_one_line
 from ..measure.run import Progress
 from ..record import (
     Measurement,
@@ -40,11 +42,13 @@ from ..record import (
 )
 from ..subject import WatchedLoop
 from ..sweep.store import PROFILE_DIRECTORIES
+from ..text import print_aside, print_line
 from .exit import UNREPORTED, conclude
 from .gpu import LoopGpu
-from .hooks import TROUBLES, Hooks, hookable
+from .hooks import Hooks, hookable
+from .live import Live
 from .marks import LoopStep, Timeline, WatchedStep, resolved
-from .observer import Observer
+from .observer import TROUBLES, Observer, overriding, say
 from .profiled import PROFILED_STEPS, Profiled
 from .summary import all_measurements, described, measurements, seen_of
 from .tokens import PassReader
@@ -64,17 +68,26 @@ NO_FORWARD = (
 
 
 class Watched:
-    """Watches the steps of a loop: put `with watched.step():` around each, and print the result.
+    """Watches the steps of a loop: put `with watched.step():` around each, and report.
 
-    `model` is what the loop calls (the wrapper, if there is one: DistributedDataParallel,
-    torch.compile), `optimizers` one or several. The first `warmup_steps` are not counted. The
+    `model` is what the loop calls: the wrapper, if there is one (DistributedDataParallel), or
+    several models; `optimizers` one or several. The first `warmup_steps` are not counted. The
     record goes to `output`/e2e_benchmark/`name`/runs/.
+
+    `report()` prints the table and writes the record; `with watch(model, optimizer) as watched:`
+    around the loop does so at its end. Where the loop ends before, by an exception, Ctrl-C or the
+    end of the process, what was seen is reported then. Hooks change nothing that the loop computes,
+    hold the model weakly, and are not in copies or checkpoints of it; `report()` and `remove()`
+    take them away.
 
     With `profile`, torch.profiler records PROFILED_STEPS steps after the warm-up, with the model's
     modules as ranges, and the report says where their time went; later steps are not recorded. The
     record goes to kineto_profiles then. With `memory`, on a GPU, the allocator's history is
     recorded instead, and the report says what the memory holds, by which tensor it is; the record
     goes to memory_profiles.
+
+    While it runs, a line on a terminal shows the last steps; in a file there is a line every
+    hundred steps, and with `every` one every so many, wherever standard error goes (0: none).
     """
 
     def __init__(
@@ -87,6 +100,7 @@ class Watched:
         profile: bool = False,
         memory: bool = False,
         output: Path | str = "data",
+        every: int | None = None,
     ) -> None:
         if not name.isidentifier():
             raise ValueError(
@@ -124,9 +138,13 @@ class Watched:
         self._pending: deque[LoopStep] = deque()
         self._num_parameters = _num_parameters(models)
         self._written: Path | None = None
+        self._page: Path | None = None
+        """The files of the last report."""
         self._rank: int | None = None
         """This process's rank, which is not known any more once the group has ended."""
-        self._gpu = LoopGpu() if self.device is Device.CUDA else None
+        self._gpu: LoopGpu | None = None
+        if self.device is Device.CUDA:
+            self._gpu = LoopGpu(counts_activity=profiler is Profiler.NONE)
         if profiler is Profiler.MEMORY and self.device is Device.CPU:
             raise ValueError(
                 "watch: memory=True needs the model on a GPU, whose allocator it records; got the "
@@ -137,10 +155,14 @@ class Watched:
         )
         self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled = Profiled(models[0], several, self._loop, self.directory)
-        self._observers: list[Observer] = [self._profiled]
+        self._timeline = Timeline(device)
+        self._live = Live(name, every, lambda _: None, lambda: not self._rank)
+        observers: list[Observer] = [self._live]
+        if self._profiled.has_profiler:
+            observers.insert(0, self._profiled)
         if self._gpu is not None:
-            self._observers.insert(0, self._gpu)
-        self._timeline = Timeline(device, self._phase_begins)
+            observers.insert(0, self._gpu)
+        self._observe(observers)
         self._reader = PassReader(models, device)
         self._hooks = Hooks(self._timeline, models, several, self._reader)
         self._hooks.attach()
@@ -162,8 +184,7 @@ class Watched:
                 "nest"
             )
         number = self._begun - self.warmup_steps
-        for observer in self._observers:
-            observer.step_begins(number)
+        say(self._tell_begun, number)
         # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
         self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
         self._hooks.step_begins()
@@ -174,16 +195,14 @@ class Watched:
             yield
         except BaseException as error:
             self._timeline.drop_step()
-            for observer in self._observers:
-                observer.step_failed(number, error)
+            say(self._tell_failed, number, error)
             raise
         step = self._timeline.end_step()
         if step is not None:
             self._pending.append(step)
             self._begun += 1
             UNREPORTED.add(self)
-            for observer in self._observers:
-                observer.step_ended(number)
+            say(self._tell_ended, number)
             self._read()
 
     def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -207,9 +226,14 @@ class Watched:
         UNREPORTED.discard(self)
         self._hooks.detach()
 
-    def _phase_begins(self, phase: Phase | None) -> None:
-        for observer in self._observers:
-            observer.phase_begins(phase)
+    def _observe(self, observers: list[Observer]) -> None:
+        """Let these parts, in this order, look at the steps."""
+        self._observers = observers
+        self._timeline.told = overriding(observers, "phase_begins")
+        self._tell_begun = overriding(observers, "step_begins")
+        self._tell_ended = overriding(observers, "step_ended")
+        self._tell_read = overriding(observers, "step_read")
+        self._tell_failed = overriding(observers, "step_failed")
 
     def _read(self) -> None:
         """Move the steps that the device has done, in order, from the pending ones to the
@@ -222,9 +246,14 @@ class Watched:
             is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.has_profiler
             if not self._profiled.has_profiler or len(self.measured) < PROFILED_STEPS:
                 (self.measured if is_warm else self.warmup).append(step)
-            for observer in self._observers:
-                observer.step_read(self._num_read - self.warmup_steps, step)
+            say(self._tell_read, self._num_read - self.warmup_steps, step)
             self._num_read += 1
+
+    def _settle(self) -> None:
+        """Wait until the device has done the steps so far, and read them."""
+        if self._pending and self.device is Device.CUDA:
+            torch.cuda.synchronize()
+        self._read()
 
     def record(self) -> RunRecord:
         """The record of the steps so far, as of a run of benchmark.py; waits until the device has
@@ -234,9 +263,7 @@ class Watched:
         """
         for observer in self._observers:
             observer.finish()
-        if self._pending and self.device is Device.CUDA:
-            torch.cuda.synchronize()
-        self._read()
+        self._settle()
         steps = list(self.measured)
         if not steps:
             raise RuntimeError(
@@ -254,7 +281,7 @@ class Watched:
             warnings=[],
         )
         telemetry = self._gpu.telemetry() if self._gpu else None
-        progress.subject = described(self._loop, steps)
+        progress.subject = described(self._loop, steps, self._reader.order)
         measured = all_measurements(steps)
         host_phases = measurements([step.times.host_phases_s for step in steps])
         self._judge(progress, telemetry, measured, host_phases)
@@ -263,10 +290,54 @@ class Watched:
             measurements=measured,
             host_phases=host_phases,
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            seen=seen_of(steps),
+            seen=seen_of(steps, self._reader.order),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
+            activity=self._gpu.activity() if self._gpu else None,
         )
+
+    def metrics(self) -> dict[str, float]:
+        """The means of the measured steps that were read since the last call, for a tracker of
+        experiments: times by phase (ms), tokens per second, how many steps were slow, the peak of
+        memory. Empty in the warm-up, and if there was none. Nothing waits for the device.
+        """
+        numbers = self._live.take()
+        if numbers and self._gpu is not None:
+            numbers["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return {f"watch/{name}": value for name, value in numbers.items()}
+
+    def answer(self) -> dict[str, Any]:
+        """The steps so far in a dict of at most 2,000 tokens that JSON knows: findings, statistics
+        in seconds, what was seen, warnings, and the files that have more after a report.
+        """
+        from ..report.answer import answer_of
+
+        return answer_of(self.record(), record=self._written, page=self._page)
+
+    def budget(
+        self,
+        *,
+        step_ms: float | None = None,
+        peak_gib: float | None = None,
+        mfu: float | None = None,
+        tokens_per_s: float | None = None,
+    ) -> list[Verdict]:
+        """Raise OverBudgetError if the steps so far take more than the longest mean step or the
+        largest peak, or reach less than the least MFU (of 1) or tokens per second.
+
+        A limit is exceeded if the 95 % interval of the mean lies wholly beyond it. What cannot be
+        told, as in the warm-up and below 10 steps, is no failure; the verdicts are returned.
+        """
+        from ..report.configurations import step_results
+
+        limits = Limits(step_ms=step_ms, peak_gib=peak_gib, mfu=mfu, tokens_per_s=tokens_per_s)
+        self._settle()
+        if not self.measured:
+            return []
+        record = self.record()
+        told = verdicts(record, limits, step_results([record])[0].mfu)
+        check(told)
+        return told
 
     def _judge(
         self,
@@ -276,8 +347,9 @@ class Watched:
         host_phases: tuple[Measurement, ...],
     ) -> None:
         """Add the warnings that follow from the times and the telemetry."""
-        launched_s = launch_bound_phases(measured, host_phases)
-        progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
+        if all(measured[-1].times_s):  # a coarse clock may show 0
+            launched_s = launch_bound_phases(measured, host_phases)
+            progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
         unseen = list(self._unseen)
         if all(measurement.phase is not Phase.FORWARD for measurement in measured):
             unseen.append(NO_FORWARD)
@@ -297,9 +369,18 @@ class Watched:
             print_run(self.record())
         return printed.getvalue().rstrip()
 
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        from ..report.answer import table_html
+
+        self._settle()
+        if not self.measured:
+            return f"<p>{len(self.warmup)} of {self.warmup_steps} warm-up steps are done</p>"
+        return table_html(self.record())
+
     def report(self) -> Path | None:
-        """Write the record of the steps so far, print its table, take the hooks away, and return
-        the path. Another step hooks again.
+        """Write the record of the steps so far and the page of the loop's directory, print the
+        table, take the hooks away, and return the path of the record. Another step hooks again.
 
         Of several ranks the first one does; the others return None. Where a loop ends without it,
         by an exception, Ctrl-C or the end of the process, this is done then.
@@ -332,10 +413,24 @@ class Watched:
             self._profiled.move(raw_profile_path(record.subject, runs))
             explain_run(record.subject, runs)
         print_measured(record, runs)
+        self._page = _written_page(self.directory)
         return self._written
 
 
 watch = Watched
+
+
+def _written_page(directory: Path) -> Path | None:
+    """Write the page of the loop's directory, and say where it is; its lack is no failure."""
+    from ..report.page.chapters import write_page_of_runs
+
+    try:
+        page = write_page_of_runs(directory)
+    except Exception as error:  # the record is written, and the loop's own end comes first
+        print_aside(f"no page of {directory}: {in_one_line(error)}")
+        return None
+    print_line(f"page: {page}")
+    return page
 
 
 def _device_of(models: Iterable[nn.Module]) -> torch.device:

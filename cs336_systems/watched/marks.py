@@ -6,7 +6,6 @@ from itertools import pairwise
 from threading import get_ident
 from time import perf_counter_ns
 from typing import NamedTuple
-from weakref import WeakMethod
 
 import torch
 
@@ -34,8 +33,11 @@ class Mark:
     event: torch.cuda.Event | None
 
     def is_passed(self) -> bool:
-        """Whether the device is here."""
-        return self.event is None or self.event.query()
+        """Whether the device is here; not if it has failed, which the loop itself will find."""
+        try:
+            return self.event is None or self.event.query()
+        except RuntimeError:
+            return False
 
 
 class Wait(NamedTuple):
@@ -59,7 +61,7 @@ class LoopStep:
     passes: list[Pass] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class WatchedStep:
     """A finished step."""
 
@@ -78,14 +80,13 @@ class Timeline:
     """Records when the phases of a loop begin and end, on the thread that runs its steps.
 
     Phases nest: an optimizer's closure runs forward and backward. What is inside of none is OTHER.
-    `begins` is called with each phase of a step that begins, and with None at the step's end.
     """
 
-    def __init__(self, device: torch.device, begins: Callable[[Phase | None], None]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        # hooks of PyTorch hold the timeline, which therefore keeps no model alive
-        self._told = WeakMethod(begins)
+        self.told: list[Callable[[Phase | None], None]] = []
+        """Called with each phase of a step that begins, and with None at the step's end."""
         self._phases: list[Phase] = []
         """The open phases, the innermost last."""
         self._step: LoopStep | None = None
@@ -119,7 +120,8 @@ class Timeline:
         ended = self._open
         ended.marks.append(self._mark(Phase.OTHER))
         self.in_step = False
-        self._begins(None)
+        for tell in self.told:
+            tell(None)
         self._step = LoopStep(before=ended.marks[-1])
         return ended
 
@@ -127,7 +129,8 @@ class Timeline:
         """Forget the step: its time lies between other steps, also what waited for data."""
         self._open.marks.append(self._mark(Phase.OTHER))
         self.in_step = False
-        self._begins(None)
+        for tell in self.told:
+            tell(None)
         dropped = self._open
         if dropped.before is not None:
             for mark, following in pairwise(dropped.marks):
@@ -136,6 +139,11 @@ class Timeline:
         dropped.marks.clear()
         dropped.passes.clear()
         self._phases.clear()
+
+    def forget(self) -> None:
+        """See nothing until the next step begins, so that nothing is known to lie before it."""
+        if not self.in_step:
+            self._step = self._waits_from = None
 
     def enter(self, phase: Phase) -> bool:
         """Begin a phase, and return whether it is seen, so that `leave` must end it."""
@@ -147,6 +155,9 @@ class Timeline:
         if not self.in_step:
             return phase is Phase.DATA and self._begin_wait()
         if phase is inside or (inside in OPAQUE and not is_update):
+            return False
+        # in a CUDA graph, an event would be a node, and not tell a time
+        if self._is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         self._phases.append(phase)
         self._change(phase)
@@ -164,6 +175,7 @@ class Timeline:
 
     def note(self, seen: Pass) -> None:
         """Add a forward pass, which ends now, to the open step."""
+        seen.end = len(self._open.marks)
         self._open.passes.append(seen)
 
     @property
@@ -173,6 +185,8 @@ class Timeline:
 
     def recycle(self, step: LoopStep) -> None:
         """Take the events of a step that has been read; its last one begins the next step."""
+        if not self._is_cuda:
+            return
         used = [mark for wait in step.waits for mark in wait]
         used += step.marks[:-1]
         if step.before is not None:
@@ -201,15 +215,12 @@ class Timeline:
             step.waits = step.waits[len(over) :]
             self.recycle(LoopStep(waits=over))
 
-    def _begins(self, phase: Phase | None) -> None:
-        told = self._told()
-        if told is not None:
-            told(phase)
-
     def _change(self, phase: Phase) -> None:
         """Let a phase of the step begin."""
-        self._open.marks.append(self._mark(phase))
-        self._begins(phase)
+        assert self._step is not None
+        self._step.marks.append(self._mark(phase))
+        for tell in self.told:
+            tell(phase)
 
     def _mark(self, phase: Phase) -> Mark:
         event = None
@@ -222,18 +233,14 @@ class Timeline:
 def resolved(step: LoopStep) -> WatchedStep:
     """The times of a step whose marks have all passed."""
     _settle(step)
-    phases: dict[Phase, float] = {}
-    host_phases: dict[Phase, float] = {}
-    for mark, following in pairwise(step.marks):
-        phases[mark.phase] = phases.get(mark.phase, 0.0) + _seconds(mark, following)
-        host_s = (following.host_ns - mark.host_ns) / 1e9
-        host_phases[mark.phase] = host_phases.get(mark.phase, 0.0) + host_s
     first, last = step.marks[0], step.marks[-1]
+    host_phases = _by_phase(step.marks, on_host=True)
+    is_cuda = first.event is not None
     times = StepTimes(
         step_s=_seconds(first, last),
         host_s=(last.host_ns - first.host_ns) / 1e9,
-        phases_s=_rounded(phases),
-        host_phases_s=_rounded(host_phases) if first.event is not None else {},
+        phases_s=_by_phase(step.marks, on_host=False) if is_cuda else host_phases,
+        host_phases_s=host_phases if is_cuda else {},
     )
     waited_s = step.waited_s + sum(_seconds(*wait) for wait in step.waits)
     return WatchedStep(
@@ -247,27 +254,31 @@ def resolved(step: LoopStep) -> WatchedStep:
 def _settle(step: LoopStep) -> None:
     """Name the parts of a step that only what follows tells.
 
-    A forward pass in evaluation mode is one of training if backward follows, and else OTHER. Within
-    an optimizer, what lies between a forward pass and backward is the closure's loss: OTHER.
+    A forward pass in evaluation mode whose outputs no backward pass reaches is OTHER. Within an
+    optimizer, what lies between a forward pass and backward is the closure's loss: OTHER.
     """
-    backwards = [at for at, mark in enumerate(step.marks) if mark.phase is Phase.BACKWARD]
-    last_backward = backwards[-1] if backwards else -1
-    kept = []
     for seen in step.passes:
-        if seen.is_training or seen.mark < last_backward:
-            kept.append(seen)
+        if not seen.is_training:
+            for mark in step.marks[seen.begin : seen.end]:
+                if mark.phase is Phase.FORWARD:
+                    mark.phase = Phase.OTHER
+    step.passes = [seen for seen in step.passes if seen.is_training]
+    for earlier, mark, later in zip(step.marks, step.marks[1:], step.marks[2:], strict=False):
+        is_between = earlier.phase is Phase.FORWARD and later.phase is Phase.BACKWARD
+        if mark.phase is Phase.OPTIMIZER and is_between:
+            mark.phase = Phase.OTHER
+
+
+def _by_phase(marks: list[Mark], *, on_host: bool) -> dict[Phase, float]:
+    """The time of each phase, in whole nanoseconds, which sums of floats are not."""
+    times_ns: dict[Phase, int] = {}
+    for mark, following in pairwise(marks):
+        if on_host:
+            time_ns = following.host_ns - mark.host_ns
         else:
-            step.marks[seen.mark].phase = Phase.OTHER
-    step.passes = kept
-    for at in backwards:
-        before = step.marks[max(at - 2, 0) : at]
-        if [mark.phase for mark in before] == [Phase.FORWARD, Phase.OPTIMIZER]:
-            before[1].phase = Phase.OTHER
-
-
-def _rounded(times_s: dict[Phase, float]) -> dict[Phase, float]:
-    """The times as whole nanoseconds, which sums of floats are not."""
-    return {phase: round(time_s, 9) for phase, time_s in times_s.items()}
+            time_ns = round(1e9 * _seconds(mark, following))
+        times_ns[mark.phase] = times_ns.get(mark.phase, 0) + time_ns
+    return {phase: time_ns / 1e9 for phase, time_ns in times_ns.items()}
 
 
 def _seconds(begin: Mark, end: Mark) -> float:

@@ -1,7 +1,13 @@
 """What a part that looks at the steps of a watched loop is told."""
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 from ..config import Phase
 from .marks import WatchedStep
+
+TROUBLES: list[str] = []
+"""What went wrong in hooks and observers, which is our own fault and never the loop's."""
 
 
 class Observer:
@@ -30,3 +36,27 @@ class Observer:
 
     def finish(self) -> None:
         """Called before a record is made and when the watching ends, so possibly several times."""
+
+
+def overriding(observers: Iterable[Observer], method: str) -> list[Callable[..., Any]]:
+    """The methods of this name of the observers that do something in it: calls cost time."""
+    calls = []
+    for observer in observers:
+        if getattr(type(observer), method) is not getattr(Observer, method):
+            calls.append(getattr(observer, method))
+    return calls
+
+
+def say(calls: list[Callable[..., Any]], *arguments: Any) -> None:  # noqa: ANN401
+    """Call all; one that fails is not called again, and the loop of the user goes on."""
+    for call in tuple(calls):
+        try:
+            call(*arguments)
+        except Exception as error:
+            calls.remove(call)
+            note_trouble(call, error)
+
+
+def note_trouble(call: Callable[..., Any], error: Exception) -> None:
+    """Keep what went wrong in a call, for the report to say."""
+    TROUBLES.append(f"{call.__qualname__}: {type(error).__name__}: {error}")

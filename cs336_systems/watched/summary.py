@@ -9,6 +9,7 @@ from ..loop_record import LoopRecord
 from ..record import Measurement
 from ..subject import WatchedLoop
 from .marks import WatchedStep
+from .tokens import AxisOrder
 
 
 def measurements(steps: Sequence[Mapping[Phase, float]]) -> tuple[Measurement, ...]:
@@ -35,10 +36,10 @@ def all_measurements(steps: Sequence[WatchedStep]) -> tuple[Measurement, ...]:
     return (*phases, Measurement(Phase.STEP, tuple(step.times.step_s for step in steps)))
 
 
-def seen_of(steps: Sequence[WatchedStep]) -> LoopRecord:
+def seen_of(steps: Sequence[WatchedStep], order: AxisOrder) -> LoopRecord:
     """What was seen besides times."""
     tokens = [step.tokens.count or 0 for step in steps]
-    lengths = context_lengths(steps)
+    lengths = context_lengths(steps, order)
     later = [step for step in steps if step.between_s is not None]
     masked = [step for step in steps if step.tokens.padding is not None]
     return LoopRecord(
@@ -50,21 +51,19 @@ def seen_of(steps: Sequence[WatchedStep]) -> LoopRecord:
     )
 
 
-def context_lengths(steps: Sequence[WatchedStep]) -> set[int]:
+def context_lengths(steps: Sequence[WatchedStep], order: AxisOrder) -> set[int]:
     """The lengths of the sequences of all forward passes; empty unless all are known."""
-    lengths: set[int] = set()
-    for step in steps:
-        if step.tokens.context_lengths is None:
-            return set()
-        lengths.update(step.tokens.context_lengths)
-    return lengths
+    shapes = {shape for step in steps for shape in step.tokens.shapes}
+    lengths = {order.length(shape) for shape in shapes}
+    known = {length for length in lengths if length is not None}
+    return known if len(known) == len(lengths) else set()
 
 
-def described(loop: WatchedLoop, steps: Sequence[WatchedStep]) -> WatchedLoop:
+def described(loop: WatchedLoop, steps: Sequence[WatchedStep], order: AxisOrder) -> WatchedLoop:
     """The loop with what was seen of it; what differs from step to step is left out."""
     phases = {phase for step in steps for phase in step.times.phases_s}
     tokens = [step.tokens.count or 0 for step in steps]
-    lengths = context_lengths(steps)
+    lengths = context_lengths(steps, order)
     precisions = {step.tokens.precision for step in steps} - {None}
     return replace(
         loop,

@@ -27,11 +27,13 @@ class Pass:
     """What one forward pass of the model was given; None is what was not seen."""
 
     is_training: bool
-    """Whether the model was in training mode."""
-    mark: int
-    """Index of the mark of the step at which the pass began."""
+    """Whether the model was in training mode, or backward has reached what it returned."""
+    begin: int
+    end: int = -1
+    """Indices of the marks of the step at which the pass began and ended."""
     tokens: int | None = None
-    context_length: int | None = None
+    shape: tuple[int, ...] | None = None
+    """Shape of the tokens."""
     padding: int | Tensor | None = None
     """Tokens that a mask leaves out; of a GPU, a tensor that holds their number once the pass is
     over.
@@ -39,28 +41,32 @@ class Pass:
     precision: Precision | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
     """What a step sent through the model; None is what was not seen."""
 
     count: int | None = None
-    context_lengths: tuple[int, ...] | None = None
-    """One for each forward pass, if all are known."""
+    shapes: tuple[tuple[int, ...] | None, ...] = ()
+    """Shapes of the tokens of the forward passes."""
     padding: int | None = None
     """None unless it is known of each forward pass."""
     precision: Precision | None = None
 
 
+NO_TOKENS = Tokens()
+
+
 def tokens_of(passes: Iterable[Pass]) -> Tokens:
     """The sums over the forward passes of a step."""
     passes = list(passes)
+    if not passes:
+        return NO_TOKENS
     counts = [seen.tokens for seen in passes if seen.tokens is not None]
-    lengths = [seen.context_length for seen in passes if seen.context_length is not None]
     paddings = [int(seen.padding) for seen in passes if seen.padding is not None]
     precisions = [seen.precision for seen in passes]
     return Tokens(
         count=sum(counts) if counts else None,
-        context_lengths=tuple(lengths) if len(lengths) == len(passes) else None,
+        shapes=tuple(seen.shape for seen in passes),
         padding=sum(paddings) if paddings and len(paddings) == len(passes) else None,
         precision=precisions[-1] if precisions else None,
     )
@@ -83,76 +89,121 @@ class PassReader:
         """Whether to count the padding of this step's passes."""
         self.loader_batch: int | None = None
         """Batch size of the DataLoader that made the last batch; None if unknown."""
-        self.hooked = WeakSet(_may_embed(named))
-        """The modules before whose calls `looks` is to be called."""
-        self._has_embedding = bool(self.hooked)
-        self.hooked.update(_usual_matmul([module for _, module in named]))
-        self._order = AxisOrder([module for _, module in named])
+        self.embeddings = WeakSet(_may_embed(named))
+        """The modules before whose calls `embeds` is to be called."""
+        self.matmuls = WeakSet(_usual_matmul([module for _, module in named]))
+        """The modules before whose calls `multiplies` is to be called."""
+        self.order = AxisOrder([module for _, module in named])
         self._is_open = False
         self._given: tuple[Any, ...] = ()
+        self._mappings: list[Mapping[Any, Any]] = []
         self._outer_dtype: torch.dtype | None = None
         self._mark = 0
         self._embedded: dict[int, tuple[int, tuple[int, ...]]] = {}
         """By embedding, the tokens that reached it in this pass, and the shape of the last."""
-        self._dtype: torch.dtype | None = None
-        """The type of the matmul that was seen last in this pass."""
+        self._inner: tuple[torch.dtype | None, torch.dtype] | None = None
+        """The type of the matmul that was seen last, and that of autocast around the model then."""
+        self.num_seen = 0
+        """How often the type of a matmul was seen."""
+        self._low_dtype: torch.dtype | None = None
+        self._is_inside = False
+        """Whether hooks within the model ran in this pass."""
 
     def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
         """Begin to read a forward pass, which is given these."""
         self._is_open = True
-        self._given, self._mark = (named, *inputs), mark
+        self._given, self._mark = (*inputs, named) if named else inputs, mark
+        self._mappings = [value for value in self._given if isinstance(value, Mapping)]
         self._outer_dtype = autocast_dtype(self._device)
         self._embedded.clear()
-        self._dtype = None
+        self._is_inside = False
 
-    def looks(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Look at what a module within the model is given."""
+    def embeds(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Count the tokens that a module is given, if it looks them up."""
         if not self._is_open:
             return
+        self._is_inside = True
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
         if not tensors:
             return
-        first = tensors[0]
-        if _has_matrix(module) and first.is_floating_point():
-            self._dtype = computed_in(first, self._device)
-        elif _has_matrix(module):
+        ids = tensors[0]
+        if not ids.is_floating_point() and _has_matrix(module):
             count, _ = self._embedded.get(id(module), (0, ()))
-            self._embedded[id(module)] = count + first.numel(), tuple(first.shape)
-        if not self._order.is_known:
-            self._order.see_positions(tensors)
+            self._embedded[id(module)] = count + ids.numel(), tuple(ids.shape)
+        if self.order.looks_for_positions:
+            self.order.see_positions(tensors)
 
-    def ends(self, model: nn.Module) -> Pass:
-        """What the pass was given, which ends now."""
+    def multiplies(
+        self, _module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> None:
+        """Note the type that a module is given and, under autocast, computes in."""
+        if not self._is_open:
+            return
+        self._is_inside = True
+        for value in (*inputs, *named.values()):
+            if isinstance(value, Tensor):
+                if value.is_floating_point():
+                    self._inner = self._outer_dtype, computed_in(value, self._device)
+                    self.num_seen += 1
+                return
+
+    def ends(self, model: nn.Module, result: Any) -> Pass:  # noqa: ANN401
+        """What the pass was given, which ends now with this result."""
         self._is_open = False
-        seen = Pass(is_training=model.training, mark=self._mark)
-        dtype = self._dtype or self._outer_dtype or only_low_dtype(model)
-        seen.precision = precision_of(dtype, self._device)
-        shape = self._count(seen)
-        if shape is not None:
-            seen.context_length = self._order.length(shape, self.loader_batch)
+        # a wrapper, as of data parallelism, stays in training mode where its module is evaluated
+        first = next(iter(model._modules.values()), None)
+        is_training = model.training and (first is None or first.training)
+        seen = Pass(is_training=is_training, begin=self._mark)
+        seen.precision = precision_of(self._dtype(model), self._device)
+        seen.shape = self._count(seen)
+        if seen.shape is not None:
+            self.order.see_batch(seen.shape, self.loader_batch)
             if self.counts_padding:
-                seen.padding = _padding(self._given, shape)
-        self._given = ()
+                seen.padding = _padding(self._mappings, seen.shape)
+        self._given, self._mappings = (), []
+        self.order.num_passes += 1
+        if not seen.is_training:
+            reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
+            if reached and reached[0].grad_fn is not None:
+                reached[0].grad_fn.register_prehook(Reached(seen))
         return seen
+
+    def _dtype(self, model: nn.Module) -> torch.dtype | None:
+        """The type of the matmuls; None if it was not seen."""
+        if self._inner is not None and self._inner[0] is self._outer_dtype:
+            return self._inner[1]
+        if self._low_dtype is None and self.order.num_passes == 0:
+            self._low_dtype = only_low_dtype(model)
+        return self._outer_dtype or self._low_dtype
 
     def _count(self, seen: Pass) -> tuple[int, ...] | None:
         """Note the number of tokens, and return their shape; None if none were seen."""
-        for values in self._given:
-            ids = values.get("input_ids") if isinstance(values, Mapping) else None
+        for values in self._mappings:
+            ids = values.get("input_ids")
             if isinstance(ids, Tensor):
-                self._order.is_named = True
+                self.order.is_named = True
                 seen.tokens = ids.numel()
                 return tuple(ids.shape)
         if self._embedded:
             seen.tokens, shape = max(self._embedded.values())
             return shape
         # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
-        shapes = {tuple(value.shape) for value in _integers(self._given) if value.ndim}
-        if self._dtype is not None or not self._has_embedding or len(shapes) != 1:
+        shapes = {tuple(value.shape) for value in _tensors(self._given) if _is_integer(value)}
+        if self._is_inside or not self.embeddings or len(shapes) != 1:
             return None
         (shape,) = shapes
         seen.tokens = math.prod(shape)
         return shape
+
+
+@dataclass(slots=True)
+class Reached:
+    """A hook of autograd that notes that backward has reached what a pass returned."""
+
+    seen: Pass
+
+    def __call__(self, *_: Any) -> None:  # noqa: ANN401
+        self.seen.is_training = True
 
 
 class AxisOrder:
@@ -165,6 +216,7 @@ class AxisOrder:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.is_named = False
+        self.num_passes = 0
         self._axis: int | None = None
         self._lengths: set[int] = set()
         """Lengths of sequences, of positions and of square masks."""
@@ -179,8 +231,10 @@ class AxisOrder:
             self._axis = int(firsts.pop())
 
     @property
-    def is_known(self) -> bool:
-        return self.is_named or self._axis is not None
+    def looks_for_positions(self) -> bool:
+        """Whether to look at values, for which a GPU is waited: in the first passes."""
+        is_known = self.is_named or self._axis is not None
+        return not is_known and self.num_passes < 2
 
     def see_positions(self, tensors: Iterable[Tensor]) -> None:
         """Note the length of a row of positions, which classes of the sequences are not: positions
@@ -191,19 +245,24 @@ class AxisOrder:
             if is_row and not tensor.is_floating_point() and bool((tensor.diff() == 1).all()):
                 self._lengths.add(tensor.shape[-1])
 
-    def length(self, shape: tuple[int, ...], loader_batch: int | None) -> int | None:
+    def see_batch(self, shape: tuple[int, ...], loader_batch: int | None) -> None:
+        """Compare the shape of tokens with what is known of the lengths of their axes."""
+        is_known = self.is_named or self._axis is not None
+        if is_known or len(shape) != 2 or shape[0] == shape[1]:
+            return
+        telling = {axis for axis in (0, 1) if shape[axis] in self._lengths}
+        if loader_batch in shape:
+            telling.add(1 - shape.index(loader_batch))
+        if len(telling) == 1:
+            self._axis = telling.pop()
+
+    def length(self, shape: tuple[int, ...] | None) -> int | None:
         """The length of the sequences of tokens of this shape; None if it is not known."""
+        if not shape:
+            return None
         if self.is_named:
             return shape[-1]
-        if len(shape) != 2:
-            return None
-        if self._axis is None and shape[0] != shape[1]:
-            telling = {axis for axis in (0, 1) if shape[axis] in self._lengths}
-            if loader_batch in shape:
-                telling.add(1 - shape.index(loader_batch))
-            if len(telling) == 1:
-                self._axis = telling.pop()
-        return None if self._axis is None else shape[self._axis]
+        return None if self._axis is None or len(shape) != 2 else shape[self._axis]
 
 
 def _may_embed(named: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
@@ -240,21 +299,25 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in _own_parameters(module))
 
 
-def _integers(given: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors of integers in what a model is given."""
-    for value in given:
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among what a model is given or returns."""
+    for value in values:
         if isinstance(value, Mapping):
-            yield from _integers(value.values())
+            yield from _tensors(value.values())
         elif isinstance(value, list | tuple):
-            yield from _integers(value)
-        elif isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor):
             yield value
 
 
-def _padding(given: Iterable[Any], shape: tuple[int, ...]) -> int | Tensor | None:
+def _is_integer(value: Tensor) -> bool:
+    return value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
+
+
+def _padding(given: Iterable[Mapping[Any, Any]], shape: tuple[int, ...]) -> int | Tensor | None:
     """How many tokens of this shape the mask leaves out; None without one."""
     for values in given:
-        mask = values.get("attention_mask") if isinstance(values, Mapping) else None
+        mask = values.get("attention_mask")
         if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
             attended = torch.count_nonzero(mask)
             if not attended.is_cuda:

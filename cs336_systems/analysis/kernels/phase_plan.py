@@ -132,6 +132,9 @@ def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows
     has_backward = windows.among(LaunchPhase.BACKWARD).any()
     if is_optimizer.any() or not has_backward:
         is_training = bool(is_optimizer.any()) or has_kernels_of_training(trace)
+        if has_backward:
+            # beside ranges of backward, a thread alone does not show that a closure runs it
+            is_training = bool(_has_name(trace, trace.kernels.name, OF_BACKWARD).any())
         start, end = backward_bursts(trace, main, is_training=is_training)
         # a closure runs backward within the optimizer's range; elsewhere ranges decide
         is_shown = _is_inside(chosen(windows, ~is_optimizer), start)

@@ -9,9 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
+from ...record import RUNS, load_records
+from ...studies.ceilings_files import ceilings_beside, load_ceilings_or_warn
 from ..charts import Chart
 from ..draw import svg_of
-from ..results import KERNELS, MEMORY
+from ..results import KERNELS, MEMORY, Results
 from ..section import Section, make_table
 from ..sections.kernels.files import modules_section
 from ..sections.ladder import ladder_section
@@ -57,6 +59,15 @@ def write_page_of(directory: Directory, say: Callable[[str], None]) -> tuple[Pat
     page, path = page_of(directory), directory.path / PAGE_FILE
     write_page(page, path)
     return path, page
+
+
+def write_page_of_runs(directory: Path) -> Path:
+    """Write the page of all runs in a directory, without its tables and pictures as files."""
+    records, _ = load_records(directory / RUNS)
+    ceilings = load_ceilings_or_warn(ceilings_beside(directory))
+    results = Results.load(records, directory, ceilings)
+    path, _ = write_page_of(Directory(path=directory, results=results), lambda _: None)
+    return path
 
 
 def list_of(root: Path, pages: Mapping[Path, Page], unreadable: Mapping[Path, str]) -> Page:

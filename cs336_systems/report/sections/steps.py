@@ -9,18 +9,28 @@ from typing import Any
 
 from ...analysis.statistics import FEWEST
 from ...analysis.warnings import DOUBTFUL, in_doubt
-from ...config import UNSIZED, Phase, Profiler
+from ...config import UNSIZED, Phase, Precision, Profiler
+from ...costs.time import uncounted_flops
 from ...record import RunRecord, WarningCode
 from ...subject import Subject
 from ...text import counted, text_of
 from ..charts import PHASE_COLOURS, REST_COLOUR, Bar, Chart, Panel, Style
-from ..column import Quantity, Row, three_digits
+from ..column import Quantity, Row, signed, three_digits
 from ..columns import column
 from ..configurations import over_warmup, steady
 from ..identity import identity_columns, placed_settings, settings_of, trailing
 from ..quantities import SpeedUp, StepResult
 from ..section import Section, Table, distinct_labels, known, labels, make_table, settings
-from ..words import CHANCE, DOUBT, DOUBTED_FORECAST, SHIPPED, NamedRows, significant, warning_counts
+from ..words import (
+    CHANCE,
+    DOUBT,
+    DOUBTED_FORECAST,
+    SHIPPED,
+    NamedRows,
+    percent_of,
+    significant,
+    warning_counts,
+)
 
 ALWAYS = ("size", "context_length", "precision")
 """Settings that are columns even if all rows have the same value."""
@@ -56,11 +66,35 @@ def step_answer(result: StepResult, record: RunRecord) -> list[str]:
     step = StepResult.step_mean_ms.cell(result)
     steps = counted(len(measured.times_s), "step")
     spread = f"Minimum {low}, median {median}, maximum {high} ms in {steps}"
+    parts = f": {', '.join(phases)}" if phases else ""
     return [
-        f"A step takes {step} ms{under}: {', '.join(phases)}.",
+        f"A step takes {step} ms{under}{parts}.",
         f"{spread}; {', '.join(speed)}." if speed else f"{spread}.",
         f"The times are in doubt: {doubts}." if doubts else "Nothing puts the times in doubt.",
     ]
+
+
+def activity_sentences(result: StepResult) -> list[str]:
+    """How busy tensor pipes are against MFU, and what is known of the difference, in points.
+
+    Matmuls in fp32 use no tensor pipes.
+    """
+    tensor, mfu = result.tensor_share, result.mfu
+    if tensor is None or mfu is None or result["precision"] in (None, Precision.FP32):
+        return []
+    numbers = f"Tensor pipes compute {percent_of(tensor)} of the time, MFU is {percent_of(mfu)}"
+    uncounted = None if result.config is None else uncounted_flops(result.config)
+    if uncounted is None:
+        return [f"{numbers}."]
+    a_point = uncounted.counted / (100 * mfu)
+    parts = {
+        "recomputation, which MFU leaves out": uncounted.recomputed / a_point,
+        "masked attention, which MFU counts and the kernels skip": -uncounted.skipped / a_point,
+    }
+    named = {what: points for what, points in parts.items() if round(points, 1)}
+    rest = 100 * (tensor - mfu) - sum(named.values())
+    causes = [f"{signed(points)} {what}" for what, points in named.items()]
+    return [f"{numbers}: {', '.join([*causes, f'{signed(rest)} of no known cause'])} (points)."]
 
 
 def results_table(results: Sequence[StepResult], *, has_csv: bool = True) -> Table:
@@ -152,6 +186,8 @@ def step_findings(results: Sequence[StepResult]) -> list[str]:
     """
     told = steady(results)
     sentences = list(_limits(told))
+    if len(told) == 1:
+        sentences += activity_sentences(told[0])
     for entry in StepResult.speed_ups():
         sentences += _gains(entry, [result for result in told if result[entry.key]])
     return sentences
