@@ -318,8 +318,9 @@ class Patches:
     """Functions of PyTorch that are wrapped while any loop of this process is watched."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loops: tuple[Hooks, ...] = ()
+        # a loop that is forgotten ends wherever Python collects garbage, also in here
+        self._lock = threading.RLock()
+        self._loops: list[Hooks] = []
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """Of each wrapped function: its owner and name, what the owner had, the wrapper."""
         self.has_compiler = False
@@ -327,8 +328,8 @@ class Patches:
     def add(self, loop: Hooks) -> None:
         """Watch a loop; with the first one, wrap the functions."""
         with self._lock:
-            self._loops = (*self._loops, loop)
-            if len(self._loops) == 1:
+            self._loops.append(loop)
+            if not self._wrapped:
                 self._wrap(torch.autograd, "_engine_run_backward", self._backward)
                 self._wrap(_BaseDataLoaderIter, "__next__", self._next)
                 self._wrap(DataLoader, "__iter__", self._iter)
@@ -336,9 +337,10 @@ class Patches:
     def discard(self, loop: Hooks) -> None:
         """Watch a loop no more; with the last one, give the functions back."""
         with self._lock:
-            was_watched = loop in self._loops
-            self._loops = tuple(other for other in self._loops if other is not loop)
-            if not was_watched or self._loops:
+            if loop not in self._loops:
+                return
+            self._loops.remove(loop)
+            if self._loops:
                 return
             for owner, name, had, wrapper in self._wrapped:
                 # who wrapped ours in the meantime keeps it
@@ -378,7 +380,7 @@ class Patches:
         """
         prior = eval_frame.set_eval_frame(None)
         try:
-            return [loop for loop in self._loops if loop.timeline.enter(phase)]
+            return [loop for loop in tuple(self._loops) if loop.timeline.enter(phase)]
         finally:
             eval_frame.set_eval_frame(prior)
 
@@ -430,7 +432,7 @@ class Patches:
             if torch.compiler.is_compiling():
                 return original(wrapper, *inputs, **named)
             model = wrapper._orig_mod
-            models = [hooks for loop in self._loops for hooks in loop.models]
+            models = [hooks for loop in tuple(self._loops) for hooks in loop.models]
             calls = [hooks for hooks in models if hooks.is_model(model)]
             result = None
             for hooks in calls:

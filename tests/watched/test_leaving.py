@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,6 +159,29 @@ def test_a_loop_that_goes_on_after_its_report_is_watched_again(tmp_path, capsys)
     assert all(record.measurement(Phase.FORWARD).times_s)
     # nothing is known of what was between the report and the next step
     assert len(record.between_s) == 6
+
+
+def test_a_loop_may_be_forgotten_while_another_begins(tmp_path, monkeypatch):
+    """Python collects garbage anywhere: here, within the wrapping of PyTorch's functions."""
+    from cs336.watched import hooks
+
+    before = torch.autograd._engine_run_backward
+    forgotten = [watch(make()[0], output=tmp_path)]
+
+    def wraps_late(function):
+        forgotten.clear()
+        gc.collect()
+        return functools.wraps(function)
+
+    forgotten[0].remove()
+    monkeypatch.setattr(hooks, "functools", SimpleNamespace(wraps=wraps_late))
+    model, optimizer = make()
+    watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
+    train(watched, model, optimizer)
+    assert all(watched.record().measurement(Phase.BACKWARD).times_s)
+    watched.remove()
+    assert not forgotten
+    assert torch.autograd._engine_run_backward is before
 
 
 SCRIPT = """

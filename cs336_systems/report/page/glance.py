@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ...analysis.kernels.step_profile import Work
+from ...analysis.loop_times import loop_sentences
 from ...analysis.warnings import DOUBTFUL, in_doubt
 from ...config import CompileMode, Mode, Profiler
 from ...record import WarningCode
@@ -231,6 +232,9 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
     configs = [results[index].config for index in late]
     if late and all(config and config.compile is CompileMode.NONE for config in configs):
         more += " Try --compile there."
+    if len(results) == 1:
+        of_loop = [text for record in results[0].done[-1:] for text in loop_sentences(record)]
+        more = " ".join([more, *(f"{text[0].upper()}{text[1:]}." for text in of_loop)]).strip()
     return f"{text}{told.failures()}.", more
 
 
