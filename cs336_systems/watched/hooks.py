@@ -140,7 +140,8 @@ class ModelHooks:
         model = self._model()
         if model is None:
             return []
-        before = model.register_forward_pre_hook(Hook(self.begins), with_kwargs=True)
+        # hooks of others are part of the call, as those of fully_shard, which gather parameters
+        before = model.register_forward_pre_hook(Hook(self.begins), prepend=True, with_kwargs=True)
         after = model.register_forward_hook(Hook(self.ends), always_call=True)
         return [before, after]
 
