@@ -199,13 +199,26 @@ class CompiledCall:
         model = None if hooks is None else hooks.model
         if hooks is None or model is None:
             return self.call(*inputs, **named)
-        result = None
+        return _called([hooks], model, self.call, inputs, named)
+
+
+def _called(
+    hooked: list[ModelHooks],
+    model: nn.Module,
+    call: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Any:  # noqa: ANN401
+    """Call what calls the model, and let its hooks see it. `inputs` may begin with a wrapper."""
+    result = None
+    for hooks in hooked:
         hooks.begins(model, inputs, named)
-        try:
-            result = self.call(*inputs, **named)
-        finally:
+    try:
+        result = call(*inputs, **named)
+    finally:
+        for hooks in hooked:
             hooks.ends(model, inputs, result)
-        return result
+    return result
 
 
 class OptimizerHooks:
@@ -331,9 +344,9 @@ class Patches:
         with self._lock:
             self._loops.append(loop)
             if not self._wrapped:
-                self._wrap(torch.autograd, "_engine_run_backward", self._backward)
-                self._wrap(_BaseDataLoaderIter, "__next__", self._next)
-                self._wrap(DataLoader, "__iter__", self._iter)
+                self._wrap(torch.autograd, "_engine_run_backward", self._around(Phase.BACKWARD))
+                self._wrap(_BaseDataLoaderIter, "__next__", self._around(Phase.DATA))
+                self._wrap(DataLoader, "__iter__", self._around(Phase.DATA))
 
     def discard(self, loop: Hooks) -> None:
         """Watch a loop no more; with the last one, give the functions back."""
@@ -385,48 +398,35 @@ class Patches:
         finally:
             eval_frame.set_eval_frame(prior)
 
-    def _leave(self, loops: Iterable[Hooks]) -> None:
+    def _leave(self, loops: Iterable[Hooks], of: Any) -> None:  # noqa: ANN401
+        """End the phase, of a loader or of backward, in the loops that have seen it begin."""
         prior = eval_frame.set_eval_frame(None)
         try:
             for loop in loops:
                 loop.timeline.leave()
+                sampler = getattr(of, "_index_sampler", None)
+                if sampler is not None:
+                    loop.reader.loader_batch = getattr(sampler, "batch_size", None)
         finally:
             eval_frame.set_eval_frame(prior)
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
-            # the compiler traces backward while it compiles a forward pass
-            if TracingContext.try_get() is not None:
-                return original(*inputs, **named)
-            loops = self._enter(Phase.BACKWARD)
-            try:
-                return original(*inputs, **named)
-            finally:
-                self._leave(loops)
+    def _around(self, phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """What wraps a function so that its calls are this phase, on the thread of a loop."""
 
-        return backward
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+                # the compiler traces backward while it compiles a forward pass
+                if TracingContext.try_get() is not None:
+                    return original(*inputs, **named)
+                loops = self._enter(phase)
+                try:
+                    return original(*inputs, **named)
+                finally:
+                    self._leave(loops, next(iter(inputs), None))
 
-    def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def following(iterator: Any) -> Any:  # noqa: ANN401
-            loops = self._enter(Phase.DATA)
-            try:
-                return original(iterator)
-            finally:
-                self._leave(loops)
-                for loop in loops:
-                    loop.reader.loader_batch = getattr(iterator._index_sampler, "batch_size", None)
+            return timed
 
-        return following
-
-    def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def iterator(loader: Any) -> Any:  # noqa: ANN401
-            loops = self._enter(Phase.DATA)
-            try:
-                return original(loader)
-            finally:
-                self._leave(loops)
-
-        return iterator
+        return wrap
 
     def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(wrapper: Any, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401
@@ -435,15 +435,7 @@ class Patches:
             model = wrapper._orig_mod
             models = [hooks for loop in tuple(self._loops) for hooks in loop.models]
             calls = [hooks for hooks in models if hooks.is_model(model)]
-            result = None
-            for hooks in calls:
-                hooks.begins(model, inputs, named)
-            try:
-                result = original(wrapper, *inputs, **named)
-            finally:
-                for hooks in calls:
-                    hooks.ends(model, inputs, result)
-            return result
+            return _called(calls, model, original, (wrapper, *inputs), named)
 
         return call
 
