@@ -9,6 +9,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,6 +55,62 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+class StateWithoutHooks:
+    """What a hooked module is copied and pickled as: as it was before this program hooked it.
+
+    With torch.load(weights_only=True), a user allows the classes of a model and knows of no hooks.
+    A later process may also give the number of a saved hook to one of its own.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # copy and pickle ask the object itself, and not its class
+        vars(module)["__getstate__"] = self
+
+    def __call__(self) -> Any:  # noqa: ANN401
+        module = self._module()
+        state = None if module is None else type(module).__getstate__(module)
+        if not isinstance(state, dict):
+            return state
+        state = {**state}
+        del state["__getstate__"]
+        ours = set()
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            ours.update(key for key, hook in state[name].items() if isinstance(hook, Hook))
+        for name in HOOK_TABLES:
+            items = [(key, value) for key, value in state[name].items() if key not in ours]
+            state[name] = OrderedDict(items)
+        return state
+
+    def remove(self) -> None:
+        """Let the module be copied and pickled as its class says."""
+        module = self._module()
+        if module is not None and vars(module).get("__getstate__") is self:
+            del vars(module)["__getstate__"]
+
+
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""The tables that a module has by the numbers of its hooks."""
+
+
+def _without_hooks(modules: Iterable[nn.Module]) -> list[StateWithoutHooks]:
+    """Copy and pickle these modules without hooks, but those that have a way of their own."""
+    usual = object.__reduce_ex__, object.__reduce__
+    states = []
+    for module in modules:
+        if (type(module).__reduce_ex__, type(module).__reduce__) == usual:
+            states.append(StateWithoutHooks(module))
+    return states
+
+
 ENOUGH_MATMULS = 3
 """How often the type of a matmul is looked at; later, autocast around the model must be the same.
 """
@@ -73,12 +130,18 @@ class ModelHooks:
         """Of each open call of the model, whether it began a phase."""
         self._compiled: CompiledCall | None = None
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that is hooked; None once it is gone."""
+        return self._model()
+
     def attach(self) -> list[Any]:
         """Hook the model, and return what takes the hooks away."""
         model = self._model()
         if model is None:
             return []
-        before = model.register_forward_pre_hook(Hook(self.begins), with_kwargs=True)
+        # hooks of others are part of the call, as those of fully_shard, which gather parameters
+        before = model.register_forward_pre_hook(Hook(self.begins), prepend=True, with_kwargs=True)
         after = model.register_forward_hook(Hook(self.ends), always_call=True)
         return [before, after]
 
@@ -133,7 +196,7 @@ class CompiledCall:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401
         hooks = None if torch.compiler.is_compiling() else self._hooks()
-        model = None if hooks is None else hooks._model()
+        model = None if hooks is None else hooks.model
         if hooks is None or model is None:
             return self.call(*inputs, **named)
         return _called([hooks], model, self.call, inputs, named)
@@ -224,6 +287,9 @@ class Hooks:
             for hooked in self._hooked:
                 self._handles += hooked.attach()
             self._handles += _before_calls(self.reader.embeddings, self.reader.embeds)
+            models = [model for hooks in self.models if (model := hooks.model) is not None]
+            modules = {*models, *self.reader.embeddings, *self.reader.matmuls}
+            self._handles += _without_hooks(modules)
             if self.reader.num_seen < ENOUGH_MATMULS:
                 self._of_matmuls = _before_calls(self.reader.matmuls, self.reader.multiplies)
             PATCHES.add(self)

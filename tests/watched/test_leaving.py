@@ -87,6 +87,34 @@ def test_a_copy_of_a_watched_model_is_whole_and_not_watched(tmp_path):
     assert copied.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
+def test_a_saved_model_has_only_the_hooks_of_the_user(tmp_path):
+    model, optimizer = make()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append("theirs"))
+    watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
+    train(watched, model, optimizer, steps=1)
+    copied = copy.deepcopy(model)
+    assert calls == ["theirs"]
+    copied(torch.zeros(4, 8, dtype=torch.int64))
+    assert calls == ["theirs"] * 2
+    assert len(copied._forward_hooks) == 1
+    assert not copied._forward_pre_hooks_with_kwargs
+    assert not copied._forward_hooks_always_called
+    watched.remove()
+    assert copied.__dict__.keys() == model.__dict__.keys() == Model().__dict__.keys()
+
+
+def test_a_watched_model_loads_where_only_its_classes_are_allowed(tmp_path):
+    model, optimizer = make()
+    train(watch(model, optimizer, warmup_steps=0, output=tmp_path), model, optimizer, steps=1)
+    torch.save(model, saved := io.BytesIO())
+    saved.seek(0)
+    with torch.serialization.safe_globals([Model, nn.Embedding, nn.Linear]):
+        loaded = torch.load(saved, weights_only=True)
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
 def test_watching_keeps_no_model_alive(tmp_path):
     model, optimizer = make()
     watched = watch(model, optimizer, output=tmp_path)
