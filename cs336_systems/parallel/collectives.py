@@ -168,6 +168,9 @@ class Averaging:
     """
 
     def __init__(self, tensors: Sequence[Tensor], shared_out: Sequence[Tensor] = ()) -> None:
+        """Start an all-reduce of each of `tensors`, and of each of `shared_out` a reduce-scatter,
+        by which this rank gets the average of its own part only.
+        """
         is_nccl = dist.get_backend() == "nccl"
         op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM  # gloo has no average
         self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]

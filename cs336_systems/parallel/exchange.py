@@ -97,6 +97,9 @@ class Pushes:
     """
 
     def __init__(self, device: torch.device, *, waits: bool = False) -> None:
+        """On a GPU, check that ranks can read each other's memory, and make a stream for the
+        copies.
+        """
         if device.type == "cuda":
             _check_access()
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
@@ -205,6 +208,9 @@ class CollectiveExchange:
     """Whether this class divides gradients by the number of ranks; otherwise the caller must."""
 
     def __init__(self) -> None:
+        """Choose how gradients are averaged: NCCL averages itself; gloo adds, so the sum is
+        divided.
+        """
         is_nccl = dist.get_backend() == "nccl"
         self._divisor = 1 if is_nccl else dist.get_world_size()  # gloo has no average
         self._op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM
@@ -265,6 +271,9 @@ class PeerCopies:
     averages = False
 
     def __init__(self, device: torch.device, *, adds: bool) -> None:
+        """With `adds`, gradients received from other ranks are added up here; without, the
+        optimizer adds them.
+        """
         self._adds = adds
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._others = other_ranks()

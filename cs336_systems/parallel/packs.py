@@ -132,6 +132,9 @@ def with_received(weight: Weight, pushes: PushDDP) -> Weight:
     """The weight, with the buffers for other ranks' gradients of all its elements."""
 
     def with_buffers(place: LeafSlice | None) -> LeafSlice | None:
+        """Add to a slice of a leaf the buffers with the other ranks' gradients of the same
+        elements.
+        """
         if place is None:
             return None
         return replace(place, received=received(pushes.received(place.leaf), place.elements))
@@ -140,7 +143,7 @@ def with_received(weight: Weight, pushes: PushDDP) -> Weight:
 
 
 def received(rows: tuple[Tensor, ...] | None, elements: slice = slice(None)) -> Received | None:
-    """These elements of the other ranks' gradients, in the order of the ranks; None if there are
-    none.
+    """The given elements of the other ranks' gradients, whose buffers are `rows` in rank order;
+    None if `rows` is None.
     """
     return None if rows is None else Received(tuple(row[elements] for row in rows), dist.get_rank())

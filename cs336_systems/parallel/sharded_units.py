@@ -214,6 +214,10 @@ class ShardedUnit:
     def __init__(
         self, unit: UnitParameters, compute_dtype: torch.dtype | None, exchange: Exchange
     ) -> None:
+        """Group the unit's parameters by the types in which they are kept and gathered, and make
+        one flat tensor of each group; matrices are gathered in `compute_dtype`, embeddings in their
+        own type.
+        """
         self.module, self._exchange = unit.module, exchange
         self._name = name = unit.name.removeprefix("model.")  # LossModule's name for the model
         self._gather_range = f"gather {name}"

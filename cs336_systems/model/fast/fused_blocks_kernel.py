@@ -61,7 +61,7 @@ def add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What fused_blocks.py says of the operator."""
+    """Triton's form of the operator `_add_norm` in fused_blocks.py, which says what it returns."""
     del tag
     stream = stream.contiguous()
     others = [
@@ -106,7 +106,9 @@ def add_norm_backward(
     branch_bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What fused_blocks.py says of the operator."""
+    """Triton's form of the operator `_add_norm_backward` in fused_blocks.py, which says what it
+    returns.
+    """
     gradient, total, statistics, gain = (
         tensor.contiguous() for tensor in (gradient, total, statistics, gain)
     )
@@ -204,7 +206,9 @@ def bias_gelu_backward(
 
 
 def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-    """Gradient of an embedding with `num_rows` rows."""
+    """Gradient of an embedding table with `num_rows` rows: each token's gradient is added to the
+    row of its token.
+    """
     result = gradient.new_zeros(num_rows, gradient.shape[-1])
     gradient, tokens = gradient.contiguous(), tokens.contiguous()
     width = gradient.shape[-1]
