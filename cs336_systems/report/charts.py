@@ -43,6 +43,7 @@ class Bar:
 
     @property
     def length(self) -> float:
+        """The length of the whole bar: the sum of its parts."""
         return sum(self.parts.values())
 
 

@@ -127,6 +127,9 @@ def quantity(
     """Make a method the quantity of this heading and unit, with the docstring as explanation."""
 
     def declare(compute: Callable[[Any], T]) -> Quantity[T]:
+        """Make a `Quantity` of a method that computes the value; its docstring is the column's
+        explanation.
+        """
         about = inspect.getdoc(compute) or ""
         return Quantity(name, unit, about, compute=compute, **others)
 

@@ -50,6 +50,7 @@ def _ratio(row: Row) -> str:
 
 
 def _ratio_interval(row: Row) -> str:
+    """The 95 % interval of a ratio as text, or that it is too wide to be worth writing."""
     low, high = row["ratio_low"], row["ratio_high"]
     if high is not None and (high > WIDEST_RATIO or low < 1 / WIDEST_RATIO):
         return f"wider than {WIDEST_RATIO:,} times"

@@ -54,6 +54,7 @@ def _columns(amount: Column) -> list[Column]:
     unit, write = amount.unit, amount.write
 
     def signed(value: float) -> str:
+        """An amount with an explicit sign; no sign for 0."""
         return f"{'-' if value < 0 else '+' if value else ''}{write(abs(value))}"
 
     return [

@@ -57,6 +57,7 @@ def png_of(picture: Picture) -> bytes:
 
 
 def _figure(picture: Picture) -> Figure:
+    """The matplotlib figure of a picture, which is either a chart to be drawn or draws itself."""
     return figure_of(picture) if isinstance(picture, Chart) else picture.make()
 
 
@@ -154,6 +155,7 @@ def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inc
 
 
 def _look(style: Style) -> dict[str, Any]:
+    """Keyword arguments of matplotlib that give a bar the colour and hatching of a style."""
     return {
         "facecolor": style.colour,
         "hatch": style.pattern * 4 or None,

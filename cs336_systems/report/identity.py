@@ -124,6 +124,9 @@ def identity(subject: Subject, device_name: str | None) -> Identity:
 
 @cache
 def _settings(subject: Subject) -> Identity:
+    """The columns that identify a run's configuration: settings with a place in CSV files in their
+    order, then all others, size and digest among them.
+    """
     cells = _by_columns(settings_of(subject))
     if isinstance(subject, WatchedLoop):
         cells["tokens"] = None  # of a run None means random tokens
@@ -265,6 +268,7 @@ def _varies(rows: Sequence[Identity], name: str) -> bool:
 
 
 def _cell(value: object) -> str:
+    """A setting's value as text, cut to LONGEST_PART characters."""
     return shortened(text_of(value), LONGEST_PART)
 
 
@@ -305,6 +309,9 @@ def names_of(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[s
 
 
 def _word(name: str, value: object) -> str:
+    """A setting's value as it stands in the name of a run; empty for a switch that is usually off
+    and is off here.
+    """
     return "" if value is False and name in _USUALLY_OFF else in_words(name, _setting(name), value)
 
 
@@ -350,4 +357,7 @@ def file_name(name: str) -> str:
 
 
 def _hashed(text: str) -> str:
+    """The first eight hexadecimal digits of the text's SHA-256 digest, to tell shortened names
+    apart.
+    """
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]

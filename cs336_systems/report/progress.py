@@ -153,12 +153,18 @@ class StatusLine(Listener):
         print_aside(line)
 
     def _label(self, subject: Subject) -> str:
+        """The name of a run on the status line: its given name with the repeat, else its own
+        label.
+        """
         name = self._names.get(subject.configuration)
         if name is None:
             return subject.label
         return f"{name} #{subject.repeat}" if subject.repeat else name
 
     def _show(self, subject: Subject, doing: str) -> None:
+        """Show on the status line what is being done to this run, beside the other runs in
+        progress.
+        """
         self._running[subject.key] = doing
         now = " | ".join(self._running.values())
         if len(self._running) > MOST_NAMED:

@@ -62,6 +62,9 @@ class OtherColumns:
     """Columns of a CSV file that stand here, and are no quantities of this class."""
 
     def __init__(self, *keys: str) -> None:
+        """`keys` are the keys of columns that are computed elsewhere and come next in the CSV
+        file.
+        """
         self.keys = keys
 
 

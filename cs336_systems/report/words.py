@@ -207,6 +207,7 @@ class NamedRows:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
+        """`names` has a name for each row, or is empty for rows that need none."""
         self.rows, self.names = rows, names
 
     def range(self, key: str, text: Callable[[Any], str], doubt: str = "") -> str:
@@ -302,4 +303,5 @@ def place_in(name: str, failure: Failure | None) -> str:
 
 
 def _is_users(frame: re.Match[str]) -> bool:
+    """Whether a frame of a traceback, as text, is of the user's own code."""
     return not frame[1].startswith(_NOT_THE_USERS)

@@ -239,6 +239,7 @@ class ProductCell(TimedRow):
 
     @property
     def flops_per_s(self) -> float | None:
+        """FLOPs per second of the matmul; None without a time."""
         return self.timing.rate(self.shape.flops)
 
 
@@ -565,6 +566,7 @@ class CeilingsStudy:
 
     @property
     def device_name(self) -> str:
+        """Name of the device that was measured; None if it is unknown."""
         return self.environment.identity.device_name
 
     @property
@@ -580,6 +582,7 @@ class CeilingsStudy:
 
     @property
     def statuses(self) -> list[Status]:
+        """How each cell of the study ended."""
         return [timing.status for timing in self.timings]
 
     def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:

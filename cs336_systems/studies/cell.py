@@ -36,6 +36,7 @@ class OperationObserver(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks here whether torch.compile must be kept away from code under this mode."""
         return False  # nothing here is compiled; True would import torch.compile, which takes 2 s
 
     def __torch_dispatch__(

@@ -299,10 +299,12 @@ class AttentionStudy:
 
     @property
     def rows(self) -> tuple[CellResult, ...]:
+        """The results of all cells, under the name that all studies have for them."""
         return self.results
 
     @property
     def statuses(self) -> list[Status]:
+        """How each cell of the study ended."""
         return [result.status for result in self.results]
 
     def available(self, precision: Precision) -> list[Implementation]:
@@ -487,6 +489,7 @@ class FusionStudy:
 
     @property
     def statuses(self) -> list[Status]:
+        """How each row of the study ended."""
         return [row.status for row in self.rows]
 
 

@@ -196,6 +196,7 @@ def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
 
 
 def _timed(rows: Sequence[StepResult]) -> list[StepResult]:
+    """The results that have a time of a step."""
     return [row for row in rows if row.step_mean_ms is not None]
 
 

@@ -64,10 +64,12 @@ def _visible(value: object) -> object:
 
 
 def _read(name: str) -> str:
+    """The text of a file in this package's folder, such as the page's template."""
     return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _base64(data: bytes) -> str:
+    """The bytes in base64, as ASCII text."""
     return base64.b64encode(data).decode()
 
 

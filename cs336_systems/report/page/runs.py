@@ -27,6 +27,7 @@ LONGEST_TEXT = 20_000
 
 
 def _first_times(times_ms: Sequence[float]) -> str:
+    """The first MOST_TIMES of these times in milliseconds as text, and how many were left out."""
     shown = ", ".join(map(significant, times_ms[:MOST_TIMES]))
     left_out = len(times_ms) - MOST_TIMES
     return f"{shown} and {left_out} more" if left_out > 0 else shown

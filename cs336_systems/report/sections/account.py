@@ -169,6 +169,7 @@ def _work(config: RunConfig) -> list[accounting.PartWork]:
 
 
 def _tokens(config: RunConfig) -> int:
+    """Tokens of one step of one rank: batch size times context length."""
     return config.batch_size * config.model.context_length
 
 

@@ -106,6 +106,7 @@ def ceilings_sections(study: CeilingsStudy) -> list[Section]:
 
 
 def _section(name: str, rows: Sequence[Row], *tables: Table) -> Section:
+    """A section of the study of ceilings, with the columns that its CSV file has by its name."""
     return Section(name=name, tables=tables, rows=rows, keys=CSV_COLUMNS[name])
 
 
@@ -261,6 +262,7 @@ def _collective(study: CeilingsStudy, cell: CollectiveCell) -> Row:
 
 
 def _mib(size_mib: float) -> str:
+    """A size in MiB as text with its unit."""
     return f"{significant(size_mib)} MiB"
 
 

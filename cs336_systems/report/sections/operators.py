@@ -156,6 +156,7 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def _device_name(study: AttentionStudy) -> str | None:
+    """Name of the device that the study was measured on; None if the study does not record it."""
     return None if study.environment is None else study.environment.identity.device_name
 
 
@@ -192,10 +193,12 @@ def attention_section(study: AttentionStudy) -> Section:
 
 
 def _shape(row: Row) -> tuple[int, int]:
+    """Context length and head dimension of a row, by which rows are ordered."""
     return row["context_length"], row["d_head"]
 
 
 def _at(row: Row) -> str:
+    """Head dimension and context length of a row in words."""
     return f"d_head {row['d_head']}, context {row['context_length']}"
 
 
@@ -342,6 +345,7 @@ def limit_notes(rows: Rows) -> Iterator[str]:
 
 
 def _gib(size_mib: float) -> str:
+    """A size in MiB, written in GiB."""
     return significant(size_mib * MIB / GIB)
 
 

@@ -264,6 +264,9 @@ def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
 
 
 def _phase_bar(name: str, result: StepResult) -> Bar:
+    """The bar of one result: mean time of each phase in milliseconds, the rest of the step if it is
+    noticeable, and step time and peak of memory as words.
+    """
     parts = {str(phase): result[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
     parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
     step_ms = result.step_mean_ms

@@ -68,6 +68,7 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
     """
 
     def load(record: RunRecord) -> MemoryEntry:
+        """The explained memory profile of one run."""
         profile = read_memory_profile(explanation_path(record.subject, directory / "runs"))
         return MemoryEntry(subject=record.subject, profile=profile, device_name=record.device_name)
 

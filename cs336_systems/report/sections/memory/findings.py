@@ -291,10 +291,14 @@ def _problems(profile: MemoryProfile) -> Iterator[Finding]:
 
 
 def _of_peak(profile: MemoryProfile, num_bytes: int) -> str:
+    """An amount of memory in words: its size, and its share in the peak of allocated memory."""
     return f"{size(num_bytes)} of the peak, {percent_of(num_bytes, profile.peak.allocated_bytes)}"
 
 
 def _is_much(profile: MemoryProfile, num_bytes: int, least: float) -> bool:
+    """Whether the amount is not 0 and at least the share `least` of the peak of allocated
+    memory.
+    """
     return num_bytes > 0 and num_bytes >= least * profile.peak.allocated_bytes
 
 
