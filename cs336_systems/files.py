@@ -49,6 +49,7 @@ class FileError(ValueError):
     """The file `path` does not hold what it should."""
 
     def __init__(self, path: Path, problem: str, *, is_newer: bool = False) -> None:
+        """`problem` says what is wrong with the file at `path`."""
         super().__init__(inert_line(f"{path}: {problem}"))
         self.path = path
         self.is_newer = is_newer

@@ -128,6 +128,7 @@ class Measurement:
 
     @property
     def mean_s(self) -> float:
+        """Mean of the times in seconds."""
         return statistics.fmean(self.times_s)
 
     @property
@@ -137,10 +138,12 @@ class Measurement:
 
     @property
     def median_s(self) -> float:
+        """Median of the times in seconds."""
         return statistics.median(self.times_s)
 
     @property
     def min_s(self) -> float:
+        """Shortest of the times in seconds."""
         return min(self.times_s)
 
     @property
@@ -422,6 +425,7 @@ class RunRecord:
 
     @property
     def key(self) -> str:
+        """Name of the run, which is also that of its files."""
         return self.subject.key
 
     @property

@@ -47,6 +47,9 @@ def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorS
     values = tuple(member.value for member in kind)
 
     def parsed(words: list[str]) -> object:
+        """The members of the enumeration that these words name; a single member unless several are
+        allowed.
+        """
         members = tuple(map(kind, words))
         return members if many else members[0]
 

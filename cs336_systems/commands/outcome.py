@@ -178,6 +178,9 @@ class _Output(io.FileIO):
     is_for_results = False
 
     def write(self, data: "ReadableBuffer", /) -> int | None:  # type: ignore[override]
+        """Write to standard output or error. If it is closed or full, discard what follows; raise
+        only for results that fail for another reason than a closed reader.
+        """
         try:
             return super().write(data)
         except OSError as error:

@@ -48,6 +48,9 @@ def make_plan(
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
 
     def order(config: RunConfig) -> tuple[bool, bool, int]:
+        """Sort key of a configuration: those that fit come first, those without a prediction after
+        the others, and smaller peaks of memory before larger ones.
+        """
         peak_bytes = peaks[config]
         return config in too_large, peak_bytes is None, peak_bytes or 0
 

@@ -105,6 +105,7 @@ class ComponentFlops:
 
     @property
     def step(self) -> int:
+        """FLOPs of forward and backward together."""
         return self.forward + self.backward
 
 

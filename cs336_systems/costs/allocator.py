@@ -42,6 +42,7 @@ class CachingAllocator:
     """
 
     def __init__(self, capacity_bytes: float = inf) -> None:
+        """Start with nothing reserved; the driver can provide `capacity_bytes`."""
         self.capacity_bytes = capacity_bytes
         """Bytes that the driver can provide."""
         self.reserved_bytes = 0

@@ -40,10 +40,12 @@ class Matmul:
 
     @property
     def multiplications(self) -> int:
+        """Number of multiply-adds of the whole batch."""
         return self.batch * self.rows * self.inner * self.columns
 
     @property
     def flops_per_s(self) -> float:
+        """Measured FLOPs per second, where a multiply-add counts as two."""
         return 2 * self.multiplications / self.time_s
 
     @property
@@ -166,6 +168,7 @@ class Curves:
 
 
 def _is_aligned(*sides: int) -> bool:
+    """Whether every side of the matrices is a multiple of ALIGNMENT, as fast kernels need it."""
     return all(side % ALIGNMENT == 0 for side in sides)
 
 
@@ -203,6 +206,11 @@ def _surface(
 def _rate(
     curves: Curves, precision: Precision, sides: tuple[int, int, int], batch: int, form: Form
 ) -> float | None:
+    """FLOPs per second of a matmul with these `sides` (rows, inner, columns), interpolated from
+    measured ones: their rates, weighted by distance in the logarithms of the sides (Shepard 1968).
+
+    None if no such matmul was measured.
+    """
     here = (log(batch * sides[0]), log(sides[1]), log(sides[2]))
     points = _surface(curves, precision, _is_aligned(*sides), form, batch > 1)
     distances = [dist(here, there) for there, _ in points]

@@ -79,6 +79,9 @@ class FastMemory:
     """
 
     def __init__(self, config: RunConfig) -> None:
+        """Compute from the configuration how many parameters and bytes each part of the fast
+        model's step has.
+        """
         model, is_gpt2 = config.model, config.model.arch is Arch.GPT2
         parts = parameters_by_component(model)
         blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
@@ -213,4 +216,7 @@ class FastMemory:
 
     @property
     def _whole_gradient_bytes(self) -> int:
+        """Bytes of all gradients: 16-bit ones of the weight copies, fp32 ones of the parameters
+        that the model reads itself.
+        """
         return HALF_BYTES * self.linear_parameters + FP32_BYTES * self.read_parameters

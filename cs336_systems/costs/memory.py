@@ -91,6 +91,9 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
 
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
+    """Replay the allocations of a traced step, and read allocated memory at its peak and after each
+    phase.
+    """
     tape = tape_of(config)
     allocator = placed(tape)
     sizes, levels = allocator.sizes_bytes, allocated_levels(tape, allocator.sizes_bytes)

@@ -105,6 +105,7 @@ class _WeightCopies:
     """Autocast's cache: parameters and their copies in low precision, by the parameter's id."""
 
     def __init__(self) -> None:
+        """Start without copies; `on_copy` is called with each copy that is made."""
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.on_copy: Callable[[Tensor], None] = lambda _: None
 
@@ -134,6 +135,9 @@ _weights = _WeightCopies()
 
 
 def _is_cast(value: Any) -> bool:
+    """Whether autocast would cast this argument: a floating-point tensor without data, unless it is
+    in fp64.
+    """
     is_tensor = isinstance(value, Tensor) and value.device.type == "meta"
     return is_tensor and value.is_floating_point() and value.dtype is not torch.float64
 
@@ -181,6 +185,7 @@ def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tens
 def _rms_norm_backward_meta(
     _: Tensor, x: Tensor, __: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
+    """Tensors without data of the shapes of the gradients of input and weight."""
     return x.new_empty(x.shape), None if weight is None else torch.empty_like(weight)
 
 
@@ -195,12 +200,16 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, axes: int) -> Any:
+        """RMSNorm of x over its last `axes` axes, as the CUDA kernel does it: a second result, the
+        scale of each row, is saved for backward.
+        """
         out, scale = torch.ops.cs336_trace.rms_norm(x, weight, axes)
         ctx.save_for_backward(x, scale, weight)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Gradients of x and the weight."""
         return *torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors), None
 
 
@@ -244,6 +253,9 @@ def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
 
 
 def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether PyTorch's flash attention can compute this on a GPU: its conditions on types, widths
+    and mask.
+    """
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and q.dtype in HALF
@@ -325,6 +337,9 @@ def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any
     """What meta tensors meet in the place of CUDA's autocast of an operator."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Run the operator as CUDA would: with arguments cast by autocast, and by another operator
+        where CUDA has one.
+        """
         with excluding_keys(_KEYS), without_modes():
             if is_autocast and torch.is_autocast_enabled("cuda"):
                 args, kwargs = _autocast(operator, name, args, kwargs)

@@ -90,6 +90,7 @@ def _attention(trace: StepTrace, form: Form, q: Tensor, k: Tensor) -> None:
 
 
 def _attention_kernel(trace: StepTrace, call: Dispatch) -> None:
+    """Count a fused attention kernel, whose first two inputs are the queries and the keys."""
     _attention(trace, Form.ATTENTION, *call.ins[:2])
 
 

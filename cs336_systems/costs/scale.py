@@ -129,10 +129,16 @@ def _whole(ranks: float, in_node: int) -> float:
 
 
 def _most_data(paper: Paper, element_bytes: int, in_node: int) -> float:
+    """The most ranks over which data parallelism can spread the paper's batch before communication
+    limits the step, rounded down to whole machines.
+    """
     return _whole(most_ranks(paper.tokens, *paper.intensities(element_bytes), in_node), in_node)
 
 
 def _most_tensor(paper: Paper) -> float:
+    """The most ranks over which tensor parallelism can split the feed-forward layer before
+    communication limits the step.
+    """
     return most_ranks(
         paper.feed, *paper.intensities(paper.element_bytes), paper.links.gpus_per_node
     )

@@ -125,6 +125,9 @@ def _tape(config: RunConfig) -> Tape:
 
 @lru_cache(maxsize=256)
 def _resized(tape: Tape, sizes: tuple[tuple[str, int], ...]) -> Tape:
+    """The tape of a step with other sizes of its axes; sizes of axes that it does not have are
+    ignored.
+    """
     known = {name: size for name, size in sizes if name in tape.axes}
     return msgspec.structs.replace(tape, axes=known)
 
@@ -211,6 +214,7 @@ def _kept(name: str) -> bytes | None:
 
 @cache
 def _shipped() -> dict[str, bytes]:
+    """Contents of the tapes that come with the program, by file name; empty if there are none."""
     if not SHIPPED.is_file():
         return {}
     with zipfile.ZipFile(SHIPPED) as archive:
@@ -219,6 +223,9 @@ def _shipped() -> dict[str, bytes]:
 
 @lru_cache(maxsize=4096)
 def _name(key: RunConfig) -> str:
+    """File name of the tape of a configuration: a digest of all settings that are not at their
+    defaults.
+    """
     chosen = json.dumps([non_defaults(key), non_defaults(key.model)], sort_keys=True)
     return hashlib.sha256(chosen.encode()).hexdigest()[:20]
 
@@ -327,6 +334,7 @@ class _Tracer:
             return {name: encoded(Tape(failure=failure)) for name in asked}
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process that traces steps, connected to this one by a pipe."""
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
         with theirs:

@@ -40,6 +40,9 @@ class TrainingStep:
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, rank: int = 0) -> None:
+        """Build what a step needs: the model (or the given one, set to the configuration's mode),
+        batches, loss and, in fp16, a gradient scaler.
+        """
         model = make_model(config) if model is None else model
         if config.model_factory is not None:
             config = with_own_vocabulary(config, model)
@@ -84,6 +87,9 @@ class TrainingStep:
         self.graph = self._make_graph() if config.cuda_graph else None
 
     def _make_graph(self) -> "StepGraph":
+        """Prepare to capture the phases of the step as CUDA graphs. Loading data is not captured,
+        and communication shares the graph of the phase before.
+        """
         from ..model.fast.master_adamw import MasterAdamW
         from ..model.fast.step_graph import StepGraph
 

@@ -257,6 +257,7 @@ def _promptly(call: Callable[[], T], patience_s: float = _RAY_S) -> T:
     future: Future[T] = Future()
 
     def answer() -> None:
+        """Make the call, and hand its result or its exception to the future."""
         try:
             future.set_result(call())
         except BaseException as error:
@@ -342,6 +343,9 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
     _ready([*answers.values()], _ANSWER_S)
 
     def machines(needs: Needs) -> list[Machine]:
+        """All machines of the cluster with what they answered, each refused if it does not meet
+        `needs`.
+        """
         return [
             _machine(name, alive[name], answer, device, needs) for name, answer in answers.items()
         ]
@@ -374,6 +378,9 @@ def _alive() -> dict[str, dict[str, Any]]:
     """
 
     def find() -> dict[str, dict[str, Any]]:
+        """Ray's nodes that are alive, by their id; raise OSError if this machine's node is not
+        among them.
+        """
         context = ray.get_runtime_context()
         _checked(context.gcs_address)
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}

@@ -218,6 +218,7 @@ def _time_limit(limit_s: float) -> Iterator[None]:
     """
 
     def end(*_: object) -> NoReturn:
+        """Signal handler: end what runs by TimeoutError."""
         raise TimeoutError
 
     handler, timer = (
@@ -289,6 +290,9 @@ class WorkerProcess:
         name: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        """Start a process that runs `entry(*args, log)`, where `log` is the end of a pipe to write
+        its output to; starting it may take `timeout_s` seconds.
+        """
         self._tail = b""
         self._exit_code: int | None = None
         self.log_closed = False
@@ -403,6 +407,7 @@ class Worker(WorkerProcess):
         timeout_s: float,
         gpus: Sequence[Gpu | None],
     ) -> None:
+        """Start a process that measures `subject` into `directory` on these GPUs."""
         name = subject.key
         super().__init__(entry, subject, directory.absolute(), name=name, timeout_s=timeout_s)
         self.subject = subject
@@ -491,6 +496,9 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
+        """Start with no signal received, and with a pipe that wakes the waiting process when one
+        comes.
+        """
         self.count = 0
         self.at_once = True
         """Whether the first signal ends the process at once too: set until a worker has started."""

@@ -92,6 +92,7 @@ def when_it_ends(process: int, then: Callable[[], None]) -> None:
         return
 
     def wait() -> None:
+        """Block until the other process has ended, then act."""
         select.select([alive], [], [])
         then()
 
@@ -112,6 +113,7 @@ def die_with(supervisor: int) -> None:
         os._exit(1)
 
     def end() -> None:
+        """Kill the relatives that still run, other than this process, and then this process."""
         for relative in relatives:
             if relative.pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
