@@ -990,7 +990,7 @@ class RunConfig:
 
     @property
     def alone(self) -> "RunConfig":
-        """The same step in one process."""
+        """The same training step, run by one process and not shared among ranks."""
         return self.with_defaults(*OF_SEVERAL_RANKS)
 
     @property

@@ -430,7 +430,9 @@ class RunRecord:
 
     @property
     def device_name(self) -> str | None:
-        """None for a run that ended before it could name its device."""
+        """Name of the device that was measured; None for a run that ended before it could name its
+        device.
+        """
         return None if self.environment is None else self.environment.identity.device_name
 
     def measurement(self, phase: Phase) -> Measurement | None:

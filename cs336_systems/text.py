@@ -74,7 +74,7 @@ def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
 
 
 def _left_out(count: int) -> str:
-    """What stands in the place of so many characters."""
+    """The note that stands in place of so many characters that were left out."""
     return f" … ({count} characters left out) … "
 
 

@@ -39,7 +39,7 @@ SomeColumns = TypeVar("SomeColumns", bound=Columns)
 
 
 def joined(first: SomeColumns, *others: SomeColumns) -> SomeColumns:
-    """The rows of `first`, followed by those of the others."""
+    """One table of the rows of `first` followed by those of the others."""
     columns = {}
     for field in fields(first):
         parts = [getattr(table, field.name) for table in (first, *others)]

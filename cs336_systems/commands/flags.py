@@ -69,7 +69,9 @@ def _is_none(value: object) -> bool:
 
 
 def _in_no_words(_: object) -> list[str]:
-    """The words of such a default: none, as the help says the rule."""
+    """The command-line words of a default that is chosen by a rule: none, since the help tells the
+    rule.
+    """
     return []
 
 

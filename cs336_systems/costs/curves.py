@@ -54,7 +54,7 @@ class Matmul:
         return self.batch * self.rows, self.inner, self.columns
 
     def is_like(self, form: Form | None, is_batched: bool) -> bool:
-        """Whether it is of this form, and in a batch or not."""
+        """Whether the matmul has this form, and is batched if and only if `is_batched`."""
         return self.form is form and (self.batch > 1) is is_batched
 
 
@@ -161,8 +161,8 @@ class Curves:
         return replace(self, matmuls={**self.matmuls, precision: kept})
 
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
-        """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this
-        kind were not measured.
+        """Seconds of a pass over memory that reads and writes `num_bytes` in all; those of a copy
+        if passes of this kind were not measured.
         """
         return interpolated(self.passes.get(how) or self.copies, num_bytes)
 
@@ -180,8 +180,8 @@ Point = tuple[tuple[float, float, float], float]
 def _surface(
     curves: Curves, precision: Precision, is_aligned: bool, form: Form, is_batched: bool
 ) -> tuple[Point, ...]:
-    """Points of the most similar matmuls: of this form and batching, else linear ones; if
-    possible equally aligned.
+    """Measured matmuls to interpolate between, each as the logarithms of its sides and its rate: of
+    this form and batching if there are any, else linear layers'; if possible equally aligned.
     """
     measured = curves.matmuls.get(precision, ())
     alike = [matmul for matmul in measured if matmul.is_like(form, is_batched)]

@@ -193,7 +193,9 @@ def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
 
 
 def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:
-    """The simulated allocator after the tape; raises OutOfMemoryError if a tensor does not fit."""
+    """The simulated allocator after it has replayed the tape; raises OutOfMemoryError if a tensor
+    does not fit.
+    """
     allocator = CachingAllocator(capacity_bytes)
     requests = [(spec.size_bytes, spec.stream) for spec in tape.specs]
     allocator.replay(tape.events, tape.tensors, requests)
@@ -229,7 +231,9 @@ def _peak(
 
 
 def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
-    """One part for each kind of tensor, by category, the largest first in each."""
+    """The tensors at the peak, grouped by kind and ordered by category, the largest first in
+    each.
+    """
     order = list(Category)
     parts = [
         Part(
@@ -246,5 +250,5 @@ def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
 
 
 def rounded_bytes(size_bytes: int) -> int:
-    """Bytes of the block that the allocator gives to a tensor."""
+    """Bytes of a tensor of this size, rounded up as PyTorch's allocator does it."""
     return round_up(size_bytes, ROUND_BYTES)

@@ -175,8 +175,8 @@ _library.define(
 
 
 def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
-    """The results are contiguous whatever the input is, as those of layer_norm
-    (cuda/layer_norm_kernel.cu).
+    """Tensors without data for the results of RMSNorm: the output, and 1 / rms of each row. They
+    are contiguous whatever the input is, as those of layer_norm (cuda/layer_norm_kernel.cu).
     """
     rows = x.shape[: x.dim() - axes]
     return x.new_empty(x.shape), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
@@ -216,15 +216,17 @@ class _RMSNorm(torch.autograd.Function):
 def _rms_norm(
     call: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
+    """RMSNorm as CUDA computes it: by one fused kernel unless the types of input and weight differ
+    (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp).
+    """
     if weight is not None and weight.dtype != x.dtype:
         return call(x, shape, weight, eps)
     return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
 
 
 def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None) -> Any:
-    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in
-    aten/src/ATen/native/SoftMax.cpp).
+    """Softmax as CUDA computes it when a type is asked for: from fp16 to fp32 in one kernel, from
+    bf16 by a copy first (softmax in aten/src/ATen/native/SoftMax.cpp).
     """
     if x.dtype is torch.float16 and dtype is torch.float32:
         fused = (
@@ -266,7 +268,9 @@ def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_caus
 
 
 def _can_use_efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """It takes no grouped queries (check_batch_size_and_num_heads_dense)."""
+    """Whether PyTorch's memory-efficient attention can compute this; it takes no grouped queries
+    (check_batch_size_and_num_heads_dense).
+    """
     aligned = 16 // q.element_size()
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -288,8 +292,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The first kernel that can: cuDNN's, flash, the efficient one, math. cuDNN saves what flash
-    does.
+    """Attention by the kernel that PyTorch would choose on CUDA, the first that can: cuDNN's,
+    flash, the memory-efficient one, or separate operations. What cuDNN saves is what flash saves.
     """
     is_flash, is_cudnn = _can_use_flash(q, k, v, mask, is_causal), _can_use_cudnn(q, k, v, dropout)
     if q.dim() != 4 or not (is_flash or is_cudnn or _can_use_efficient(q, k, v)):
@@ -334,7 +338,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 
 def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any]:
-    """What meta tensors meet in the place of CUDA's autocast of an operator."""
+    """A function to register for meta tensors in the place of CUDA's autocast of an operator."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         """Run the operator as CUDA would: with arguments cast by autocast, and by another operator
@@ -352,7 +356,9 @@ def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any
 
 
 def _register() -> list[torch.library.Library]:
-    """Kernels for what CUDA autocasts, by PyTorch's own list, and for what runs otherwise there."""
+    """Register, for tensors without data, kernels for all operators that CUDA autocasts by
+    PyTorch's own list, and for those that run otherwise there.
+    """
     others, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, KEY.name)
     registered = operators_of_key("AutocastCUDA")

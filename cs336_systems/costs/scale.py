@@ -77,7 +77,10 @@ class Paper:
     """
 
     def intensities(self, element_bytes: int) -> tuple[float, float]:
-        """a = e C / (2 W) of the links of a node and of the network; infinite without a network."""
+        """The intensities a = e C / (2 W) of the links of a node and of the network; infinite
+        without a network. e is `element_bytes`, C the FLOPs per second of a GPU, and W a link's
+        bytes per second.
+        """
         work, beyond = element_bytes * self.flops_per_s / 2, self.links.network_bytes_per_s
         return work / self.links.node_bytes_per_s, inf if beyond is None else work / beyond
 

@@ -48,8 +48,8 @@ class Parameter:
 
     @property
     def unit(self) -> str:
-        """Name of the unit with which it is gathered: the block or module that uses it, or REST if
-        several do, as with tied weights.
+        """Name of the unit with which the parameter is gathered: the block or module that uses it,
+        or REST if several do, as with tied weights.
 
         Where only blocks are units, as in PyTorch's FSDP, `units` puts all other modules into REST.
         """
@@ -75,7 +75,9 @@ def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
 
 
 def plain(config: RunConfig) -> RunConfig:
-    """The eager step in one process, whose tape has the parameters and the order of gradients."""
+    """The configuration of the eager step in one process, whose tape has the parameters and the
+    order of gradients.
+    """
     return as_costed(config).alone.without_shortcuts
 
 

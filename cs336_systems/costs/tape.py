@@ -132,7 +132,7 @@ class Operation:
 
     @property
     def is_matmul(self) -> bool:
-        """Whether it multiplies matrices, in fused attention too."""
+        """Whether the operation multiplies matrices, as a matmul or within fused attention."""
         return self.kind in (OperationKind.MATMUL, OperationKind.ATTENTION)
 
     @property
@@ -150,7 +150,9 @@ REPEATED = ".*"
 
 
 def path_of(name: str) -> str:
-    """The path of a module, alike for all modules of a list."""
+    """The path of a module with a star in place of the number in a list, so that all modules of a
+    list have the same path.
+    """
     return re.sub(r"(^|\.)\d+", r"\1*", name)
 
 
@@ -255,7 +257,7 @@ class Tape(msgspec.Struct, eq=False, dict=True):
 
     @cached_property
     def names(self) -> Names:
-        """The axes with their sizes."""
+        """The axes of the tape's shapes with their sizes, to compute numbers of elements."""
         return Names(self.axes)
 
     @cached_property

@@ -96,7 +96,8 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
-    sizes = {name: PRIMES[name] if size > 1 else size for name, size in axes(config).items()}
+    sizes = axes(config)
+    sizes = sizes | {name: PRIMES[name] for name, size in sizes.items() if size > 1}
     model = replace(
         model,
         num_heads=sizes["heads"],

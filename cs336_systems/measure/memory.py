@@ -160,7 +160,9 @@ class MemoryRecorder:
             self._see(kind, f"{name} and {len(others)} more" if others else name, tensor)
 
     def _see(self, kind: SightingKind, name: str, tensor: Tensor) -> None:
-        """Note where this tensor is now, if it has memory on the device."""
+        """Note that `tensor` is at its present address, under this kind and name; do nothing if it
+        has no memory on the device.
+        """
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device.value and storage.nbytes():
             self._sightings.append(

@@ -163,11 +163,13 @@ class TrainingStep:
             return self._loss(*batch)
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
-        """Gradients of the loss, scaled where the precision needs it."""
+        """Compute the gradients of the loss, which in fp16 is multiplied by the gradient scaler's
+        factor first.
+        """
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self) -> None:
-        """Step of the optimizer; then drop the gradients."""
+        """Let the optimizer update the parameters, then drop the gradients."""
         assert self.optimizer is not None
         with annotate(Range.OPTIMIZER):
             if self.scaler is None:
@@ -230,7 +232,9 @@ class TrainingStep:
         )
 
     def memory_now(self, moment: MomentName) -> MemoryMoment:
-        """What the step's tensors take now."""
+        """Bytes of parameters, gradients and optimizer state now, for the record; `moment` says
+        when that is.
+        """
         trained = self._trained()
         gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         state: list[Tensor] = []

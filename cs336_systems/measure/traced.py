@@ -209,7 +209,9 @@ def _lookup_backward(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _losses(trace: StepTrace, call: Dispatch) -> None:
-    """Note what the kernel moves; it moves logits twice if it overwrites them with gradients."""
+    """Record the bytes that the cross-entropy kernel moves: logits move twice if they are
+    overwritten by their gradients.
+    """
     trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
 
 

@@ -216,14 +216,16 @@ class CollectiveExchange:
         self._op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
-        """Memory for the parts that this rank keeps."""
+        """Zeros of `length` elements, of the type and on the device of `like`, for the parts that
+        this rank keeps.
+        """
         return like.new_zeros(length)
 
     def connect(self, every: Sequence[Parts]) -> None:
-        """Prepare to exchange these; every rank must call it once."""
+        """Do nothing: collectives need no preparation."""
 
     def begin(self) -> None:
-        """Wait until the parts of all ranks are those of this step."""
+        """Do nothing: a gather itself waits for the parts of all ranks."""
 
     def gather(self, parts: Parts) -> Sequence[Started]:
         """Start to gather the whole parameters."""
@@ -245,7 +247,7 @@ class CollectiveExchange:
         )
 
     def receive(self) -> None:
-        """Wait until gradients from all ranks are there."""
+        """Do nothing: whoever waits for `scatter` has the gradients of all ranks."""
 
     def complete(self, parts: Parts, means: Tensor) -> None:
         """Turn this rank's scattered sums into averages, if the backend has only summed."""
@@ -292,7 +294,9 @@ class PeerCopies:
         """By id of the Parts and other rank: where that rank's part of every gradient goes."""
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
-        """Memory for the parts that this rank keeps, which other ranks can read."""
+        """Zeros of `length` elements, of the type and on the device of `like`, for the parts that
+        this rank keeps, in memory that other ranks can read.
+        """
         return shared_rows(like.new_empty(length), 1)[0, :length].zero_()
 
     def connect(self, every: Sequence[Parts]) -> None:
@@ -310,7 +314,9 @@ class PeerCopies:
                 targets[other] = parts.parts_of(row_from_here(rows, other)[:length])
 
     def _in_sent_type(self, parts: Parts) -> Tensor:
-        """The masters, or a buffer for their copy in the type in which they are gathered."""
+        """This rank's masters as other ranks copy them: the masters themselves, or a buffer if they
+        are gathered in another type.
+        """
         if parts.masters.dtype is parts.dtype:
             return parts.masters
         copy = self.zeros(parts.masters.to(parts.dtype), len(parts.masters))
@@ -364,7 +370,9 @@ class PeerCopies:
         return list(zip(*rows, strict=True))
 
     def average(self, gradients: Sequence[Tensor]) -> None:
-        """Sum gradients that every rank needs whole; they are few."""
+        """Sum over all ranks, in place, gradients that every rank needs whole; backward has divided
+        them by the number of ranks already. They are few, so that collectives are used.
+        """
         for group in start_grouped(dist.all_reduce, gradients):
             group.wait()
 

@@ -68,7 +68,9 @@ class ShardedMasterAdamW(MasterAdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's part, and exchange it."""
+        """Update the weights of this rank's part, and exchange the updated copies with the other
+        ranks.
+        """
         del closure
         self._steps += 1
         for number, (weights, exchanged) in enumerate(self._buckets):

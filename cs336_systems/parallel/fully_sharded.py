@@ -113,8 +113,8 @@ class FSDP(nn.Module):
         return output
 
     def finish_gradient_synchronization(self) -> None:
-        """Average what is left, and give each shard its gradient; call it between backward and
-        the optimizer.
+        """Average the gradients whose averages have not started, and give each shard its averaged
+        gradient; call it between backward and the optimizer.
         """
         for unit in self._units:
             unit.reduce()

@@ -28,7 +28,7 @@ class Pack:
 
     @property
     def name(self) -> str:
-        """The names of all weights."""
+        """The names of all weights in the pack, joined."""
         return " + ".join(weight.name for weight in self.weights)
 
     @property
@@ -50,13 +50,15 @@ class Pack:
 
     @property
     def copy(self) -> Tensor | None:
-        """The leaf with the copies."""
+        """The low-precision copy that all weights of the pack share; None if the model reads the
+        weights themselves.
+        """
         place = self.weights[0].copy
         return None if place is None else place.leaf
 
     @property
     def leaves(self) -> list[Tensor]:
-        """All tensors that the model reads, whose gradients are averaged."""
+        """All tensors of the pack that the model reads, whose gradients are averaged over ranks."""
         leaves = [] if self.copy is None else [self.copy]
         if self.is_read:
             leaves += [weight.master for weight in self.weights]

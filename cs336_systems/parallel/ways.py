@@ -129,7 +129,7 @@ def make_way(trainable: Trainable, config: RunConfig) -> Way:
 
 
 def _with_copies(trainable: Trainable) -> FastLM | None:
-    """The fast model, if it computes with copies of its weights."""
+    """The model as a FastLM, if it computes with low-precision copies of its weights; else None."""
     model = trainable.model
     return model if isinstance(model, FastLM) and model.weights else None
 

@@ -68,7 +68,7 @@ class Column:
         """The text of this column's cell in a row; for an unknown value what `instead` names, or
         nothing.
 
-        A derived value has its deviation only if it is in doubt.
+        A standard deviation is added to a derived value only if the value is in doubt.
         """
         if self.text is not None:
             return self.text(row)
@@ -83,7 +83,7 @@ class Column:
         return f"{text} {DOUBT}" if is_doubted else text
 
     def written(self, value: Any) -> str:  # noqa: ANN401 (the value of any column)
-        """The value in the unit of the column, without a deviation or a mark."""
+        """The value as text, in the column's unit, without standard deviation or mark of doubt."""
         return self.write(value if self.scale == 1 else value * self.scale)
 
 
@@ -142,7 +142,7 @@ signed, four_decimals = "{:+z.1f}".format, "{:+z.4f}".format
 
 
 def short(value: float) -> str:
-    """To three significant digits; `0` for zero."""
+    """A value as text with three significant digits; `0` for zero."""
     return significant(value, 3) if value else "0"
 
 

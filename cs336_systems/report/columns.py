@@ -44,7 +44,7 @@ def columns_of(*parts: str | Column) -> list[Column]:
 
 
 def _ratio(row: Row) -> str:
-    """A ratio to the digits of its interval, which would else seem to leave it out."""
+    """A ratio of times as text, with enough digits that it lies visibly within its interval."""
     interval = {"low": row["ratio_low"], "high": row["ratio_high"]}
     return Gain(row["ratio"], is_doubted=row["ratio_is_doubted"], **interval).text()
 

@@ -78,12 +78,12 @@ def findings_table(findings: Sequence[Finding | str], none: str = "") -> Table:
 
 
 def with_note(table: Table, note: str) -> Table:
-    """The table with one more note, before the others."""
+    """The table with one more note, which comes first."""
     return replace(table, notes=(note, *table.notes))
 
 
 def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """The columns that are not empty in every row."""
+    """The columns that have a value in at least one row."""
     return [column for column in columns if any(map(column.cell, rows))]
 
 

@@ -229,7 +229,9 @@ def _lines(heading: Column) -> list[str]:
 
 
 def _words(texts: Iterable[str]) -> list[str]:
-    """The pieces that stay on one line if texts wrap; a word longer than MAX_WORD is cut."""
+    """The pieces of texts that are not broken when a cell wraps; words longer than MAX_WORD are
+    cut.
+    """
     return [word[:MAX_WORD] for text in texts for word in re.split(r" +(?!±)", text)]
 
 

@@ -233,8 +233,8 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 
 def _is_worker(pid: int | None, server: int) -> bool:
-    """Whether the number may be that of a process which the fork server has started, and which
-    may have ended.
+    """Whether a process with this id may be one that the fork server `server` started, or one that
+    has ended already.
     """
     if pid is None or not 0 < pid <= _MAX_PID:
         return False
@@ -417,7 +417,9 @@ class Worker(WorkerProcess):
 
 
 def failure_of(exit_code: int) -> tuple[Status, Failure]:
-    """How a process ended that left no result, by its exit code, which is negative for a signal."""
+    """Status and message for a process that ended without a result, by its exit code, which is
+    negative for a signal.
+    """
     name = signal_name(-exit_code) if exit_code < 0 else None
     is_killed = exit_code in (-signal.SIGKILL, -signal.SIGSTOP)
     status = Status.KILLED if is_killed else Status.CRASHED
@@ -425,7 +427,9 @@ def failure_of(exit_code: int) -> tuple[Status, Failure]:
 
 
 def end_in_words(exit_code: int) -> str:
-    """How a process ended that left no result."""
+    """How a process that left no result ended, in words: by which signal, or with which exit
+    code.
+    """
     if exit_code == -signal.SIGKILL:
         return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
     if exit_code == -signal.SIGSTOP:

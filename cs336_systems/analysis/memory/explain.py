@@ -188,7 +188,7 @@ class _Explanation:
         )
 
     def _backward_bytes(self, is_live: Mask) -> int:
-        """What is held until later, and was there when backward allocated memory."""
+        """Bytes of the chosen allocations that exist when backward allocates memory."""
         if self._callers is None:
             return 0
         is_later = self._labelled.category == CATEGORY_CODES[Category.LATER]

@@ -146,8 +146,8 @@ def add_norm_backward(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, and with a tag the largest magnitude of each tile of GELU_PART, which
-    one program computes.
+    """GELU of x (..., d_ff) + bias (d_ff) and, with a tag, the largest magnitude of each tile of
+    GELU_PART columns, else an empty tensor.
     """
     measures = tag is not None
     x, bias = x.contiguous(), bias.contiguous()

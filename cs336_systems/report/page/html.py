@@ -57,7 +57,9 @@ def to_html(page: Page) -> str:
 
 
 def _visible(value: object) -> object:
-    """A text with its lines, in which nothing is hidden or turned around."""
+    """The text with its line breaks kept, tabs expanded, and escapes in place of other control
+    characters; values that are no plain text stay as they are.
+    """
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "\n".join(inert_line(line.expandtabs(4), LONGEST_LINE) for line in value.split("\n"))

@@ -123,7 +123,9 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
 
 
 def _of_file(results: Results) -> Iterator[tuple[str, str]]:
-    """The file with its device, and of a trace what showed the steps."""
+    """Facts on the explained file: its path and device, and for a trace what showed where steps
+    begin.
+    """
     for entry in results.memory:
         yield "file", about_memory(entry.profile)
     for explained in results.kernels:

@@ -150,7 +150,7 @@ def _as_ceiling(row: Row, ceiling: str, key: str, unit: str, reached_at: str = "
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    """The rows that have a time."""
+    """The rows of cells that were measured, and so have a time."""
     return [row for row in rows if row["loop_spread"] is not None]
 
 
@@ -225,7 +225,7 @@ def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
 
 
 def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
-    """The row of one kind of launch."""
+    """The row of one kind of launch, with the median time in microseconds."""
     launched = launch_words(study, cell.launch)
     row = _row(study, cell, str(cell.launch), "us", 1e6)
     row |= {"launch": cell.launch, "launched": launched}
@@ -233,7 +233,7 @@ def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
 
 
 def launch_words(study: CeilingsStudy, launch: LaunchKind) -> str:
-    """What was launched, and how."""
+    """In words, what kind of launch was timed and how."""
     if study.grid.device is Device.CPU:
         return "an operation on one element"
     return {
@@ -286,7 +286,7 @@ def _table(
 
 
 def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
-    """One table for each precision."""
+    """A table of matmuls for each precision."""
     columns = (
         column("name", name="product", about="The layer whose product it is."),
         column("shape"),
@@ -309,7 +309,7 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
 
 
 def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
-    """Copies, sums and AdamW."""
+    """The table of passes over memory: copies, sums and AdamW."""
     columns = columns_of("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")
     notes = [
         "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: "
@@ -351,7 +351,7 @@ def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
 
 
 def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str]:
-    """What the ceilings mean for a step."""
+    """Sentences on what the measured ceilings mean for a training step."""
     rates = {
         row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row
     }

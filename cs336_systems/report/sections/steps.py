@@ -158,7 +158,9 @@ def step_findings(results: Sequence[StepResult]) -> list[str]:
 
 
 def _limits(results: Sequence[StepResult]) -> Iterator[str]:
-    """Which of several configurations the host's launches limit, and which ended without a time."""
+    """Findings on several configurations: which of them the host's kernel launches limit, and which
+    ended without a time.
+    """
     if len(results) < 2:
         return
     groups: dict[str, list[str]] = {}
@@ -174,7 +176,9 @@ def _limits(results: Sequence[StepResult]) -> Iterator[str]:
 
 
 def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
-    """For each value of a setting with a baseline: the least and the largest speed-up."""
+    """Findings on speed-ups: for each value of a setting that has a baseline, the least and the
+    largest.
+    """
     setting = entry.settings[0]
     for value in dict.fromkeys(result[setting] for result in results):
         faster = [result for result in results if result[setting] == value]
