@@ -121,6 +121,7 @@ class Measurement:
     times_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        """Raise ValueError without times, or for a time out of range."""
         if not self.times_s or not all(0 <= time_s <= MAX_TIME_S for time_s in self.times_s):
             raise ValueError(
                 f"{self.phase} needs at least one time, each from 0 to {MAX_TIME_S:g} s"
@@ -408,6 +409,9 @@ class RunRecord:
     warnings: tuple[RunWarning, ...] = ()
 
     def __post_init__(self) -> None:
+        """Take the loop out of a record in which an earlier version wrote it as a configuration;
+        raise ValueError unless the record has a configuration or a loop, and not both.
+        """
         if self.loop is None and self.config is not None:
             loop = loop_of_earlier_record(self.config)
             if loop is not None:

@@ -248,8 +248,11 @@ def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
 
 
 def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> StepBlocks:
-    """Step times per token of one configuration's runs that ended well; a block of runs has so
-    many of its repeats.
+    """Step times, divided by the tokens of a step, of those runs of one configuration that ended
+    well; by block of runs.
+
+    A block consists of `sides` consecutive repeats: 2 if the sides of a comparison were measured
+    alternately, else 1.
     """
     blocks = {}
     for record in records:

@@ -32,6 +32,7 @@ class Amount:
     """Nanoseconds or bytes."""
 
     def __add__(self, other: "Amount") -> "Amount":
+        """The sum of counts and the sum of totals."""
         return Amount(self.count + other.count, self.total + other.total)
 
 

@@ -23,12 +23,12 @@ class LoopTimes:
 
     @cached_property
     def steps_s(self) -> float:
-        """Time of all measured steps."""
+        """Seconds of all measured steps together."""
         return self._sum_s(Phase.STEP)
 
     @cached_property
     def between_s(self) -> float:
-        """Time between steps."""
+        """Seconds between the measured steps."""
         return sum(self.record.between_s)
 
     @cached_property
@@ -38,12 +38,12 @@ class LoopTimes:
 
     @cached_property
     def between_data_s(self) -> float:
-        """Time between steps that waited for data."""
+        """Seconds between steps in which the loop waited for data."""
         return sum(self._seen.between_data_s)
 
     @cached_property
     def data_s(self) -> float:
-        """Time that waited for data, in steps and between them."""
+        """Seconds in which the loop waited for data, within steps and between them."""
         return self._sum_s(Phase.DATA) + self.between_data_s
 
     @cached_property

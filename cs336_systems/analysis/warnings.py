@@ -247,8 +247,8 @@ def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
 
 
 def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
-    """What a regression line through the times shows, if its slope is significant and its whole
-    change noticeable; else None.
+    """A sentence on how much the times change steadily, by the slope of a regression line, if the
+    slope is significant and the change noticeable; else None.
     """
     per_step, error = slope(times_s)
     change = per_step * (len(times_s) - 1) / statistics.fmean(times_s)
@@ -261,8 +261,8 @@ def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
 
 
 def _halves_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
-    """How the mean of the second half of the times differs from that of the first, if the
-    difference is significant and noticeable; else None.
+    """A sentence on how the mean of the second half of the times differs from that of the first, if
+    the difference is significant and noticeable; else None.
     """
     half = len(times_s) // 2
     first, second = times_s[:half], times_s[-half:]
@@ -278,8 +278,8 @@ def _halves_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
 
 
 def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
-    """That neighbouring times resemble each other, if their autocorrelation is significant and
-    their scatter noticeable; else None.
+    """A sentence that neighbouring times resemble each other, if their autocorrelation is
+    significant and their scatter noticeable; else None.
     """
     n = len(times_s)
     lag1 = lag1_autocorrelation(times_s)

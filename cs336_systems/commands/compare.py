@@ -84,6 +84,7 @@ class CompareArguments(flags.MeasuringArguments):
         return flags.value_or(self.output, Path("data"))
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values out of range; a side needs at least two processes."""
         super().__post_init__()
         flags.check_repeats(self.repeats, least=2)  # one process does not show the spread
 

@@ -270,6 +270,7 @@ class OutputArguments(FormatArguments):
     """
 
     def __post_init__(self) -> None:
+        """Raise ValueError if a format of files is asked for without --output."""
         if self.formats and self.output is None:
             raise ValueError(f"--{self.formats[0]} needs --output, the directory to write to")
 
@@ -296,6 +297,7 @@ class MeasuringArguments(KeepingArguments):
     """
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a time limit that is none."""
         check_timeout(self.timeout_s)
 
 

@@ -47,8 +47,8 @@ class Links:
     """Ranks among which `times` were measured."""
 
     def call_s(self, call: CollectiveCall, ranks: int) -> float:
-        """Time of a collective of so many ranks while nothing else is sent; beyond one node they
-        fill their nodes.
+        """Seconds of a collective among `ranks` ranks while nothing else is sent. More ranks than a
+        node has GPUs fill whole nodes.
         """
         in_node = min(ranks, self.gpus_per_node)
         near_s, nodes = self._in_node_s(call, in_node), ranks // in_node

@@ -390,6 +390,7 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
             self._moved = [*updated, *updated, *(() if is_split else copies)]  # read, then written
 
         def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
+            """Record that an update reads and writes all these tensors, and reads the gradients."""
             trace.moves([*self._moved, *itertools.chain.from_iterable(gradients)])
 
         def upload(self) -> None: ...

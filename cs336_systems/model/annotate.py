@@ -122,9 +122,11 @@ class _Annotation:
         self._name, self._push, self._pop = name, push, pop
 
     def __enter__(self) -> None:
+        """Open the range."""
         self._push(self._name)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Close the range."""
         self._pop()
 
 

@@ -252,6 +252,9 @@ class _UsesOf(TorchFunctionMode):
         args: Any = (),  # noqa: ANN401
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
+        """Run the operation; if it raises and was given the tokens, and is no embedding, keep the
+        exception.
+        """
         try:
             return function(*args, **(kwargs or {}))
         except Exception as error:

@@ -122,6 +122,7 @@ class TrafficCounter(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
+        """Run the operation and, if it is a collective, count the bytes of its whole tensor."""
         name = func.__name__.partition(".")[0]
         if func.namespace == "c10d" and name in COLLECTIVE_OF_OPERATOR:
             # the output of a reduce-scatter comes first, and is a part

@@ -103,6 +103,7 @@ class Quantity(Column, Generic[T]):
     """Only the table of a single run, which is printed, shows it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
+        """Take the method's name as the key of the column."""
         object.__setattr__(self, "key", name)
 
     @overload
@@ -112,6 +113,9 @@ class Quantity(Column, Generic[T]):
     def __get__(self, row: object, owner: type) -> T: ...
 
     def __get__(self, row: object | None, owner: type) -> Self | T:
+        """The quantity itself on the class; on a row its value, computed once and kept in the
+        row.
+        """
         if row is None:
             return self
         # the entry in the row's dict hides this method from now on, as with cached_property

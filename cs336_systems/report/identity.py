@@ -306,9 +306,9 @@ def names_of(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[s
         names.append(" ".join(word for word in words if word))
     values = [tuple(row.values()) for row in rows]
     same = Counter(name for name, _ in set(zip(names, values, strict=True)))
-    for place, (name, row) in enumerate(zip(names, values, strict=True)):
+    for place, (name, cells) in enumerate(zip(names, values, strict=True)):
         if same[name] > 1:
-            names[place] = f"{name} {_hashed(repr(list(row)))}"
+            names[place] = f"{name} {_hashed(repr(list(cells)))}"
     return names
 
 

@@ -57,6 +57,7 @@ class StatusLine(Listener):
         self._done = self._total = 0
 
     def __enter__(self) -> "StatusLine":
+        """Show the line, if standard error is a terminal that can redraw it."""
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
@@ -76,6 +77,7 @@ class StatusLine(Listener):
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Remove the line."""
         self.end()
 
     def end(self) -> None:

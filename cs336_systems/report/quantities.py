@@ -184,15 +184,18 @@ class StepResult(Mapping[str, Any]):
         return (entry for entry in vars(cls).values() if isinstance(entry, Quantity))
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
+        """The value of a column: of a quantity, of a setting, or under "identity" all settings."""
         if isinstance(getattr(type(self), key, None), Quantity):
             return getattr(self, key)
         # code for rows of any kind finds the identity of a row in the row
         return self.identity if key == "identity" else self.identity[key]
 
     def __iter__(self) -> Iterator[str]:
+        """The keys of all columns: settings, then quantities."""
         yield from dict.fromkeys([*self.identity, *(entry.key for entry in self.entries())])
 
     def __len__(self) -> int:
+        """The number of columns."""
         return sum(1 for _ in self)
 
     @classmethod

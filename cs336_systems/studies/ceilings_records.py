@@ -207,6 +207,7 @@ class Shape:
     name: str = "square"
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a side of the matrices that is out of range."""
         sides = (self.rows, self.inner, self.columns)
         if not 1 <= min(sides) <= max(sides) <= MAX_SIDE:
             raise ValueError(f"sides of a product must be from 1 to {MAX_SIDE}, got {self.label}")
@@ -459,6 +460,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
     ] = 4
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings out of range and for unknown presets."""
         check(self)
         if not 0 < self.loop_s <= 60:
             raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")

@@ -60,7 +60,9 @@ class OperationObserver(TorchDispatchMode):
 
 
 def make_generator(grid: Grid[RowT, StudyT]) -> torch.Generator:
-    """Random numbers on the grid's device, the same for every cell."""
+    """A random number generator on the grid's device, which gives the same numbers for every
+    cell.
+    """
     return torch.Generator(grid.device.value).manual_seed(grid.seed)
 
 

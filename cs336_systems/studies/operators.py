@@ -151,6 +151,9 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Add the user's own implementation if one is named; raise ValueError for settings out of
+        range.
+        """
         check(self)
         if self.own is not None and Implementation.OWN not in self.implementations:
             object.__setattr__(self, "implementations", (*self.implementations, Implementation.OWN))
@@ -426,6 +429,7 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings out of range."""
         check(self)
 
     def groups(self) -> list[list[Cell["FusionRow"]]]:

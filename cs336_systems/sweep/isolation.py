@@ -511,6 +511,7 @@ class Interrupts:
         self.wakeup, self._write = os.pipe()
 
     def __enter__(self) -> "Interrupts":
+        """Handle the signals that stop a sweep, but for those that this process ignores."""
         os.set_blocking(self._write, False)
         handled = [
             number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
@@ -520,6 +521,9 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the earlier handlers; a signal that may be the second half of one request is
+        awaited first.
+        """
         time.sleep(max(0.0, self._last + _ONE_REQUEST_S - monotonic()))
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():

@@ -118,7 +118,9 @@ class Keeper:
     def refuse(
         self, config: RunConfig, message: str, elapsed_s: float, log_tail: str | None = None
     ) -> RunRecord:
-        """Write a record that says that the run's own record does not count."""
+        """Write a record that replaces the run's own one, which is not valid; `message` says
+        why.
+        """
         return self.fail(
             config, Status.INVALID, Failure(message=message, log_tail=log_tail), elapsed_s
         )

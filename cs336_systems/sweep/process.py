@@ -139,8 +139,8 @@ def child_environment() -> dict[str, str]:
 
 
 def forget_safe_path() -> None:
-    """Undo in a child what `child_environment` asked of Python, since a user's model may start
-    Python too.
+    """Remove the environment variable by which `child_environment` kept this process from importing
+    modules of its current directory; else Python started by a user's model would inherit it.
     """
     if os.environ.get("PYTHONSAFEPATH") == _SAFE_PATH:
         del os.environ["PYTHONSAFEPATH"]

@@ -282,8 +282,8 @@ def _sent_bytes(traffic: Sequence[Traffic]) -> int:
 def _slowest(
     records: Sequence[RunRecord], parts: Sequence[Sequence[Measurement]]
 ) -> tuple[Measurement, ...]:
-    """For each step, all times of its slowest rank, so that they add up; `parts` are the
-    measurements of each rank.
+    """Merged times of the phases of a run on several ranks: for each step, those of the rank whose
+    step was the slowest, so that the phases add up. `parts` has each rank's measurements by phase.
     """
     steps = [_times(record, Phase.STEP) for record in records]
     slowest = [times.index(max(times)) for times in zip(*steps, strict=True)]

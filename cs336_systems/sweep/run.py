@@ -163,6 +163,7 @@ class Loop:
     free: list[Gpu | None] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Begin with all GPUs free."""
         self.free = list(self.gpus)
 
     @property

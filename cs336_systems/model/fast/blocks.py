@@ -130,9 +130,11 @@ class PackedAttention(SelfAttention):
         rotations: Rotations | None,
         mask: Mask | None,
     ) -> Float[Tensor, "batch seq d_model"]:
-        """Outputs of all heads, side by side, from what `project` returned.
+        """Outputs of all heads, side by side, from the queries, keys and values that `project`
+        returned.
 
-        Of PyTorch's causal attention, or of naive attention if `mask` is given.
+        Attention is PyTorch's, causal, or naive attention if a `mask` is given; with rotations, q
+        and k are rotated by RoPE first. `tag` is the projection's fp8 tag (fp8.py), if it has one.
         """
         if self._packs:
             return packed_attention(projected, self.num_heads, rotations, self.packed.bias, tag)

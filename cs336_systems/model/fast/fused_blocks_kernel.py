@@ -247,7 +247,9 @@ def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
 
 
 def num_programs(rows: int, block: int, device: torch.device) -> int:
-    """Number of programs: enough to keep the memory busy, few enough that each has several rows."""
+    """Number of programs of a kernel that loops over rows: enough to keep the memory busy, few
+    enough that each has several rows. A program's registers hold `block` elements.
+    """
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

@@ -79,8 +79,8 @@ class MasterAdamW(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all trained weights that have a gradient, which must be the same ones in every
-        step.
+        """Run one AdamW update of all trained weights that have a gradient, which must be the same
+        weights in every step.
         """
         del closure
         self._steps += 1

@@ -80,7 +80,9 @@ def run_blocks(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]
 
 
 def _run(record: RunRecord) -> Row:
-    """The row of one run; None for what it has none of."""
+    """The row of one run in the page's table of all runs; None for a value that the run does not
+    have.
+    """
     subject = record.subject
     result = StepResult(subject, [record], NO_CEILINGS)
     row: Row = {key: result[key] for key in ("status", "step_mean_ms", "step_std_ms")}

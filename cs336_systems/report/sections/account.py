@@ -240,7 +240,9 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
 
 
 def _flops_table(parts: Mapping[str, Row]) -> Table:
-    """FLOPs by part of one of this program's models."""
+    """The table of FLOPs by part (attention, feed-forward network and so on) of one of this
+    program's models.
+    """
     columns = [*_flops_columns(parts), column("step_causal_flops")]
     note = (
         "A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after "

@@ -113,7 +113,9 @@ def _section(name: str, rows: Sequence[Row], *tables: Table) -> Section:
 def _row(
     study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3
 ) -> Row:
-    """What all cells have: how the cell ended, its time in that unit, and what puts it in doubt."""
+    """The values that a row of any kind of cell has: how the cell ended, its median time in `unit`
+    (of which a second has `per_s`), and what puts the time in doubt.
+    """
     timing = cell.timing
     row: Row = {
         "label": label,
