@@ -219,7 +219,9 @@ def load_results(directory: Path, beside: Ceilings) -> "Directory":
 def _report(
     _records: Sequence[RunRecord], directory: Path, status: StatusLine, formats: Collection[str]
 ) -> None:
-    """Write the tables and the picture from the records in the directory, and print the tables."""
+    """Write the ladder's tables, picture and page from the records in the directory, and print the
+    tables.
+    """
     from ..report.page.chapters import write_page_of
     from ..report.sections.ladder import ladder_section, write_ladder_report
 

@@ -196,7 +196,9 @@ class Parts(Protocol):
     """For each parameter, memory for the parts of all ranks, one after the other."""
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a tensor that is laid out like the masters."""
+        """Each parameter's part of a flat tensor that has the same layout as `masters`, as
+        views.
+        """
 
 
 class CollectiveExchange:

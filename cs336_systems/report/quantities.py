@@ -180,7 +180,9 @@ class StepResult(Mapping[str, Any]):
 
     @classmethod
     def entries(cls) -> Iterator[Quantity[Any]]:
-        """The quantities that the class itself declares, in order."""
+        """The quantities declared in this class itself, not in its bases, in the order of
+        declaration.
+        """
         return (entry for entry in vars(cls).values() if isinstance(entry, Quantity))
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)

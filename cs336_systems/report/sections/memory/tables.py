@@ -306,7 +306,7 @@ def _tensor(tensor: LikeAllocations | SavedTensor) -> Row:
 
 
 def _origin_columns() -> list[Column]:
-    """What an allocation was for, and the code that made it."""
+    """Columns that say what an allocation was for, and which code made it."""
     return columns_of(
         "category",
         column("phase", write=label, drop_order=9),
