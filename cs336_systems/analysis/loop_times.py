@@ -23,26 +23,27 @@ class LoopTimes:
 
     @cached_property
     def steps_s(self) -> float:
-        """Time of all measured steps."""
+        """Seconds of all measured steps together."""
         return self._sum_s(Phase.STEP)
 
     @cached_property
     def between_s(self) -> float:
-        """Time between steps."""
+        """Seconds between the measured steps."""
         return sum(self.record.between_s)
 
     @cached_property
     def loop_s(self) -> float:
+        """Seconds of the whole loop: its steps and what lies between them."""
         return self.steps_s + self.between_s
 
     @cached_property
     def between_data_s(self) -> float:
-        """Time between steps that waited for data."""
+        """Seconds between steps in which the loop waited for data."""
         return sum(self._seen.between_data_s)
 
     @cached_property
     def data_s(self) -> float:
-        """Time that waited for data, in steps and between them."""
+        """Seconds in which the loop waited for data, within steps and between them."""
         return self._sum_s(Phase.DATA) + self.between_data_s
 
     @cached_property
@@ -60,14 +61,17 @@ class LoopTimes:
 
     @property
     def _seen(self) -> LoopRecord:
+        """What was recorded of the loop itself, apart from times of steps; empty if nothing was."""
         return self.record.seen or LoopRecord()
 
     @property
     def _num_steps(self) -> int:
+        """Number of steps that have a time."""
         steps = self.record.measurement(Phase.STEP)
         return len(steps.times_s) if steps else 0
 
     def _sum_s(self, phase: Phase) -> float:
+        """Seconds of all measurements of this phase together; 0 if it was not measured."""
         measurement = self.record.measurement(phase)
         return sum(measurement.times_s) if measurement else 0.0
 

@@ -63,6 +63,9 @@ class OtherColumns:
     """Columns of a CSV file that stand here, and are no quantities of this class."""
 
     def __init__(self, *keys: str) -> None:
+        """`keys` are the keys of columns that are computed elsewhere and come next in the CSV
+        file.
+        """
         self.keys = keys
 
 
@@ -206,19 +209,24 @@ class StepResult(Mapping[str, Any]):
 
     @classmethod
     def entries(cls) -> Iterator[Quantity[Any]]:
-        """The quantities that the class itself declares, in order."""
+        """The quantities declared in this class itself, not in its bases, in the order of
+        declaration.
+        """
         return (entry for entry in vars(cls).values() if isinstance(entry, Quantity))
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
+        """The value of a column: of a quantity, of a setting, or under "identity" all settings."""
         if isinstance(getattr(type(self), key, None), Quantity):
             return getattr(self, key)
         # code for rows of any kind finds the identity of a row in the row
         return self.identity if key == "identity" else self.identity[key]
 
     def __iter__(self) -> Iterator[str]:
+        """The keys of all columns: settings, then quantities."""
         yield from dict.fromkeys([*self.identity, *(entry.key for entry in self.entries())])
 
     def __len__(self) -> int:
+        """The number of columns."""
         return sum(1 for _ in self)
 
     @classmethod
