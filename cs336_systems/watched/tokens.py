@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Precision
+from .calls import Calls
 from .precision import autocast_dtype, computed_in, only_low_dtype, precision_of
 
 TELL_ORDER = (nn.MultiheadAttention, nn.RNNBase)
@@ -39,6 +40,8 @@ class Pass:
     over.
     """
     precision: Precision | None = None
+    call: int = -1
+    """Index of the call in `Calls.seen`; -1 if that is full."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class Tokens:
     padding: int | None = None
     """None unless it is known of each forward pass."""
     precision: Precision | None = None
+    calls: tuple[int, ...] = ()
+    """Of each forward pass, the index of its call in `Calls.seen`."""
 
 
 NO_TOKENS = Tokens()
@@ -69,6 +74,7 @@ def tokens_of(passes: Iterable[Pass]) -> Tokens:
         shapes=tuple(seen.shape for seen in passes),
         padding=sum(paddings) if paddings and len(paddings) == len(passes) else None,
         precision=precisions[-1] if precisions else None,
+        calls=tuple(seen.call for seen in passes),
     )
 
 
@@ -95,6 +101,8 @@ class PassReader:
         """The modules before whose calls `multiplies` is to be called."""
         self.order = AxisOrder([module for _, module in named])
         self._is_open = False
+        self.calls = Calls()
+        self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._given: tuple[Any, ...] = ()
         self._mappings: list[Mapping[Any, Any]] = []
         self._outer_dtype: torch.dtype | None = None
@@ -112,6 +120,7 @@ class PassReader:
     def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
         """Begin to read a forward pass, which is given these."""
         self._is_open = True
+        self._arguments = inputs, named
         self._given, self._mark = (*inputs, named) if named else inputs, mark
         self._mappings = [value for value in self._given if isinstance(value, Mapping)]
         self._outer_dtype = autocast_dtype(self._device)
@@ -154,13 +163,14 @@ class PassReader:
         first = next(iter(model._modules.values()), None)
         is_training = model.training and (first is None or first.training)
         seen = Pass(is_training=is_training, begin=self._mark)
+        seen.call = self.calls.number(model, *self._arguments)
         seen.precision = precision_of(self._dtype(model), self._device)
         seen.shape = self._count(seen)
         if seen.shape is not None:
             self.order.see_batch(seen.shape, self.loader_batch)
             if self.counts_padding:
                 seen.padding = _padding(self._mappings, seen.shape)
-        self._given, self._mappings = (), []
+        self._given, self._mappings, self._arguments = (), [], ((), {})
         self.order.num_passes += 1
         if not seen.is_training:
             reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
