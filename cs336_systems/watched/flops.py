@@ -5,9 +5,8 @@ tensors have no data, and the matmuls, convolutions and attentions in it are cou
 import copy
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -39,7 +38,8 @@ HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
-CONTAINERS = (dict, list, tuple, set, nn.Module, Tensor, MethodType)
+TRAINERS = ("lightning", "pytorch_lightning", "accelerate")
+"""Libraries whose objects a model refers to without computing with them."""
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 COUNTED_ELSEWHERE = ("aten", "prim", "prims", "c10d", "profiler", "rngprims", "cs336")
 """Namespaces of operators that are known: they multiply no matrices unless there is a formula."""
@@ -104,8 +104,10 @@ class FlopCounter(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing here is compiled; True would import torch.compile
 
-    def __init__(self) -> None:
+    def __init__(self, forbidden: Iterable[Tensor]) -> None:
+        """`forbidden` are the loop's own parameters, whose gradients a trace must not change."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._forbidden = set(map(id, forbidden))
         self.executed = self.recomputed = 0.0
         self.phase = Phase.FORWARD
         self.unknown: set[str] = set()
@@ -118,6 +120,9 @@ class FlopCounter(TorchDispatchMode):
         args: Any = (),  # noqa: ANN401
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
+        # a function in the place of a module's forward may know the module itself
+        if any(id(parameter) in self._forbidden for parameter in _parameters_in(args)):
+            raise NotTracedError("a function computes with the model's parameters themselves")
         out = function(*args, **(kwargs or {}))
         flops = self._flops(function, args, kwargs or {}, out)
         self.executed += flops
@@ -148,6 +153,15 @@ class FlopCounter(TorchDispatchMode):
         return 0.0
 
 
+def _parameters_in(args: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The parameters among the arguments of an operator, and in its lists of tensors."""
+    for value in args:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parameters_in(value)
+
+
 def _of_grouped_matmul(a: Sequence[int], b: Sequence[int]) -> float:
     """FLOPs of matmuls of groups: all rows (or columns) of the groups lie one after the other,
     unless both factors have an axis of groups.
@@ -163,7 +177,7 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     model = call.model()
     if model is None:
         raise NotTracedError("the model is gone")
-    counter = FlopCounter()
+    counter = FlopCounter(model.parameters())
     try:
         inputs, named = call.arguments()
         traced_model = without_data(model)
@@ -223,12 +237,8 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 def _is_shared(value: object) -> bool:
-    """Whether the copy of the model may have the very object, such as a configuration or a trainer,
-    because it holds no tensor itself.
-    """
-    if isinstance(value, (*CONTAINERS, FunctionType)):
-        return False
-    return not any(isinstance(part, Tensor) for part in getattr(value, "__dict__", {}).values())
+    """Whether the copy of the model has the very object: a trainer, which knows all of the loop."""
+    return type(value).__module__.partition(".")[0] in TRAINERS
 
 
 def _loss(result: Any) -> Tensor | None:  # noqa: ANN401

@@ -5,6 +5,7 @@ their lengths, padding, and the precision of the matmuls.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -61,6 +62,12 @@ class Tokens:
 NO_TOKENS = Tokens()
 
 
+@lru_cache(maxsize=64)
+def _kept_once(calls: tuple[int, ...]) -> tuple[int, ...]:
+    """The same object for equal calls, because thousands of steps are kept."""
+    return calls
+
+
 def tokens_of(passes: Iterable[Pass]) -> Tokens:
     """The sums over the forward passes of a step."""
     passes = list(passes)
@@ -74,7 +81,7 @@ def tokens_of(passes: Iterable[Pass]) -> Tokens:
         shapes=tuple(seen.shape for seen in passes),
         padding=sum(paddings) if paddings and len(paddings) == len(passes) else None,
         precision=precisions[-1] if precisions else None,
-        calls=tuple(seen.call for seen in passes),
+        calls=_kept_once(tuple(seen.call for seen in passes)),
     )
 
 

@@ -216,3 +216,14 @@ def test_calls_of_several_shapes_are_summed(tmp_path):
     # forward and the gradient of the weights: the input has none
     assert watched.record().seen.flops.per_step == 2 * 2 * WIDTH * sum(rows) / len(rows)
     watched.remove()
+
+
+def test_a_function_that_knows_the_model_is_not_called_with_its_parameters(tmp_path):
+    """As a closure in the place of forward does, which a copy of the model has too."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1))
+    usual = model[0].forward
+    model[0].forward = lambda x: usual(x)
+    record, _ = watched_steps(model, torch.ones(3, WIDTH), tmp_path)
+    assert record.seen.flops is None
+    assert "themselves" in record.seen.not_traced
+    assert torch.equal(model[0].weight.grad, torch.full((1, WIDTH), 6.0))  # of two steps
