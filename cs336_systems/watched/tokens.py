@@ -3,7 +3,7 @@ their lengths, padding, and the precision of the matmuls.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,8 @@ TELL_ORDER = (nn.MultiheadAttention, nn.RNNBase)
 """Modules of PyTorch that say whether the batch is the first axis."""
 EMBEDDING_WORDS = ("emb", "wte", "wpe", "rope", "rotary", "position")
 """Parts of the names of modules that look tokens up or are given positions."""
+FIRST_PASSES = 2
+"""Passes in which values are looked at, for which a GPU is waited."""
 MAX_HOOKED = 8
 """Most modules that are hooked because of their names, so that hooks cost little."""
 
@@ -68,21 +70,20 @@ def _kept_once(calls: tuple[int, ...]) -> tuple[int, ...]:
     return calls
 
 
-def tokens_of(passes: Iterable[Pass]) -> Tokens:
+def tokens_of(passes: Sequence[Pass]) -> Tokens:
     """The sums over the forward passes of a step."""
-    passes = list(passes)
     if not passes:
         return NO_TOKENS
-    counts = [seen.tokens for seen in passes if seen.tokens is not None]
-    paddings = [int(seen.padding) for seen in passes if seen.padding is not None]
-    precisions = [seen.precision for seen in passes]
-    return Tokens(
-        count=sum(counts) if counts else None,
-        shapes=tuple(seen.shape for seen in passes),
-        padding=sum(paddings) if paddings and len(paddings) == len(passes) else None,
-        precision=precisions[-1] if precisions else None,
-        calls=_kept_once(tuple(seen.call for seen in passes)),
-    )
+    sums = Tokens(precision=passes[-1].precision, shapes=tuple([seen.shape for seen in passes]))
+    sums.calls = _kept_once(tuple([seen.call for seen in passes]))
+    for seen in passes:
+        if seen.tokens is not None:
+            sums.count = (sums.count or 0) + seen.tokens
+    if passes[0].padding is not None:
+        paddings = [seen.padding for seen in passes if seen.padding is not None]
+        if len(paddings) == len(passes):
+            sums.padding = sum(map(int, paddings))
+    return sums
 
 
 class PassReader:
@@ -104,6 +105,7 @@ class PassReader:
         """Batch size of the DataLoader that made the last batch; None if unknown."""
         self.embeddings = WeakSet(_may_embed(named))
         """The modules before whose calls `embeds` is to be called."""
+        self._tables = {id(module) for module in self.embeddings if _has_matrix(module)}
         self.matmuls = WeakSet(_usual_matmul([module for _, module in named]))
         """The modules before whose calls `multiplies` is to be called."""
         self.order = AxisOrder([module for _, module in named])
@@ -129,7 +131,8 @@ class PassReader:
         self._is_open = True
         self._arguments = inputs, named
         self._given, self._mark = (*inputs, named) if named else inputs, mark
-        self._mappings = [value for value in self._given if isinstance(value, Mapping)]
+        if named or not isinstance(inputs[0] if inputs else None, Tensor):
+            self._mappings = [value for value in self._given if isinstance(value, Mapping)]
         self._outer_dtype = autocast_dtype(self._device)
         self._embedded.clear()
         self._is_inside = False
@@ -139,15 +142,12 @@ class PassReader:
         if not self._is_open:
             return
         self._is_inside = True
-        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
-        if not tensors:
-            return
-        ids = tensors[0]
-        if not ids.is_floating_point() and _has_matrix(module):
+        if self.order.num_passes < FIRST_PASSES:
+            self.order.see_positions(_tensors((*inputs, named)))
+        ids = inputs[0] if inputs else next(iter(named.values()), None)
+        if id(module) in self._tables and isinstance(ids, Tensor) and not ids.is_floating_point():
             count, _ = self._embedded.get(id(module), (0, ()))
             self._embedded[id(module)] = count + ids.numel(), tuple(ids.shape)
-        if self.order.looks_for_positions:
-            self.order.see_positions(tensors)
 
     def multiplies(
         self, _module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
@@ -246,12 +246,6 @@ class AxisOrder:
                     self._lengths.add(buffer.shape[-1])
         if len(firsts) == 1:
             self._axis = int(firsts.pop())
-
-    @property
-    def looks_for_positions(self) -> bool:
-        """Whether to look at values, for which a GPU is waited: in the first passes."""
-        is_known = self.is_named or self._axis is not None
-        return not is_known and self.num_passes < 2
 
     def see_positions(self, tensors: Iterable[Tensor]) -> None:
         """Note the length of a row of positions, which classes of the sequences are not: positions

@@ -213,6 +213,8 @@ def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
     """For each value of a setting with a baseline: the least and the largest speed-up."""
     setting = entry.settings[0]
     for value in dict.fromkeys(result[setting] for result in results):
+        if value is None:  # of a watched loop, what was not seen
+            continue
         faster = [result for result in results if result[setting] == value]
         values: type[StrEnum] = type(settings_of(faster[0].subject)[setting])
         baseline = next(iter(values))
