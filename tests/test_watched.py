@@ -162,6 +162,7 @@ def test_of_a_loop_nothing_is_said_that_was_not_seen(clock, tmp_path, capsys, no
     assert {name for name, cell in row.items() if cell} - timed == seen | {
         "warmup_steps",
         "measured_steps",
+        "model_tflops_per_s",  # of the shape that the model was called with
     }
 
 

@@ -1,5 +1,6 @@
 """Where the wall time of a watched loop goes: its steps, the data that it waits for, the rest."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,6 +8,7 @@ from ..config import Phase
 from ..loop_record import LoopRecord
 from ..record import RunRecord
 
+TERA = 1e12
 LIMITING_DATA = 0.1
 """Least share of a loop's time that waits for data to say that data limits the loop."""
 
@@ -59,6 +61,14 @@ class LoopTimes:
             tokens = (self.record.subject.tokens_per_step or 0) * self._num_steps
         return tokens / self.loop_s if tokens and self.loop_s else None
 
+    @cached_property
+    def flops_per_s(self) -> float | None:
+        """The model's FLOPs over the time of the loop; None where they are not known."""
+        flops = self._seen.flops
+        if flops is None or not self.loop_s:
+            return None
+        return flops.per_step * self._num_steps / self.loop_s
+
     @property
     def _seen(self) -> LoopRecord:
         """What was recorded of the loop itself, apart from times of steps; empty if nothing was."""
@@ -77,7 +87,25 @@ class LoopTimes:
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """What lies between the steps of a watched loop, and whether data limits it."""
+    """What lies between the steps of a watched loop, whether data limits it, and what its model
+    computes in a step.
+    """
+    return [*_between_sentences(record), *_flops_sentences(record.seen or LoopRecord())]
+
+
+def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
+    """The FLOPs of a step, or why they are not known."""
+    if seen.not_traced:
+        yield f"FLOPs not traced: {seen.not_traced}"
+    if seen.flops is not None:
+        again = ""
+        if seen.flops.recomputed_per_step:
+            again = f", and {seen.flops.recomputed_per_step / TERA:.3g} computed again in backward"
+        yield f"model: {seen.flops.per_step / TERA:.4g} TFLOP a step{again}"
+
+
+def _between_sentences(record: RunRecord) -> list[str]:
+    """What lies between the steps, and whether data limits the loop."""
     if not record.between_s:
         return []
     times, count = LoopTimes(record), len(record.between_s)

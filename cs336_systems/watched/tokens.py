@@ -5,6 +5,7 @@ their lengths, padding, and the precision of the matmuls.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Precision
+from .calls import Calls
 from .precision import autocast_dtype, computed_in, only_low_dtype, precision_of
 
 TELL_ORDER = (nn.MultiheadAttention, nn.RNNBase)
@@ -41,6 +43,8 @@ class Pass:
     over.
     """
     precision: Precision | None = None
+    call: int = -1
+    """Index of the call in `Calls.seen`; -1 if that is full."""
 
 
 @dataclass(slots=True)
@@ -53,9 +57,17 @@ class Tokens:
     padding: int | None = None
     """None unless it is known of each forward pass."""
     precision: Precision | None = None
+    calls: tuple[int, ...] = ()
+    """Of each forward pass, the index of its call in `Calls.seen`."""
 
 
 NO_TOKENS = Tokens()
+
+
+@lru_cache(maxsize=64)
+def _kept_once(calls: tuple[int, ...]) -> tuple[int, ...]:
+    """The same object for equal calls, because thousands of steps are kept."""
+    return calls
 
 
 def tokens_of(passes: Sequence[Pass]) -> Tokens:
@@ -63,6 +75,7 @@ def tokens_of(passes: Sequence[Pass]) -> Tokens:
     if not passes:
         return NO_TOKENS
     sums = Tokens(precision=passes[-1].precision, shapes=tuple([seen.shape for seen in passes]))
+    sums.calls = _kept_once(tuple([seen.call for seen in passes]))
     for seen in passes:
         if seen.tokens is not None:
             sums.count = (sums.count or 0) + seen.tokens
@@ -97,6 +110,8 @@ class PassReader:
         """The modules before whose calls `multiplies` is to be called."""
         self.order = AxisOrder([module for _, module in named])
         self._is_open = False
+        self.calls = Calls()
+        self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._given: tuple[Any, ...] = ()
         self._mappings: list[Mapping[Any, Any]] = []
         self._outer_dtype: torch.dtype | None = None
@@ -114,6 +129,7 @@ class PassReader:
     def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
         """Begin to read a forward pass, which is given these."""
         self._is_open = True
+        self._arguments = inputs, named
         self._given, self._mark = (*inputs, named) if named else inputs, mark
         if named or not isinstance(inputs[0] if inputs else None, Tensor):
             self._mappings = [value for value in self._given if isinstance(value, Mapping)]
@@ -154,13 +170,14 @@ class PassReader:
         first = next(iter(model._modules.values()), None)
         is_training = model.training and (first is None or first.training)
         seen = Pass(is_training=is_training, begin=self._mark)
+        seen.call = self.calls.number(model, *self._arguments)
         seen.precision = precision_of(self._dtype(model), self._device)
         seen.shape = self._count(seen)
         if seen.shape is not None:
             self.order.see_batch(seen.shape, self.loader_batch)
             if self.counts_padding:
                 seen.padding = _padding(self._mappings, seen.shape)
-        self._given, self._mappings = (), []
+        self._given, self._mappings, self._arguments = (), [], ((), {})
         self.order.num_passes += 1
         if not seen.is_training:
             reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
