@@ -73,18 +73,36 @@ class LoopTimes:
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """What lies between the steps of a watched loop, and whether data limits it."""
+    """What differs between the steps of a watched loop, what lies between them, and whether data
+    limits it.
+    """
+    sentences = _token_sentences(record.seen or LoopRecord())
     if not record.between_s:
-        return []
+        return sentences
     times, count = LoopTimes(record), len(record.between_s)
     data_ms, other_ms = (
         1e3 * seconds / count
         for seconds in (times.between_data_s, times.between_s - times.between_data_s)
     )
     between = f"between steps: {1e3 * times.between_s / count:.4g} ms"
-    sentences = [f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms"]
+    sentences.append(f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms")
     if times.data_share >= LIMITING_DATA:
         sentences.append(
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"
         )
+    return sentences
+
+
+def _token_sentences(seen: LoopRecord) -> list[str]:
+    """The ranges of what differs from step to step, and the share of padding."""
+    ranges = []
+    if seen.context_lengths is not None and len(set(seen.context_lengths)) > 1:
+        least, most = seen.context_lengths
+        ranges.append(f"sequences of {least:,} to {most:,} tokens")
+    if len(set(seen.tokens)) > 1:
+        ranges.append(f"steps of {min(seen.tokens):,} to {max(seen.tokens):,} tokens")
+    sentences = [", ".join(ranges)] if ranges else []
+    if seen.padding_tokens and seen.masked_tokens:
+        share = 100 * seen.padding_tokens / seen.masked_tokens
+        sentences.append(f"padding: {share:.3g} % of the tokens, which tokens/s counts")
     return sentences

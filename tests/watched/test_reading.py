@@ -1,5 +1,7 @@
 """What is said of tokens, lengths, padding and precision, against what the loop was given."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from cs336 import watch
+from cs336.analysis.loop_times import loop_sentences
 from cs336.config import Phase, Precision
 from cs336.record import WarningCode
 
@@ -112,6 +115,9 @@ def test_tokens_by_name_with_padding_and_unequal_lengths(kind, tmp_path):
     assert record.seen.context_lengths == (5, 9)
     assert (record.seen.padding_tokens, record.seen.masked_tokens) == (6, 63)
     assert record.loop.context_length is None, "the lengths differ"
+    lengths, padding, _ = loop_sentences(record)
+    assert re.findall(r"\d+", lengths) == ["5", "9", "15", "27"]
+    assert re.findall(r"[\d.]+", padding)[0] == f"{100 * 6 / 63:.3g}"
 
 
 def test_an_encoder_and_a_decoder_that_share_an_embedding_are_both_counted(tmp_path):
