@@ -129,6 +129,36 @@ def test_an_encoder_and_a_decoder_that_share_an_embedding_are_both_counted(tmp_p
     assert record.seen.tokens == (36,)
 
 
+@pytest.mark.parametrize("kind", ["classes", "positions", "both"])
+def test_what_describes_images_or_series_is_no_token(kind, tmp_path):
+    """As the classes of a diffusion model's images, and the positions of a series of vectors."""
+
+    class Series(Model):
+        def forward(self, given):
+            vectors, classes = given
+            hidden = self.mixer(vectors)
+            if kind != "classes":
+                hidden = hidden + self.positions(torch.arange(vectors.shape[1]))
+            if kind != "positions":
+                hidden = hidden + self.embedding(classes)[:, None]
+            return hidden
+
+    given = torch.ones(4, 6, WIDTH), ids(4) if kind != "positions" else None
+    record = record_of(Series(nn.Linear(WIDTH, WIDTH), positions=True), [given], output=tmp_path)
+    assert record.seen.tokens == ()
+
+
+def test_one_row_of_packed_tokens_is_counted(tmp_path):
+    """Also beside a floating mask."""
+
+    class Packed(Model):
+        def forward(self, given):
+            return super().forward(given[0][None]) + given[1].sum()
+
+    record = record_of(Packed(), [(ids(12), torch.ones(1, 1, 12, 12))], output=tmp_path)
+    assert record.seen.tokens == (12,)
+
+
 def test_passes_that_train_nothing_have_no_tokens(tmp_path):
     model = Model()
     watched = watch(model, warmup_steps=0, output=tmp_path)
