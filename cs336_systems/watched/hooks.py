@@ -76,7 +76,7 @@ class StateWithoutHooks:
             return state
         state = {**state}
         del state["__getstate__"]
-        ours = set()
+        ours: set[int] = set()
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             ours.update(key for key, hook in state[name].items() if isinstance(hook, Hook))
         for name in HOOK_TABLES:

@@ -378,12 +378,12 @@ class Watched:
             return f"<p>{len(self.warmup)} of {self.warmup_steps} warm-up steps are done</p>"
         return table_html(self.record())
 
-    def report(self) -> Path | None:
+    def report(self, *, page: bool = True) -> Path | None:
         """Write the record of the steps so far and the page of the loop's directory, print the
         table, take the hooks away, and return the path of the record. Another step hooks again.
 
         Of several ranks the first one does; the others return None. Where a loop ends without it,
-        by an exception, Ctrl-C or the end of the process, this is done then.
+        by an exception, Ctrl-C or the end of the process, this is done then without the page.
         """
         self.remove()
         if self._rank:
@@ -413,7 +413,8 @@ class Watched:
             self._profiled.move(raw_profile_path(record.subject, runs))
             explain_run(record.subject, runs)
         print_measured(record, runs)
-        self._page = _written_page(self.directory)
+        if page:
+            self._page = _written_page(self.directory)
         return self._written
 
 
