@@ -87,10 +87,11 @@ class LoopTimes:
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """What lies between the steps of a watched loop, whether data limits it, and what its model
-    computes in a step.
+    """What differs between the steps of a watched loop, what lies between them, whether data limits
+    it, and what its model computes in a step.
     """
-    return [*_between_sentences(record), *_flops_sentences(record.seen or LoopRecord())]
+    seen = record.seen or LoopRecord()
+    return [*_token_sentences(seen), *_between_sentences(record), *_flops_sentences(seen)]
 
 
 def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
@@ -119,4 +120,19 @@ def _between_sentences(record: RunRecord) -> list[str]:
         sentences.append(
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"
         )
+    return sentences
+
+
+def _token_sentences(seen: LoopRecord) -> list[str]:
+    """The ranges of what differs from step to step, and the share of padding."""
+    ranges = []
+    if seen.context_lengths is not None and len(set(seen.context_lengths)) > 1:
+        least, most = seen.context_lengths
+        ranges.append(f"sequences of {least:,} to {most:,} tokens")
+    if len(set(seen.tokens)) > 1:
+        ranges.append(f"steps of {min(seen.tokens):,} to {max(seen.tokens):,} tokens")
+    sentences = [", ".join(ranges)] if ranges else []
+    if seen.padding_tokens and seen.masked_tokens:
+        share = 100 * seen.padding_tokens / seen.masked_tokens
+        sentences.append(f"padding: {share:.3g} % of the tokens, which tokens/s counts")
     return sentences

@@ -202,15 +202,33 @@ class PassReader:
                 seen.tokens = ids.numel()
                 return tuple(ids.shape)
         if self._embedded:
-            seen.tokens, shape = max(self._embedded.values())
+            embedded = [pair for pair in self._embedded.values() if not self._describes(pair[1])]
+            seen.tokens, shape = max(embedded, default=(None, None))
             return shape
         # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
         shapes = {tuple(value.shape) for value in _tensors(self._given) if _is_integer(value)}
         if self._is_inside or not self.embeddings or len(shapes) != 1:
             return None
         (shape,) = shapes
+        if self._describes(shape):
+            return None
         seen.tokens = math.prod(shape)
         return shape
+
+    def _describes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a row of numbers describes floats that the model is given, as the classes of a
+        batch of images do, or the positions that a model makes for a series.
+        """
+        if not shape or math.prod(shape) != shape[-1]:
+            return False
+        given = list(_tensors(self._given))
+        batches = [
+            value.shape[0] for value in given if value.is_floating_point() and value.ndim > 1
+        ]
+        lengths = [value.numel() for value in given if _is_integer(value)]
+        return bool(batches) and (
+            shape[-1] not in lengths or shape in {(size,) for size in batches}
+        )
 
 
 @dataclass(slots=True)
