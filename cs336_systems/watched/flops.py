@@ -6,9 +6,11 @@ import copy
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +40,7 @@ HOOKS = (
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 )
+HOOKS_OF_WEIGHTS = "torch.nn.utils."
 TRAINERS = ("lightning", "pytorch_lightning", "accelerate")
 """Libraries whose objects a model refers to without computing with them."""
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
@@ -183,7 +186,9 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
         traced_model = without_data(model)
         with (
             _kept_randomness(),
+            _kept_classes(model),
             torch.enable_grad(),
+            _default_device(model),
             tracing({}, limit_s=limit_s) as trace,
             counter,
         ):
@@ -205,8 +210,8 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
 
 
 def without_data(model: nn.Module) -> nn.Module:
-    """A copy of the model, in training mode and without hooks, whose parameters and buffers have no
-    data; ties are kept.
+    """A copy of the model, in training mode, whose parameters and buffers have no data; ties are
+    kept, and of the hooks those that compute weights.
 
     Raise NotTracedError where parameters are not plain tensors, as those that are sharded.
     """
@@ -220,12 +225,46 @@ def without_data(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for name, value in vars(module).items():
             if name in HOOKS:
-                memo[id(value)] = OrderedDict()
+                memo[id(value)] = _kept_hooks(value)
             elif isinstance(value, Tensor):
                 memo[id(value)] = _empty(value)
             elif _is_shared(value):
                 memo[id(value)] = value
-    return copy.deepcopy(model, memo).train()
+    copied: nn.Module = copy.deepcopy(model, memo)
+    # modules that are evaluated within a model that is trained stay so
+    return copied if copied.training else copied.train()
+
+
+def _kept_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """Those of a module's hooks with which PyTorch computes its weights, as for a weight norm."""
+    kept = OrderedDict()
+    for key, hook in hooks.items():
+        owner = hook if isinstance(hook, FunctionType) else type(hook)
+        if isinstance(hook, bool) or owner.__module__.startswith(HOOKS_OF_WEIGHTS):
+            kept[key] = hook
+    return kept
+
+
+@contextmanager
+def _kept_classes(model: nn.Module) -> Iterator[None]:
+    """Put back what the model's code changes in its own classes, where it may leave tensors."""
+    kinds = {type(module) for module in model.modules()}
+    before = {kind: dict(vars(kind)) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, attributes in before.items():
+            for name, value in dict(vars(kind)).items():
+                if name not in attributes:
+                    delattr(kind, name)
+                elif attributes[name] is not value:
+                    setattr(kind, name, attributes[name])
+
+
+def _default_device(model: nn.Module) -> AbstractContextManager[object]:
+    """Makes tensors without data where the code names no device and the model is on a CPU."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return nullcontext() if "cuda" in devices else torch.device("meta")
 
 
 def _empty(tensor: Tensor) -> Tensor:
@@ -242,12 +281,13 @@ def _is_shared(value: object) -> bool:
 
 
 def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
-    """A number from which backward reaches all that the model returned: its own loss, else the sum
-    of its results; None where nothing has a gradient.
+    """A number from which backward runs: the model's own loss, which is its only result with a
+    single value, else the sum of its results; None where nothing has a gradient.
     """
-    if isinstance(result, Mapping) and isinstance(result.get("loss"), Tensor):
-        result = result["loss"]
     tensors = [value for value in _tensors(result) if value.requires_grad]
+    numbers = [value for value in tensors if value.ndim == 0]
+    if len(numbers) == 1:
+        return numbers[0]
     total: Tensor | None = None
     for tensor in tensors:
         total = tensor.sum() if total is None else total + tensor.sum()
@@ -267,10 +307,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
 
 @contextmanager
 def _kept_randomness() -> Iterator[None]:
-    """Put the states of random numbers back at the end."""
-    state = random.getstate()
+    """Put the states of random numbers back at the end: PyTorch's, Python's and NumPy's."""
+    state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
+        np.random.set_state(numpy_state)

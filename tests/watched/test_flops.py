@@ -1,6 +1,7 @@
 """FLOPs of a watched loop's model: beside PyTorch's own counter on real data, and closed forms."""
 
 import random
+import warnings
 
 import pytest
 import torch
@@ -90,6 +91,39 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0]
 
 
+class Positions(nn.Module):
+    """Makes positions without naming a device, and leaves a tensor in its class."""
+
+    last = None
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        Positions.last = x + self.table(torch.arange(x.shape[1]))
+        return self.layer(Positions.last)
+
+
+class WithLoss(nn.Module):
+    """Returns logits and a loss, which does not use all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 7)
+
+    def forward(self, x):
+        return self.unused(x), self.layer(x).sum()
+
+
+def old_weight_norm(layer):
+    """A layer whose weight a hook computes from its length and direction."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
 
@@ -108,6 +142,8 @@ MODELS = {
     "encoder": (lambda: Language(encoder()), TOKENS),
     "low rank": (lambda: Language(Low(), Low()), TOKENS),
     "recurrent": (lambda: Language(Recurrent()), TOKENS),
+    "positions": (lambda: Language(Positions()), TOKENS),
+    "weight norm": (lambda: Language(old_weight_norm(nn.Linear(WIDTH, WIDTH))), TOKENS),
     "only layers": (lambda: mlp(), torch.ones(4, WIDTH)),
     "one sequence": (lambda: Language(nn.Sequential(nn.LayerNorm(WIDTH), mlp())), TOKENS[:1]),
     "convolutions": (
@@ -227,3 +263,19 @@ def test_a_function_that_knows_the_model_is_not_called_with_its_parameters(tmp_p
     assert record.seen.flops is None
     assert "themselves" in record.seen.not_traced
     assert torch.equal(model[0].weight.grad, torch.full((1, WIDTH), 6.0))  # of two steps
+
+
+def test_backward_begins_at_the_loss_that_the_model_returns(tmp_path):
+    model = WithLoss()
+    watched = watch(model, warmup_steps=0, output=tmp_path, every=0)
+    with watched.step():
+        model(torch.ones(3, WIDTH))[1].backward()
+    forward = 2 * 3 * WIDTH * (WIDTH + 7)
+    assert watched.record().seen.flops.per_step == forward + 2 * 3 * WIDTH * WIDTH
+    watched.remove()
+
+
+def test_classes_are_left_as_they_were(tmp_path):
+    record, _ = watched_steps(Language(Positions()), TOKENS, tmp_path)
+    assert record.seen.flops is not None
+    assert not Positions.last.is_meta
