@@ -1,6 +1,48 @@
 """What was seen of a watched loop besides the times of its phases."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """What can make a step of a loop, with the time before it, longer than others.
+
+    The order is from the innermost: a garbage collection may be part of an evaluation.
+    """
+
+    COLLECTION = "garbage collection"
+    SAVING = "torch.save"
+    DATA = "waiting for data"
+    COMPILATION = "compilation"
+    EVALUATION = "evaluation"
+    ALLOCATOR = "allocation on the GPU"
+    CLOCK = "lower clock"
+    TOKENS = "more tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """What was seen of one cause in one step and the time before it."""
+
+    cause: Cause
+    seconds: float | None = None
+    """None where it was seen that it happened, but not how long it took."""
+    count: int = 1
+    details: tuple[str, ...] = ()
+    """What else was seen: what was compiled for, the number of segments, the clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowStep:
+    """A measured step that, with the time before it, lies beyond the spread of the others."""
+
+    number: int
+    """Its position among the measured steps of the record, from 0."""
+    excess_s: float
+    """How much longer than usual it took."""
+    where: str
+    """The phase that took more than usual by most, or "between steps"."""
+    pauses: tuple[Pause, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,3 +62,4 @@ class LoopRecord:
     """Tokens of the steps whose padding was counted; of a GPU, these are few."""
     between_data_s: tuple[float, ...] = ()
     """How much of the time before each step (`RunRecord.between_s`) waited for data."""
+    slow_steps: tuple[SlowStep, ...] = ()

@@ -6,6 +6,7 @@ from functools import cached_property
 from ..config import Phase
 from ..loop_record import LoopRecord
 from ..record import RunRecord
+from .loop_causes import slow_sentence
 
 LIMITING_DATA = 0.1
 """Least share of a loop's time that waits for data to say that data limits the loop."""
@@ -73,16 +74,18 @@ class LoopTimes:
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """What lies between the steps of a watched loop, and whether data limits it."""
+    """Why steps of a watched loop were slow, what lies between them, and whether data limits it."""
+    slow = slow_sentence(record)
+    sentences = [] if slow is None else [slow]
     if not record.between_s:
-        return []
+        return sentences
     times, count = LoopTimes(record), len(record.between_s)
     data_ms, other_ms = (
         1e3 * seconds / count
         for seconds in (times.between_data_s, times.between_s - times.between_data_s)
     )
     between = f"between steps: {1e3 * times.between_s / count:.4g} ms"
-    sentences = [f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms"]
+    sentences.append(f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms")
     if times.data_share >= LIMITING_DATA:
         sentences.append(
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"

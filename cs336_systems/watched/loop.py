@@ -30,6 +30,7 @@ from ..analysis.limits import Limits, Verdict, check, verdicts
 from ..analysis.warnings import launch_bound_phases, timing_warnings
 from ..config import Device, Phase, Profiler
 from ..files import in_one_line
+from ..loop_record import SlowStep
 from ..measure.run import Progress
 from ..record import (
     Measurement,
@@ -49,7 +50,9 @@ from .hooks import Hooks, hookable
 from .live import Live
 from .marks import LoopStep, Timeline, WatchedStep, resolved
 from .observer import TROUBLES, Observer, overriding, say
+from .pauses import Pauses
 from .profiled import PROFILED_STEPS, Profiled
+from .slow_steps import SlowSteps
 from .summary import all_measurements, described, measurements, seen_of
 from .tokens import PassReader
 
@@ -162,9 +165,17 @@ class Watched:
             observers.insert(0, self._profiled)
         if self._gpu is not None:
             observers.insert(0, self._gpu)
+        self._pauses = Pauses()
+        self._slow_steps = SlowSteps(
+            self._pauses,
+            on_gpu=self._gpu is not None,
+            clock=self._gpu.clock if self._gpu is not None else None,
+        )
+        # the first, so that what other parts do lies in no pause
+        observers.insert(0, self._slow_steps)
         self._observe(observers)
         self._reader = PassReader(models, device)
-        self._hooks = Hooks(self._timeline, models, several, self._reader)
+        self._hooks = Hooks(self._timeline, models, several, self._reader, self._pauses)
         self._hooks.attach()
         weakref.finalize(self, self._hooks.detach).atexit = False
 
@@ -290,11 +301,18 @@ class Watched:
             measurements=measured,
             host_phases=host_phases,
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            seen=seen_of(steps, self._reader.order),
+            seen=replace(seen_of(steps, self._reader.order), slow_steps=self._slow(steps)),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
             activity=self._gpu.activity() if self._gpu else None,
         )
+
+    def _slow(self, steps: list[WatchedStep]) -> tuple[SlowStep, ...]:
+        """The slow steps; a profiler slows steps by itself, so that nothing is said of its."""
+        if self._profiled.has_profiler:
+            return ()
+        first = self._num_read - self.warmup_steps - len(steps)
+        return self._slow_steps.slow_steps(self.warmup, steps, first)
 
     def metrics(self) -> dict[str, float]:
         """The means of the measured steps that were read since the last call, for a tracker of
