@@ -63,3 +63,7 @@ class LoopRecord:
     between_data_s: tuple[float, ...] = ()
     """How much of the time before each step (`RunRecord.between_s`) waited for data."""
     slow_steps: tuple[SlowStep, ...] = ()
+    syncs_per_update: int | None = None
+    """How many forward passes of each update, or more, had their gradients averaged over the ranks
+    by DistributedDataParallel; None where that was not seen.
+    """

@@ -6,6 +6,7 @@ from functools import cached_property
 from ..config import Phase
 from ..loop_record import LoopRecord
 from ..record import RunRecord
+from .loop_advice import between_verdict
 from .loop_causes import slow_sentence
 
 LIMITING_DATA = 0.1
@@ -77,6 +78,12 @@ def loop_sentences(record: RunRecord) -> list[str]:
     """Why steps of a watched loop were slow, what lies between them, and whether data limits it."""
     slow = slow_sentence(record)
     sentences = [] if slow is None else [slow]
+    syncs = record.seen.syncs_per_update if record.seen else None
+    if syncs is not None and syncs > 1:
+        sentences.append(
+            f"the gradients are averaged over the ranks {syncs} times in each update: put all "
+            "micro-steps but the last into `with model.no_sync():`"
+        )
     if not record.between_s:
         return sentences
     times, count = LoopTimes(record), len(record.between_s)
@@ -86,6 +93,11 @@ def loop_sentences(record: RunRecord) -> list[str]:
     )
     between = f"between steps: {1e3 * times.between_s / count:.4g} ms"
     sentences.append(f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms")
+    verdict = between_verdict(
+        times.steps_s / count, (times.between_s - times.between_data_s) / count
+    )
+    if verdict is not None:
+        sentences.append(verdict)
     if times.data_share >= LIMITING_DATA:
         sentences.append(
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"

@@ -229,6 +229,7 @@ class Hooks:
             self._handles += _before_calls(self.reader.embeddings, self.reader.embeds)
             if self.reader.num_seen < ENOUGH_MATMULS:
                 self._of_matmuls = _before_calls(self.reader.matmuls, self.reader.multiplies)
+            self.pauses.attach()
             PATCHES.add(self)
 
     def detach(self) -> None:
@@ -239,6 +240,7 @@ class Hooks:
         for model in self.models:
             model.detach()
         PATCHES.discard(self)
+        self.pauses.detach()
         self.timeline.forget()
 
     def step_begins(self) -> None:

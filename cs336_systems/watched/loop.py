@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..analysis.limits import Limits, Verdict, check, verdicts
-from ..analysis.warnings import launch_bound_phases, timing_warnings
+from ..analysis.loop_advice import loop_warnings
+from ..analysis.warnings import launch_bound_phases
 from ..config import Device, Phase, Profiler
 from ..files import in_one_line
 from ..loop_record import SlowStep
@@ -54,6 +55,7 @@ from .pauses import Pauses
 from .profiled import PROFILED_STEPS, Profiled
 from .slow_steps import SlowSteps
 from .summary import all_measurements, described, measurements, seen_of
+from .syncs import Syncs
 from .tokens import PassReader
 
 Batch = TypeVar("Batch")
@@ -173,6 +175,8 @@ class Watched:
         )
         # the first, so that what other parts do lies in no pause
         observers.insert(0, self._slow_steps)
+        self._syncs = Syncs(models)
+        observers.append(self._syncs)
         self._observe(observers)
         self._reader = PassReader(models, device)
         self._hooks = Hooks(self._timeline, models, several, self._reader, self._pauses)
@@ -301,7 +305,11 @@ class Watched:
             measurements=measured,
             host_phases=host_phases,
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            seen=replace(seen_of(steps, self._reader.order), slow_steps=self._slow(steps)),
+            seen=replace(
+                seen_of(steps, self._reader.order),
+                slow_steps=self._slow(steps),
+                syncs_per_update=self._syncs.per_update,
+            ),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
             activity=self._gpu.activity() if self._gpu else None,
@@ -367,7 +375,7 @@ class Watched:
         """Add the warnings that follow from the times and the telemetry."""
         if all(measured[-1].times_s):  # a coarse clock may show 0
             launched_s = launch_bound_phases(measured, host_phases)
-            progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
+            progress.warnings += loop_warnings(measured, launched_s)
         unseen = list(self._unseen)
         if all(measurement.phase is not Phase.FORWARD for measurement in measured):
             unseen.append(NO_FORWARD)

@@ -17,7 +17,8 @@ from ..loop_record import Cause
 class Seen:
     """What was seen of one cause since the last step ended."""
 
-    ns: int = 0
+    ns: int | None = 0
+    """None where only a counter tells that it happened."""
     count: int = 0
     details: list[str] = field(default_factory=list)
 
@@ -36,10 +37,26 @@ class Pauses:
             _telling(looking, Pauses.begins, Cause.COMPILATION),
             _telling(looking, Pauses.ends, Cause.COMPILATION),
         )
-        collecting = _collecting(looking)
-        gc.callbacks.append(collecting)
-        self.close = weakref.finalize(self, _unhook, collecting, self._of_compiler)
-        self.close.atexit = False
+        self._of_collector = _collecting(looking)
+
+    def attach(self) -> None:
+        """See garbage collections; compilations are seen from the next step on."""
+        if self._of_collector not in gc.callbacks:
+            gc.callbacks.append(self._of_collector)
+
+    def detach(self) -> None:
+        """Take the callbacks away."""
+        if self._of_collector in gc.callbacks:
+            gc.callbacks.remove(self._of_collector)
+        compiler = sys.modules.get("torch._dynamo.callback")
+        if compiler is None:
+            return
+        begins, ends = self._of_compiler
+        handler = compiler.callback_handler
+        if begins in handler.start_callbacks:
+            handler.remove_start_callback(begins)
+        if ends in handler.end_callbacks:
+            handler.remove_end_callback(ends)
 
     def begins(self, cause: Cause) -> None:
         """Time a pause from here."""
@@ -96,7 +113,7 @@ class Pauses:
 
     def _add(self, cause: Cause, ns: int) -> None:
         seen = self._seen.setdefault(cause, Seen())
-        seen.ns += ns
+        seen.ns = (seen.ns or 0) + ns
         seen.count += 1
 
 
@@ -126,22 +143,6 @@ def _collecting(looking: "weakref.ref[Pauses]") -> Callable[[str, dict[str, int]
             pauses.ends(Cause.COLLECTION)
 
     return call
-
-
-def _unhook(
-    collecting: Callable[..., None], of_compiler: tuple[Callable[..., None], Callable[..., None]]
-) -> None:
-    """Take the callbacks away."""
-    if collecting in gc.callbacks:
-        gc.callbacks.remove(collecting)
-    compiler = sys.modules.get("torch._dynamo.callback")
-    if compiler is not None:
-        begins, ends = of_compiler
-        handler = compiler.callback_handler
-        if begins in handler.start_callbacks:
-            handler.remove_start_callback(begins)
-        if ends in handler.end_callbacks:
-            handler.remove_end_callback(ends)
 
 
 def _reasons(since: float) -> list[str]:

@@ -120,7 +120,7 @@ class SlowSteps(Observer):
     def _usual_ns(self, cause: Cause, numbers: range) -> int:
         """The median time of this cause in an interval, 0 if most intervals have none."""
         times_ns = [
-            seen[cause].ns
+            seen[cause].ns or 0
             for number, seen in self._kept.items()
             if cause in seen and number in numbers
         ]
@@ -140,7 +140,7 @@ class SlowSteps(Observer):
         if is_long and (segments or retries):
             details = [f"{segments} cudaMalloc and {retries} retries in the last {steps} steps"]
             kept = self._kept.setdefault(number, {})
-            kept[Cause.ALLOCATOR] = Seen(0, segments + retries, details)
+            kept[Cause.ALLOCATOR] = Seen(None, segments + retries, details)
 
     def _look_at_clock(self, number: int) -> None:
         """Read the GPU's clock, seldom."""
@@ -151,7 +151,7 @@ class SlowSteps(Observer):
         state = self._clock()
         lowered = None if state is None else throttled(Telemetry(before=state, after=state))
         if lowered is not None:
-            self._kept.setdefault(number, {})[Cause.CLOCK] = Seen(0, 1, [lowered])
+            self._kept.setdefault(number, {})[Cause.CLOCK] = Seen(None, 1, [lowered])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _pause(
     details = seen.details
     if cause is Cause.COMPILATION:
         details = _compiled_for(new_shapes, details)
-    seconds = max(0, seen.ns - usual_ns) / 1e9 if seen.ns else None
+    seconds = None if seen.ns is None else max(0, seen.ns - usual_ns) / 1e9
     return Pause(
         cause=cause, seconds=seconds, count=seen.count, details=tuple(dict.fromkeys(details))
     )
