@@ -46,6 +46,19 @@ class SlowStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryGrowth:
+    """What PyTorch's allocator has given out on the GPU at the end of steps, where it rises."""
+
+    bytes_per_step: float
+    since_step: int
+    """The measured step, from 0, from which it rises."""
+    to_step: int
+    """The last measured step at which it was read."""
+    holders: tuple[str, ...] = ()
+    """What was alive about as often as there were steps; empty where nothing was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRecord:
     """What was seen of a watched loop, kept in its record; None or empty is what was not seen.
 
@@ -63,6 +76,8 @@ class LoopRecord:
     between_data_s: tuple[float, ...] = ()
     """How much of the time before each step (`RunRecord.between_s`) waited for data."""
     slow_steps: tuple[SlowStep, ...] = ()
+    growth: MemoryGrowth | None = None
+    """None where memory does not rise, and on a CPU, where it is not seen."""
     syncs_per_update: int | None = None
     """How many forward passes of each update, or more, had their gradients averaged over the ranks
     by DistributedDataParallel; None where that was not seen.

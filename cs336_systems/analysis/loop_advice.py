@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..config import Phase
+from ..loop_record import MemoryGrowth
 from ..record import Measurement, RunWarning, WarningCode
 from .warnings import LOOP_STEPS, MIN_DRIFT_STEPS, timing_warnings
 
@@ -76,6 +77,24 @@ def between_verdict(step_s: float, between_s: float) -> str | None:
         f"{1e3 * between_s:.3g} ms between steps of {1e3 * step_s:.3g} ms limit the loop: look at "
         "what it does outside of its steps (evaluation, logging, saving, preparing batches)"
     )
+
+
+def memory_sentence(growth: MemoryGrowth) -> str:
+    """By how much a step the memory rises, since when, and what may hold it."""
+    text = (
+        f"memory rises by {_bytes(growth.bytes_per_step)} a step since measured step "
+        f"{growth.since_step + 1}"
+    )
+    if not growth.holders:
+        return f"{text}; what holds it was not seen"
+    advice = "keep their values, not the tensors"
+    if any("graphs" in holder for holder in growth.holders):
+        advice = "keep loss.item() or loss.detach() instead"
+    return f"{text}: {', '.join(growth.holders)} are alive: {advice}"
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**20:.3g} MiB" if count >= 2**19 else f"{count / 2**10:.3g} KiB"
 
 
 def _growth_s(times_s: Sequence[float]) -> float:

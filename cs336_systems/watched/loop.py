@@ -47,6 +47,7 @@ from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import print_aside, print_line
 from .exit import UNREPORTED, conclude
 from .gpu import LoopGpu
+from .growth import Growth, allocated_on_gpu
 from .hooks import Hooks, hookable
 from .live import Live
 from .marks import LoopStep, Timeline, WatchedStep, resolved
@@ -176,7 +177,8 @@ class Watched:
         # the first, so that what other parts do lies in no pause
         observers.insert(0, self._slow_steps)
         self._syncs = Syncs(models)
-        observers.append(self._syncs)
+        self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
+        observers += [self._growth, self._syncs]
         self._observe(observers)
         self._reader = PassReader(models, device)
         self._hooks = Hooks(self._timeline, models, several, self._reader, self._pauses)
@@ -308,6 +310,7 @@ class Watched:
             seen=replace(
                 seen_of(steps, self._reader.order),
                 slow_steps=self._slow(steps),
+                growth=self._growth.growth(self._num_read - self.warmup_steps - len(steps)),
                 syncs_per_update=self._syncs.per_update,
             ),
             memory=self._gpu.memory() if self._gpu else None,
