@@ -59,6 +59,21 @@ class MemoryGrowth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopRank:
+    """One of several ranks of a loop."""
+
+    rank: int
+    world_size: int
+    run: str = ""
+    """The same for all ranks of the loop; empty if it was not learnt."""
+    own_s: float | None = None
+    """Median time of a step, with the time before it, outside of backward and the optimizer, where
+    the rank waits for no other one. None where that is not seen, as with FSDP, which waits in
+    forward too.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRecord:
     """What was seen of a watched loop, kept in its record; None or empty is what was not seen.
 
@@ -82,3 +97,7 @@ class LoopRecord:
     """How many forward passes of each update, or more, had their gradients averaged over the ranks
     by DistributedDataParallel; None where that was not seen.
     """
+    rank: LoopRank | None = None
+    """The rank of this record; None for one process."""
+    other_ranks: tuple[LoopRank, ...] = ()
+    """What the other ranks have written; readers add it."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..config import Phase
-from ..loop_record import MemoryGrowth
+from ..loop_record import LoopRank, MemoryGrowth
 from ..record import Measurement, RunWarning, WarningCode
 from .warnings import LOOP_STEPS, MIN_DRIFT_STEPS, timing_warnings
 
@@ -15,6 +15,8 @@ MOST_OF_IT = 0.8
 """Least share of the growth of the steps for a phase to have grown alone."""
 MIN_BETWEEN = 0.1
 """Least share of a loop's time between its steps, without data, to say that it limits the loop."""
+MIN_LAG = 0.1
+"""Least share of its own time by which a rank is slow."""
 GROWTH = {
     Phase.FORWARD: "look for hooks that pile up, a history or a cache that is kept, longer "
     "sequences",
@@ -91,6 +93,21 @@ def memory_sentence(growth: MemoryGrowth) -> str:
     if any("graphs" in holder for holder in growth.holders):
         advice = "keep loss.item() or loss.detach() instead"
     return f"{text}: {', '.join(growth.holders)} are alive: {advice}"
+
+
+def rank_sentence(ranks: Sequence[LoopRank]) -> str | None:
+    """Which rank is slow by itself; None where none is, or fewer than two have told."""
+    told = [(rank.own_s, rank.rank) for rank in ranks if rank.own_s is not None]
+    if len(told) < 2:
+        return None
+    slowest_s, slowest = max(told)
+    others_s = statistics.median([own_s for own_s, rank in told if rank != slowest])
+    if slowest_s - others_s < MIN_LAG * slowest_s:
+        return None
+    return (
+        f"rank {slowest} is slow: {1e3 * slowest_s:.4g} ms a step outside of backward and the "
+        f"optimizer, {1e3 * others_s:.4g} ms on the others, which wait for it"
+    )
 
 
 def _bytes(count: float) -> str:

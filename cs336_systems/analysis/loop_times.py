@@ -6,7 +6,7 @@ from functools import cached_property
 from ..config import Phase
 from ..loop_record import LoopRecord
 from ..record import RunRecord
-from .loop_advice import between_verdict, memory_sentence
+from .loop_advice import between_verdict, memory_sentence, rank_sentence
 from .loop_causes import slow_sentence
 
 LIMITING_DATA = 0.1
@@ -80,6 +80,9 @@ def loop_sentences(record: RunRecord) -> list[str]:
     sentences = [] if slow is None else [slow]
     if record.seen is not None and record.seen.growth is not None:
         sentences.append(memory_sentence(record.seen.growth))
+    if record.seen is not None and record.seen.rank is not None:
+        lag = rank_sentence((record.seen.rank, *record.seen.other_ranks))
+        sentences += [lag] if lag is not None else []
     syncs = record.seen.syncs_per_update if record.seen else None
     if syncs is not None and syncs > 1:
         sentences.append(

@@ -40,6 +40,8 @@ from ..record import (
     Telemetry,
     WarningCode,
     read_record,
+    with_other_ranks,
+    write_rank,
     write_record,
 )
 from ..subject import WatchedLoop
@@ -54,6 +56,7 @@ from .marks import LoopStep, Timeline, WatchedStep, resolved
 from .observer import TROUBLES, Observer, overriding, say
 from .pauses import Pauses
 from .profiled import PROFILED_STEPS, Profiled
+from .ranks import Ranks
 from .slow_steps import SlowSteps
 from .summary import all_measurements, described, measurements, seen_of
 from .syncs import Syncs
@@ -178,7 +181,8 @@ class Watched:
         observers.insert(0, self._slow_steps)
         self._syncs = Syncs(models)
         self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
-        observers += [self._growth, self._syncs]
+        self._ranks = Ranks(name, models)
+        observers += [self._growth, self._syncs, self._ranks]
         self._observe(observers)
         self._reader = PassReader(models, device)
         self._hooks = Hooks(self._timeline, models, several, self._reader, self._pauses)
@@ -312,6 +316,7 @@ class Watched:
                 slow_steps=self._slow(steps),
                 growth=self._growth.growth(self._num_read - self.warmup_steps - len(steps)),
                 syncs_per_update=self._syncs.per_update,
+                rank=self._ranks.rank(steps),
             ),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
@@ -411,11 +416,13 @@ class Watched:
         """Write the record of the steps so far and the page of the loop's directory, print the
         table, take the hooks away, and return the path of the record. Another step hooks again.
 
-        Of several ranks the first one does; the others return None. Where a loop ends without it,
+        Of several ranks the first one does; the others write only their own times, which readers
+        join to the record, and return None. Where a loop ends without it,
         by an exception, Ctrl-C or the end of the process, this is done then.
         """
         self.remove()
         if self._rank:
+            self._write_rank()
             return None
         from ..report.terminal import print_measured
         from ..sweep.keep import explain_run
@@ -441,9 +448,16 @@ class Watched:
         if self._profiled.has_profiler:
             self._profiled.move(raw_profile_path(record.subject, runs))
             explain_run(record.subject, runs)
-        print_measured(record, runs)
+        print_measured(with_other_ranks(record, runs), runs)
         self._page = _written_page(self.directory)
         return self._written
+
+    def _write_rank(self) -> None:
+        """Write what this rank has seen, unless it was not told of which run it is."""
+        self._settle()
+        rank = self._ranks.rank(list(self.measured)) if self.measured else None
+        if rank is not None and rank.run:
+            write_rank(rank, self.directory / "runs")
 
 
 watch = Watched
