@@ -13,6 +13,9 @@ _FOLDER = os.path.dirname(os.path.realpath(__file__))  # noqa: PTH120
 
 
 def __getattr__(name: str) -> object:
+    """Import `watch` on first use, because it needs torch, which other parts of the package do
+    without.
+    """
     if name == "watch":  # which needs torch, and commands that need none shall start quickly
         from .torch_needed import LEAST_TO_WATCH, require_torch
 

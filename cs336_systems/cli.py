@@ -153,7 +153,7 @@ def _arguments(name: str) -> Callable[..., object]:
 
 
 def _module(name: str) -> ModuleType:
-    """The module of the command, which is imported now."""
+    """The module that implements the command, imported on first use."""
     return importlib.import_module(f".commands.{MODULES.get(name, name)}", __package__)
 
 

@@ -895,6 +895,9 @@ class RunConfig:
     """Which of several fresh processes of the same configuration this is, from 0."""
 
     def __post_init__(self) -> None:
+        """Turn strings into members of enumerations, reset settings that have no effect to their
+        defaults, and raise ValueError for a configuration that cannot be run.
+        """
         make_choices(self)
         for part, setting in declared(self):
             if setting.used_with is not None:
@@ -990,7 +993,7 @@ class RunConfig:
 
     @property
     def alone(self) -> "RunConfig":
-        """The same step in one process."""
+        """The same training step, run by one process and not shared among ranks."""
         return self.with_defaults(*OF_SEVERAL_RANKS)
 
     @property
@@ -1023,8 +1026,8 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """A few words for people: what runs now, with all that differs from the defaults but the
-        device.
+        """A few words that describe the run to people: every setting that differs from its default,
+        except the device.
         """
         preset = SIZES.get(self.size)
         words: list[tuple[int, str]] = []

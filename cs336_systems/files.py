@@ -49,6 +49,7 @@ class FileError(ValueError):
     """The file `path` does not hold what it should."""
 
     def __init__(self, path: Path, problem: str, *, is_newer: bool = False) -> None:
+        """`problem` says what is wrong with the file at `path`."""
         super().__init__(inert_line(f"{path}: {problem}"))
         self.path = path
         self.is_newer = is_newer
@@ -58,7 +59,7 @@ class FileError(ValueError):
 
 
 def user_cache() -> Path:
-    """The directory of what this program can make again for this user."""
+    """The user's cache directory for files that this program can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cs336"
 
 
@@ -166,7 +167,7 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Put the names of the directory's files on the disk."""
+    """Flush the directory's entries to the disk, so that a new file survives a crash."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

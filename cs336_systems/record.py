@@ -122,6 +122,7 @@ class Measurement:
     times_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        """Raise ValueError without times, or for a time out of range."""
         if not self.times_s or not all(0 <= time_s <= MAX_TIME_S for time_s in self.times_s):
             raise ValueError(
                 f"{self.phase} needs at least one time, each from 0 to {MAX_TIME_S:g} s"
@@ -129,6 +130,7 @@ class Measurement:
 
     @property
     def mean_s(self) -> float:
+        """Mean of the times in seconds."""
         return statistics.fmean(self.times_s)
 
     @property
@@ -138,10 +140,12 @@ class Measurement:
 
     @property
     def median_s(self) -> float:
+        """Median of the times in seconds."""
         return statistics.median(self.times_s)
 
     @property
     def min_s(self) -> float:
+        """Shortest of the times in seconds."""
         return min(self.times_s)
 
     @property
@@ -433,6 +437,9 @@ class RunRecord:
     warnings: tuple[RunWarning, ...] = ()
 
     def __post_init__(self) -> None:
+        """Take the loop out of a record in which an earlier version wrote it as a configuration;
+        raise ValueError unless the record has a configuration or a loop, and not both.
+        """
         if self.loop is None and self.config is not None:
             loop = loop_of_earlier_record(self.config)
             if loop is not None:
@@ -450,11 +457,14 @@ class RunRecord:
 
     @property
     def key(self) -> str:
+        """Name of the run, which is also that of its files."""
         return self.subject.key
 
     @property
     def device_name(self) -> str | None:
-        """None for a run that ended before it could name its device."""
+        """Name of the device that was measured; None for a run that ended before it could name its
+        device.
+        """
         return None if self.environment is None else self.environment.identity.device_name
 
     @property

@@ -17,7 +17,9 @@ _PRESET = "the preset's"
 
 
 def _inner_size(text: str, name: str, csv_place: int) -> Setting:
-    """Declare a size that follows from the preset, by its help and its name."""
+    """Declare a size of the model that the preset implies unless it is given; `text` is its help,
+    `name` its heading.
+    """
     return Setting(
         text,
         default=_PRESET,
@@ -125,6 +127,9 @@ class ModelConfig:
     ] = SdpaBackend.AUTO
 
     def __post_init__(self) -> None:
+        """Turn strings into members of enumerations; raise ValueError for sizes that make no
+        model.
+        """
         make_choices(self)
         check(self)
         if self.d_model % self.num_heads:

@@ -44,7 +44,9 @@ class WatchedLoop:
 
     @property
     def key(self) -> str:
-        """File name of the loop's record; see RunConfig.key."""
+        """File name of the loop's record, without an ending: readable, and unique among loops; made
+        as `RunConfig.key` is.
+        """
         if self.earlier_key is not None:
             return self.earlier_key
         words = [self.name]

@@ -34,7 +34,7 @@ def temporary_directory(where: Path | None = None) -> Iterator[Path]:
 
 def shared_directory() -> str:
     """The temporary directory of this process and of those that multiprocessing starts for it,
-    sockets included.
+    sockets included; it is made on first use.
 
     A process that is killed would leave the directory that multiprocessing makes by itself.
     """

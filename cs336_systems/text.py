@@ -74,7 +74,7 @@ def _cut(text: str, longest: int, show: Callable[[str], str]) -> str:
 
 
 def _left_out(count: int) -> str:
-    """What stands in the place of so many characters."""
+    """The note that stands in place of so many characters that were left out."""
     return f" … ({count} characters left out) … "
 
 
@@ -87,6 +87,9 @@ class _Escapes(dict[int, str]):
     """Replacement of each character by its code point; most characters replace themselves."""
 
     def __missing__(self, code: int) -> str:
+        """The character of this code, or its escape if it is a control character; remembered for
+        next time.
+        """
         character = chr(code)
         is_control = unicodedata.category(character) in _CONTROLS
         self[code] = character.encode("unicode_escape").decode() if is_control else character

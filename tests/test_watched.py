@@ -134,6 +134,17 @@ def test_phases_are_what_was_slept_in_them(clock, tmp_path, micro_batches, is_ch
     assert record.num_parameters == 11 * 8 + 8 * 11 + 11
 
 
+def test_hooks_of_others_are_part_of_the_call(clock, tmp_path):
+    """As those of fully_shard, which gather the parameters before the model runs."""
+    model = Model(clock)
+    model.register_forward_pre_hook(lambda *_: clock.sleep(7 * MS))
+    model.register_forward_hook(lambda *_: clock.sleep(3 * MS))
+    watched = watch(model, warmup_steps=0, output=tmp_path)
+    loop(model, clock, watched)
+    forward_s = watched.record().measurement(Phase.FORWARD).times_s
+    assert forward_s == pytest.approx([FORWARD + 10 * MS] * 4)
+
+
 def test_of_a_loop_nothing_is_said_that_was_not_seen(clock, tmp_path, capsys, no_pictures):
     """Neither tokens, as of a model of images, nor an optimizer, nor the settings of a run."""
     model = nn.Linear(2, 2)
@@ -151,6 +162,7 @@ def test_of_a_loop_nothing_is_said_that_was_not_seen(clock, tmp_path, capsys, no
     assert {name for name, cell in row.items() if cell} - timed == seen | {
         "warmup_steps",
         "measured_steps",
+        "model_tflops_per_s",  # of the shape that the model was called with
     }
 
 

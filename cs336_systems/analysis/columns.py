@@ -27,11 +27,13 @@ class Columns:
     """
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless all columns have the same length."""
         lengths = {field.name: len(getattr(self, field.name)) for field in fields(self)}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{type(self).__name__} needs columns of one length, got {lengths}")
 
     def __len__(self) -> int:
+        """The number of rows."""
         return len(getattr(self, fields(self)[0].name))
 
 
@@ -39,7 +41,7 @@ SomeColumns = TypeVar("SomeColumns", bound=Columns)
 
 
 def joined(first: SomeColumns, *others: SomeColumns) -> SomeColumns:
-    """The rows of `first`, followed by those of the others."""
+    """One table of the rows of `first` followed by those of the others."""
     columns = {}
     for field in fields(first):
         parts = [getattr(table, field.name) for table in (first, *others)]

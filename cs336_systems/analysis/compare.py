@@ -115,8 +115,8 @@ class Comparison:
 
     @property
     def least_shown(self) -> float | None:
-        """Relative difference of step times below which these processes show none; None without
-        an interval.
+        """The smallest relative difference of step times that these processes could show; None
+        without an interval.
         """
         return (
             None if self.low is None or self.high is None else math.sqrt(self.high / self.low) - 1
@@ -183,13 +183,13 @@ not known.
 
 
 def _shown(logarithms: Sequence[float]) -> Variances:
-    """The variance of a mean of at least FEWEST values, which they show themselves."""
+    """The variance of the mean of at least FEWEST values, estimated from the values themselves."""
     return [(standard_error(logarithms) ** 2, len(logarithms) - 1)]
 
 
 def _assumed(side: Sequence[Measurement]) -> Variances:
-    """The variance of the mean of too few processes to show it; one that has a single step tells
-    nothing.
+    """The variance of the mean of too few processes to show their scatter, in parts: an assumed one
+    between processes, and that of each process's steps, which is None for a single step.
     """
     variances: Variances = [(PROCESS_DEVIATION**2 / len(side), math.inf)]
     for measured in side:
@@ -214,7 +214,9 @@ def _comparison(
 
 
 def _half_width(variances: Sequence[tuple[float, float]], confidence: float) -> float:
-    """Half the width of the interval of a difference, by Welch and Satterthwaite."""
+    """Half the width of the confidence interval of a difference of two means with these variances,
+    by Welch and Satterthwaite.
+    """
     from scipy.special import stdtrit  # slow to import, and few commands need it
 
     total = sum(variance for variance, _ in variances)
@@ -226,7 +228,7 @@ def _half_width(variances: Sequence[tuple[float, float]], confidence: float) -> 
 
 
 def _exp(logarithm: float) -> float:
-    """The ratio whose logarithm this is, as far as a float holds it."""
+    """e to this power; powers above 700 count as 700, so that a float holds the result."""
     # two processes 10x apart give an interval beyond what a float holds
     return math.exp(min(logarithm, 700))
 
@@ -246,8 +248,11 @@ def interleave(num_configs: int, repeats: int) -> list[tuple[int, int]]:
 
 
 def measured_steps(records: Iterable[RunRecord], sides: int = 1) -> StepBlocks:
-    """Step times per token of one configuration's runs that ended well; a block of runs has so
-    many of its repeats.
+    """Step times, divided by the tokens of a step, of those runs of one configuration that ended
+    well; by block of runs.
+
+    A block consists of `sides` consecutive repeats: 2 if the sides of a comparison were measured
+    alternately, else 1.
     """
     blocks = {}
     for record in records:
@@ -304,7 +309,7 @@ def match(a: Sequence[Settings], b: Sequence[Settings]) -> Matching:
 
 
 def _places(side: Sequence[Settings], names: Sequence[str]) -> dict[Hashable, int]:
-    """The index of each row by the values of these settings."""
+    """The index of each row of a side by the values of the settings `names`."""
     return {tuple(row[name] for name in names): index for index, row in enumerate(side)}
 
 

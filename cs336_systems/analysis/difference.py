@@ -32,11 +32,12 @@ class Amount:
     """Nanoseconds or bytes."""
 
     def __add__(self, other: "Amount") -> "Amount":
+        """The sum of counts and the sum of totals."""
         return Amount(self.count + other.count, self.total + other.total)
 
 
 def per_step(count: int, total: int, steps: int = 1) -> Amount:
-    """The amount of one of so many steps."""
+    """The count and the amount of one step, from those of several."""
     return Amount(Fraction(count, steps), Fraction(total, steps))
 
 
@@ -51,7 +52,7 @@ class Part:
 
     @property
     def difference(self) -> Fraction:
-        """How much more a step of B has."""
+        """How much larger the part's amount in a step is in file B than in file A."""
         return self.b.total - self.a.total
 
 
@@ -80,6 +81,8 @@ def _change(a: Amount, b: Amount) -> Change:
 
 
 def with_rest(amounts: Mapping[str, Amount], whole: Amount, rest: str) -> dict[str, Amount]:
-    """The amounts, and under the name `rest` what they lack to the whole, or have beyond it."""
+    """The amounts by name, with what they lack to `whole` (or, negative, have beyond it) under the
+    name `rest`.
+    """
     lacking = whole.total - sum(amount.total for amount in amounts.values())
     return {**amounts, rest: Amount(total=lacking)} if lacking else dict(amounts)

@@ -1,5 +1,6 @@
 """Where the wall time of a watched loop goes: its steps, the data that it waits for, the rest."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,7 @@ from ..record import RunRecord
 from .loop_advice import between_verdict, memory_sentence, rank_sentence
 from .loop_causes import slow_sentence
 
+TERA = 1e12
 LIMITING_DATA = 0.1
 """Least share of a loop's time that waits for data to say that data limits the loop."""
 
@@ -25,26 +27,27 @@ class LoopTimes:
 
     @cached_property
     def steps_s(self) -> float:
-        """Time of all measured steps."""
+        """Seconds of all measured steps together."""
         return self._sum_s(Phase.STEP)
 
     @cached_property
     def between_s(self) -> float:
-        """Time between steps."""
+        """Seconds between the measured steps."""
         return sum(self.record.between_s)
 
     @cached_property
     def loop_s(self) -> float:
+        """Seconds of the whole loop: its steps and what lies between them."""
         return self.steps_s + self.between_s
 
     @cached_property
     def between_data_s(self) -> float:
-        """Time between steps that waited for data."""
+        """Seconds between steps in which the loop waited for data."""
         return sum(self._seen.between_data_s)
 
     @cached_property
     def data_s(self) -> float:
-        """Time that waited for data, in steps and between them."""
+        """Seconds in which the loop waited for data, within steps and between them."""
         return self._sum_s(Phase.DATA) + self.between_data_s
 
     @cached_property
@@ -60,22 +63,46 @@ class LoopTimes:
             tokens = (self.record.subject.tokens_per_step or 0) * self._num_steps
         return tokens / self.loop_s if tokens and self.loop_s else None
 
+    @cached_property
+    def flops_per_s(self) -> float | None:
+        """The model's FLOPs over the time of the loop; None where they are not known."""
+        flops = self._seen.flops
+        if flops is None or not self.loop_s:
+            return None
+        return flops.per_step * self._num_steps / self.loop_s
+
     @property
     def _seen(self) -> LoopRecord:
+        """What was recorded of the loop itself, apart from times of steps; empty if nothing was."""
         return self.record.seen or LoopRecord()
 
     @property
     def _num_steps(self) -> int:
+        """Number of steps that have a time."""
         steps = self.record.measurement(Phase.STEP)
         return len(steps.times_s) if steps else 0
 
     def _sum_s(self, phase: Phase) -> float:
+        """Seconds of all measurements of this phase together; 0 if it was not measured."""
         measurement = self.record.measurement(phase)
         return sum(measurement.times_s) if measurement else 0.0
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """Why steps of a watched loop were slow, what lies between them, and whether data limits it."""
+    """Why steps of a watched loop were slow, what differs between its steps, what lies between
+    them, whether data limits it, and what its model computes in a step.
+    """
+    seen = record.seen or LoopRecord()
+    return [
+        *_cause_sentences(record),
+        *_token_sentences(seen),
+        *_between_sentences(record),
+        *_flops_sentences(seen),
+    ]
+
+
+def _cause_sentences(record: RunRecord) -> list[str]:
+    """Slow steps, memory that rises, a slow rank, and gradients that are averaged too often."""
     slow = slow_sentence(record)
     sentences = [] if slow is None else [slow]
     if record.seen is not None and record.seen.growth is not None:
@@ -89,6 +116,23 @@ def loop_sentences(record: RunRecord) -> list[str]:
             f"the gradients are averaged over the ranks {syncs} times in each update: put all "
             "micro-steps but the last into `with model.no_sync():`"
         )
+    return sentences
+
+
+def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
+    """The FLOPs of a step, or why they are not known."""
+    if seen.not_traced:
+        yield f"FLOPs not traced: {seen.not_traced}"
+    if seen.flops is not None:
+        again = ""
+        if seen.flops.recomputed_per_step:
+            again = f", and {seen.flops.recomputed_per_step / TERA:.3g} computed again in backward"
+        yield f"model: {seen.flops.per_step / TERA:.4g} TFLOP a step{again}"
+
+
+def _between_sentences(record: RunRecord) -> list[str]:
+    """What lies between the steps, and whether data limits the loop."""
+    sentences: list[str] = []
     if not record.between_s:
         return sentences
     times, count = LoopTimes(record), len(record.between_s)
@@ -107,4 +151,19 @@ def loop_sentences(record: RunRecord) -> list[str]:
         sentences.append(
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"
         )
+    return sentences
+
+
+def _token_sentences(seen: LoopRecord) -> list[str]:
+    """The ranges of what differs from step to step, and the share of padding."""
+    ranges = []
+    if seen.context_lengths is not None and len(set(seen.context_lengths)) > 1:
+        least, most = seen.context_lengths
+        ranges.append(f"sequences of {least:,} to {most:,} tokens")
+    if len(set(seen.tokens)) > 1:
+        ranges.append(f"steps of {min(seen.tokens):,} to {max(seen.tokens):,} tokens")
+    sentences = [", ".join(ranges)] if ranges else []
+    if seen.padding_tokens and seen.masked_tokens:
+        share = 100 * seen.padding_tokens / seen.masked_tokens
+        sentences.append(f"padding: {share:.3g} % of the tokens, which tokens/s counts")
     return sentences

@@ -117,7 +117,7 @@ def _is_lacking(remedy: Remedy, config: RunConfig) -> bool:
 
 
 def _flag(name: str, value: object) -> str:
-    """The setting on the command line."""
+    """A setting as it is typed on the command line."""
     if name == "model":
         return f"--attention {Attention.SDPA}"
     if value is Precision.BF16:

@@ -190,6 +190,7 @@ def timing_warnings(
 
 
 def _unstable(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    """A warning if the times scatter by more than MAX_CV of their mean, else None."""
     cv = _cv(times_s)
     if cv <= MAX_CV:
         return None
@@ -216,11 +217,15 @@ def throttled(telemetry: Telemetry) -> str | None:
 
 
 def _cv(times_s: Sequence[float]) -> float:
+    """Coefficient of variation: sample standard deviation over mean."""
     n, mean_s = len(times_s), statistics.fmean(times_s)  # `statistics.stdev` is slow
     return math.dist(times_s, [mean_s] * n) / math.sqrt(max(n - 1, 1)) / mean_s
 
 
 def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    """A warning that names single times far from the median, by a test for outliers and by at least
+    MIN_OUTLIER of the median; None without any.
+    """
     median_s = statistics.median(times_s)
     distances = [time_s / median_s - 1 for time_s in times_s]
     if max(map(abs, distances)) < MIN_OUTLIER:
@@ -239,6 +244,9 @@ def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
 
 
 def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    """A warning if the times change in the course of the steps, by the first of three tests that
+    sees it; None without one or with too few steps to tell.
+    """
     if len(times_s) < MIN_DRIFT_STEPS:
         return None
     for drift_in in (_slope_seen, _halves_seen, _correlation_seen):
@@ -250,6 +258,9 @@ def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
 
 
 def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    """A sentence on how much the times change steadily, by the slope of a regression line, if the
+    slope is significant and the change noticeable; else None.
+    """
     per_step, error = slope(times_s)
     change = per_step * (len(times_s) - 1) / statistics.fmean(times_s)
     if abs(per_step) <= MAX_T * error or abs(change) < MIN_DRIFT:
@@ -261,6 +272,9 @@ def _slope_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
 
 
 def _halves_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    """A sentence on how the mean of the second half of the times differs from that of the first, if
+    the difference is significant and noticeable; else None.
+    """
     half = len(times_s) // 2
     first, second = times_s[:half], times_s[-half:]
     difference = statistics.fmean(second) - statistics.fmean(first)
@@ -275,6 +289,9 @@ def _halves_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
 
 
 def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | None:
+    """A sentence that neighbouring times resemble each other, if their autocorrelation is
+    significant and their scatter noticeable; else None.
+    """
     n = len(times_s)
     lag1 = lag1_autocorrelation(times_s)
     error = (n - 2) / (n * math.sqrt(n - 1))  # exact for independent normal values (Moran 1948)
@@ -290,6 +307,11 @@ def _correlation_seen(times_s: Sequence[float], repeated: Repeated) -> str | Non
 def _launch_bound(
     times_s: Sequence[float], launched_s: Mapping[Phase, float], config: RunConfig | None
 ) -> str | None:
+    """A warning if waiting for kernel launches takes more than MIN_LAUNCHED_SHARE of the mean step;
+    else None.
+
+    `launched_s` has the seconds in a step of each phase that waits for launches.
+    """
     share = sum(launched_s.values()) / statistics.fmean(times_s)
     if share <= MIN_LAUNCHED_SHARE:
         return None
@@ -302,8 +324,10 @@ def _launch_bound(
 
 
 def _percent(fraction: float) -> str:
+    """A fraction in percent, with one decimal."""
     return f"{fraction * 100:.1f} %"
 
 
 def _signed_percent(fraction: float) -> str:
+    """A fraction in percent, with sign and one decimal."""
     return f"{fraction * 100:+.1f} %"

@@ -203,8 +203,8 @@ class AccountArguments(flags.Flags, ForecastArguments):
             raise ValueError("--memory-gib says what the step is to fit into: add --fit")
 
     def _of_a_configuration(self) -> list[str]:
-        """The flags given (--precision aside) that describe a model's step: they contradict
-        --parameters, which tells only a number.
+        """The flags given that describe a model's step, --precision aside. They contradict
+        --parameters, which gives a number of parameters alone.
         """
         unchanged = AccountArguments().given() | {"precision": self.precision, "fit": False}
         given = self.given() | {"fit": self.fit}

@@ -70,6 +70,9 @@ class BenchmarkArguments(flags.Flags):
     """Print the record as JSON instead of a table."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a time limit that is none, and for flags that do not go with
+        --until-stable.
+        """
         flags.check_timeout(self.timeout_s)
         is_profiled = self.profile or self.memory or self.memory_first_step
         if self.until_stable and (is_profiled or self.step.ranks):

@@ -84,6 +84,7 @@ class CompareArguments(flags.MeasuringArguments):
         return flags.value_or(self.output, Path("data"))
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values out of range; a side needs at least two processes."""
         super().__post_init__()
         flags.check_repeats(self.repeats, least=2)  # one process does not show the spread
 
@@ -150,7 +151,9 @@ def _refuse_json(arguments: CompareArguments) -> None:
 
 
 def _names(arguments: CompareArguments) -> tuple[str, str] | None:
-    """Both sides as they are named; None if the first is only kept as a new --baseline."""
+    """The two sides as the user named them; None if there is only one, which is to be kept as the
+    new --baseline.
+    """
     if arguments.baseline is None:
         if arguments.b is None:
             raise UsageError("needed two sides, got one: add B, or --baseline NAME")
@@ -251,8 +254,8 @@ def _show(compared: "Compared", page: Path | None) -> int:
 
 
 def is_side(word: str, words: Sequence[str]) -> bool:
-    """Whether the word is a side, given as flags of benchmark.py: several in quotes, or one that
-    `compare` lacks.
+    """Whether a word is one side of a comparison given as flags of benchmark.py: several flags in
+    quotes, or one that `compare` itself does not have.
     """
     names = flag_names(BenchmarkArguments)
     flags = {flag_of(name) for name in names - flag_names(CompareArguments)}

@@ -32,6 +32,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def _is_record(path: Path) -> bool:
+    """Whether the file is the record of a run: two of its keys stand among the first bytes."""
     return _begins_with(path, b'"status"', b'"started_at"')
 
 

@@ -177,7 +177,7 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
 
 
 def _typed(name: str) -> str:
-    """The flag of a setting as it is typed; a sweep takes this form too."""
+    """The flag of a setting in the form in which the user types it: `--batch-size`."""
     return flag_of(name, SETTING_FIELDS[name][1])
 
 
@@ -204,7 +204,7 @@ def checked_here(config: RunConfig) -> RunConfig:
 
 
 def default_on(device: Device, name: str) -> Any:  # noqa: ANN401 (the type of the setting)
-    """The default of a setting that depends on the device."""
+    """The default of a setting whose default depends on the device."""
     usual = SETTING_FIELDS[name][1].by_device
     assert usual is not None
     return usual.gpu if device is Device.CUDA else usual.cpu

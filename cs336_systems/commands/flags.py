@@ -47,6 +47,9 @@ def choices(kind: type[StrEnum], *, many: bool = False) -> PrimitiveConstructorS
     values = tuple(member.value for member in kind)
 
     def parsed(words: list[str]) -> object:
+        """The members of the enumeration that these words name; a single member unless several are
+        allowed.
+        """
         members = tuple(map(kind, words))
         return members if many else members[0]
 
@@ -66,7 +69,9 @@ def _is_none(value: object) -> bool:
 
 
 def _in_no_words(_: object) -> list[str]:
-    """The words of such a default: none, as the help says the rule."""
+    """The command-line words of a default that is chosen by a rule: none, since the help tells the
+    rule.
+    """
     return []
 
 
@@ -265,6 +270,7 @@ class OutputArguments(FormatArguments):
     """
 
     def __post_init__(self) -> None:
+        """Raise ValueError if a format of files is asked for without --output."""
         if self.formats and self.output is None:
             raise ValueError(f"--{self.formats[0]} needs --output, the directory to write to")
 
@@ -291,6 +297,7 @@ class MeasuringArguments(KeepingArguments):
     """
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a time limit that is none."""
         check_timeout(self.timeout_s)
 
 

@@ -106,6 +106,9 @@ class LadderArguments(flags.Flags):
     """Print what would run, and stop."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for too few processes, or for fewer steps than the gate compares losses
+        over.
+        """
         flags.check_repeats(flags.value_or(self.repeats, 1))
         if self.warmup_steps + self.measured_steps < GATE_STEPS:
             raise ValueError(
@@ -187,8 +190,8 @@ def _begin(ladder: Sequence[Rung], directory: Path, fresh: bool) -> None:
 
 
 def _names(ladder: Sequence[Rung]) -> dict[RunConfig, str]:
-    """All configurations of a ladder, each with its name: that of its rung, or for other runs
-    what they are for.
+    """Names for the configurations of a ladder: that of the rung for a rung's runs, and the rung
+    with the profiler for its profiled run.
     """
     names = {rung.config: rung.name for rung in ladder}
     return names | {reason_run(rung): f"{rung.name} under torch.profiler" for rung in ladder}
@@ -216,7 +219,9 @@ def load_results(directory: Path, beside: Ceilings) -> "Directory":
 def _report(
     _records: Sequence[RunRecord], directory: Path, status: StatusLine, formats: Collection[str]
 ) -> None:
-    """Write the tables and the picture from the records in the directory, and print the tables."""
+    """Write the ladder's tables, picture and page from the records in the directory, and print the
+    tables.
+    """
     from ..report.page.chapters import write_page_of
     from ..report.sections.ladder import ladder_section, write_ladder_report
 

@@ -46,7 +46,9 @@ def look_at_machine(device: Device) -> None:
 
 
 def device_word(device: Device) -> str:
-    """The device as part of a directory's name; `gpu` for one that is not in this machine."""
+    """The device's short name as part of a directory's name; `gpu` if the device is not in this
+    machine.
+    """
     if device is Device.CPU:
         return "cpu"
     gpu = first_gpu()

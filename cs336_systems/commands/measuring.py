@@ -33,11 +33,11 @@ def measure_all(
     names: Mapping[RunConfig, str] | None = None,
     begin: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run the configurations that have no result yet, and `show` what came of all, as
-    `show_results` does.
+    """Run the configurations that have no result in `directory` yet, and call `show` with all
+    records, by default `show_results`. Return the exit status.
 
-    `elsewhere` measures them on other machines in place of `run_sweep`. `names` are shown while
-    they run. `begin` is called first, once no other process writes into the directory.
+    `elsewhere` measures on other machines in place of `run_sweep`. `names` are shown while
+    configurations run. `begin` is called first, once no other process writes into the directory.
     """
     if is_under_nsys():
         raise UsageError(

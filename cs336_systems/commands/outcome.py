@@ -141,7 +141,9 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def _stdout_ends() -> None:
-    """Send what is still printed to standard error, as the JSON is alone."""
+    """Redirect standard output to standard error for the rest of the process, so that the JSON
+    stays alone on it.
+    """
     sys.stdout.flush()
     os.dup2(2, 1)
 
@@ -177,6 +179,9 @@ class _Output(io.FileIO):
     is_for_results = False
 
     def write(self, data: "ReadableBuffer", /) -> int | None:  # type: ignore[override]
+        """Write to the stream. If that fails, discard what follows; raise the error only for
+        results, and only if their reader has not merely gone.
+        """
         try:
             return super().write(data)
         except OSError as error:
@@ -189,8 +194,8 @@ class _Output(io.FileIO):
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """What stands for characters that the stream's encoding does not have: escapes that JSON
-    knows too.
+    """Error handler for characters that the stream's encoding lacks: JSON's escapes in their place,
+    and where to go on.
     """
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end

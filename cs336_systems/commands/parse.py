@@ -89,8 +89,8 @@ def parse(kind: Callable[..., T], prog: str, words: Sequence[str]) -> T:
 
 
 def _unknown_flags(words: Sequence[str], kind: Any) -> str:  # noqa: ANN401 (a class of arguments)
-    """What is said of flags that the command does not have, with similar ones; empty if it has
-    all. The parser would name an argument that it takes for the value of such a flag.
+    """An error message about flags that the command does not have, with similar ones; empty if it
+    has all of them. The parser's own message may name the flag's value instead.
     """
     names = flag_names(kind)
     known = [flag_of(name) for name in sorted(names) if not _is_positional(kind, name)]
@@ -110,7 +110,7 @@ def is_flag(word: str, flags: Collection[str]) -> bool:
 
 
 def _is_positional(kind: Any, name: str) -> bool:  # noqa: ANN401 (a class of arguments)
-    """Whether the argument of this name is given without a flag."""
+    """Whether the command takes the argument of this name without a flag."""
     declared = kind.__dataclass_fields__.get(name)  # a group's flags are not among them
     return declared is not None and tyro.conf.Positional in get_args(declared.type)
 

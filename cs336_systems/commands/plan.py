@@ -48,6 +48,9 @@ def make_plan(
     peaks = {config: predicted_peak_bytes(config.without_shortcuts) for config in configs}
 
     def order(config: RunConfig) -> tuple[bool, bool, int]:
+        """Sort key of a configuration: those that fit come first, those without a prediction after
+        the others, and smaller peaks of memory before larger ones.
+        """
         peak_bytes = peaks[config]
         return config in too_large, peak_bytes is None, peak_bytes or 0
 
@@ -88,8 +91,8 @@ def print_plan(plan: Plan, directory: Path, curves: Curves | None) -> None:
 
 
 def outlook(config: RunConfig) -> str:
-    """What becomes of a run that will not fit: a GPU fails at once, and a machine would hardly
-    answer any more.
+    """In words, what happens if a run is started although its memory does not suffice: a GPU fails
+    at once, and a machine would hardly answer any more.
     """
     if (lacking := lacking_memory(config)) is not None:
         return f"is not run, and gets a row that says so: it {lacking}"
@@ -97,8 +100,8 @@ def outlook(config: RunConfig) -> str:
 
 
 def _predicted(config: RunConfig) -> str:
-    """The predicted peak of memory in words; that of `--fast` is in closed form, without the
-    allocator's rounding.
+    """The predicted peak of memory of a step in words; with `--fast` it is computed in closed form,
+    without the allocator's rounding.
     """
     peak_bytes, about = predicted_peak_bytes(config), ""
     has_backward = config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN)

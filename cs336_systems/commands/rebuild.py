@@ -220,7 +220,9 @@ def score_forecast(
 
 
 def _source(directory: Path) -> str:
-    """The file or folder that says what results these are."""
+    """The file or folder in a results directory that tells what kind of results these are; there
+    must be one.
+    """
     return next(name for name in _READERS if (directory / name).exists())
 
 
@@ -236,13 +238,13 @@ def _sweep(directory: Path, ceilings_at: Callable[[Path], Ceilings]) -> Director
 
 
 def _study(directory: Path, _: object, subject: str) -> Directory:
-    """The study of this subject."""
+    """The results of a study of this subject, read from its directory."""
     study: Study = read_study(directory / f"{subject}.json", STUDIES[subject])
     return Directory(path=directory, study=StudyResults(study))
 
 
 def _file(directory: Path, _: object) -> Directory:
-    """What `cs336 kernels` or `cs336 memory` kept of one file."""
+    """The kept explanation of a single file, from `cs336 kernels` or `cs336 memory`."""
     memory, kernels = directory / MEMORY_FILE, directory / PROFILE_FILE
     if memory.exists():
         results = Results(records=(), memory=[MemoryEntry(profile=read_memory_profile(memory))])

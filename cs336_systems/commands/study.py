@@ -82,6 +82,9 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
         record = directory / f"{self.FOLDER}.json"
 
         def measure(status: StatusLine) -> Any:  # noqa: ANN401
+            """Measure the cells that are not measured yet, and write the study after each; return
+            the study.
+            """
             from ..report.results import STUDIES
             from ..studies.runner import resume, run_study
 
@@ -92,6 +95,9 @@ class StudyArguments(flags.Flags, flags.KeepingArguments):
             keep_earlier(record, cells.study() if cells.measured else None)
 
             def on_progress() -> None:
+                """Write the cells that have been measured so far, so that an interrupted study can
+                be reported.
+                """
                 # forecasts would take the best so far for the ceilings
                 if self.FOLDER != "ceilings":
                     write_atomically(record, encode_json(cells.study()))
@@ -298,6 +304,7 @@ class PrecisionArguments(flags.OutputArguments):
             self.output.mkdir(parents=True, exist_ok=True)
 
         def measure(status: StatusLine) -> "PrecisionStudy":
+            """Import PyTorch, and run the study of precision on these devices."""
             status("importing PyTorch")
             from ..studies.precision import run_precision_study
 

@@ -107,6 +107,7 @@ class SweepArguments(flags.Flags):
     """Print what would run, and with --cluster on which machines, and stop."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a setting without values, and for values out of range."""
         for group in (self, self.model, self.step):
             for name in group.settings:
                 if getattr(group, name) == ():

@@ -105,6 +105,7 @@ class ComponentFlops:
 
     @property
     def step(self) -> int:
+        """FLOPs of forward and backward together."""
         return self.forward + self.backward
 
 
@@ -284,8 +285,8 @@ def optimizer_work(config: RunConfig) -> PartWork:
 
 
 def least_time_s(work: PartWork, device: DeviceSpec) -> float | None:
-    """The longer of the times at the data sheet's peak and at its bandwidth; None if no peak is
-    known.
+    """The least seconds in which the device can do the work: the longer of its FLOPs at the data
+    sheet's peak and its bytes at the data sheet's bandwidth. None if no peak is known.
     """
     peak = device.peak_flops_per_s.get(work.precision)
     if peak is None:

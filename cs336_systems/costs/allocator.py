@@ -42,6 +42,7 @@ class CachingAllocator:
     """
 
     def __init__(self, capacity_bytes: float = inf) -> None:
+        """Start with nothing reserved; the driver can provide `capacity_bytes`."""
         self.capacity_bytes = capacity_bytes
         """Bytes that the driver can provide."""
         self.reserved_bytes = 0
@@ -110,8 +111,8 @@ class CachingAllocator:
 
     @property
     def sizes_bytes(self) -> list[int]:
-        """Of the block of each tensor; larger than asked for if the remainder is too small to be
-        split off.
+        """Bytes of the block of each tensor, by the tensor's handle. A block is larger than asked
+        for if the remainder is too small to be split off.
         """
         return [
             ROUND_BYTES * (end - address)
@@ -119,8 +120,9 @@ class CachingAllocator:
         ]
 
     def _request(self, size_bytes: int, stream: str) -> tuple[list[int], int, int, int]:
-        """The free blocks that serve such a request, its size, the least that serves, the least
-        rest to split off.
+        """For a request of so many bytes: the free blocks that may serve it, its rounded size, the
+        key in their order from which on blocks are large enough, and the smallest remainder that is
+        split off.
         """
         is_small = size_bytes <= SMALL_BYTES
         least_rest = 1 if is_small else SMALL_BYTES // ROUND_BYTES + 1

@@ -136,7 +136,7 @@ def stages(config: RunConfig) -> list[Stage]:
 
 
 def _averaged(config: RunConfig) -> Iterator[Stage]:
-    """Backward of whole gradients, which are averaged bucket by bucket."""
+    """Stages of backward if every rank has whole gradients, which are averaged bucket by bucket."""
     rules, parameters = config.parallel.exchange, parameters_of(config)
     collective = Collective.PUSH if rules.copies else Collective.ALL_REDUCE
     ordered = [parameters[place] for place in tape_of(plain(config)).gradient_order]
@@ -159,7 +159,8 @@ def _averaged(config: RunConfig) -> Iterator[Stage]:
 def split_into_buckets(
     sizes: Sequence[int], bucket_bytes: float, first_bytes: float | None = None
 ) -> list[list[int]]:
-    """Places of tensors that are averaged together: a bucket ends with the one that fills it.
+    """Split tensors of these sizes into buckets that are averaged together: a bucket ends with the
+    tensor that fills it. Returns the places of each bucket's tensors.
 
     `first_bytes` is the size of the first bucket, if it is another one.
     """
@@ -216,7 +217,9 @@ def _multiplied_by_unit(config: RunConfig) -> dict[str, int]:
 def _exchanged(
     unit: Unit, config: RunConfig
 ) -> tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]]:
-    """The calls that gather a unit's parameters, and those that scatter their gradients."""
+    """The collectives that gather a unit's parameters, and those that reduce and scatter their
+    gradients.
+    """
     parts_bytes = [unit.element_bytes * part for part in unit.parts]
     if config.parallel.exchange.copies:
         pushes = tuple(CollectiveCall(Collective.PUSH, part_bytes) for part_bytes in parts_bytes)

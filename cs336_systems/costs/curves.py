@@ -40,10 +40,12 @@ class Matmul:
 
     @property
     def multiplications(self) -> int:
+        """Number of multiply-adds of the whole batch."""
         return self.batch * self.rows * self.inner * self.columns
 
     @property
     def flops_per_s(self) -> float:
+        """Measured FLOPs per second, where a multiply-add counts as two."""
         return 2 * self.multiplications / self.time_s
 
     @property
@@ -52,7 +54,7 @@ class Matmul:
         return self.batch * self.rows, self.inner, self.columns
 
     def is_like(self, form: Form | None, is_batched: bool) -> bool:
-        """Whether it is of this form, and in a batch or not."""
+        """Whether the matmul has this form, and is batched if and only if `is_batched`."""
         return self.form is form and (self.batch > 1) is is_batched
 
 
@@ -159,13 +161,14 @@ class Curves:
         return replace(self, matmuls={**self.matmuls, precision: kept})
 
     def pass_s(self, num_bytes: int, how: Pass = Pass.COPY) -> float:
-        """Time of a pass that reads and writes `num_bytes`; time of a copy if passes of this
-        kind were not measured.
+        """Seconds of a pass over memory that reads and writes `num_bytes` in all; those of a copy
+        if passes of this kind were not measured.
         """
         return interpolated(self.passes.get(how) or self.copies, num_bytes)
 
 
 def _is_aligned(*sides: int) -> bool:
+    """Whether every side of the matrices is a multiple of ALIGNMENT, as fast kernels need it."""
     return all(side % ALIGNMENT == 0 for side in sides)
 
 
@@ -177,8 +180,8 @@ Point = tuple[tuple[float, float, float], float]
 def _surface(
     curves: Curves, precision: Precision, is_aligned: bool, form: Form, is_batched: bool
 ) -> tuple[Point, ...]:
-    """Points of the most similar matmuls: of this form and batching, else linear ones; if
-    possible equally aligned.
+    """Measured matmuls to interpolate between, each as the logarithms of its sides and its rate: of
+    this form and batching if there are any, else linear layers'; if possible equally aligned.
     """
     measured = curves.matmuls.get(precision, ())
     alike = [matmul for matmul in measured if matmul.is_like(form, is_batched)]
@@ -203,6 +206,11 @@ def _surface(
 def _rate(
     curves: Curves, precision: Precision, sides: tuple[int, int, int], batch: int, form: Form
 ) -> float | None:
+    """FLOPs per second of a matmul with these `sides` (rows, inner, columns), interpolated from
+    measured ones: their rates, weighted by distance in the logarithms of the sides (Shepard 1968).
+
+    None if no such matmul was measured.
+    """
     here = (log(batch * sides[0]), log(sides[1]), log(sides[2]))
     points = _surface(curves, precision, _is_aligned(*sides), form, batch > 1)
     distances = [dist(here, there) for there, _ in points]

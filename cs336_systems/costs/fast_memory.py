@@ -79,22 +79,14 @@ class FastMemory:
     """
 
     def __init__(self, config: RunConfig) -> None:
+        """Compute from the configuration how many parameters and bytes each part of the fast
+        model's step has.
+        """
         model, is_gpt2 = config.model, config.model.arch is Arch.GPT2
-        parts = parameters_by_component(model)
-        blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
-        vocabulary = round_up(model.vocab_size, config.pad_vocabulary)
         self.config = config
         self.tokens = config.batch_size * model.context_length
-        self.block_parameters = blocks // model.num_layers
-        """Parameters of the linear layers of one block."""
-        self.linear_parameters = blocks + vocabulary * model.d_model
-        """Those of all linear layers, with the rows that pad the vocabulary."""
-        self.read_parameters = parts[Component.EMBEDDING] + parts[Component.NORMS]
-        """Those that the model reads in fp32: the embedding, which may be the head's table too, and
-        the norms. Of all others `cast_once` reads the copies only.
-        """
-        if is_gpt2:
-            self.read_parameters += parts[Component.HEAD]
+        vocabulary = round_up(model.vocab_size, config.pad_vocabulary)
+        self._count_parameters(vocabulary)
         # bytes for each token
         stream, narrow = FP32_BYTES * model.d_model, HALF_BYTES * model.d_model
         statistics = FP32_BYTES * (2 if is_gpt2 else 1)  # 1 / deviation, and LayerNorm's mean
@@ -136,9 +128,25 @@ class FastMemory:
         weight take the place of that result and of the logits.
         """
 
+    def _count_parameters(self, vocabulary: int) -> None:
+        """Count the model's parameters by how they are read; `vocabulary` includes padding."""
+        model = self.config.model
+        parts = parameters_by_component(model)
+        blocks = parts[Component.QKV] + parts[Component.OUTPUT] + parts[Component.FFN]
+        self.block_parameters = blocks // model.num_layers
+        """Parameters of the linear layers of one block."""
+        self.linear_parameters = blocks + vocabulary * model.d_model
+        """Those of all linear layers, with the rows that pad the vocabulary."""
+        self.read_parameters = parts[Component.EMBEDDING] + parts[Component.NORMS]
+        """Those that the model reads in fp32: the embedding, which may be the head's table too, and
+        the norms. Of all others `cast_once` reads the copies only.
+        """
+        if model.arch is Arch.GPT2:
+            self.read_parameters += parts[Component.HEAD]
+
     @property
     def peak_bytes(self) -> int:
-        """The most memory of a step."""
+        """Peak of the bytes that are allocated in a training step."""
         is_whole_loss = self.config.loss_chunks == 1
         beside_bytes = self.head_bytes if is_whole_loss else self.logits_bytes
         stream_gradient_bytes = self.tokens * HALF_BYTES * self.config.model.d_model
@@ -213,4 +221,7 @@ class FastMemory:
 
     @property
     def _whole_gradient_bytes(self) -> int:
+        """Bytes of all gradients: 16-bit ones of the weight copies, fp32 ones of the parameters
+        that the model reads itself.
+        """
         return HALF_BYTES * self.linear_parameters + FP32_BYTES * self.read_parameters

@@ -94,6 +94,9 @@ def fits(config: RunConfig, memory_bytes: int) -> bool | None:
 
 
 def _fits(tape: Tape, room_bytes: int) -> bool:
+    """Whether the tensors of a traced step fit `room_bytes` of memory, as the allocator would place
+    them.
+    """
     try:
         placed(tape, room_bytes)
     except OutOfMemoryError:
@@ -140,6 +143,7 @@ def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
     """
 
     def has_room(number: int) -> bool:
+        """Whether the step of this size fits; False where the size cannot be traced."""
         with suppress(ValueError):
             return _fits(tape_at(number), room_bytes)
         return False

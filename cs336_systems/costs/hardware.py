@@ -50,6 +50,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
     """The device of a row of the table, in SI units."""
 
     def figure(column: str, unit: float) -> float | None:
+        """The data sheet's value in this column, in SI units; None where the cell is empty."""
         return float(row[column]) * unit if row[column] else None
 
     peaks = {precision: figure(precision, 1e12) for precision in Precision}
@@ -112,6 +113,9 @@ def is_short_for(name: str, device_name: str) -> bool:
 
 
 def _words(name: str) -> set[str]:
+    """The words of a device's name in lower case, without those that all NVIDIA devices share; SXM
+    of any generation counts as the same word.
+    """
     words = set(re.findall("[a-z0-9]+", name.casefold())) - {"nvidia", "tesla"}
     return words | {"sxm"} if any(re.fullmatch(r"sxm\d", word) for word in words) else words
 

@@ -34,7 +34,9 @@ INTERNALS = {
 
 
 def internal(path: str) -> Any:  # noqa: ANN401 (it may be anything)
-    """What has this private name; raise ImportError that says what fails without it."""
+    """The object at this private path inside PyTorch; raise ImportError that says what fails
+    without it.
+    """
     try:
         return resolve_name(path)
     except (ImportError, AttributeError) as error:

@@ -91,6 +91,9 @@ def predict_memory(config: RunConfig) -> MemoryPrediction | None:
 
 @lru_cache(maxsize=4096)
 def _predict(config: RunConfig) -> MemoryPrediction:
+    """Replay the allocations of a traced step, and read allocated memory at its peak and after each
+    phase.
+    """
     tape = tape_of(config)
     allocator = placed(tape)
     sizes, levels = allocator.sizes_bytes, allocated_levels(tape, allocator.sizes_bytes)
@@ -190,7 +193,9 @@ def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
 
 
 def placed(tape: Tape, capacity_bytes: float = inf) -> CachingAllocator:
-    """The simulated allocator after the tape; raises OutOfMemoryError if a tensor does not fit."""
+    """The simulated allocator after it has replayed the tape; raises OutOfMemoryError if a tensor
+    does not fit.
+    """
     allocator = CachingAllocator(capacity_bytes)
     requests = [(spec.size_bytes, spec.stream) for spec in tape.specs]
     allocator.replay(tape.events, tape.tensors, requests)
@@ -226,7 +231,9 @@ def _peak(
 
 
 def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
-    """One part for each kind of tensor, by category, the largest first in each."""
+    """The tensors at the peak, grouped by kind and ordered by category, the largest first in
+    each.
+    """
     order = list(Category)
     parts = [
         Part(
@@ -243,5 +250,5 @@ def _parts(specs: Counter[TensorSpec]) -> tuple[Part, ...]:
 
 
 def rounded_bytes(size_bytes: int) -> int:
-    """Bytes of the block that the allocator gives to a tensor."""
+    """Bytes of a tensor of this size, rounded up as PyTorch's allocator does it."""
     return round_up(size_bytes, ROUND_BYTES)

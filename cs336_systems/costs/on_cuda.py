@@ -105,6 +105,7 @@ class _WeightCopies:
     """Autocast's cache: parameters and their copies in low precision, by the parameter's id."""
 
     def __init__(self) -> None:
+        """Start without copies; `on_copy` is called with each copy that is made."""
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.on_copy: Callable[[Tensor], None] = lambda _: None
 
@@ -134,6 +135,9 @@ _weights = _WeightCopies()
 
 
 def _is_cast(value: Any) -> bool:
+    """Whether autocast would cast this argument: a floating-point tensor without data, unless it is
+    in fp64.
+    """
     is_tensor = isinstance(value, Tensor) and value.device.type == "meta"
     return is_tensor and value.is_floating_point() and value.dtype is not torch.float64
 
@@ -171,8 +175,8 @@ _library.define(
 
 
 def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tensor]:
-    """The results are contiguous whatever the input is, as those of layer_norm
-    (cuda/layer_norm_kernel.cu).
+    """Tensors without data for the results of RMSNorm: the output, and 1 / rms of each row. They
+    are contiguous whatever the input is, as those of layer_norm (cuda/layer_norm_kernel.cu).
     """
     rows = x.shape[: x.dim() - axes]
     return x.new_empty(x.shape), x.new_empty((*rows, *[1] * axes), dtype=torch.float32)
@@ -181,6 +185,7 @@ def _rms_norm_meta(x: Tensor, _: Tensor | None, axes: int) -> tuple[Tensor, Tens
 def _rms_norm_backward_meta(
     _: Tensor, x: Tensor, __: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
+    """Tensors without data of the shapes of the gradients of input and weight."""
     return x.new_empty(x.shape), None if weight is None else torch.empty_like(weight)
 
 
@@ -195,27 +200,33 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, axes: int) -> Any:
+        """RMSNorm of x over its last `axes` axes, as the CUDA kernel does it: a second result, the
+        scale of each row, is saved for backward.
+        """
         out, scale = torch.ops.cs336_trace.rms_norm(x, weight, axes)
         ctx.save_for_backward(x, scale, weight)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Gradients of x and the weight."""
         return *torch.ops.cs336_trace.rms_norm_backward(gradient, *ctx.saved_tensors), None
 
 
 def _rms_norm(
     call: Any, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """Fused unless the types differ (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp)."""
+    """RMSNorm as CUDA computes it: by one fused kernel unless the types of input and weight differ
+    (rms_norm_symint in aten/src/ATen/native/layer_norm.cpp).
+    """
     if weight is not None and weight.dtype != x.dtype:
         return call(x, shape, weight, eps)
     return _RMSNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
 
 
 def _softmax(call: Any, x: Tensor, dim: int, *args: Any, dtype: torch.dtype | None = None) -> Any:
-    """From fp16 to fp32 in one kernel, from bf16 by a copy (softmax in
-    aten/src/ATen/native/SoftMax.cpp).
+    """Softmax as CUDA computes it when a type is asked for: from fp16 to fp32 in one kernel, from
+    bf16 by a copy first (softmax in aten/src/ATen/native/SoftMax.cpp).
     """
     if x.dtype is torch.float16 and dtype is torch.float32:
         fused = (
@@ -244,6 +255,9 @@ def _can_use_cudnn(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
 
 
 def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether PyTorch's flash attention can compute this on a GPU: its conditions on types, widths
+    and mask.
+    """
     return (
         torch.backends.cuda.flash_sdp_enabled()
         and q.dtype in HALF
@@ -254,7 +268,9 @@ def _can_use_flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_caus
 
 
 def _can_use_efficient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """It takes no grouped queries (check_batch_size_and_num_heads_dense)."""
+    """Whether PyTorch's memory-efficient attention can compute this; it takes no grouped queries
+    (check_batch_size_and_num_heads_dense).
+    """
     aligned = 16 // q.element_size()
     return (
         torch.backends.cuda.mem_efficient_sdp_enabled()
@@ -276,8 +292,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The first kernel that can: cuDNN's, flash, the efficient one, math. cuDNN saves what flash
-    does.
+    """Attention by the kernel that PyTorch would choose on CUDA, the first that can: cuDNN's,
+    flash, the memory-efficient one, or separate operations. What cuDNN saves is what flash saves.
     """
     is_flash, is_cudnn = _can_use_flash(q, k, v, mask, is_causal), _can_use_cudnn(q, k, v, dropout)
     if q.dim() != 4 or not (is_flash or is_cudnn or _can_use_efficient(q, k, v)):
@@ -322,9 +338,12 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
 
 
 def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any]:
-    """What meta tensors meet in the place of CUDA's autocast of an operator."""
+    """A function to register for meta tensors in the place of CUDA's autocast of an operator."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Run the operator as CUDA would: with arguments cast by autocast, and by another operator
+        where CUDA has one.
+        """
         with excluding_keys(_KEYS), without_modes():
             if is_autocast and torch.is_autocast_enabled("cuda"):
                 args, kwargs = _autocast(operator, name, args, kwargs)
@@ -337,7 +356,9 @@ def _kernel_of(operator: Any, name: str, is_autocast: bool) -> Callable[..., Any
 
 
 def _register() -> list[torch.library.Library]:
-    """Kernels for what CUDA autocasts, by PyTorch's own list, and for what runs otherwise there."""
+    """Register, for tensors without data, kernels for all operators that CUDA autocasts by
+    PyTorch's own list, and for those that run otherwise there.
+    """
     others, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, KEY.name)
     registered = operators_of_key("AutocastCUDA")

@@ -18,8 +18,8 @@ MATMULS = frozenset(["mm", "addmm", "bmm", "baddbmm"])
 
 
 def one_pass(trace: StepTrace, call: Dispatch) -> None:
-    """Any operation without an entry: one kernel that reads its arguments and writes its
-    results.
+    """Record any operation without an entry of its own: one kernel that reads its arguments and
+    writes its results.
     """
     name, ins, outs = call.name, call.ins, call.outs or call.ins[:1]
     if name in LOOKUPS:
@@ -42,7 +42,9 @@ def one_pass(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _form(a: Tensor, b: Tensor) -> Form:
-    """The form of the matmul a x b, told by which factor is transposed: has contiguous columns."""
+    """The form of the matmul a x b, told by which factor is a transposed matrix, whose columns are
+    contiguous: b in forward, a in the weight's gradient, neither in the input's gradient.
+    """
     if b.stride(-2) == 1 and b.shape[-2] > 1:
         return Form.FORWARD
     if a.stride(-2) == 1 and a.shape[-2] > 1:
@@ -51,7 +53,7 @@ def _form(a: Tensor, b: Tensor) -> Form:
 
 
 def _matmul(trace: StepTrace, call: Dispatch) -> None:
-    """One matmul, or a batch of them."""
+    """Record one matmul, or a batch of them."""
     a, b = call.ins[-2:]
     sides = a.shape[-2], a.shape[-1], b.shape[-1]
     trace.matmul(_form(a, b), sides, a.element_size(), batch=len(a) if a.dim() == 3 else 1)
@@ -61,8 +63,8 @@ def _matmul(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
-    """Matmuls of groups, the experts, whose sizes are data: they are taken to be as equal as
-    they can be.
+    """Record the matmuls of a mixture of experts, one for each expert. Their sizes depend on data;
+    they are taken to be as equal as they can be.
     """
     a, b = call.ins[:2]
     form, sides = _form(a, b), [a.shape[-2], a.shape[-1], b.shape[-1]]
@@ -84,17 +86,22 @@ def _grouped_matmul(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _attention(trace: StepTrace, form: Form, q: Tensor, k: Tensor) -> None:
-    """A kernel of fused attention, of queries and keys by (batch, heads, positions, d_head)."""
+    """Record a kernel of fused attention, of queries and keys as (batch, heads, positions,
+    d_head).
+    """
     batch, heads, queries, d_head = q.shape
     trace.attention(form, batch * heads, (queries, d_head, k.shape[2]), q.element_size())
 
 
 def _attention_kernel(trace: StepTrace, call: Dispatch) -> None:
+    """Count a fused attention kernel, whose first two inputs are the queries and the keys."""
     _attention(trace, Form.ATTENTION, *call.ins[:2])
 
 
 def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
-    """Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
+    """Record the backward kernel of fused attention and its buffers.
+
+    Flash sums the queries' gradient in fp32 (flash_attn/flash_api.cpp); the efficient kernel
     multiplies output and gradient (cuda/attention_backward.cu). cuDNN's workspace is not
     documented; that of flash is assumed.
     """
@@ -110,8 +117,8 @@ def _attention_backward_kernel(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
-    """CUDA multiplies gradient and output first (softmax_backward_cuda_out in
-    aten/src/ATen/native/cuda/SoftMax.cu).
+    """Record softmax's backward: CUDA multiplies gradient and output first
+    (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu).
     """
     gradient, output = call.ins[:2]
     trace.workspace("gradient x softmax", *trace.moved(gradient))
@@ -120,15 +127,15 @@ def _softmax_backward(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _norm_backward(trace: StepTrace, call: Dispatch) -> None:
-    """One kernel for the gradient of the input, one for those of the parameters
-    (cuda/layer_norm_kernel.cu).
+    """Record a norm's backward: one kernel for the gradient of the input, one for those of the
+    parameters (cuda/layer_norm_kernel.cu).
     """
     trace.moves([*call.ins[:2], call.outs[0]])
     trace.moves(call.ins[:2], is_dispatched=False)
 
 
 def _foreach(trace: StepTrace, call: Dispatch) -> None:
-    """A pass over lists of tensors, of which one may be given twice."""
+    """Record one pass over lists of tensors, of which one may be given twice."""
     lists = {}
     for argument in call.args:
         if isinstance(argument, (list, tuple)) and any(True for _ in tensors_in(argument)):

@@ -47,8 +47,8 @@ class Links:
     """Ranks among which `times` were measured."""
 
     def call_s(self, call: CollectiveCall, ranks: int) -> float:
-        """Time of a collective of so many ranks while nothing else is sent; beyond one node they
-        fill their nodes.
+        """Seconds of a collective among `ranks` ranks while nothing else is sent. More ranks than a
+        node has GPUs fill whole nodes.
         """
         in_node = min(ranks, self.gpus_per_node)
         near_s, nodes = self._in_node_s(call, in_node), ranks // in_node
@@ -165,6 +165,7 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
         return None
 
     def call_s(call: CollectiveCall) -> float:
+        """Seconds of one collective among all ranks."""
         return links.call_s(call, config.ranks)
 
     line = _Timeline(config, call_s)
@@ -197,6 +198,7 @@ class _Timeline:
     """Two queues that run at the same time: kernels in order, and collectives in order."""
 
     def __init__(self, config: RunConfig, call_s: Callable[[CollectiveCall], float]) -> None:
+        """Start a step at time 0; `call_s` gives the seconds of a collective."""
         self._call_s = call_s
         self.now_s = 0.0
         """When the last kernel has ended."""

@@ -28,6 +28,7 @@ class Routing:
     """
 
     def __init__(self) -> None:
+        """Start with nothing known of the experts that tokens choose."""
         self.is_assumed = False
         """Whether any size was taken to be balanced."""
         self.tokens = 0
@@ -79,6 +80,11 @@ class Routing:
         return None
 
     def _positions(self, mask: Tensor) -> Tensor | None:
+        """Result of `nonzero` on a mask of chosen experts, as if tokens were spread evenly over
+        experts; None for any other mask.
+
+        Its values are known only for a mask of experts all of which are chosen.
+        """
         share = self._shares.get(mask.untyped_storage())
         if share is None:
             return None

@@ -77,7 +77,10 @@ class Paper:
     """
 
     def intensities(self, element_bytes: int) -> tuple[float, float]:
-        """a = e C / (2 W) of the links of a node and of the network; infinite without a network."""
+        """The intensities a = e C / (2 W) of the links of a node and of the network; infinite
+        without a network. e is `element_bytes`, C the FLOPs per second of a GPU, and W a link's
+        bytes per second.
+        """
         work, beyond = element_bytes * self.flops_per_s / 2, self.links.network_bytes_per_s
         return work / self.links.node_bytes_per_s, inf if beyond is None else work / beyond
 
@@ -129,10 +132,16 @@ def _whole(ranks: float, in_node: int) -> float:
 
 
 def _most_data(paper: Paper, element_bytes: int, in_node: int) -> float:
+    """The most ranks over which data parallelism can spread the paper's batch before communication
+    limits the step, rounded down to whole machines.
+    """
     return _whole(most_ranks(paper.tokens, *paper.intensities(element_bytes), in_node), in_node)
 
 
 def _most_tensor(paper: Paper) -> float:
+    """The most ranks over which tensor parallelism can split the feed-forward layer before
+    communication limits the step.
+    """
     return most_ranks(
         paper.feed, *paper.intensities(paper.element_bytes), paper.links.gpus_per_node
     )

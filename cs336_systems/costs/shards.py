@@ -38,16 +38,18 @@ class Parameter:
 
     @property
     def elements(self) -> int:
+        """Number of elements of the whole parameter."""
         return prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
+        """Whether the parameter has more than one axis."""
         return len(self.shape) > 1
 
     @property
     def unit(self) -> str:
-        """Name of the unit with which it is gathered: the block or module that uses it, or REST if
-        several do, as with tied weights.
+        """Name of the unit with which the parameter is gathered: the block or module that uses it,
+        or REST if several do, as with tied weights.
 
         Where only blocks are units, as in PyTorch's FSDP, `units` puts all other modules into REST.
         """
@@ -73,7 +75,9 @@ def parameters_of(config: RunConfig) -> tuple[Parameter, ...]:
 
 
 def plain(config: RunConfig) -> RunConfig:
-    """The eager step in one process, whose tape has the parameters and the order of gradients."""
+    """The configuration of the eager step in one process, whose tape has the parameters and the
+    order of gradients.
+    """
     return as_costed(config).alone.without_shortcuts
 
 
@@ -99,6 +103,9 @@ def kept_elements(config: RunConfig) -> list[int]:
 
 
 def _part_elements(parameter: Parameter, config: RunConfig) -> int:
+    """Elements of a parameter that one rank holds: an equal part of a matrix, of rows, or the
+    whole, as the way to share the step says. Parts are rounded up.
+    """
     match config.parallel.exchange.shards:
         case Shards.MATRICES if parameter.is_matrix:
             return -(-parameter.elements // config.ranks)
@@ -154,6 +161,7 @@ def units(config: RunConfig) -> list[Unit]:
 
 
 def _unit_bytes(unit: str, config: RunConfig, by_rows: bool) -> int:
+    """Bytes of an element of a unit's parameters in the type in which they are gathered."""
     # our FSDP leaves a table that is looked up in its type, as a lookup is no matmul
     if config.precision is not Precision.BF16 or (not by_rows and unit in (LOOKUP, REST)):
         return FP32_BYTES

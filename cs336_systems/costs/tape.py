@@ -132,7 +132,7 @@ class Operation:
 
     @property
     def is_matmul(self) -> bool:
-        """Whether it multiplies matrices, in fused attention too."""
+        """Whether the operation multiplies matrices, as a matmul or within fused attention."""
         return self.kind in (OperationKind.MATMUL, OperationKind.ATTENTION)
 
     @property
@@ -150,7 +150,9 @@ REPEATED = ".*"
 
 
 def path_of(name: str) -> str:
-    """The path of a module, alike for all modules of a list."""
+    """The path of a module with a star in place of the number in a list, so that all modules of a
+    list have the same path.
+    """
     return re.sub(r"(^|\.)\d+", r"\1*", name)
 
 
@@ -162,6 +164,7 @@ class Names:
     """Named axes with their sizes, in the order in which formulas name them."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
+        """`axes` gives the size of each axis by its name."""
         self.axes = axes
         self.product = cache(self._product)
         """Writes a number as a product of axes, which must be coprime, and of the integer that
@@ -171,6 +174,11 @@ class Names:
         """Gives the number of elements of a shape, which consists of names of axes and numbers."""
 
     def _product(self, number: int) -> str:
+        """Write a number as a product of names of axes, after the integer that is left, if any: `4
+        seq d_model`.
+
+        `heads` and `d_head` together are written as `d_model`.
+        """
         names: list[str] = []
         left = number
         for name, size in self.axes.items():
@@ -185,9 +193,13 @@ class Names:
         return " ".join(names)
 
     def _size(self, shape: str) -> int:
+        """Number of elements of a shape, whose axes are separated by spaces."""
         return prod(map(self._factor, shape.split()))
 
     def _factor(self, word: str) -> int:
+        """The size of one axis of a shape, which is a name, a number, or either rounded up to a
+        multiple.
+        """
         if (match := ROUNDED.fullmatch(word)) is not None:
             return round_up(self._factor(match[1]), int(match[2]))
         if word == "d_model" and "d_model" not in self.axes:
@@ -245,7 +257,7 @@ class Tape(msgspec.Struct, eq=False, dict=True):
 
     @cached_property
     def names(self) -> Names:
-        """The axes with their sizes."""
+        """The axes of the tape's shapes with their sizes, to compute numbers of elements."""
         return Names(self.axes)
 
     @cached_property
@@ -355,6 +367,10 @@ class _Maker:
     def matmul(
         self, form: str, rows: str, inner: str, columns: str, element_bytes: int, batch: str
     ) -> Operation:
+        """The matmul of (rows x inner) and (inner x columns) matrices, `batch` of them. Each side
+        is a product of names of axes and numbers; moved bytes are both factors and the result, once
+        each.
+        """
         m, k, n = sides = (self.names.size(rows), self.names.size(inner), self.names.size(columns))
         count = self.names.size(batch)
         return Operation(
@@ -375,6 +391,9 @@ class _Maker:
         batch: str,
         moved: Sequence[str],
     ) -> Operation:
+        """A fused attention kernel, which is a batched matmul but for the bytes it moves: those of
+        the tensors of the shapes `moved`.
+        """
         moved_bytes = element_bytes * sum(map(self.names.size, moved))
         like_one = self.matmul(form, rows, inner, columns, element_bytes, batch)
         return replace(like_one, kind=OperationKind.ATTENTION, moved_bytes=moved_bytes)

@@ -255,6 +255,9 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
 
     @cache
     def launch_of(operation: Operation) -> KernelLaunch:
+        """Time that an operation takes the host to launch, which is 0 in a CUDA graph, and its
+        kernel to run; both in seconds.
+        """
         return KernelLaunch(
             host_s=0.0 if is_replayed else operation.host_calls * curves.launch_s,
             kernel_s=kernel_time_s(operation, config.precision, curves),
@@ -345,6 +348,7 @@ def without_own_products(config: RunConfig, curves: Curves) -> Curves:
 
 @lru_cache(maxsize=256)
 def _matmuls(config: RunConfig) -> Counter[Operation]:
+    """The matmuls of a step, and how often each occurs."""
     launched = chain.from_iterable(operations(config).values())
     return Counter(operation for operation in launched if operation.is_matmul)
 

@@ -115,6 +115,8 @@ class StepTrace:
         """
         self._threads: set[str] = set()
         """Threads that have cuBLAS's workspace."""
+        self.unknown_kernels: set[str] = set()
+        """Kernels in Triton of which only the tensors are known."""
         self.main_stream = self.stream = CudaStream()
         self._streams: dict[int, str] = {}
         self.places: list[str | None] = []
@@ -373,6 +375,7 @@ class StepTrace:
         if name in self.launchers:
             self.launchers[name](self, Dispatch(name, tensors, (), named))
         else:
+            self.unknown_kernels.add(name)
             self.moves(tensors)
 
     def moves(

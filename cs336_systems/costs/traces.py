@@ -96,7 +96,8 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
-    sizes = {name: PRIMES[name] if size > 1 else size for name, size in axes(config).items()}
+    sizes = axes(config)
+    sizes = sizes | {name: PRIMES[name] for name, size in sizes.items() if size > 1}
     model = replace(
         model,
         num_heads=sizes["heads"],
@@ -125,6 +126,9 @@ def _tape(config: RunConfig) -> Tape:
 
 @lru_cache(maxsize=256)
 def _resized(tape: Tape, sizes: tuple[tuple[str, int], ...]) -> Tape:
+    """The tape of a step with other sizes of its axes; sizes of axes that it does not have are
+    ignored.
+    """
     known = {name: size for name, size in sizes if name in tape.axes}
     return msgspec.structs.replace(tape, axes=known)
 
@@ -211,6 +215,7 @@ def _kept(name: str) -> bytes | None:
 
 @cache
 def _shipped() -> dict[str, bytes]:
+    """Contents of the tapes that come with the program, by file name; empty if there are none."""
     if not SHIPPED.is_file():
         return {}
     with zipfile.ZipFile(SHIPPED) as archive:
@@ -219,6 +224,9 @@ def _shipped() -> dict[str, bytes]:
 
 @lru_cache(maxsize=4096)
 def _name(key: RunConfig) -> str:
+    """File name of the tape of a configuration: a digest of all settings that are not at their
+    defaults.
+    """
     chosen = json.dumps([non_defaults(key), non_defaults(key.model)], sort_keys=True)
     return hashlib.sha256(chosen.encode()).hexdigest()[:20]
 
@@ -327,6 +335,7 @@ class _Tracer:
             return {name: encoded(Tape(failure=failure)) for name in asked}
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process that traces steps, connected to this one by a pipe."""
         self._pipe, theirs = Pipe()
         command = [sys.executable, "-m", TRACER, str(theirs.fileno())]
         with theirs:

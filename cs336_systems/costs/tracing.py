@@ -7,9 +7,13 @@ autocast do otherwise than its meta kernels, `on_cuda.py` and `operators.py` say
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from importlib import import_module
+from math import inf
+from threading import get_ident
+from time import monotonic
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -104,9 +108,9 @@ class _Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing here is compiled; True would import torch.compile, which takes 2 s
 
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: StepTrace, limit_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._trace = trace
+        self._trace, self._limit_s, self._end_s = trace, limit_s, monotonic() + limit_s
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -115,6 +119,8 @@ class _Recorder(TorchDispatchMode):
             return self._run(function, types, args, kwargs)
 
     def _run(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if monotonic() > self._end_s:
+            raise TraceError(f"{self._trace.place}tracing takes longer than {self._limit_s:g} s")
         # with which DTensor finds how results are sharded
         if any(issubclass(kind, FakeTensor) for kind in types):
             return function(*args, **(kwargs or {}))
@@ -146,16 +152,38 @@ class _Recorder(TorchDispatchMode):
             ) from error
 
 
+def _nothing(*_: Any) -> None: ...
+
+
+def _on_this_thread(instead: Callable[..., Any], usual: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that stands for `usual`, and does what `instead` does on this thread alone:
+    others, such as those that load data, go on as ever.
+    """
+    thread = get_ident()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (instead if get_ident() == thread else usual)(*args, **kwargs)
+
+    if isinstance(instead, type):  # annotations that are evaluated meanwhile need a class
+        return type(
+            instead.__name__, (), {"__new__": lambda _, *args, **named: chosen(*args, **named)}
+        )
+    return chosen
+
+
 @contextmanager
 def tracing(
-    axes: Mapping[str, int], launchers: Mapping[str, Launcher] = MappingProxyType({})
+    axes: Mapping[str, int],
+    launchers: Mapping[str, Launcher] = MappingProxyType({}),
+    limit_s: float = inf,
 ) -> Iterator[StepTrace]:
     """Yield a trace that records all operations in this context, as if they ran on a GPU.
 
-    PyTorch is patched meanwhile: tensors of a GPU are made as meta tensors, which have no data, and
-    code that asks is told that they are on a GPU. `axes` has the sizes of the axes that the trace
-    describes shapes by. `launchers` has, for operators that are not PyTorch's, functions that note
-    the kernels which these launch, by the operator's name.
+    PyTorch is patched meanwhile, for this thread: tensors of a GPU are made as meta tensors, which
+    have no data, and code that asks is told that they are on a GPU. `axes` has the sizes of the
+    axes that the trace describes shapes by. `launchers` has, for operators that are not PyTorch's,
+    functions that note the kernels which these launch, by the operator's name. The first operation
+    after `limit_s` raises TraceError.
     """
     trace = StepTrace(axes, {**LAUNCHERS, **launchers}, one_pass)
     clear = torch.clear_autocast_cache
@@ -174,8 +202,9 @@ def tracing(
         The answer is no where transformers decides whether it needs a mask and there is no padding
         mask. It is no outside of modules too, where optimizers of torch 2.11 would refuse to run.
         """
-        # the third caller: is_tracing and is_cuda_stream_capturing of transformers are between
-        asker = sys._getframe(3).f_locals
+        # is_tracing and is_cuda_stream_capturing of transformers, and what chooses by thread, are
+        # between
+        asker = sys._getframe(4).f_locals
         return bool(trace.place) and asker.get("padding_mask", trace) is not None
 
     resize_storage = torch.UntypedStorage.resize_
@@ -191,34 +220,41 @@ def tracing(
     initialisers = [
         name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")
     ]
-    no_ops: dict[str, Any] = dict.fromkeys(initialisers, lambda tensor, *_, **__: tensor)
+    cuda = {
+        **_CUDA,
+        "stream": trace.on_stream,
+        "current_stream": lambda *_: trace.stream,
+        "is_current_stream_capturing": is_capturing,
+    }
+    instead: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((nn.init, name, lambda tensor, *_, **__: tensor) for name in initialisers),
+        *((torch.cuda, name, function) for name, function in cuda.items()),
+        (torch, "clear_autocast_cache", clear_all),
+        (torch.cuda.amp.common, "amp_definitely_not_available", never),
+        (torch, "compile", lambda model=None, **_: (lambda it: it) if model is None else model),
+        (torch.UntypedStorage, "resize_", resize),
+    ]
+    with suppress(ImportError):
+        instead.append((import_module("triton.runtime.jit").JITFunction, "run", run_triton))
+    # functions written in Python run as usual, and only what they call gets to the modes below
+    for module in (F, tensor_module, torch.autograd, torch.functional):
+        names = [name for name in vars(module) if name.startswith("has_torch_function")]
+        instead += [(module, name, never) for name in names]
     hooks = [
-        modules.register_module_forward_pre_hook(trace.enter),
-        modules.register_module_forward_hook(trace.leave, always_call=True),
+        modules.register_module_forward_pre_hook(_on_this_thread(trace.enter, _nothing)),
+        modules.register_module_forward_hook(
+            _on_this_thread(trace.leave, _nothing), always_call=True
+        ),
     ]
     with (
-        mock.patch.multiple(nn.init, **no_ops),
-        mock.patch("torch.amp.autocast_mode.torch.clear_autocast_cache", clear_all),
-        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", never),
-        mock.patch.multiple(
-            torch.cuda, **_CUDA, stream=trace.on_stream, current_stream=lambda *_: trace.stream
-        ),
-        mock.patch("torch.cuda.is_current_stream_capturing", is_capturing),
-        mock.patch(
-            "torch.compile", lambda model=None, **_: (lambda it: it) if model is None else model
-        ),
-        mock.patch("torch.UntypedStorage.resize_", resize),
         # places differ between what runs in this mode and what runs below it
         mock.patch.dict(determinism_checks, default=lambda _: None),
         ExitStack() as patches,
     ):
-        with suppress(ImportError):
-            patches.enter_context(mock.patch("triton.runtime.jit.JITFunction.run", run_triton))
-        # functions written in Python run as usual, and only what they call gets to the modes below
-        for module in (F, tensor_module, torch.autograd, torch.functional):
-            for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
-                patches.enter_context(mock.patch.object(module, name, never))
-        patches.enter_context(_Recorder(trace))
+        for place, name, function in instead:
+            chosen = _on_this_thread(function, getattr(place, name))
+            patches.enter_context(mock.patch.object(place, name, chosen))
+        patches.enter_context(_Recorder(trace, limit_s))
         patches.enter_context(_OnGpu())
         patches.enter_context(as_on_cuda(lambda copy: trace.note(Category.WEIGHT_COPIES, [copy])))
         try:

@@ -48,20 +48,24 @@ class HostClock:
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
+        """`synchronize` waits for the device; a CPU needs no waiting."""
         self._synchronize = synchronize
 
     def start(self) -> None:
+        """Begin to time a step, once the device is idle."""
         self._synchronize()
         self._phases: list[Phase] = []
         self._ends = [perf_counter_ns()]
 
     def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        """Note that a phase has ended, once the device has finished it."""
         assert end is None, "the host does not see when the device records an event"
         self._synchronize()
         self._phases.append(phase)
         self._ends.append(perf_counter_ns())
 
     def stop(self) -> StepTimes:
+        """Times of the step and its phases in seconds, by the host's clock."""
         launched = perf_counter_ns()
         self._synchronize()
         end = perf_counter_ns()
@@ -80,10 +84,12 @@ class EventClock:
     """
 
     def __init__(self) -> None:
+        """Start without CUDA events; they are made in the first step."""
         self._events: list[torch.cuda.Event] = []
         """All that were made; every step records them again, in this order."""
 
     def start(self) -> None:
+        """Begin to time a step, once the device is idle."""
         torch.cuda.synchronize()
         self._phases: list[Phase] = []
         self._ends: list[torch.cuda.Event] = []
@@ -91,6 +97,9 @@ class EventClock:
         self._record()
 
     def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        """Note on host and device that a phase has ended; `end` is an event that marks this
+        already, such as one in a CUDA graph.
+        """
         self._phases.append(phase)
         if end is None:
             self._record()
@@ -99,6 +108,9 @@ class EventClock:
         self._host_ends.append(perf_counter_ns())
 
     def stop(self) -> StepTimes:
+        """Times in seconds: of the step by the host's clock, and of its phases on the device
+        (between CUDA events) and on the host (launching them).
+        """
         launched = perf_counter_ns()
         torch.cuda.synchronize()
         end = perf_counter_ns()
@@ -113,6 +125,7 @@ class EventClock:
         )
 
     def _record(self) -> None:
+        """Record the next CUDA event on the current stream; make it if no earlier step has."""
         if len(self._ends) == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
         event = self._events[len(self._ends)]
@@ -126,17 +139,21 @@ class ObservedClock:
     """
 
     def __init__(self, clock: Clock, observe: Callable[[Phase | None], None]) -> None:
+        """`observe` is called with each phase that has ended, and with None when a step begins."""
         self._clock, self._observe = clock, observe
 
     def start(self) -> None:
+        """Begin to time a step, and tell the observer."""
         self._clock.start()
         self._observe(None)
 
     def lap(self, phase: Phase, end: torch.cuda.Event | None = None) -> None:
+        """Note that a phase has ended, and tell the observer."""
         self._clock.lap(phase, end)
         self._observe(phase)
 
     def stop(self) -> StepTimes:
+        """The times that the wrapped clock has measured."""
         return self._clock.stop()
 
 

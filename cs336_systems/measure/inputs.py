@@ -164,7 +164,9 @@ def _locations(module: str) -> list[Path]:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Find a top-level module, in the current directory too, as `load_factory` does."""
+    """The import system's description of a top-level module, looked for in the current directory
+    too.
+    """
     if module == _OWN_PACKAGE:
         return sys.modules[module].__spec__
     with contextlib.suppress(ImportError, ValueError):  # a loaded module may have no __spec__

@@ -52,6 +52,9 @@ class MemoryRecorder:
     """
 
     def __init__(self, step: Any, device: Device, checkpoint_blocks: int = 0) -> None:  # noqa: ANN401
+        """Prepare to record the memory of a training `step` on a device. `checkpoint_blocks` is the
+        number of blocks in a checkpoint, 0 without.
+        """
         self._step, self._device = step, device
         self._weights = list(_weights(step))
         self._known = {_address(weight): name for _, name, weight in self._weights}
@@ -157,7 +160,9 @@ class MemoryRecorder:
             self._see(kind, f"{name} and {len(others)} more" if others else name, tensor)
 
     def _see(self, kind: SightingKind, name: str, tensor: Tensor) -> None:
-        """Note where this tensor is now, if it has memory on the device."""
+        """Note that `tensor` is at its present address, under this kind and name; do nothing if it
+        has no memory on the device.
+        """
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device.value and storage.nbytes():
             self._sightings.append(
@@ -262,6 +267,7 @@ def _weights(step: TrainingStep) -> Iterator[tuple[SightingKind, str, Tensor]]:
     weights: dict[int, tuple[SightingKind, list[str], Tensor]] = {}
 
     def note(kind: SightingKind, name: str, tensor: Tensor) -> None:
+        """Add a name to the tensor; a tensor that is used twice has several names."""
         # a model on several ranks may have freed masters of which this rank keeps a part
         if tensor.numel():
             weights.setdefault(id(tensor), (kind, [], tensor))[1].append(name)
@@ -287,13 +293,18 @@ def _updated_weights(step: TrainingStep) -> Sequence[Weight]:
 
 
 def _address(tensor: Tensor) -> int:
+    """Address at which the tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _counters() -> dict[str, Any]:
+    """The counters of PyTorch's caching allocator on the current GPU."""
     return torch.cuda.memory_stats_as_nested_dict()
 
 
 def _position(counters: dict[str, Any]) -> Position:
+    """How many blocks have been allocated and freed so far: the place in the allocator's history of
+    events.
+    """
     counts = counters["allocation"]["all"]
     return Position(allocations=counts["allocated"], frees=counts["freed"])

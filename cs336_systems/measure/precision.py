@@ -43,6 +43,7 @@ def math_modes() -> dict[str, Any]:
 
 
 def _read(switch: Callable[[], T]) -> T | None:
+    """The value of one of PyTorch's precision switches; None if PyTorch cannot tell."""
     try:
         return switch()
     except RuntimeError:  # set through both of PyTorch's interfaces, to different effect
@@ -79,4 +80,5 @@ def check_dtypes(precision: Precision, observed: Iterable[tuple[str, torch.dtype
 
 
 def _word(dtype: torch.dtype) -> str:
+    """A data type's name without `torch.`."""
     return str(dtype).removeprefix("torch.")

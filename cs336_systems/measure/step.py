@@ -40,6 +40,9 @@ class TrainingStep:
     """
 
     def __init__(self, config: RunConfig, model: nn.Module | None = None, rank: int = 0) -> None:
+        """Build what a step needs: the model (or the given one, set to the configuration's mode),
+        batches, loss and, in fp16, a gradient scaler.
+        """
         model = make_model(config) if model is None else model
         if config.model_factory is not None:
             config = with_own_vocabulary(config, model)
@@ -84,6 +87,9 @@ class TrainingStep:
         self.graph = self._make_graph() if config.cuda_graph else None
 
     def _make_graph(self) -> "StepGraph":
+        """Prepare to capture the phases of the step as CUDA graphs. Loading data is not captured,
+        and communication shares the graph of the phase before.
+        """
         from ..model.fast.master_adamw import MasterAdamW
         from ..model.fast.step_graph import StepGraph
 
@@ -157,11 +163,13 @@ class TrainingStep:
             return self._loss(*batch)
 
     def backward(self, loss: Float[Tensor, ""]) -> None:
-        """Gradients of the loss, scaled where the precision needs it."""
+        """Compute the gradients of the loss, which in fp16 is multiplied by the gradient scaler's
+        factor first.
+        """
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self) -> None:
-        """Step of the optimizer; then drop the gradients."""
+        """Let the optimizer update the parameters, then drop the gradients."""
         assert self.optimizer is not None
         with annotate(Range.OPTIMIZER):
             if self.scaler is None:
@@ -224,7 +232,9 @@ class TrainingStep:
         )
 
     def memory_now(self, moment: MomentName) -> MemoryMoment:
-        """What the step's tensors take now."""
+        """Bytes of parameters, gradients and optimizer state now, for the record; `moment` says
+        when that is.
+        """
         trained = self._trained()
         gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
         state: list[Tensor] = []

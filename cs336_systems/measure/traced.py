@@ -142,12 +142,18 @@ def _as_of_whole_sequences(_trace: StepTrace) -> Iterator[None]:
 
 
 def _expand(trace: StepTrace, call: Dispatch) -> None:
+    """Count the first matmul of a fused feed-forward network: x (rows, inner) times the transposed
+    weight.
+    """
     x, weight = call.ins[:2]
     rows, inner = x.shape
     trace.matmul(Form.FORWARD, (rows, inner, len(weight)), x.element_size())
 
 
 def _contract_backward(trace: StepTrace, call: Dispatch) -> None:
+    """Count the matmul that gives the gradient of the hidden activations, and the sums over rows
+    that give the bias's.
+    """
     gradient, weight = call.ins[:2]
     rows, inner = gradient.shape
     trace.matmul(Form.INPUT, (rows, inner, weight.shape[1]), gradient.element_size())
@@ -155,6 +161,9 @@ def _contract_backward(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _attend(trace: StepTrace, call: Dispatch) -> None:
+    """Count the attention kernel whose first input is q, k and v packed as (batch, seq, 3
+    d_model).
+    """
     (batch, seq, width), heads = call.ins[0].shape, call.args[1]
     trace.attention(
         Form.ATTENTION, batch * heads, (seq, width // 3 // heads, seq), call.ins[0].element_size()
@@ -200,7 +209,9 @@ def _lookup_backward(trace: StepTrace, call: Dispatch) -> None:
 
 
 def _losses(trace: StepTrace, call: Dispatch) -> None:
-    """Note what the kernel moves; it moves logits twice if it overwrites them with gradients."""
+    """Record the bytes that the cross-entropy kernel moves: logits move twice if they are
+    overwritten by their gradients.
+    """
     trace.moves([*call.ins, *(call.ins[:1] if call.args["WRITE_GRADIENTS"] else ())])
 
 
@@ -228,14 +239,21 @@ class _Clock:
     """
 
     def __init__(self, trace: StepTrace, step: TrainingStep) -> None:
+        """Stand in for a step's clock: the ends of phases tell `trace` to which phase operations
+        belong.
+        """
         self._trace, self._step = trace, step
         phases = [phase for phase in step.config.phases if phase is not Phase.DATA]
         self._next = iter([*phases, Phase.STEP])
 
     def start(self) -> None:
+        """Begin the first phase in the trace."""
         self._trace.begin(next(self._next))
 
     def lap(self, phase: Phase, end: object = None) -> None:  # noqa: ARG002 (of the protocol)
+        """End a phase: note which tensors are gradients and optimizer state by now, and begin the
+        next phase in the trace.
+        """
         trace = self._trace
         gradients = [parameter.grad for parameter in self._step.model.parameters()]
         trace.note(Category.GRADIENTS, (grad for grad in gradients if grad is not None))
@@ -246,6 +264,7 @@ class _Clock:
         trace.begin(next(self._next))
 
     def stop(self) -> StepTimes:
+        """Times of 0, since a traced step computes nothing."""
         return StepTimes(step_s=0.0, host_s=0.0, phases_s={})
 
 
@@ -272,9 +291,13 @@ def one_of_the_ranks(config: RunConfig, model: nn.Module | None = None) -> Itera
     gather, scatter = exchange.start_gather, exchange.CollectiveExchange.scatter
 
     def of_all_ranks(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+        """The tensors of all ranks, for which this rank's stand in."""
         return [[*tensors] for _ in range(config.ranks)]
 
     def start_gather(*tensors: Any) -> list[_KeepsTensors]:  # noqa: ANN401
+        """Start the collectives, and keep their tensors alive until they are waited for, as NCCL
+        does.
+        """
         return [_KeepsTensors(work, *tensors) for work in gather(*tensors)]
 
     def start_scatter(*tensors: Any) -> _KeepsTensors:  # noqa: ANN401
@@ -305,9 +328,11 @@ class _KeepsTensors:
     """A collective that keeps its tensors until it is waited for, as NCCL's do."""
 
     def __init__(self, work: Any, *tensors: object) -> None:  # noqa: ANN401
+        """`work` is a running collective, and `tensors` are what it reads and writes."""
         self._work, self._tensors = work, tensors
 
     def wait(self) -> None:
+        """Wait for the collective, and release its tensors."""
         self._work.wait()
         self._tensors = ()
 
@@ -357,11 +382,15 @@ def _with_chunks(trace: StepTrace) -> Iterator[None]:
             copies: Sequence[Tensor],
             *_: object,
         ) -> None:
+            """List the tensors that the optimizer's kernel reads and then writes; it computes
+            nothing here.
+            """
             is_split = masters[0].dtype is torch.int16  # then the copy is read too (weights.py)
             updated = [*masters, *firsts, *seconds, *(copies if is_split else ())]
             self._moved = [*updated, *updated, *(() if is_split else copies)]  # read, then written
 
         def __call__(self, gradients: Sequence[Sequence[Tensor]], *_: object, **__: object) -> None:
+            """Record that an update reads and writes all these tensors, and reads the gradients."""
             trace.moves([*self._moved, *itertools.chain.from_iterable(gradients)])
 
         def upload(self) -> None: ...
@@ -379,6 +408,9 @@ def trace_all(asked: Asked) -> dict[str, bytes]:
 
 
 def _reason(error: BaseException) -> str:
+    """Why a step could not be traced, in one line: this program's own message, or the error in the
+    user's code and where it came from.
+    """
     if isinstance(error, SystemExit):
         return f"its code ends the process (sys.exit({error.code!r}))"
     if is_our_message(error):

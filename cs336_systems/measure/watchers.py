@@ -40,6 +40,9 @@ class Watch:
     """
 
     def __init__(self, step: TrainingStep, path: Path | None) -> None:
+        """Choose what to record of `step` by the configured profiler; the profile is written to
+        `path`, or not at all if that is None.
+        """
         config = step.config
         profiler = config.profiler
         self._step, self._path = step, path

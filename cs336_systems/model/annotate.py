@@ -70,6 +70,7 @@ def kineto_trace(path: Path, with_cuda: bool) -> Iterator[None]:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
+        """Start with no open range; every thread gets these lists of its own."""
         self.records: list[torch.profiler.record_function] = []
         self.path: list[str] = []
         self.in_backward: list[_ModuleCall] = []
@@ -86,7 +87,9 @@ def current_path() -> tuple[str, ...]:
 
 
 def _push_and_pop(annotator: Annotator) -> tuple[Callable[[str], object], Callable[[], object]]:
-    """The functions that open a range of this name on this thread, and close the innermost."""
+    """Two functions for the chosen annotator: the first opens a range of the given name on the
+    calling thread, the second closes the range that was opened last.
+    """
     if annotator is Annotator.PATH:
         return lambda name: _thread.path.append(name), lambda: _thread.path.pop()
     if annotator is Annotator.RECORD_FUNCTION:
@@ -113,12 +116,17 @@ class _Annotation:
     __slots__ = ("_name", "_pop", "_push")
 
     def __init__(self, name: str, push: Callable[[str], object], pop: Callable[[], object]) -> None:
+        """`push` opens a range of the given name on the calling thread; `pop` closes the innermost
+        one.
+        """
         self._name, self._push, self._pop = name, push, pop
 
     def __enter__(self) -> None:
+        """Open the range."""
         self._push(self._name)
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Close the range."""
         self._pop()
 
 
@@ -198,16 +206,18 @@ def forward_ranges(names: Mapping[nn.Module, str]) -> Iterator[None]:
 
 
 def _enter(name: str, *_: object) -> None:
+    """Forward pre-hook of a module: open a range of this name. The hook's arguments are ignored."""
     annotate(name).__enter__()
 
 
 def _leave(name: str, *_: object) -> None:
+    """Forward hook of a module: close the range of this name. The hook's arguments are ignored."""
     annotate(name).__exit__(None, None, None)
 
 
 def own_names(model: nn.Module) -> dict[nn.Module, str]:
-    """The modules that have a `range: str`, which names their ranges; their own code opens those
-    of forward.
+    """Modules that have a string attribute `range`, with that string, which names their profiler
+    ranges. Such modules open their ranges of forward in their own code.
     """
     names = {}
     for module in model.modules():
@@ -241,12 +251,13 @@ class _ModuleCalls:
     """The hooks of one module, and its calls that have not returned."""
 
     def __init__(self, name: str) -> None:
+        """`name` is the name of the module's ranges in backward."""
         self._name = name
         self._running: list[_ModuleCall] = []
 
     def begin(self, _module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Before forward: have the call's range in backward close when the input's gradient is
-        ready.
+        """Forward pre-hook of the module: register this call, whose range in backward closes once
+        the gradient of its input is ready.
         """
         self._running.append(call := _ModuleCall(self._name))
         if node := _first_node((*inputs, *named.values())):
@@ -254,8 +265,11 @@ class _ModuleCalls:
             _before_node(node, call.close)
 
     def end(self, _module: nn.Module, _inputs: tuple[Any, ...], output: object) -> None:
-        """After forward: have the call's range in backward open when the output's gradient is
-        ready.
+        """Forward hook of the module: let the call's range in backward open once the gradient of
+        its output is ready.
+
+        If no input has a gradient, the range closes when the gradients of all parameters behind the
+        output have been accumulated.
         """
         call = self._running.pop()
         outputs = output.values() if isinstance(output, Mapping) else (output,)
@@ -274,6 +288,7 @@ class _ModuleCall:
     """
 
     def __init__(self, name: str) -> None:
+        """`name` is the name of the call's range in backward."""
         self._name = name
         self.has_input = False
         """Whether the input has a gradient."""
@@ -284,7 +299,9 @@ class _ModuleCall:
         _thread.in_backward.append(self)
 
     def close(self) -> None:
-        """Close the range, and those that were left open inside it; nothing if it is not open."""
+        """Close the call's range in backward, and ranges that were left open inside it; do nothing
+        if the range is not open.
+        """
         while self in _thread.in_backward:
             annotate(_thread.in_backward.pop()._name).__exit__(None, None, None)
 
@@ -319,7 +336,7 @@ def _before_node(node: Node, action: Callable[[], None]) -> None:
 
 
 def _run_in_reverse(actions: list[Callable[[], None]], _gradients: object) -> None:
-    """Call the actions, the last added first."""
+    """Autograd pre-hook: call the actions registered for a node, the last added first."""
     for action in reversed(actions):
         action()
 
@@ -332,6 +349,9 @@ class _CloseAfter:
     """
 
     def __init__(self, call: _ModuleCall, leaves: list[Node]) -> None:
+        """Count on each of `leaves`, autograd nodes that accumulate a parameter's gradient, how
+        often it has run.
+        """
         self._call = call
         self._num_leaves = len(leaves)
         self._remaining = 0
@@ -339,7 +359,7 @@ class _CloseAfter:
             leaf.register_hook(self._count)
 
     def start(self) -> None:
-        """Wait from now on for all leaves."""
+        """Begin to count: the range closes after as many runs of leaves as there are leaves."""
         self._remaining = self._num_leaves
 
     def _count(self, *_gradients: object) -> None:
@@ -351,7 +371,9 @@ class _CloseAfter:
 
 
 def _leaves(node: Node) -> list[Node]:
-    """The leaves of the graph behind `node`, which accumulate the gradients of parameters."""
+    """The nodes of autograd's graph that are reached from `node` and have no successor: those that
+    accumulate the gradients of parameters.
+    """
     leaves: list[Node] = []
     reached: set[Node] = set()
     pending = [node]

@@ -36,6 +36,9 @@ class FileBatches:
     """
 
     def __init__(self, config: RunConfig, rank: int = 0) -> None:
+        """Open the configuration's token file, and allocate a staging buffer of (batch, context +
+        1) tokens, in pinned memory for a GPU. `rank` chooses this rank's part of every batch.
+        """
         assert config.tokens is not None
         self._config, self._part = config, _part(config, rank)
         self._tokens = open_tokens(Path(config.tokens), config.model.context_length)
@@ -76,5 +79,7 @@ def make_batches(config: RunConfig, rank: int = 0) -> Callable[[], Batch]:
 
 
 def _part(config: RunConfig, rank: int) -> slice:
-    """The sequences of this rank among those of all ranks."""
+    """The rows of a global batch that this rank trains on; all ranks have equal, contiguous parts
+    of the batch.
+    """
     return slice(rank * config.batch_size, (rank + 1) * config.batch_size)

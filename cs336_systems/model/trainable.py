@@ -44,13 +44,14 @@ def checkpoint_each_block(model: nn.Module) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Call a block under a checkpoint, and without the cache for generating: computed again, it
-    would grow twice.
+    """Call a block under an activation checkpoint, and without its key-value cache for generating:
+    the recomputation in backward would append to the cache a second time.
     """
     caches = sys.modules.get("transformers.cache_utils")
     if caches is not None:
 
         def without_cache(value: object) -> object:
+            """The argument of the block, or None in place of a key-value cache of transformers."""
             return None if isinstance(value, caches.Cache) else value
 
         args = tuple(map(without_cache, args))
@@ -72,6 +73,7 @@ class Trainable:
     """
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        """Wrap `model` with activation checkpoints, its loss and compilation, as `config` says."""
         self.model, self.config = model, config
         if config.checkpoint_blocks and config.model_factory is not None:
             checkpoint_each_block(model)
@@ -82,12 +84,18 @@ class Trainable:
     # no shapes are declared below, because the compiler cannot trace the checks of them that tests
     # install
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the model's logits for `tokens` against `targets`, both (batch,
+        seq).
+        """
         vocab_size = self.config.model.vocab_size
         logits = check_logits(self.model(tokens), targets, vocab_size)
         with annotate(Range.LOSS):
             return self.criterion(logits, targets, vocab_size)
 
     def _compiled(self, loss: Loss) -> Loss:
+        """The loss function, compiled by torch.compile in the configured mode, or as it is without
+        one.
+        """
         mode = self.config.compile
         if mode is CompileMode.NONE:
             return loss

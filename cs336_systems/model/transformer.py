@@ -41,6 +41,9 @@ class TransformerLM(nn.Module):
     mask: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
+        """Build and initialise the model; layers share one table of RoPE rotations and one causal
+        mask, where the configuration needs them.
+        """
         super().__init__()
         self.config = config
         gpt2 = config.arch is Arch.GPT2
@@ -138,6 +141,11 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None, mask: Mask | None
     ) -> Float[Tensor, "batch seq d_model"]:
+        """Causal self-attention of x.
+
+        Without a `mask`, PyTorch's fused attention is used; with one, attention is computed step by
+        step.
+        """
         with annotate(self.range):
             x = to_autocast_dtype(x)
             q, k, v = self.heads(x, rotations)
@@ -205,6 +213,7 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(d_model, d_ff)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """W2 (silu(W1 x) * W3 x), position by position."""
         with annotate(self.range):
             x = to_autocast_dtype(x)
             output: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -224,6 +233,7 @@ class GeluMLP(nn.Module):
         self.w2 = Linear(d_ff, d_model, bias=True)
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """W2 gelu(W1 x + b1) + b2, position by position, with the tanh approximation of GELU."""
         with annotate(self.range):
             preactivations = self.w1(x)
             activations = F.gelu(preactivations, approximate="tanh")
@@ -240,6 +250,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(d_out)) if bias else None
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        """x W^T, plus the bias if the layer has one."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -249,6 +260,7 @@ class LMHead(Linear):
     range: str = Range.LM_HEAD
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... vocab"]:
+        """Logits of the vocabulary for each position."""
         with annotate(self.range):
             return super().forward(x)
 
@@ -259,6 +271,7 @@ class Embedding(nn.Module):
     range: str = Range.EMBEDDING
 
     def __init__(self, vocab_size: int, d_model: int, context_length: int | None = None) -> None:
+        """Allocate the table of tokens and, if `context_length` is given, a table of positions."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, d_model))
         self.positions = (
@@ -266,6 +279,7 @@ class Embedding(nn.Module):
         )
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        """Embeddings of the tokens, plus those of their positions if positions are learned."""
         with annotate(self.range):
             x = F.embedding(tokens, self.weight)
             return x if self.positions is None else x + self.positions[: tokens.shape[1]]
@@ -281,6 +295,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """Divide each vector by its root mean square, and multiply by the weight."""
         with annotate(self.range):
             return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPS)
 
@@ -298,12 +313,15 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_model))
 
     def forward(self, x: Float[Tensor, "... d_model"]) -> Float[Tensor, "... d_model"]:
+        """Normalise each vector to mean 0 and variance 1, then multiply by the weight and add the
+        bias.
+        """
         with annotate(self.range):
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, NORM_EPS)
 
 
 def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """The architecture's norm."""
+    """The normalisation layer of the architecture: LayerNorm for GPT-2, else RMSNorm."""
     return RMSNorm(config.d_model) if config.arch is Arch.CS336 else LayerNorm(config.d_model)
 
 

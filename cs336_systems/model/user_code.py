@@ -176,6 +176,13 @@ def own_loss(model: nn.Module) -> Loss:
         )
 
     def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        """Call the model on `tokens` with targets, and find the loss in its output: a tensor
+        without axes that is the output itself, its `loss` field or entry, or an element of a tuple
+        or list.
+
+        If the argument is not named "targets", it gets the tokens themselves, as models with
+        `labels` shift them.
+        """
         output = model(tokens, **{name: targets if name == "targets" else tokens})
         parts: list[Any] = [output, getattr(output, "loss", None)]
         if isinstance(output, Mapping):
@@ -194,8 +201,8 @@ def own_loss(model: nn.Module) -> Loss:
 
 
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line of an exception that is neither PyTorch's nor this program's; None
-    without one.
+    """The innermost line of an exception's traceback that lies neither in PyTorch nor in this
+    program, which is the line to show to the user; None if there is none.
     """
     others = [Path(torch.__file__).parent, Path(__file__).parents[1]]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -233,6 +240,7 @@ class _UsesOf(TorchFunctionMode):
     """
 
     def __init__(self, tokens: Tensor) -> None:
+        """`tokens` is the tensor whose uses are watched."""
         super().__init__()
         self.failure: Exception | None = None
         self._tokens = tokens
@@ -244,6 +252,9 @@ class _UsesOf(TorchFunctionMode):
         args: Any = (),  # noqa: ANN401
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
+        """Run the operation; if it raises and was given the tokens, and is no embedding, keep the
+        exception.
+        """
         try:
             return function(*args, **(kwargs or {}))
         except Exception as error:
@@ -267,6 +278,7 @@ def vocabulary_of(
     entries: list[int] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Forward pre-hook: note the size of each embedding that is given the tokens themselves."""
         # embeddings of anything else, such as positions, do not limit the vocabulary
         if isinstance(module, nn.Embedding) and inputs and inputs[0] is tokens:
             entries.append(module.num_embeddings)

@@ -122,6 +122,7 @@ class TrafficCounter(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
+        """Run the operation and, if it is a collective, count the bytes of its whole tensor."""
         name = func.__name__.partition(".")[0]
         if func.namespace == "c10d" and name in COLLECTIVE_OF_OPERATOR:
             # the output of a reduce-scatter comes first, and is a part
@@ -168,6 +169,9 @@ class Averaging:
     """
 
     def __init__(self, tensors: Sequence[Tensor], shared_out: Sequence[Tensor] = ()) -> None:
+        """Start an all-reduce of each of `tensors`, and of each of `shared_out` a reduce-scatter,
+        by which this rank gets the average of its own part only.
+        """
         is_nccl = dist.get_backend() == "nccl"
         op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM  # gloo has no average
         self._divided = [] if is_nccl else [*tensors, *map(own_part, shared_out)]

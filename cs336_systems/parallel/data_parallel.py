@@ -42,6 +42,9 @@ class NaiveDDP(nn.Module):
     """
 
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None) -> None:
+        """Give all ranks the parameters of rank 0; without `leaves`, gradients of all trained
+        parameters are averaged.
+        """
         super().__init__()
         self.module = module
         collectives.take_from_rank_0(module)
@@ -50,6 +53,7 @@ class NaiveDDP(nn.Module):
         self._are_checked = False
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        """Call the wrapped module."""
         return self.module(*inputs, **named_inputs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -64,7 +68,7 @@ class NaiveDDP(nn.Module):
         self._average([leaf for leaf in self._leaves if leaf.tensor.grad is not None])
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
-        """Average the gradients of these leaves; all of them are there."""
+        """Average the gradients of `leaves`, all of which are present, one after the other."""
         for leaf in leaves:
             _averaging([leaf]).wait()
 
@@ -73,6 +77,12 @@ class FlatDDP(NaiveDDP):
     """One all-reduce for all parameters of a type, after backward."""
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
+        """Average the gradients of `leaves`, all of which are present, with one collective for each
+        data type.
+
+        Gradients of leaves that are shared out are averaged in place; the others are copied into
+        one flat tensor per data type, and become views of it.
+        """
         shared_out = [leaf for leaf in leaves if leaf.shared_elements]
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for leaf in leaves:
@@ -106,6 +116,9 @@ class OverlapDDP(NaiveDDP):
         leaves: Sequence[Leaf] | None = None,
         bucket_bytes: int = 25 * 2**20,
     ) -> None:
+        """Hook each leaf, so that its gradient is noted when backward has accumulated it; a bucket
+        is full from `bucket_bytes` on.
+        """
         super().__init__(module, leaves)
         self._bucket_bytes = bucket_bytes
         self._ready: dict[int, None] = {}
@@ -121,7 +134,9 @@ class OverlapDDP(NaiveDDP):
             )
 
     def _note(self, number: int) -> None:
-        """Note that this gradient is ready; start to average all buckets that are complete."""
+        """Note that the gradient of leaf `number` is ready, and start to average every bucket whose
+        gradients are complete and whose predecessors have started.
+        """
         if number in self._ready:
             raise RuntimeError(
                 "backward came twice before finish_gradient_synchronization(), and gradients of "
@@ -142,6 +157,9 @@ class OverlapDDP(NaiveDDP):
             self._num_started += 1
 
     def _average(self, leaves: Sequence[Leaf]) -> None:
+        """Wait for the averages of all buckets; in the first step, which has no buckets yet,
+        average the gradients now and agree on buckets.
+        """
         if self._buckets:
             for bucket in self._buckets:
                 if bucket.averaging is None:
@@ -179,6 +197,9 @@ class PushDDP(NaiveDDP):
     def __init__(
         self, module: nn.Module, leaves: Sequence[Leaf] | None = None, *, adds: bool = True
     ) -> None:
+        """Allocate buffers for the gradients of the other ranks, exchange their addresses, and hook
+        each leaf so that its gradient is pushed when it is ready.
+        """
         super().__init__(module, leaves)
         self._adds = adds
         self._ranks = dist.get_world_size()
@@ -209,6 +230,9 @@ class PushDDP(NaiveDDP):
         return self._received.get(tensor)
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        """Call the wrapped module; its output divides the gradient by the number of ranks in
+        backward.
+        """
         output = super().forward(*inputs, **named_inputs)
         collectives.divide_gradients(output)
         return output
@@ -226,6 +250,9 @@ class PushDDP(NaiveDDP):
 
     @torch.no_grad()
     def _average(self, leaves: Sequence[Leaf]) -> None:
+        """Wait for all pushes, then add up the gradients of all ranks in rank order, unless the
+        optimizer adds them.
+        """
         self._pushes.finish()
         if not self._adds:
             return
@@ -241,7 +268,9 @@ class PushDDP(NaiveDDP):
 
 
 def _averaged_part(leaf: Leaf, tensor: Tensor) -> Tensor:
-    """The elements, as one axis, whose average this rank gets."""
+    """The elements of a leaf's tensor, flattened, whose average this rank gets: its own part if the
+    leaf is shared out among the ranks, else all.
+    """
     flat = tensor.view(-1)
     return collectives.own_part(flat[: leaf.shared_elements]) if leaf.shared_elements else flat
 
@@ -270,7 +299,7 @@ def _averaging(leaves: Sequence[Leaf]) -> collectives.Averaging:
 
 
 def _gradient(tensor: Tensor) -> Tensor:
-    """The gradient, made contiguous where it stands."""
+    """The gradient of a tensor, replaced by a contiguous copy first if it is not contiguous."""
     assert tensor.grad is not None
     tensor.grad = tensor.grad.contiguous()
     return tensor.grad

@@ -97,6 +97,9 @@ class Pushes:
     """
 
     def __init__(self, device: torch.device, *, waits: bool = False) -> None:
+        """On a GPU, check that ranks can read each other's memory, and make a stream for the
+        copies.
+        """
         if device.type == "cuda":
             _check_access()
         self._stream = torch.cuda.Stream() if device.type == "cuda" else None
@@ -193,7 +196,9 @@ class Parts(Protocol):
     """For each parameter, memory for the parts of all ranks, one after the other."""
 
     def parts_of(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's part of a tensor that is laid out like the masters."""
+        """Each parameter's part of a flat tensor that has the same layout as `masters`, as
+        views.
+        """
 
 
 class CollectiveExchange:
@@ -205,19 +210,24 @@ class CollectiveExchange:
     """Whether this class divides gradients by the number of ranks; otherwise the caller must."""
 
     def __init__(self) -> None:
+        """Choose how gradients are averaged: NCCL averages itself; gloo adds, so the sum is
+        divided.
+        """
         is_nccl = dist.get_backend() == "nccl"
         self._divisor = 1 if is_nccl else dist.get_world_size()  # gloo has no average
         self._op = dist.ReduceOp.AVG if is_nccl else dist.ReduceOp.SUM
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
-        """Memory for the parts that this rank keeps."""
+        """Zeros of `length` elements, of the type and on the device of `like`, for the parts that
+        this rank keeps.
+        """
         return like.new_zeros(length)
 
     def connect(self, every: Sequence[Parts]) -> None:
-        """Prepare to exchange these; every rank must call it once."""
+        """Do nothing: collectives need no preparation."""
 
     def begin(self) -> None:
-        """Wait until the parts of all ranks are those of this step."""
+        """Do nothing: a gather itself waits for the parts of all ranks."""
 
     def gather(self, parts: Parts) -> Sequence[Started]:
         """Start to gather the whole parameters."""
@@ -239,7 +249,7 @@ class CollectiveExchange:
         )
 
     def receive(self) -> None:
-        """Wait until gradients from all ranks are there."""
+        """Do nothing: whoever waits for `scatter` has the gradients of all ranks."""
 
     def complete(self, parts: Parts, means: Tensor) -> None:
         """Turn this rank's scattered sums into averages, if the backend has only summed."""
@@ -265,6 +275,9 @@ class PeerCopies:
     averages = False
 
     def __init__(self, device: torch.device, *, adds: bool) -> None:
+        """With `adds`, gradients received from other ranks are added up here; without, the
+        optimizer adds them.
+        """
         self._adds = adds
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._others = other_ranks()
@@ -283,7 +296,9 @@ class PeerCopies:
         """By id of the Parts and other rank: where that rank's part of every gradient goes."""
 
     def zeros(self, like: Tensor, length: int) -> Tensor:
-        """Memory for the parts that this rank keeps, which other ranks can read."""
+        """Zeros of `length` elements, of the type and on the device of `like`, for the parts that
+        this rank keeps, in memory that other ranks can read.
+        """
         return shared_rows(like.new_empty(length), 1)[0, :length].zero_()
 
     def connect(self, every: Sequence[Parts]) -> None:
@@ -301,7 +316,9 @@ class PeerCopies:
                 targets[other] = parts.parts_of(row_from_here(rows, other)[:length])
 
     def _in_sent_type(self, parts: Parts) -> Tensor:
-        """The masters, or a buffer for their copy in the type in which they are gathered."""
+        """This rank's masters as other ranks copy them: the masters themselves, or a buffer if they
+        are gathered in another type.
+        """
         if parts.masters.dtype is parts.dtype:
             return parts.masters
         copy = self.zeros(parts.masters.to(parts.dtype), len(parts.masters))
@@ -355,7 +372,9 @@ class PeerCopies:
         return list(zip(*rows, strict=True))
 
     def average(self, gradients: Sequence[Tensor]) -> None:
-        """Sum gradients that every rank needs whole; they are few."""
+        """Sum over all ranks, in place, gradients that every rank needs whole; backward has divided
+        them by the number of ranks already. They are few, so that collectives are used.
+        """
         for group in start_grouped(dist.all_reduce, gradients):
             group.wait()
 

@@ -68,7 +68,9 @@ class ShardedMasterAdamW(MasterAdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update this rank's part, and exchange it."""
+        """Update the weights of this rank's part, and exchange the updated copies with the other
+        ranks.
+        """
         del closure
         self._steps += 1
         for number, (weights, exchanged) in enumerate(self._buckets):
@@ -135,6 +137,9 @@ class _PushedParts:
     """Exchanges the updated parts of tensors by copies to the other ranks' memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Exchange the addresses of `tensors` with all other ranks, which have tensors of the same
+        shapes.
+        """
         by_rank = of_all_ranks(tensors)
         del by_rank[dist.get_rank()]
         self._targets: dict[int, list[Tensor]] = {}
@@ -169,6 +174,11 @@ class CopyFSDP(FSDP):
     def __init__(
         self, module: nn.Module, model: FastLM, *, copies: bool = False, adds: bool = True
     ) -> None:
+        """Shard the low-precision copies of the weights of `model` instead of its parameters; each
+        rank keeps the master weights of its own part only.
+
+        `copies` and `adds` are those of `FSDP`.
+        """
         packs = list(packs_of(model))
         super().__init__(module, COPY_DTYPE, list(_units(module, packs)), copies=copies, adds=adds)
         updated: list[Weight] = []

@@ -51,6 +51,13 @@ class FSDP(nn.Module):
         copies: bool = False,
         adds: bool = True,
     ) -> None:
+        """Shard the matrices of `module`, in `units` of parameters that are gathered together (by
+        default, those of its blocks).
+
+        With `copies`, ranks copy each other's memory instead of calling collectives; `adds` says
+        whether gradients are then added up here or by the optimizer. Matrices are gathered in
+        `compute_dtype`, if it is given.
+        """
         super().__init__()
         self.module = module
         take_from_rank_0(module)
@@ -84,6 +91,11 @@ class FSDP(nn.Module):
             sharded.when_graded = self._after_backward
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        """Call the module, with parameters gathered just before they are needed.
+
+        The order of the units in the last forward tells which to gather first. Without gradients,
+        all gathered parameters are freed at the end.
+        """
         self._last_order, self._order = self._order or self._last_order, []
         self._in_backward = False
         self._exchange.begin()
@@ -101,8 +113,8 @@ class FSDP(nn.Module):
         return output
 
     def finish_gradient_synchronization(self) -> None:
-        """Average what is left, and give each shard its gradient; call it between backward and
-        the optimizer.
+        """Average the gradients whose averages have not started, and give each shard its averaged
+        gradient; call it between backward and the optimizer.
         """
         for unit in self._units:
             unit.reduce()
@@ -222,9 +234,11 @@ class FSDP(nn.Module):
             unit.free()
 
     def _gather_ahead(self, units: Sequence[ShardedUnit]) -> None:
+        """Start to gather the parameters of these units, without waiting."""
         for unit in units:
             unit.start_gather()
 
     def _free_all(self) -> None:
+        """Free the gathered parameters of all units."""
         for unit in self._units:
             unit.free()

@@ -28,7 +28,7 @@ class Pack:
 
     @property
     def name(self) -> str:
-        """The names of all weights."""
+        """The names of all weights in the pack, joined."""
         return " + ".join(weight.name for weight in self.weights)
 
     @property
@@ -50,13 +50,15 @@ class Pack:
 
     @property
     def copy(self) -> Tensor | None:
-        """The leaf with the copies."""
+        """The low-precision copy that all weights of the pack share; None if the model reads the
+        weights themselves.
+        """
         place = self.weights[0].copy
         return None if place is None else place.leaf
 
     @property
     def leaves(self) -> list[Tensor]:
-        """All tensors that the model reads, whose gradients are averaged."""
+        """All tensors of the pack that the model reads, whose gradients are averaged over ranks."""
         leaves = [] if self.copy is None else [self.copy]
         if self.is_read:
             leaves += [weight.master for weight in self.weights]
@@ -132,6 +134,9 @@ def with_received(weight: Weight, pushes: PushDDP) -> Weight:
     """The weight, with the buffers for other ranks' gradients of all its elements."""
 
     def with_buffers(place: LeafSlice | None) -> LeafSlice | None:
+        """Add to a slice of a leaf the buffers with the other ranks' gradients of the same
+        elements.
+        """
         if place is None:
             return None
         return replace(place, received=received(pushes.received(place.leaf), place.elements))
@@ -140,7 +145,7 @@ def with_received(weight: Weight, pushes: PushDDP) -> Weight:
 
 
 def received(rows: tuple[Tensor, ...] | None, elements: slice = slice(None)) -> Received | None:
-    """These elements of the other ranks' gradients, in the order of the ranks; None if there are
-    none.
+    """The given elements of the other ranks' gradients, whose buffers are `rows` in rank order;
+    None if `rows` is None.
     """
     return None if rows is None else Received(tuple(row[elements] for row in rows), dist.get_rank())

@@ -27,6 +27,9 @@ class ShardedOptimizer(EagerOptimizer):
         optimizer_cls: Callable[..., torch.optim.Optimizer],
         **kwargs: Any,  # noqa: ANN401 (hyperparameters of any optimizer)
     ) -> None:
+        """`optimizer_cls` makes this rank's optimizer of the parameters that the rank owns;
+        `kwargs` are its hyperparameters.
+        """
         self._make, self._settings = optimizer_cls, kwargs
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._sizes = [0] * self._ranks

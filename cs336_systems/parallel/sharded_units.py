@@ -59,7 +59,9 @@ class ShardedParameter:
         self.install(self.shard)
 
     def install(self, parameter: Tensor) -> None:
-        """Make the shard or the whole parameter that of the modules."""
+        """Put a tensor (this rank's shard or the whole parameter) in the place of the parameter in
+        all modules that use it.
+        """
         for module, name in self.slots:
             module._parameters[name] = cast("nn.Parameter", parameter)
 
@@ -73,12 +75,14 @@ class ShardedParameter:
         return torch.cat([flat, flat.new_zeros(length - len(flat))])
 
     def add_gradient(self, mean: Tensor) -> None:
-        """Add to the gradient of the shard."""
+        """Add the averaged gradient `mean` to the gradient of this rank's shard."""
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
 
 
 def padded_part(tensor: Tensor, length: int) -> Tensor:
-    """This rank's part of the elements, of this length, padded with zeros."""
+    """This rank's part, of `length` elements, of the tensor's elements; padded with zeros at the
+    end.
+    """
     part = tensor.new_zeros(length)
     elements = tensor.view(-1)[dist.get_rank() * length :][:length]
     part[: len(elements)] = elements
@@ -214,6 +218,10 @@ class ShardedUnit:
     def __init__(
         self, unit: UnitParameters, compute_dtype: torch.dtype | None, exchange: Exchange
     ) -> None:
+        """Group the unit's parameters by the types in which they are kept and gathered, and make
+        one flat tensor of each group; matrices are gathered in `compute_dtype`, embeddings in their
+        own type.
+        """
         self.module, self._exchange = unit.module, exchange
         self._name = name = unit.name.removeprefix("model.")  # LossModule's name for the model
         self._gather_range = f"gather {name}"
@@ -281,18 +289,20 @@ class ShardedUnit:
             parameter.install(parameter.full)
 
     def uninstall(self) -> None:
-        """Let the module have the shards as its parameters."""
+        """Make the shards the module's parameters again."""
         for parameter in self.parameters:
             parameter.install(parameter.shard)
 
     def _count(self, _parameter: Tensor) -> None:
-        """Note that one gradient is ready; report the last one."""
+        """Autograd hook of each trained parameter: count its gradient as ready, and call
+        `when_graded` after the last one.
+        """
         self._num_graded += 1
         if self._num_graded == self._num_trained:
             self.when_graded(self)
 
     def reduce(self) -> None:
-        """Start to average the gradients that are there."""
+        """Start to average over all ranks the gradients that are there."""
         self._num_graded = 0
         if any(flat.has_gradients for flat in self.flats):
             self.wait_for_gradients()
@@ -308,13 +318,13 @@ class ShardedUnit:
             self.take_gradients()
 
     def take_gradients(self) -> None:
-        """Give each shard its gradient."""
+        """Give each shard its averaged gradient, for which the caller must have waited."""
         for flat in self.flats:
             flat.take_gradients()
 
 
 def _wait_for(works: list[Started]) -> None:
-    """Wait for the exchanges, and forget them."""
+    """Wait for these asynchronous exchanges, and empty the list."""
     for work in works:
         work.wait()
     works.clear()

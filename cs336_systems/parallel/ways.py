@@ -28,6 +28,7 @@ class _TorchWay(nn.Module):
     module: nn.Module
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        """Call the wrapped module."""
         return self.module(*inputs, **named_inputs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -38,6 +39,9 @@ class TorchDDP(_TorchWay):
     """PyTorch's DistributedDataParallel in buckets."""
 
     def __init__(self, module: nn.Module) -> None:
+        """Wrap `module` in PyTorch's DistributedDataParallel, after all ranks got the parameters of
+        rank 0.
+        """
         super().__init__()
         # without broadcast_buffers, the wrapper does not send buffers at all
         take_from_rank_0(module)
@@ -54,6 +58,9 @@ class TorchFSDP(_TorchWay):
     """PyTorch's fully_shard of each block and of the rest."""
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+        """Shard the blocks of `module`, and then the rest, by PyTorch's fully_shard; parameters are
+        gathered in `compute_dtype`, if it is given.
+        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -122,7 +129,7 @@ def make_way(trainable: Trainable, config: RunConfig) -> Way:
 
 
 def _with_copies(trainable: Trainable) -> FastLM | None:
-    """The fast model, if it computes with copies of its weights."""
+    """The model as a FastLM, if it computes with low-precision copies of its weights; else None."""
     model = trainable.model
     return model if isinstance(model, FastLM) and model.weights else None
 

@@ -43,6 +43,7 @@ class Bar:
 
     @property
     def length(self) -> float:
+        """The length of the whole bar: the sum of its parts."""
         return sum(self.parts.values())
 
 
@@ -82,8 +83,8 @@ def visible(bars: Iterable[Bar], styles: Mapping[str, Style]) -> dict[str, Style
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """The names, each with its number where it is there several times: bars of one name stand at
-    one place.
+    """The names of bars, in which a repeated name is followed by its number: a plot would draw bars
+    of equal names at one place.
     """
     counts = Counter[str]()
     numbered = []

@@ -68,7 +68,7 @@ class Column:
         """The text of this column's cell in a row; for an unknown value what `instead` names, or
         nothing.
 
-        A derived value has its deviation only if it is in doubt.
+        A standard deviation is added to a derived value only if the value is in doubt.
         """
         if self.text is not None:
             return self.text(row)
@@ -83,7 +83,7 @@ class Column:
         return f"{text} {DOUBT}" if is_doubted else text
 
     def written(self, value: Any) -> str:  # noqa: ANN401 (the value of any column)
-        """The value in the unit of the column, without a deviation or a mark."""
+        """The value as text, in the column's unit, without standard deviation or mark of doubt."""
         return self.write(value if self.scale == 1 else value * self.scale)
 
 
@@ -105,6 +105,7 @@ class Quantity(Column, Generic[T]):
     """Only the table of a single run, which is printed, shows it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
+        """Take the method's name as the key of the column."""
         object.__setattr__(self, "key", name)
 
     @overload
@@ -114,6 +115,9 @@ class Quantity(Column, Generic[T]):
     def __get__(self, row: object, owner: type) -> T: ...
 
     def __get__(self, row: object | None, owner: type) -> Self | T:
+        """The quantity itself on the class; on a row its value, computed once and kept in the
+        row.
+        """
         if row is None:
             return self
         # the entry in the row's dict hides this method from now on, as with cached_property
@@ -129,6 +133,9 @@ def quantity(
     """Make a method the quantity of this heading and unit, with the docstring as explanation."""
 
     def declare(compute: Callable[[Any], T]) -> Quantity[T]:
+        """Make a `Quantity` of a method that computes the value; its docstring is the column's
+        explanation.
+        """
         about = inspect.getdoc(compute) or ""
         return Quantity(name, unit, about, compute=compute, **others)
 
@@ -141,7 +148,7 @@ signed, four_decimals = "{:+z.1f}".format, "{:+z.4f}".format
 
 
 def short(value: float) -> str:
-    """To three significant digits; `0` for zero."""
+    """A value as text with three significant digits; `0` for zero."""
     return significant(value, 3) if value else "0"
 
 

@@ -44,12 +44,13 @@ def columns_of(*parts: str | Column) -> list[Column]:
 
 
 def _ratio(row: Row) -> str:
-    """A ratio to the digits of its interval, which would else seem to leave it out."""
+    """A ratio of times as text, with enough digits that it lies visibly within its interval."""
     interval = {"low": row["ratio_low"], "high": row["ratio_high"]}
     return Gain(row["ratio"], is_doubted=row["ratio_is_doubted"], **interval).text()
 
 
 def _ratio_interval(row: Row) -> str:
+    """The 95 % interval of a ratio as text, or that it is too wide to be worth writing."""
     low, high = row["ratio_low"], row["ratio_high"]
     if high is not None and (high > WIDEST_RATIO or low < 1 / WIDEST_RATIO):
         return f"wider than {WIDEST_RATIO:,} times"

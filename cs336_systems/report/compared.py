@@ -70,7 +70,9 @@ class Compared:
 
     @property
     def answer(self) -> str:
-        """The verdict in one sentence; of several configurations, how many have each."""
+        """The verdict of the comparison in one sentence; for several configurations, how many have
+        each verdict.
+        """
         return self.section.tables[0].findings[0]
 
     def write(self, directory: Path, formats: Collection[str] = ()) -> None:
@@ -208,7 +210,9 @@ def _matched(results: Sequence[Sequence[StepResult]], *, allow_mixed: bool) -> c
 
 
 def _settings(row: StepResult) -> Row:
-    """What tells the row from others of its sweep."""
+    """The settings that tell a row from the others of its sweep: all of its identity but repeat and
+    digest.
+    """
     return {name: value for name, value in row.identity.items() if name not in ("repeat", "digest")}
 
 
@@ -268,7 +272,7 @@ def _answer(compared: compare.Comparison, per: str) -> str:
 
 
 def _when(sides: Sequence[Sequence[RunRecord]]) -> str:
-    """Between which times the runs of each side began."""
+    """When the first and the last run of each side began, as text."""
     a, b = (sorted(record.started_at for record in side) for side in sides)
     return f"runs of A began from {a[0]} to {a[-1]}, of B from {b[0]} to {b[-1]}"
 
@@ -303,7 +307,7 @@ def _what_is_what(
 
 
 def _counted(rows: Sequence[Row]) -> Iterator[str]:
-    """How many rows have each verdict; of a single row its verdict with the numbers it rests on."""
+    """How many rows have each verdict; for a single row, its verdict with ratio and interval."""
     counts = Counter(row["verdict"] for row in rows)
     if len(rows) == 1 and rows[0]["answer"]:
         yield rows[0]["answer"]

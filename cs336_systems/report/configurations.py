@@ -79,13 +79,15 @@ def _has_first_value(subject: Subject, setting: str) -> bool:
 
 
 def over_warmup(results: Sequence[StepResult]) -> list[StepResult]:
-    """The results that differ from some other in nothing but the number of warm-up steps."""
+    """The results for which there is another that differs only in the number of warm-up steps."""
     counts = zip(results, _warmup_counts(results), strict=True)
     return [result for result, of_alike in counts if len(of_alike) > 1]
 
 
 def steady(results: Sequence[StepResult]) -> list[StepResult]:
-    """Of results that differ only in their number of warm-up steps, the one with the most."""
+    """The results to judge a configuration by: of those that differ only in the number of warm-up
+    steps, the one with the most.
+    """
     counts = zip(results, _warmup_counts(results), strict=True)
     return [result for result, of_alike in counts if result.warmup_steps == max(of_alike)]
 
@@ -100,8 +102,8 @@ def _warmup_counts(results: Sequence[StepResult]) -> list[set[int]]:
 
 
 def apart_from(subject: Subject, *names: str) -> tuple[object, ...]:
-    """The values of all settings except `names` and the repeat: equal for runs that differ in
-    nothing else.
+    """A key of a run that is equal for runs which differ in nothing but the settings in `names` and
+    the repeat.
     """
     left_out = ("repeat", *names)
     return tuple(value for name, value in settings_of(subject).items() if name not in left_out)
@@ -143,7 +145,9 @@ def order(subject: Subject) -> tuple[Any, ...]:
 
 
 def _rank(value: StrEnum | int | None) -> int:
-    """Key to sort by one setting; a value that is not known comes first."""
+    """Sort key of a setting's value: for a name its place among the names as declared, a number as
+    it is; an unknown value sorts first.
+    """
     if isinstance(value, StrEnum):
         return list(type(value)).index(value)
     return -1 if value is None else value

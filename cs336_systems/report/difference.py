@@ -50,10 +50,13 @@ def difference_section(title: str, parts: Sequence[Part], top: int, amount: Colu
 
 
 def _columns(amount: Column) -> list[Column]:
-    """The part, its amounts and counts in both files, and what changed."""
+    """Columns of a table of differences: the part, its amount and count in file A and in file B,
+    and the change. `amount` says how amounts are written.
+    """
     unit, write = amount.unit, amount.write
 
     def signed(value: float) -> str:
+        """An amount with an explicit sign; no sign for 0."""
         return f"{'-' if value < 0 else '+' if value else ''}{write(abs(value))}"
 
     return [
@@ -68,7 +71,7 @@ def _columns(amount: Column) -> list[Column]:
 
 
 def _row(part: Part, amount: Column) -> Row:
-    """The values of one part, per step."""
+    """The row of one part of a difference between two files; amounts and counts are per step."""
     return {
         "part": part.name,
         "unit": amount.unit,
@@ -91,5 +94,5 @@ def named(parts: Sequence[Part], words: Callable[[Part], str]) -> str:
 
 
 def numbers_of(parts: Sequence[Part], scale: float = 1) -> dict[str, float]:
-    """The differences of the parts by name."""
+    """The differences of the parts by their names, multiplied by `scale`."""
     return {part.name: float(part.difference) * scale for part in parts if part.difference}

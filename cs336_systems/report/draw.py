@@ -57,6 +57,7 @@ def png_of(picture: Picture) -> bytes:
 
 
 def _figure(picture: Picture) -> Figure:
+    """The matplotlib figure of a picture, which is either a chart to be drawn or draws itself."""
     return figure_of(picture) if isinstance(picture, Chart) else picture.make()
 
 
@@ -102,7 +103,7 @@ def _height_inches(chart: Chart, legend_rows: int) -> float:
 
 
 def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
-    """Lying bars from the top to the bottom, with their marks."""
+    """Draw the horizontal bars of a panel with their marks, from top to bottom."""
     longest = max((bar.length for bar in panel.bars), default=0.0)
     for place, bar in enumerate(panel.bars):
         _draw_bar(axes, place, bar, styles, BAR_INCHES / (longest or 1.0))
@@ -117,8 +118,10 @@ def _draw_bars(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
 
 
 def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inches: float) -> None:
-    """A bar, each part with its length in two digits where that fits; a length of 1 takes so
-    many inches.
+    """Draw one horizontal bar; each part is labelled with its length in two digits where there is
+    room.
+
+    `inches` is how long one unit of the axis is on paper.
     """
     left = 0.0
     for name, length in bar.parts.items():
@@ -154,6 +157,7 @@ def _draw_bar(axes: Axes, place: int, bar: Bar, styles: Mapping[str, Style], inc
 
 
 def _look(style: Style) -> dict[str, Any]:
+    """Keyword arguments of matplotlib that give a bar the colour and hatching of a style."""
     return {
         "facecolor": style.colour,
         "hatch": style.pattern * 4 or None,
@@ -178,8 +182,8 @@ LONGEST_SETTINGS = 500
 
 
 def inert(text: str, longest: int = LONGEST_TEXT) -> str:
-    """The text, shortened, without mathematics, and without the leading underscore that hides it
-    in a legend.
+    """The text for matplotlib, cut to `longest` characters: dollar signs begin no mathematics, and
+    a leading underscore does not hide a legend's entry.
     """
     escaped = shorten(inert_line(text), longest).replace("\\$", "\\ $").replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
@@ -213,7 +217,7 @@ def new_figure(width: float, height: float, title: str, settings: str) -> Figure
 
 
 def style(axes: Axes, values: Literal["x", "y"] = "y") -> None:
-    """Light grid of the values behind the data, no box."""
+    """Draw a light grid behind the data, and no box around the axes."""
     axes.grid(axis=values, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -274,6 +278,8 @@ _OF_FILES = (
 
 
 def _themed(grey: re.Match[str]) -> str:
-    """A grey from white to black turns around on dark paper; colours with a hue stay."""
+    """The CSS colour that stands for a grey of the picture: the grey itself on light pages, its
+    counterpart on dark ones. Colours with a hue are not passed here.
+    """
     dark = round(0xE6 - (0xE6 - 0x17) * int(grey[1], 16) / 0xFF)
     return f"light-dark({grey[0]}, #{dark:02x}{dark:02x}{dark:02x})"

@@ -63,6 +63,7 @@ def to_csv(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def _csv_cell(value: object) -> str:
+    """A value as the text of a CSV cell: empty for None and NaN, floats with CSV_DIGITS digits."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float):
@@ -73,6 +74,9 @@ def _csv_cell(value: object) -> str:
 
 
 def _csv_text(text: str) -> str:
+    """A text for a CSV cell, shortened; a leading quote keeps spreadsheets from reading it as a
+    formula.
+    """
     text = inert_line(text, LONGEST_CELL)
     return f"'{text}" if text.lstrip()[:1] in FORMULA_STARTS else text
 
@@ -81,6 +85,7 @@ def to_markdown(table: Table) -> str:
     """A pipe table below its title."""
 
     def line(cells: Iterable[str]) -> str:
+        """One row of a pipe table."""
         return f"| {' | '.join(cells)} |"
 
     rules = ["---:" if heading.numeric else ":---" for heading in table.headings]
@@ -98,6 +103,9 @@ def _markdown(text: str) -> str:
 
 
 def _markdown_paragraph(text: str) -> str:
+    """A text as a paragraph of Markdown; a first character that would begin a list or heading is
+    escaped.
+    """
     escaped = _markdown(text).strip()
     return f"\\{escaped}" if escaped[:1] in ("-", "+", "=") else escaped
 
@@ -122,10 +130,12 @@ def to_latex(table: Table) -> str:
 
 
 def _latex(text: str, longest: int = LONGEST_LINE) -> str:
+    """A text with LaTeX's special characters escaped, cut after `longest` characters."""
     return inert_line(text, longest).translate(_LATEX)
 
 
 def _latex_row(cells: Iterable[str]) -> str:
+    """One row of a LaTeX table."""
     return rf"{' & '.join(map(_latex, cells))} \\"
 
 
@@ -151,15 +161,18 @@ def to_typst(table: Table) -> str:
 
 
 def _typst(text: str, longest: int = LONGEST_LINE) -> str:
+    """A text as a string literal of Typst, cut after `longest` characters."""
     escaped = inert_line(text, longest).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 def _text_of(*lines: str) -> str:
+    """The lines as one text, each ended by a line break."""
     return "".join(f"{line}\n" for line in lines)
 
 
 def _caption(table: Table) -> str:
+    """The caption of a table: its title as a sentence, then its notes."""
     title = table.title if table.title.endswith((".", "?", "!")) else f"{table.title}."
     return " ".join([title, *table.notes])
 

@@ -73,7 +73,7 @@ def _csv_place(name: str) -> float:
 
 
 def _name_place(name: str) -> float:
-    """Place in names of runs."""
+    """The setting's place in the names of runs, to sort by."""
     place = _setting(name).name_place
     return _csv_place(name) if place is None else place
 
@@ -88,7 +88,7 @@ def placed_settings(first: int, last: int) -> list[str]:
 
 
 def _where(is_chosen: Callable[[Setting], bool]) -> list[str]:
-    """The columns with such declarations, in the order of CSV files."""
+    """The columns whose declared setting `is_chosen` accepts, in the order of CSV files."""
     return [name for name in _ORDERED if is_chosen(_setting(name))]
 
 
@@ -124,6 +124,9 @@ def identity(subject: Subject, device_name: str | None) -> Identity:
 
 @cache
 def _settings(subject: Subject) -> Identity:
+    """The columns that identify a run's configuration: settings with a place in CSV files in their
+    order, then all others, size and digest among them.
+    """
     cells = _by_columns(settings_of(subject))
     if isinstance(subject, WatchedLoop):
         cells["tokens"] = None  # of a run None means random tokens
@@ -160,7 +163,7 @@ def usual_settings(subject: Subject) -> dict[str, Any]:
 
 
 def _by_columns(values: Mapping[str, Any]) -> Identity:
-    """The settings by column. Some columns combine two settings, or write a value in other
+    """The values of settings by CSV column; some columns combine two settings or write a value in
     words.
     """
     shown = dict(values)
@@ -213,7 +216,9 @@ def size_text(config: RunConfig) -> str:
 
 
 def trailing(rows: Sequence[Identity]) -> list[str]:
-    """The last columns of the CSV files of profiles: all settings that are not in LEADING."""
+    """The last columns of the CSV files of profiles: settings that some row uses, other than those
+    that come first (LEADING) and the digest.
+    """
     return [name for name in without_unused(rows) if name not in (*LEADING, "digest")]
 
 
@@ -260,18 +265,21 @@ def distinguishing(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> 
 
 
 def _varies(rows: Sequence[Identity], name: str) -> bool:
-    """Whether the column has several values, apart from unknown."""
+    """Whether the rows have different values in the column, not counting unknown ones."""
     return len({row.get(name) for row in rows} - {None}) > 1
 
 
 def _cell(value: object) -> str:
+    """A setting's value as text, cut to LONGEST_PART characters."""
     return shortened(text_of(value), LONGEST_PART)
 
 
 def identity_columns(
     rows: Sequence[Mapping[str, Any]], always: Sequence[str] = ALWAYS
 ) -> list[Column]:
-    """The distinguishing columns of a table; each row has its identity under `identity`."""
+    """Table columns of the settings that distinguish the rows; each row holds its settings under
+    the key `identity`.
+    """
     runs = [row["identity"] for row in rows]
     columns = []
     for name in distinguishing(runs, always):
@@ -298,13 +306,16 @@ def names_of(rows: Sequence[Identity], always: Sequence[str] = ALWAYS) -> list[s
         names.append(" ".join(word for word in words if word))
     values = [tuple(row.values()) for row in rows]
     same = Counter(name for name, _ in set(zip(names, values, strict=True)))
-    return [
-        name if same[name] == 1 else f"{name} {_hashed(repr(list(row)))}"
-        for name, row in zip(names, values, strict=True)
-    ]
+    for place, (name, cells) in enumerate(zip(names, values, strict=True)):
+        if same[name] > 1:
+            names[place] = f"{name} {_hashed(repr(list(cells)))}"
+    return names
 
 
 def _word(name: str, value: object) -> str:
+    """A setting's value as it stands in the name of a run; empty for a switch that is usually off
+    and is off here.
+    """
     return "" if value is False and name in _USUALLY_OFF else in_words(name, _setting(name), value)
 
 
@@ -350,4 +361,7 @@ def file_name(name: str) -> str:
 
 
 def _hashed(text: str) -> str:
+    """The first eight hexadecimal digits of the text's SHA-256 digest, to tell shortened names
+    apart.
+    """
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:8]

@@ -57,6 +57,7 @@ class StatusLine(Listener):
         self._done = self._total = 0
 
     def __enter__(self) -> "StatusLine":
+        """Show the line, if standard error is a terminal that can redraw it."""
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
@@ -76,6 +77,7 @@ class StatusLine(Listener):
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Remove the line."""
         self.end()
 
     def end(self) -> None:
@@ -153,12 +155,18 @@ class StatusLine(Listener):
         print_aside(line)
 
     def _label(self, subject: Subject) -> str:
+        """The name of a run on the status line: its given name with the repeat, else its own
+        label.
+        """
         name = self._names.get(subject.configuration)
         if name is None:
             return subject.label
         return f"{name} #{subject.repeat}" if subject.repeat else name
 
     def _show(self, subject: Subject, doing: str) -> None:
+        """Show on the status line what is being done to this run, beside the other runs in
+        progress.
+        """
         self._running[subject.key] = doing
         now = " | ".join(self._running.values())
         if len(self._running) > MOST_NAMED:

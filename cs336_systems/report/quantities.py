@@ -63,6 +63,9 @@ class OtherColumns:
     """Columns of a CSV file that stand here, and are no quantities of this class."""
 
     def __init__(self, *keys: str) -> None:
+        """`keys` are the keys of columns that are computed elsewhere and come next in the CSV
+        file.
+        """
         self.keys = keys
 
 
@@ -206,19 +209,24 @@ class StepResult(Mapping[str, Any]):
 
     @classmethod
     def entries(cls) -> Iterator[Quantity[Any]]:
-        """The quantities that the class itself declares, in order."""
+        """The quantities declared in this class itself, not in its bases, in the order of
+        declaration.
+        """
         return (entry for entry in vars(cls).values() if isinstance(entry, Quantity))
 
     def __getitem__(self, key: str) -> Any:  # noqa: ANN401 (the value of any column)
+        """The value of a column: of a quantity, of a setting, or under "identity" all settings."""
         if isinstance(getattr(type(self), key, None), Quantity):
             return getattr(self, key)
         # code for rows of any kind finds the identity of a row in the row
         return self.identity if key == "identity" else self.identity[key]
 
     def __iter__(self) -> Iterator[str]:
+        """The keys of all columns: settings, then quantities."""
         yield from dict.fromkeys([*self.identity, *(entry.key for entry in self.entries())])
 
     def __len__(self) -> int:
+        """The number of columns."""
         return sum(1 for _ in self)
 
     @classmethod
@@ -291,8 +299,12 @@ class StepResult(Mapping[str, Any]):
 
     @cached_property
     def flops_per_s(self) -> Value:
-        """The model's FLOPs of one rank over the mean step."""
-        if self.config is None or not self.step.mean_s:
+        """The model's FLOPs of one rank over the mean step; of a watched loop, over its time."""
+        if self.config is None:
+            rates = [LoopTimes(record).flops_per_s for record in self.done]
+            known = [rate for rate in rates if rate is not None]
+            return statistics.fmean(known) if known else None
+        if not self.step.mean_s:
             return None
         flops = step_flops(self.config)
         return None if flops is None else flops / self.step.mean_s
@@ -435,16 +447,16 @@ class StepResult(Mapping[str, Any]):
     @quantity("model FLOPs", "TFLOP/s")
     def model_tflops_per_s(self) -> Value:
         """The model's FLOPs per second, those of all ranks together."""
-        if self.config is None:
-            return None
-        return scaled(self.flops_per_s, self.config.ranks / TERA)
+        ranks = 1 if self.config is None else self.config.ranks
+        return scaled(self.flops_per_s, ranks / TERA)
 
     @quantity("MFU", "%", place=140, drop_order=3, scale=100, write=three_digits)
     def mfu(self) -> Value:
         """The model's FLOPs per second over the peak of the data sheet at this precision."""
-        if self.config is None or self.flops_per_s is None or self.device_name is None:
+        precision = self.subject.precision
+        if self.flops_per_s is None or self.device_name is None or precision is None:
             return None
-        return mfu(self.flops_per_s, self.device_name, self.config.precision)
+        return mfu(self.flops_per_s, self.device_name, precision)
 
     @quantity("peak", "GiB", place=160, drop_order=2, write=three_digits)
     def peak_allocated_gib(self) -> Value:

@@ -78,12 +78,12 @@ def findings_table(findings: Sequence[Finding | str], none: str = "") -> Table:
 
 
 def with_note(table: Table, note: str) -> Table:
-    """The table with one more note, before the others."""
+    """The table with one more note, which comes first."""
     return replace(table, notes=(note, *table.notes))
 
 
 def known(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """The columns that are not empty in every row."""
+    """The columns that have a value in at least one row."""
     return [column for column in columns if any(map(column.cell, rows))]
 
 
@@ -188,6 +188,7 @@ def identities_of(entries: Sequence[Entry]) -> list[identity.Identity]:
 
 
 def _runs(entries: Iterable[Entry]) -> list[tuple[Subject, str | None]]:
+    """The subject and the device's name of each entry that has a subject."""
     return [(entry.subject, entry.device_name) for entry in entries if entry.subject is not None]
 
 
@@ -259,6 +260,7 @@ def over_configurations(
 
 
 def _has_failed(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a status, and it is not ok."""
     return bool(row.get("status", Status.OK) != Status.OK)
 
 

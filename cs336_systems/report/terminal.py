@@ -77,6 +77,7 @@ def _width() -> int | None:
 
 
 def _console(width: int | None) -> Console:
+    """A console of rich that is so many characters wide, or unlimited."""
     return Console(highlight=False, emoji=False, width=width or UNLIMITED, height=HEIGHT)
 
 
@@ -223,15 +224,19 @@ def _stretched(
 
 
 def _lines(heading: Column) -> list[str]:
+    """Name and unit of a column, as the lines of its heading."""
     return [inert_line(part) for part in (heading.name, heading.unit) if part]
 
 
 def _words(texts: Iterable[str]) -> list[str]:
-    """The pieces that stay on one line if texts wrap; a word longer than MAX_WORD is cut."""
+    """The pieces of texts that are not broken when a cell wraps; words longer than MAX_WORD are
+    cut.
+    """
     return [word[:MAX_WORD] for text in texts for word in re.split(r" +(?!±)", text)]
 
 
 def _widest(texts: Iterable[str]) -> int:
+    """Width of the widest text in terminal cells; 0 without texts."""
     return max(map(cell_len, texts), default=0)
 
 
@@ -242,6 +247,11 @@ def _body(
     widths: Sequence[int],
     gap: int,
 ) -> rich.table.Table:
+    """The table of rich with the columns `shown`, whose widths in characters are given in that
+    order.
+
+    `texts` holds the cells of each column of `table`, and `gap` the spaces between two columns.
+    """
     drawn = rich.table.Table(
         box=rich.box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0)
     )

@@ -149,7 +149,7 @@ def interval_digits(low: float, high: float) -> int:
 
 
 def _exponent(value: float, digits: int = 7) -> int:
-    """The power of ten of the value, once it is rounded to this many significant digits."""
+    """The decimal exponent of the value after rounding to this many significant digits."""
     return int(f"{value:.{digits - 1}e}".partition("e")[2])
 
 
@@ -159,12 +159,14 @@ def percent(part: float, whole: float) -> str:
 
 
 def ratio(value: float | None, whole: float | None) -> float | None:
-    """The value over the whole; None if either is unknown or the whole is 0."""
+    """`value` over `whole`; None if either is unknown or `whole` is 0."""
     return None if value is None or not whole else value / whole
 
 
 def label(name: str) -> str:
-    """The name; if it is longer than MAX_LABEL, without its middle."""
+    """The name of a module or kernel; if it is longer than MAX_LABEL characters, without its
+    middle.
+    """
     if len(name) <= MAX_LABEL:
         return name
     return f"{name[: MAX_LABEL - LABEL_END - 1]}…{name[-LABEL_END:]}"
@@ -207,6 +209,7 @@ class NamedRows:
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> None:
+        """`names` has a name for each row, or is empty for rows that need none."""
         self.rows, self.names = rows, names
 
     def range(self, key: str, text: Callable[[Any], str], doubt: str = "") -> str:
@@ -251,12 +254,14 @@ class NamedRows:
         return [self.count(text, chosen) for text, chosen in indices.items() if text]
 
     def failures(self) -> str:
-        """How the rows that did not end well ended, after semicolons."""
+        """In words, how many rows ended in each kind of failure, to be put at the end of a sentence
+        after a semicolon.
+        """
         ends = ["" if row["status"] is Status.OK else ended(row["status"]) for row in self.rows]
         return "".join(f"; {told}" for told in self.counts(ends))
 
     def part(self, key: str) -> str:
-        """In how many of the rows something is known: `in 2 of 3 configurations`."""
+        """In words, how many of the rows have a value under the key: `in 2 of 3 configurations`."""
         whole = counted(len(self.rows), "configuration")
         number = sum(row[key] is not None for row in self.rows)
         return f"in {whole}" if number == len(self.rows) else f"in {number} of {whole}"
@@ -278,12 +283,16 @@ def own_place(record: RunRecord) -> str:
 
 
 def _factory(record: RunRecord) -> str | None:
-    """Where the user's own model comes from; None for this project's model."""
+    """The `package.module:name` of the user's own model; None if the run has this project's
+    model.
+    """
     return None if record.config is None else record.config.model_factory
 
 
 def _of_the_user(failure: Failure | None) -> str:
-    """The traceback reduced to the user's files; empty if it has none."""
+    """The failure's traceback without frames of PyTorch, Python and this program; empty if it has
+    no other frames.
+    """
     traceback = failure and failure.traceback
     if not traceback or not any(map(_is_users, _FRAME.finditer(traceback))):
         return ""
@@ -302,4 +311,5 @@ def place_in(name: str, failure: Failure | None) -> str:
 
 
 def _is_users(frame: re.Match[str]) -> bool:
+    """Whether a frame of a traceback, as text, is of the user's own code."""
     return not frame[1].startswith(_NOT_THE_USERS)

@@ -130,6 +130,7 @@ def measure_cell(
 
 
 def _inputs_of(grid: AttentionGrid, cell: AttentionCell) -> Inputs:
+    """Random queries, keys and values of the cell, each (batch, context length, d_head)."""
     shape = (grid.batch_size, cell.context_length, cell.d_head)
     return make_inputs([shape] * 3, cell.precision, make_generator(grid))
 

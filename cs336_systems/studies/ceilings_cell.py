@@ -178,6 +178,7 @@ def measure_launch(grid: CeilingsGrid, launch: LaunchKind) -> Loops:
     element = torch.zeros(1, device=grid.device.value)
 
     def run() -> object:
+        """Launch one kernel on a tensor of one element."""
         return element.add_(1)
 
     if launch is LaunchKind.EAGER:

@@ -94,6 +94,7 @@ def make_collective(device: Device, collective: Collective, num_bytes: int) -> C
 
         # it keeps this rank's rows alive, because the other ranks write to them
         def push() -> None:
+            """Copy this process's tensor into the memory of every other process."""
             for rank, [rows] in enumerate(rows_of_ranks):
                 if rank != here:
                     rows[here, : len(whole)].copy_(whole, non_blocking=True)

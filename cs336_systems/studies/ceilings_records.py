@@ -207,6 +207,7 @@ class Shape:
     name: str = "square"
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a side of the matrices that is out of range."""
         sides = (self.rows, self.inner, self.columns)
         if not 1 <= min(sides) <= max(sides) <= MAX_SIDE:
             raise ValueError(f"sides of a product must be from 1 to {MAX_SIDE}, got {self.label}")
@@ -239,6 +240,7 @@ class ProductCell(TimedRow):
 
     @property
     def flops_per_s(self) -> float | None:
+        """FLOPs per second of the matmul; None without a time."""
         return self.timing.rate(self.shape.flops)
 
 
@@ -458,6 +460,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
     ] = 4
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings out of range and for unknown presets."""
         check(self)
         if not 0 < self.loop_s <= 60:
             raise ValueError(f"loop_s must be above 0 and at most 60, got {self.loop_s}")
@@ -565,6 +568,7 @@ class CeilingsStudy:
 
     @property
     def device_name(self) -> str:
+        """Name of the device that was measured; None if it is unknown."""
         return self.environment.identity.device_name
 
     @property
@@ -580,6 +584,7 @@ class CeilingsStudy:
 
     @property
     def statuses(self) -> list[Status]:
+        """How each cell of the study ended."""
         return [timing.status for timing in self.timings]
 
     def collective_times(self) -> dict[tuple[int, Collective], dict[int, float]]:

@@ -36,6 +36,7 @@ class OperationObserver(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
+        """PyTorch asks here whether torch.compile must be kept away from code under this mode."""
         return False  # nothing here is compiled; True would import torch.compile, which takes 2 s
 
     def __torch_dispatch__(
@@ -59,7 +60,9 @@ class OperationObserver(TorchDispatchMode):
 
 
 def make_generator(grid: Grid[RowT, StudyT]) -> torch.Generator:
-    """Random numbers on the grid's device, the same for every cell."""
+    """A random number generator on the grid's device, which gives the same numbers for every
+    cell.
+    """
     return torch.Generator(grid.device.value).manual_seed(grid.seed)
 
 

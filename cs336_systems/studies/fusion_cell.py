@@ -148,6 +148,7 @@ class TrafficCounter(OperationObserver):
     """
 
     def __init__(self) -> None:
+        """Start with no operation and no bytes counted."""
         super().__init__()
         self.operations: list[str] = []
         self.num_bytes = 0

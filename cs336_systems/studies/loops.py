@@ -70,6 +70,7 @@ def measure(run: Run, grid: CeilingsGrid, agree: Callable[[float], float] = floa
     clock = host_timer if grid.device is Device.CPU else device_timer
 
     def timer(run: Run, count: int) -> float:
+        """Time in seconds of `count` repetitions, on which all processes agree."""
         return agree(clock(run, count))
 
     if grid.device is Device.CPU:
@@ -97,6 +98,9 @@ def replayed(run: Run, count: int) -> Run:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _captured: Run) -> None:
+    """Launch a captured CUDA graph. The second argument only keeps the captured function, and so
+    the memory that the graph uses, alive.
+    """
     graph.replay()
 
 

@@ -151,6 +151,9 @@ class AttentionGrid(Grid["CellResult", "AttentionStudy"]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Add the user's own implementation if one is named; raise ValueError for settings out of
+        range.
+        """
         check(self)
         if self.own is not None and Implementation.OWN not in self.implementations:
             object.__setattr__(self, "implementations", (*self.implementations, Implementation.OWN))
@@ -299,10 +302,12 @@ class AttentionStudy:
 
     @property
     def rows(self) -> tuple[CellResult, ...]:
+        """The results of all cells, under the name that all studies have for them."""
         return self.results
 
     @property
     def statuses(self) -> list[Status]:
+        """How each cell of the study ended."""
         return [result.status for result in self.results]
 
     def available(self, precision: Precision) -> list[Implementation]:
@@ -424,6 +429,7 @@ class FusionGrid(Grid["FusionRow", "FusionStudy"]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings out of range."""
         check(self)
 
     def groups(self) -> list[list[Cell["FusionRow"]]]:
@@ -487,6 +493,7 @@ class FusionStudy:
 
     @property
     def statuses(self) -> list[Status]:
+        """How each row of the study ended."""
         return [row.status for row in self.rows]
 
 

@@ -33,6 +33,7 @@ class Passes:
     """
 
     def __init__(self, function: OpFunction, *sets: Inputs) -> None:
+        """`function` is applied to one of the `sets` of inputs in each pass, in turns."""
         self._function = function
         self.sets = sets
         self.has_backward = True

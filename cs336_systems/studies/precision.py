@@ -126,6 +126,7 @@ def _normalised(centre: float, scale: float, dtype: torch.dtype) -> tuple[float,
 
 
 def _finite(value: float) -> float | None:
+    """The value, or None if it is infinite or NaN."""
     return value if math.isfinite(value) else None
 
 
@@ -140,6 +141,7 @@ class ToyModel(nn.Module):
     """
 
     def __init__(self, in_features: int, out_features: int) -> None:
+        """The course's toy model: two linear layers with ReLU and layer norm between them."""
         super().__init__()
         self.fc1 = nn.Linear(in_features, 10, bias=False)
         self.relu = nn.ReLU()
@@ -217,6 +219,7 @@ def _note_output(
 
 
 def _names(dtypes: Iterable[torch.dtype]) -> str:
+    """The names of these data types, sorted, each once."""
     return ", ".join(sorted({short_name(dtype) for dtype in dtypes}))
 
 
@@ -233,6 +236,7 @@ class AttentionOps(OperationObserver):
     """
 
     def __init__(self, seen: dict[str, str]) -> None:
+        """`seen` is filled with the data type, by name, of each of attention's quantities."""
         super().__init__()
         self._seen = seen
         self._last_matmul: torch.dtype | None = None

@@ -127,6 +127,7 @@ class Accumulation:
 
     @property
     def exact(self) -> float:
+        """The exact sum in real numbers: the addend times the number of additions."""
         return self.addend * self.count
 
     @property

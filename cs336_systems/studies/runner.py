@@ -84,6 +84,9 @@ class Cells(Generic[RowT, StudyT]):
     """
 
     def __init__(self, grid: Grid[RowT, StudyT], folder: Path | None = None) -> None:
+        """The cells of `grid`, none of them measured yet; results are kept in `folder`, if there is
+        one.
+        """
         self.grid, self.folder = grid, folder
         self.groups = list(_keyed(grid))
         self.measured: dict[str, Any] = {}
@@ -176,6 +179,7 @@ class _CellWorker(Generic[RowT, StudyT]):
     """Where the process measures."""
 
     def __init__(self, grid: Grid[RowT, StudyT], gpus: Sequence[Gpu]) -> None:
+        """Start the process that measures cells of `grid` on these GPUs."""
         self._grid, self._gpu_uuids = grid, [gpu.uuid for gpu in gpus]
         self._start()
 

@@ -257,6 +257,7 @@ def _promptly(call: Callable[[], T], patience_s: float = _RAY_S) -> T:
     future: Future[T] = Future()
 
     def answer() -> None:
+        """Make the call, and hand its result or its exception to the future."""
         try:
             future.set_result(call())
         except BaseException as error:
@@ -342,6 +343,9 @@ def look(device: Device, needs: Needs, *, allow_mixed: bool) -> tuple[list[Machi
     _ready([*answers.values()], _ANSWER_S)
 
     def machines(needs: Needs) -> list[Machine]:
+        """All machines of the cluster with what they answered, each refused if it does not meet
+        `needs`.
+        """
         return [
             _machine(name, alive[name], answer, device, needs) for name, answer in answers.items()
         ]
@@ -374,6 +378,9 @@ def _alive() -> dict[str, dict[str, Any]]:
     """
 
     def find() -> dict[str, dict[str, Any]]:
+        """Ray's nodes that are alive, by their id; raise OSError if this machine's node is not
+        among them.
+        """
         context = ray.get_runtime_context()
         _checked(context.gcs_address)
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
@@ -498,7 +505,9 @@ class _Driver:
     """How many cores a run on a CPU takes: all of its machine."""
 
     def run(self) -> None:
-        """Measure all; raise SweepError if there is no usable machine for too long."""
+        """Measure all runs on the machines of the cluster; raise SweepError if no machine could be
+        used for too long.
+        """
         self._waiting.extend(sorted(self.todo, key=num_slots, reverse=True))
         used: list[Machine] = []
         while not used and not self.explainer.interrupts.count:
@@ -530,7 +539,9 @@ class _Driver:
         return self.todo[0].device
 
     def _is_used(self, machine: Machine) -> bool:
-        """Whether the sweep uses the machine; if not, it is left out from now on."""
+        """Whether the sweep uses the machine; a machine that does not meet its needs is left out
+        from now on.
+        """
         if machine.refused is None:
             # where an earlier look found that it could not be used
             self._left_out.discard(machine.id)
@@ -655,7 +666,9 @@ class _Driver:
             self.keeper.finish(self.keeper.refuse(config, why, elapsed_s))
 
     def _kept(self, config: RunConfig, files: dict[str, bytes], elapsed_s: float) -> RunRecord:
-        """Write what the run has left, and check its record."""
+        """Write the files that a run has left on its machine into this directory, and return its
+        record once checked.
+        """
         try:
             (self.keeper.runs / f"{config.key}.json").unlink(missing_ok=True)
             store.fresh_profile_path(config, self.keeper.runs)
@@ -683,9 +696,8 @@ class _Driver:
 
 
 def _decoded(data: bytes, config: RunConfig) -> Reply:
-    """The reply in what a task has returned.
-
-    Raises ValueError or TypeError for data that cannot be a reply of this run.
+    """The reply of a task, decoded from msgpack. Raises ValueError or TypeError for data that
+    cannot be a reply about this run.
     """
     reply = msgspec.msgpack.decode(data, type=Reply)
     names = [path.name for path in _paths(config, Path("runs"))]

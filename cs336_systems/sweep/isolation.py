@@ -218,6 +218,7 @@ def _time_limit(limit_s: float) -> Iterator[None]:
     """
 
     def end(*_: object) -> NoReturn:
+        """Signal handler: end what runs by TimeoutError."""
         raise TimeoutError
 
     handler, timer = (
@@ -232,8 +233,8 @@ def _time_limit(limit_s: float) -> Iterator[None]:
 
 
 def _is_worker(pid: int | None, server: int) -> bool:
-    """Whether the number may be that of a process which the fork server has started, and which
-    may have ended.
+    """Whether a process with this id may be one that the fork server `server` started, or one that
+    has ended already.
     """
     if pid is None or not 0 < pid <= _MAX_PID:
         return False
@@ -289,6 +290,9 @@ class WorkerProcess:
         name: str | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        """Start a process that runs `entry(*args, log)`, where `log` is the end of a pipe to write
+        its output to; starting it may take `timeout_s` seconds.
+        """
         self._tail = b""
         self._exit_code: int | None = None
         self.log_closed = False
@@ -403,6 +407,7 @@ class Worker(WorkerProcess):
         timeout_s: float,
         gpus: Sequence[Gpu | None],
     ) -> None:
+        """Start a process that measures `subject` into `directory` on these GPUs."""
         name = subject.key
         super().__init__(entry, subject, directory.absolute(), name=name, timeout_s=timeout_s)
         self.subject = subject
@@ -412,7 +417,9 @@ class Worker(WorkerProcess):
 
 
 def failure_of(exit_code: int) -> tuple[Status, Failure]:
-    """How a process ended that left no result, by its exit code, which is negative for a signal."""
+    """Status and message for a process that ended without a result, by its exit code, which is
+    negative for a signal.
+    """
     name = signal_name(-exit_code) if exit_code < 0 else None
     is_killed = exit_code in (-signal.SIGKILL, -signal.SIGSTOP)
     status = Status.KILLED if is_killed else Status.CRASHED
@@ -420,7 +427,9 @@ def failure_of(exit_code: int) -> tuple[Status, Failure]:
 
 
 def end_in_words(exit_code: int) -> str:
-    """How a process ended that left no result."""
+    """How a process that left no result ended, in words: by which signal, or with which exit
+    code.
+    """
     if exit_code == -signal.SIGKILL:
         return "killed by SIGKILL: by a person, or by the system when memory ran out (see dmesg)"
     if exit_code == -signal.SIGSTOP:
@@ -491,6 +500,9 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
+        """Start with no signal received, and with a pipe that wakes the waiting process when one
+        comes.
+        """
         self.count = 0
         self.at_once = True
         """Whether the first signal ends the process at once too: set until a worker has started."""
@@ -499,6 +511,7 @@ class Interrupts:
         self.wakeup, self._write = os.pipe()
 
     def __enter__(self) -> "Interrupts":
+        """Handle the signals that stop a sweep, but for those that this process ignores."""
         os.set_blocking(self._write, False)
         handled = [
             number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
@@ -508,6 +521,9 @@ class Interrupts:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the earlier handlers; a signal that may be the second half of one request is
+        awaited first.
+        """
         time.sleep(max(0.0, self._last + _ONE_REQUEST_S - monotonic()))
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():

@@ -48,34 +48,36 @@ class Listener:
     def planned(
         self, kept: Sequence[RunRecord], todo: Sequence[RunConfig], problems: Sequence[RecordError]
     ) -> None:
-        """The sweep keeps these records, will run these configurations, and set these unreadable
-        files aside.
+        """Called once at the beginning: the sweep keeps the records `kept`, will run the
+        configurations `todo`, and has set the unreadable files `problems` aside.
         """
 
     def importing(self) -> None:
-        """The fork server imports PyTorch, which takes seconds. Nothing is measured until this
-        method has returned.
+        """Called while the fork server imports PyTorch, which takes seconds. Nothing is measured
+        until this method has returned.
         """
 
     def started(self, config: RunConfig, gpu: Gpu | None) -> None:
-        """A worker has been started."""
+        """Called when a worker has been started for this configuration on this GPU."""
 
     def finished(self, record: RunRecord) -> None:
-        """A run has ended, and this is its record."""
+        """Called when a run has ended, with its record."""
 
     def explaining(self, subject: Subject) -> None:
-        """A worker has been started that explains the raw profile of this run."""
+        """Called when a worker has been started that explains the raw profile of this run."""
 
     def explained(self, subject: Subject, failure: str | None) -> None:
-        """That worker has ended; `failure` says in one line why there is no explanation; None if
-        there is one.
+        """Called when the worker that explains a run's profile has ended; `failure` says in one
+        line why there is no explanation, and is None if there is one.
         """
 
     def noted(self, line: str) -> None:
-        """A message about a machine of the sweep; it may be text that the machine sent."""
+        """Called with a message about a machine of the sweep; it may be text that the machine
+        sent.
+        """
 
     def tick(self) -> None:
-        """A second has passed."""
+        """Called when a second has passed."""
 
 
 @dataclass(slots=True)
@@ -116,7 +118,9 @@ class Keeper:
     def refuse(
         self, config: RunConfig, message: str, elapsed_s: float, log_tail: str | None = None
     ) -> RunRecord:
-        """Write a record that says that the run's own record does not count."""
+        """Write a record that replaces the run's own one, which is not valid; `message` says
+        why.
+        """
         return self.fail(
             config, Status.INVALID, Failure(message=message, log_tail=log_tail), elapsed_s
         )

@@ -131,6 +131,9 @@ def _changes(base: RunConfig, device_name: str | None) -> tuple[_Change, ...]:
     has_fp8 = device is not None and device.fp8_peak_flops_per_s is not None
 
     def fused(backend: SdpaBackend) -> dict[str, Any]:
+        """The settings that replace naive attention by PyTorch's fused attention with this
+        backend.
+        """
         return {"model": replace(base.model, attention=Attention.SDPA, sdpa_backend=backend)}
 
     return (

@@ -92,6 +92,7 @@ def when_it_ends(process: int, then: Callable[[], None]) -> None:
         return
 
     def wait() -> None:
+        """Block until the other process has ended, then act."""
         select.select([alive], [], [])
         then()
 
@@ -112,6 +113,7 @@ def die_with(supervisor: int) -> None:
         os._exit(1)
 
     def end() -> None:
+        """Kill the relatives that still run, other than this process, and then this process."""
         for relative in relatives:
             if relative.pid != os.getpid():
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -137,8 +139,8 @@ def child_environment() -> dict[str, str]:
 
 
 def forget_safe_path() -> None:
-    """Undo in a child what `child_environment` asked of Python, since a user's model may start
-    Python too.
+    """Remove the environment variable by which `child_environment` kept this process from importing
+    modules of its current directory; else Python started by a user's model would inherit it.
     """
     if os.environ.get("PYTHONSAFEPATH") == _SAFE_PATH:
         del os.environ["PYTHONSAFEPATH"]

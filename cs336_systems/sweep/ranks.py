@@ -68,11 +68,11 @@ class Answer(Protocol):
 
     @property
     def status(self) -> Status:
-        """Whether it has done what it should."""
+        """How the rank's call ended: ok, or the kind of failure."""
 
     @property
     def failure(self) -> Failure | None:
-        """Why not."""
+        """Why the rank's call failed; None if it did not."""
 
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
@@ -237,7 +237,7 @@ def measure_on_ranks(
 
 
 def _measure_rank(config: RunConfig, profile: Path | None, rank: Rank) -> RunRecord:
-    """What a rank does."""
+    """Run the configuration as one rank of several, and return the record of this rank."""
     import torch
 
     from ..measure.run import measure
@@ -282,8 +282,8 @@ def _sent_bytes(traffic: Sequence[Traffic]) -> int:
 def _slowest(
     records: Sequence[RunRecord], parts: Sequence[Sequence[Measurement]]
 ) -> tuple[Measurement, ...]:
-    """For each step, all times of its slowest rank, so that they add up; `parts` are the
-    measurements of each rank.
+    """Merged times of the phases of a run on several ranks: for each step, those of the rank whose
+    step was the slowest, so that the phases add up. `parts` has each rank's measurements by phase.
     """
     steps = [_times(record, Phase.STEP) for record in records]
     slowest = [times.index(max(times)) for times in zip(*steps, strict=True)]
@@ -295,7 +295,9 @@ def _slowest(
 
 
 def _times(record: RunRecord, phase: Phase) -> tuple[float, ...]:
-    """The rank's times of a phase, one a step, in seconds; empty if it has none."""
+    """The times in seconds of a phase on one rank, one for each step; empty if it was not
+    measured.
+    """
     measurement = record.measurement(phase)
     return () if measurement is None else measurement.times_s
 
@@ -349,7 +351,7 @@ def _uneven(records: Sequence[RunRecord]) -> list[RunWarning]:
 
 
 def _of_rank(rank: int, record: RunRecord) -> RankRecord:
-    """What is kept of one rank of its record."""
+    """What the record of a run on several ranks keeps of one rank's own record."""
     names = {field.name for field in fields(RankRecord)} - {"rank", "device_uuid"}
     shared = {name: getattr(record, name) for name in names}
     device_uuid = record.environment.device_uuid if record.environment else None

@@ -163,15 +163,18 @@ class Loop:
     free: list[Gpu | None] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Begin with all GPUs free."""
         self.free = list(self.gpus)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is left to do."""
+        """Whether a run waits, is being measured, or is being explained."""
         return bool(self.waiting or self.unexplained or self.interrupts.workers)
 
     def run(self, todo: Sequence[RunConfig]) -> None:
-        """Measure these, explain what is to be explained, and leave no process."""
+        """Measure the configurations `todo`, explain their profiles, and leave no process
+        behind.
+        """
         self.waiting.extend(todo)
         ticked = monotonic()
         try:
@@ -185,8 +188,8 @@ class Loop:
             self.end()
 
     def step(self, patience_s: float) -> None:
-        """Start workers in slots that are free, wait for an event, but no longer than this, and
-        keep results.
+        """Start workers in free slots, wait at most `patience_s` seconds for an event, and keep the
+        results of workers that have ended.
         """
         while (self.waiting or self.unexplained) and not self.interrupts.count:
             count = 1 if self.unexplained else num_slots(self.waiting[0])
@@ -201,15 +204,15 @@ class Loop:
             self.interrupts.workers.remove(worker)
 
     def end(self) -> None:
-        """End the workers that are left."""
+        """Kill the workers that still run."""
         for left in self.interrupts.workers:
             left.kill()
             left.reap()
         isolation.kill_orphans()
 
     def _start(self, gpus: Sequence[Gpu | None]) -> None:
-        """Start to explain the first run that waits for it; if none does, to measure the first
-        on these GPUs.
+        """Start a worker on these GPUs: for the first profile that waits to be explained or, if
+        none does, for the first run that waits to be measured.
         """
         runs, listener = self.keeper.runs, self.keeper.listener
         explains = bool(self.unexplained)

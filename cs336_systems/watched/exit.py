@@ -10,7 +10,7 @@ from typing import Protocol
 class Reported(Protocol):
     """A watched loop."""
 
-    def report(self) -> Path | None:
+    def report(self, *, page: bool = True) -> Path | None:
         """Print and record what was seen."""
 
     def remove(self) -> None:
@@ -29,7 +29,7 @@ def conclude(loop: Reported) -> None:
     """
     try:
         if loop in UNREPORTED:
-            loop.report()
+            loop.report(page=False)  # a page takes seconds, and the process is about to end
     except Exception as error:
         print(f"no report of the loop: {error}", file=sys.stderr)
     finally:

@@ -9,6 +9,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import Any
@@ -57,6 +58,62 @@ class Hook:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
+class StateWithoutHooks:
+    """What a hooked module is copied and pickled as: as it was before this program hooked it.
+
+    With torch.load(weights_only=True), a user allows the classes of a model and knows of no hooks.
+    A later process may also give the number of a saved hook to one of its own.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        # copy and pickle ask the object itself, and not its class
+        vars(module)["__getstate__"] = self
+
+    def __call__(self) -> Any:  # noqa: ANN401
+        module = self._module()
+        state = None if module is None else type(module).__getstate__(module)
+        if not isinstance(state, dict):
+            return state
+        state = {**state}
+        del state["__getstate__"]
+        ours: set[int] = set()
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            ours.update(key for key, hook in state[name].items() if isinstance(hook, Hook))
+        for name in HOOK_TABLES:
+            items = [(key, value) for key, value in state[name].items() if key not in ours]
+            state[name] = OrderedDict(items)
+        return state
+
+    def remove(self) -> None:
+        """Let the module be copied and pickled as its class says."""
+        module = self._module()
+        if module is not None and vars(module).get("__getstate__") is self:
+            del vars(module)["__getstate__"]
+
+
+HOOK_TABLES = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+"""The tables that a module has by the numbers of its hooks."""
+
+
+def _without_hooks(modules: Iterable[nn.Module]) -> list[StateWithoutHooks]:
+    """Copy and pickle these modules without hooks, but those that have a way of their own."""
+    usual = object.__reduce_ex__, object.__reduce__
+    states = []
+    for module in modules:
+        if (type(module).__reduce_ex__, type(module).__reduce__) == usual:
+            states.append(StateWithoutHooks(module))
+    return states
+
+
 ENOUGH_MATMULS = 3
 """How often the type of a matmul is looked at; later, autocast around the model must be the same.
 """
@@ -80,12 +137,18 @@ class ModelHooks:
         """Of each open call of the model, whether it began a phase."""
         self._compiled: CompiledCall | None = None
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that is hooked; None once it is gone."""
+        return self._model()
+
     def attach(self) -> list[Any]:
         """Hook the model, and return what takes the hooks away."""
         model = self._model()
         if model is None:
             return []
-        before = model.register_forward_pre_hook(Hook(self.begins), with_kwargs=True)
+        # hooks of others are part of the call, as those of fully_shard, which gather parameters
+        before = model.register_forward_pre_hook(Hook(self.begins), prepend=True, with_kwargs=True)
         after = model.register_forward_hook(Hook(self.ends), always_call=True)
         return [before, after]
 
@@ -148,16 +211,29 @@ class CompiledCall:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401
         hooks = None if torch.compiler.is_compiling() else self._hooks()
-        model = None if hooks is None else hooks._model()
+        model = None if hooks is None else hooks.model
         if hooks is None or model is None:
             return self.call(*inputs, **named)
-        result = None
+        return _called([hooks], model, self.call, inputs, named)
+
+
+def _called(
+    hooked: list[ModelHooks],
+    model: nn.Module,
+    call: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    named: dict[str, Any],
+) -> Any:  # noqa: ANN401
+    """Call what calls the model, and let its hooks see it. `inputs` may begin with a wrapper."""
+    result = None
+    for hooks in hooked:
         hooks.begins(model, inputs, named)
-        try:
-            result = self.call(*inputs, **named)
-        finally:
+    try:
+        result = call(*inputs, **named)
+    finally:
+        for hooks in hooked:
             hooks.ends(model, inputs, result)
-        return result
+    return result
 
 
 class OptimizerHooks:
@@ -227,6 +303,9 @@ class Hooks:
             for hooked in self._hooked:
                 self._handles += hooked.attach()
             self._handles += _before_calls(self.reader.embeddings, self.reader.embeds)
+            models = [model for hooks in self.models if (model := hooks.model) is not None]
+            modules = {*models, *self.reader.embeddings, *self.reader.matmuls}
+            self._handles += _without_hooks(modules)
             if self.reader.num_seen < ENOUGH_MATMULS:
                 self._of_matmuls = _before_calls(self.reader.matmuls, self.reader.multiplies)
             self.pauses.attach()
@@ -271,8 +350,9 @@ class Patches:
     """Functions of PyTorch that are wrapped while any loop of this process is watched."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loops: tuple[Hooks, ...] = ()
+        # a loop that is forgotten ends wherever Python collects garbage, also in here
+        self._lock = threading.RLock()
+        self._loops: list[Hooks] = []
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
         """Of each wrapped function: its owner and name, what the owner had, the wrapper."""
         self.has_compiler = False
@@ -280,19 +360,20 @@ class Patches:
     def add(self, loop: Hooks) -> None:
         """Watch a loop; with the first one, wrap the functions."""
         with self._lock:
-            self._loops = (*self._loops, loop)
-            if len(self._loops) == 1:
-                self._wrap(torch.autograd, "_engine_run_backward", self._backward)
-                self._wrap(_BaseDataLoaderIter, "__next__", self._next)
-                self._wrap(DataLoader, "__iter__", self._iter)
+            self._loops.append(loop)
+            if not self._wrapped:
+                self._wrap(torch.autograd, "_engine_run_backward", self._around(Phase.BACKWARD))
+                self._wrap(_BaseDataLoaderIter, "__next__", self._around(Phase.DATA))
+                self._wrap(DataLoader, "__iter__", self._around(Phase.DATA))
                 self._wrap(torch, "save", self._save)
 
     def discard(self, loop: Hooks) -> None:
         """Watch a loop no more; with the last one, give the functions back."""
         with self._lock:
-            was_watched = loop in self._loops
-            self._loops = tuple(other for other in self._loops if other is not loop)
-            if not was_watched or self._loops:
+            if loop not in self._loops:
+                return
+            self._loops.remove(loop)
+            if self._loops:
                 return
             for owner, name, had, wrapper in self._wrapped:
                 # who wrapped ours in the meantime keeps it
@@ -332,52 +413,39 @@ class Patches:
         """
         prior = eval_frame.set_eval_frame(None)
         try:
-            return [loop for loop in self._loops if loop.timeline.enter(phase)]
+            return [loop for loop in tuple(self._loops) if loop.timeline.enter(phase)]
         finally:
             eval_frame.set_eval_frame(prior)
 
-    def _leave(self, loops: Iterable[Hooks]) -> None:
+    def _leave(self, loops: Iterable[Hooks], of: Any) -> None:  # noqa: ANN401
+        """End the phase, of a loader or of backward, in the loops that have seen it begin."""
         prior = eval_frame.set_eval_frame(None)
         try:
             for loop in loops:
                 loop.timeline.leave()
+                sampler = getattr(of, "_index_sampler", None)
+                if sampler is not None:
+                    loop.reader.loader_batch = getattr(sampler, "batch_size", None)
         finally:
             eval_frame.set_eval_frame(prior)
 
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
-            # the compiler traces backward while it compiles a forward pass
-            if TracingContext.try_get() is not None:
-                return original(*inputs, **named)
-            loops = self._enter(Phase.BACKWARD)
-            try:
-                return original(*inputs, **named)
-            finally:
-                self._leave(loops)
+    def _around(self, phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """What wraps a function so that its calls are this phase, on the thread of a loop."""
 
-        return backward
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            def timed(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+                # the compiler traces backward while it compiles a forward pass
+                if TracingContext.try_get() is not None:
+                    return original(*inputs, **named)
+                loops = self._enter(phase)
+                try:
+                    return original(*inputs, **named)
+                finally:
+                    self._leave(loops, next(iter(inputs), None))
 
-    def _next(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def following(iterator: Any) -> Any:  # noqa: ANN401
-            loops = self._enter(Phase.DATA)
-            try:
-                return original(iterator)
-            finally:
-                self._leave(loops)
-                for loop in loops:
-                    loop.reader.loader_batch = getattr(iterator._index_sampler, "batch_size", None)
+            return timed
 
-        return following
-
-    def _iter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def iterator(loader: Any) -> Any:  # noqa: ANN401
-            loops = self._enter(Phase.DATA)
-            try:
-                return original(loader)
-            finally:
-                self._leave(loops)
-
-        return iterator
+        return wrap
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
@@ -397,17 +465,9 @@ class Patches:
             if torch.compiler.is_compiling():
                 return original(wrapper, *inputs, **named)
             model = wrapper._orig_mod
-            models = [hooks for loop in self._loops for hooks in loop.models]
+            models = [hooks for loop in tuple(self._loops) for hooks in loop.models]
             calls = [hooks for hooks in models if hooks.is_model(model)]
-            result = None
-            for hooks in calls:
-                hooks.begins(model, inputs, named)
-            try:
-                result = original(wrapper, *inputs, **named)
-            finally:
-                for hooks in calls:
-                    hooks.ends(model, inputs, result)
-            return result
+            return _called(calls, model, original, (wrapper, *inputs), named)
 
         return call
 

@@ -27,6 +27,8 @@ SLOW, LATELY = 1.5, 31
 """A step that takes so many times the median of so many steps before it is slow; fewer steps are
 too few to tell.
 """
+MOST_SUMMED = 10_000
+"""Most steps that are summed up at once: the last ones."""
 BETWEEN = "between steps"
 ERASE = "\r\x1b[2K"
 
@@ -36,18 +38,16 @@ class Sums:
     """Sums over some steps, in seconds: of the loop, so with what lies before each step."""
 
     steps: int = 0
-    slow_steps: int = 0
     step_s: float = 0.0
     loop_s: float = 0.0
     tokens: int = 0
     parts_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """The loop's time by phase, and what lies between steps without what waited for data there."""
 
-    def add(self, step: WatchedStep, *, is_slow: bool) -> None:
+    def add(self, step: WatchedStep) -> None:
         """Count a step."""
         between_s = step.between_s or 0.0
         self.steps += 1
-        self.slow_steps += is_slow
         self.step_s += step.times.step_s
         self.loop_s += step.times.step_s + between_s
         self.tokens += step.tokens.count or 0
@@ -96,17 +96,23 @@ class Live(Observer):
             raise ValueError(f"watch: every must be at least 0 (no lines), got {every}")
         self._name, self._every, self._mfu, self._is_first = name, every, mfu, is_first
         self._lately: deque[float] = deque(maxlen=LATELY)
-        self._all, self._shown, self._taken = Sums(), Sums(), Sums()
-        """All measured steps, those since the last line, and those since the last `take`."""
+        self._shown: deque[WatchedStep] = deque(maxlen=MOST_SUMMED)
+        self._taken: deque[WatchedStep] = deque(maxlen=MOST_SUMMED)
+        """Measured steps since the last line, and since the last `take`; they are summed up there,
+        because a step is to cost little.
+        """
+        self._steps = self._slow_steps = self._slow_taken = 0
+        """All measured steps, and of these slow ones, in all and before the last `take`."""
         self._drawn_s = -REDRAWN_S
         self._is_drawn = False
 
     def take(self) -> dict[str, float]:
         """The numbers of the measured steps that were read since the last call; empty if none."""
-        sums, self._taken = self._taken, Sums()
+        sums = _summed(self._taken)
         numbers = sums.numbers()
         if numbers:
-            numbers["slow_steps"] = sums.slow_steps
+            numbers["slow_steps"] = self._slow_steps - self._slow_taken
+            self._slow_taken = self._slow_steps
             mfu = self._mfu(sums)
             if mfu is not None:
                 numbers["mfu"] = mfu
@@ -121,8 +127,10 @@ class Live(Observer):
             self._lately
         )
         self._lately.append(interval_s)
-        for sums in (self._all, self._shown, self._taken):
-            sums.add(step, is_slow=is_slow)
+        self._steps += 1
+        self._slow_steps += is_slow
+        self._shown.append(step)
+        self._taken.append(step)
         # a stream that is closed or full is no reason to end a training loop
         with contextlib.suppress(OSError, ValueError):
             self._show()
@@ -141,17 +149,17 @@ class Live(Observer):
 
     def line(self) -> str:
         """The steps since the last line in a few words."""
-        sums = self._shown
+        sums = _summed(self._shown)
         numbers = sums.numbers()
-        words = [f"{self._name}: step {self._all.steps:,}", f"{numbers['step_ms']:.4g} ms"]
+        words = [f"{self._name}: step {self._steps:,}", f"{numbers['step_ms']:.4g} ms"]
         if "tokens_per_s" in numbers:
             words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
         mfu = self._mfu(sums)
         if mfu is not None:
             words.append(f"MFU {100 * mfu:.3g} %")
         words.append(sums.longest())
-        if self._all.slow_steps:
-            words.append(f"{self._all.slow_steps:,} slow")
+        if self._slow_steps:
+            words.append(f"{self._slow_steps:,} slow")
         return "  ".join(filter(None, words))
 
     def _show(self) -> None:
@@ -167,11 +175,18 @@ class Live(Observer):
             stream.write(f"{ERASE}{inert_line(self.line())[:width]} ")
         else:
             every = _lines_in(stream) if self._every is None else self._every
-            if not every or self._all.steps % every or not self._is_first():
+            if not every or self._steps % every or not self._is_first():
                 return
             stream.write(f"{inert_line(self.line())}\n")
         stream.flush()
-        self._shown = Sums()
+
+
+def _summed(steps: deque[WatchedStep]) -> Sums:
+    """The sums over the steps, which are forgotten."""
+    sums = Sums()
+    while steps:
+        sums.add(steps.popleft())
+    return sums
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -30,8 +30,9 @@ from ..analysis.limits import Limits, Verdict, check, verdicts
 from ..analysis.loop_advice import loop_warnings
 from ..analysis.warnings import launch_bound_phases
 from ..config import Device, Phase, Profiler
+from ..costs.accounting import mfu as share_of_peak
 from ..files import in_one_line
-from ..loop_record import SlowStep
+from ..loop_record import LoopFlops, SlowStep
 from ..measure.run import Progress
 from ..record import (
     Measurement,
@@ -48,10 +49,11 @@ from ..subject import WatchedLoop
 from ..sweep.store import PROFILE_DIRECTORIES
 from ..text import print_aside, print_line
 from .exit import UNREPORTED, conclude
+from .flops import LoopTracer
 from .gpu import LoopGpu
 from .growth import Growth, allocated_on_gpu
 from .hooks import Hooks, hookable
-from .live import Live
+from .live import Live, Sums
 from .marks import LoopStep, Timeline, WatchedStep, resolved
 from .observer import TROUBLES, Observer, overriding, say
 from .pauses import Pauses
@@ -165,7 +167,7 @@ class Watched:
         self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled = Profiled(models[0], several, self._loop, self.directory)
         self._timeline = Timeline(device)
-        self._live = Live(name, every, lambda _: None, lambda: not self._rank)
+        self._live = Live(name, every, self._mfu, lambda: not self._rank)
         observers: list[Observer] = [self._live]
         if self._profiled.has_profiler:
             observers.insert(0, self._profiled)
@@ -185,6 +187,7 @@ class Watched:
         observers += [self._growth, self._syncs, self._ranks]
         self._observe(observers)
         self._reader = PassReader(models, device)
+        self._tracer = LoopTracer(self._reader.calls.seen)
         self._hooks = Hooks(self._timeline, models, several, self._reader, self._pauses)
         self._hooks.attach()
         weakref.finalize(self, self._hooks.detach).atexit = False
@@ -306,6 +309,7 @@ class Watched:
         measured = all_measurements(steps)
         host_phases = measurements([step.times.host_phases_s for step in steps])
         self._judge(progress, telemetry, measured, host_phases)
+        flops, reason = self._flops()
         return replace(
             progress.finished(),
             measurements=measured,
@@ -313,6 +317,8 @@ class Watched:
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
             seen=replace(
                 seen_of(steps, self._reader.order),
+                flops=flops,
+                not_traced=reason,
                 slow_steps=self._slow(steps),
                 growth=self._growth.growth(self._num_read - self.warmup_steps - len(steps)),
                 syncs_per_update=self._syncs.per_update,
@@ -330,11 +336,37 @@ class Watched:
         first = self._num_read - self.warmup_steps - len(steps)
         return self._slow_steps.slow_steps(self.warmup, steps, first)
 
+    def _flops(self) -> tuple[LoopFlops | None, str]:
+        """The FLOPs of the mean step, and why they are not known. The first call traces the model,
+        which takes time that is not the loop's.
+        """
+        num_traced = self._tracer.num_traced
+        flops, reason = self._tracer.flops(self.measured)
+        if self._tracer.num_traced != num_traced:
+            self._timeline.forget()
+        return flops, reason
+
+    def _mfu(self, sums: Sums) -> float | None:
+        """MFU of these steps; None before the model was traced, and where FLOPs, precision or the
+        device's peak are not known.
+        """
+        flops, steps = self._tracer.last, self.measured
+        if flops is None or self._gpu is None or not steps or not sums.loop_s:
+            return None
+        precision = steps[-1].tokens.precision
+        if precision is None:
+            return None
+        rate = flops.per_step * sums.steps / sums.loop_s
+        return share_of_peak(rate, torch.cuda.get_device_name(), precision)
+
     def metrics(self) -> dict[str, float]:
         """The means of the measured steps that were read since the last call, for a tracker of
         experiments: times by phase (ms), tokens per second, how many steps were slow, the peak of
-        memory. Empty in the warm-up, and if there was none. Nothing waits for the device.
+        memory, MFU. Empty in the warm-up, and if there was none. Nothing waits for the device; the
+        first call traces the model for its FLOPs.
         """
+        if self.measured and self._tracer.num_traced == 0:
+            self._flops()
         numbers = self._live.take()
         if numbers and self._gpu is not None:
             numbers["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -412,13 +444,13 @@ class Watched:
             return f"<p>{len(self.warmup)} of {self.warmup_steps} warm-up steps are done</p>"
         return table_html(self.record())
 
-    def report(self) -> Path | None:
+    def report(self, *, page: bool = True) -> Path | None:
         """Write the record of the steps so far and the page of the loop's directory, print the
         table, take the hooks away, and return the path of the record. Another step hooks again.
 
         Of several ranks the first one does; the others write only their own times, which readers
-        join to the record, and return None. Where a loop ends without it,
-        by an exception, Ctrl-C or the end of the process, this is done then.
+        join to the record, and return None. Where a loop ends without it, by an exception, Ctrl-C
+        or the end of the process, this is done then without the page.
         """
         self.remove()
         if self._rank:
@@ -449,7 +481,8 @@ class Watched:
             self._profiled.move(raw_profile_path(record.subject, runs))
             explain_run(record.subject, runs)
         print_measured(with_other_ranks(record, runs), runs)
-        self._page = _written_page(self.directory)
+        if page:
+            self._page = _written_page(self.directory)
         return self._written
 
     def _write_rank(self) -> None:

@@ -59,6 +59,8 @@ class LoopStep:
     marks: list[Mark] = field(default_factory=list)
     """From the beginning of the step to its end."""
     passes: list[Pass] = field(default_factory=list)
+    has_closure: bool = False
+    """Whether a phase began within the optimizer's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,6 +165,8 @@ class Timeline:
         # in a CUDA graph, an event would be a node, and not tell a time
         if self._is_cuda and torch.cuda.is_current_stream_capturing():
             return False
+        if inside is Phase.OPTIMIZER:
+            self._open.has_closure = True
         self._phases.append(phase)
         self._change(phase)
         return True
@@ -246,7 +250,9 @@ def resolved(step: LoopStep) -> WatchedStep:
         phases_s=_by_phase(step.marks, on_host=False) if is_cuda else host_phases,
         host_phases_s=host_phases if is_cuda else {},
     )
-    waited_s = step.waited_s + sum(_seconds(*wait) for wait in step.waits)
+    waited_s = step.waited_s
+    for wait in step.waits:
+        waited_s += _seconds(*wait)
     return WatchedStep(
         times=times,
         between_s=None if step.before is None else _seconds(step.before, first),
@@ -261,12 +267,13 @@ def _settle(step: LoopStep) -> None:
     A forward pass in evaluation mode whose outputs no backward pass reaches is OTHER. Within an
     optimizer, what lies between a forward pass and backward is the closure's loss: OTHER.
     """
-    for seen in step.passes:
-        if not seen.is_training:
-            for mark in step.marks[seen.begin : seen.end]:
-                if mark.phase is Phase.FORWARD:
-                    mark.phase = Phase.OTHER
-    step.passes = [seen for seen in step.passes if seen.is_training]
+    for seen in [seen for seen in step.passes if not seen.is_training]:
+        step.passes.remove(seen)
+        for mark in step.marks[seen.begin : seen.end]:
+            if mark.phase is Phase.FORWARD:
+                mark.phase = Phase.OTHER
+    if not step.has_closure:
+        return
     for earlier, mark, later in zip(step.marks, step.marks[1:], step.marks[2:], strict=False):
         is_between = earlier.phase is Phase.FORWARD and later.phase is Phase.BACKWARD
         if mark.phase is Phase.OPTIMIZER and is_between:

@@ -3,8 +3,9 @@ their lengths, padding, and the precision of the matmuls.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Precision
+from .calls import Calls
 from .precision import autocast_dtype, computed_in, only_low_dtype, precision_of
 
 TELL_ORDER = (nn.MultiheadAttention, nn.RNNBase)
 """Modules of PyTorch that say whether the batch is the first axis."""
 EMBEDDING_WORDS = ("emb", "wte", "wpe", "rope", "rotary", "position")
 """Parts of the names of modules that look tokens up or are given positions."""
+FIRST_PASSES = 2
+"""Passes in which values are looked at, for which a GPU is waited."""
 MAX_HOOKED = 8
 """Most modules that are hooked because of their names, so that hooks cost little."""
 
@@ -39,6 +43,8 @@ class Pass:
     over.
     """
     precision: Precision | None = None
+    call: int = -1
+    """Index of the call in `Calls.seen`; -1 if that is full."""
 
 
 @dataclass(slots=True)
@@ -51,25 +57,33 @@ class Tokens:
     padding: int | None = None
     """None unless it is known of each forward pass."""
     precision: Precision | None = None
+    calls: tuple[int, ...] = ()
+    """Of each forward pass, the index of its call in `Calls.seen`."""
 
 
 NO_TOKENS = Tokens()
 
 
-def tokens_of(passes: Iterable[Pass]) -> Tokens:
+@lru_cache(maxsize=64)
+def _kept_once(calls: tuple[int, ...]) -> tuple[int, ...]:
+    """The same object for equal calls, because thousands of steps are kept."""
+    return calls
+
+
+def tokens_of(passes: Sequence[Pass]) -> Tokens:
     """The sums over the forward passes of a step."""
-    passes = list(passes)
     if not passes:
         return NO_TOKENS
-    counts = [seen.tokens for seen in passes if seen.tokens is not None]
-    paddings = [int(seen.padding) for seen in passes if seen.padding is not None]
-    precisions = [seen.precision for seen in passes]
-    return Tokens(
-        count=sum(counts) if counts else None,
-        shapes=tuple(seen.shape for seen in passes),
-        padding=sum(paddings) if paddings and len(paddings) == len(passes) else None,
-        precision=precisions[-1] if precisions else None,
-    )
+    sums = Tokens(precision=passes[-1].precision, shapes=tuple([seen.shape for seen in passes]))
+    sums.calls = _kept_once(tuple([seen.call for seen in passes]))
+    for seen in passes:
+        if seen.tokens is not None:
+            sums.count = (sums.count or 0) + seen.tokens
+    if passes[0].padding is not None:
+        paddings = [seen.padding for seen in passes if seen.padding is not None]
+        if len(paddings) == len(passes):
+            sums.padding = sum(map(int, paddings))
+    return sums
 
 
 class PassReader:
@@ -91,10 +105,13 @@ class PassReader:
         """Batch size of the DataLoader that made the last batch; None if unknown."""
         self.embeddings = WeakSet(_may_embed(named))
         """The modules before whose calls `embeds` is to be called."""
+        self._tables = {id(module) for module in self.embeddings if _has_matrix(module)}
         self.matmuls = WeakSet(_usual_matmul([module for _, module in named]))
         """The modules before whose calls `multiplies` is to be called."""
         self.order = AxisOrder([module for _, module in named])
         self._is_open = False
+        self.calls = Calls()
+        self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._given: tuple[Any, ...] = ()
         self._mappings: list[Mapping[Any, Any]] = []
         self._outer_dtype: torch.dtype | None = None
@@ -112,8 +129,10 @@ class PassReader:
     def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
         """Begin to read a forward pass, which is given these."""
         self._is_open = True
+        self._arguments = inputs, named
         self._given, self._mark = (*inputs, named) if named else inputs, mark
-        self._mappings = [value for value in self._given if isinstance(value, Mapping)]
+        if named or not isinstance(inputs[0] if inputs else None, Tensor):
+            self._mappings = [value for value in self._given if isinstance(value, Mapping)]
         self._outer_dtype = autocast_dtype(self._device)
         self._embedded.clear()
         self._is_inside = False
@@ -123,15 +142,12 @@ class PassReader:
         if not self._is_open:
             return
         self._is_inside = True
-        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
-        if not tensors:
-            return
-        ids = tensors[0]
-        if not ids.is_floating_point() and _has_matrix(module):
+        if self.order.num_passes < FIRST_PASSES:
+            self.order.see_positions(_tensors((*inputs, named)))
+        ids = inputs[0] if inputs else next(iter(named.values()), None)
+        if id(module) in self._tables and isinstance(ids, Tensor) and not ids.is_floating_point():
             count, _ = self._embedded.get(id(module), (0, ()))
             self._embedded[id(module)] = count + ids.numel(), tuple(ids.shape)
-        if self.order.looks_for_positions:
-            self.order.see_positions(tensors)
 
     def multiplies(
         self, _module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
@@ -154,13 +170,14 @@ class PassReader:
         first = next(iter(model._modules.values()), None)
         is_training = model.training and (first is None or first.training)
         seen = Pass(is_training=is_training, begin=self._mark)
+        seen.call = self.calls.number(model, *self._arguments)
         seen.precision = precision_of(self._dtype(model), self._device)
         seen.shape = self._count(seen)
         if seen.shape is not None:
             self.order.see_batch(seen.shape, self.loader_batch)
             if self.counts_padding:
                 seen.padding = _padding(self._mappings, seen.shape)
-        self._given, self._mappings = (), []
+        self._given, self._mappings, self._arguments = (), [], ((), {})
         self.order.num_passes += 1
         if not seen.is_training:
             reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
@@ -185,15 +202,33 @@ class PassReader:
                 seen.tokens = ids.numel()
                 return tuple(ids.shape)
         if self._embedded:
-            seen.tokens, shape = max(self._embedded.values())
+            embedded = [pair for pair in self._embedded.values() if not self._describes(pair[1])]
+            seen.tokens, shape = max(embedded, default=(None, None))
             return shape
         # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
         shapes = {tuple(value.shape) for value in _tensors(self._given) if _is_integer(value)}
         if self._is_inside or not self.embeddings or len(shapes) != 1:
             return None
         (shape,) = shapes
+        if self._describes(shape):
+            return None
         seen.tokens = math.prod(shape)
         return shape
+
+    def _describes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a row of numbers describes floats that the model is given, as the classes of a
+        batch of images do, or the positions that a model makes for a series.
+        """
+        if not shape or math.prod(shape) != shape[-1]:
+            return False
+        given = list(_tensors(self._given))
+        batches = [
+            value.shape[0] for value in given if value.is_floating_point() and value.ndim > 1
+        ]
+        lengths = [value.numel() for value in given if _is_integer(value)]
+        return bool(batches) and (
+            shape[-1] not in lengths or shape in {(size,) for size in batches}
+        )
 
 
 @dataclass(slots=True)
@@ -229,12 +264,6 @@ class AxisOrder:
                     self._lengths.add(buffer.shape[-1])
         if len(firsts) == 1:
             self._axis = int(firsts.pop())
-
-    @property
-    def looks_for_positions(self) -> bool:
-        """Whether to look at values, for which a GPU is waited: in the first passes."""
-        is_known = self.is_named or self._axis is not None
-        return not is_known and self.num_passes < 2
 
     def see_positions(self, tensors: Iterable[Tensor]) -> None:
         """Note the length of a row of positions, which classes of the sequences are not: positions

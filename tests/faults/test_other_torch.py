@@ -18,6 +18,8 @@ PUBLISHED = ROOT / "data" / "published"
 TRACE = ROOT / "tests" / "analysis" / "kernels" / "two_gpus" / "rank1_ddp.json.gz"
 WITHOUT_TORCH = ("torch", "functorch", "triton", "transformers", "accelerate", "lightning")
 """PyTorch and what imports it."""
+OF_WATCH = ["tests/test_watched.py"]
+OF_WATCH += [f"tests/watched/test_{name}.py" for name in ("drawn_loops", "leaving", "reading")]
 NAMES_TORCH = "PyTorch 2.11"
 IN_ONE_PROCESS = """
 import json, sys
@@ -139,7 +141,9 @@ def test_torch_2_6_suffices_to_watch(tmp_path: Path) -> None:
     installed = subprocess.run(install, env=os.environ, capture_output=True, text=True, timeout=600)
     if installed.returncode:
         pytest.skip(f"PyTorch 2.6 cannot be installed here: {installed.stderr[-300:]}")
-    watched = run([python, "-m", "pytest", "-n", "0", "-q", "tests/test_watched.py"], ROOT)
+    watched = run(
+        [python, "-m", "pytest", "-n", "0", "-q", "tests/test_watched.py", *OF_WATCH], ROOT
+    )
     assert watched.returncode == 0, watched.stdout
     refused = run([python, "-m", "cs336", "benchmark", "--device", "cpu"], tmp_path)
     assert refused.returncode == 2

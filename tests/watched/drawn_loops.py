@@ -120,7 +120,7 @@ class Unwatched:
     def data(self, batches):
         return iter(batches)
 
-    def report(self):
+    def remove(self):
         return None
 
 
@@ -384,12 +384,13 @@ class Loop:
         return iter(loader)
 
     def report(self):
-        """Report in the middle of the loop, after which what comes before the next step is not
-        seen.
+        """Print the table and take the hooks away in the middle of the loop, as a report does; what
+        comes before the next step is not seen then. (The report's page takes seconds.)
         """
         # RuntimeError: there may be no step to report
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(RuntimeError):
-            self.watched.report()
+            self.watched.remove()
+            str(self.watched)
         self.clock.forget()
 
     def wrap(self):

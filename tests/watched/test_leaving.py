@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +87,34 @@ def test_a_copy_of_a_watched_model_is_whole_and_not_watched(tmp_path):
     assert copied.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
 
 
+def test_a_saved_model_has_only_the_hooks_of_the_user(tmp_path):
+    model, optimizer = make()
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append("theirs"))
+    watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
+    train(watched, model, optimizer, steps=1)
+    copied = copy.deepcopy(model)
+    assert calls == ["theirs"]
+    copied(torch.zeros(4, 8, dtype=torch.int64))
+    assert calls == ["theirs"] * 2
+    assert len(copied._forward_hooks) == 1
+    assert not copied._forward_pre_hooks_with_kwargs
+    assert not copied._forward_hooks_always_called
+    watched.remove()
+    assert copied.__dict__.keys() == model.__dict__.keys() == Model().__dict__.keys()
+
+
+def test_a_watched_model_loads_where_only_its_classes_are_allowed(tmp_path):
+    model, optimizer = make()
+    train(watch(model, optimizer, warmup_steps=0, output=tmp_path), model, optimizer, steps=1)
+    torch.save(model, saved := io.BytesIO())
+    saved.seek(0)
+    with torch.serialization.safe_globals([Model, nn.Embedding, nn.Linear]):
+        loaded = torch.load(saved, weights_only=True)
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    assert torch.equal(loaded(tokens), model(tokens))
+
+
 def test_watching_keeps_no_model_alive(tmp_path):
     model, optimizer = make()
     watched = watch(model, optimizer, output=tmp_path)
@@ -129,6 +159,29 @@ def test_a_loop_that_goes_on_after_its_report_is_watched_again(tmp_path, capsys)
     assert all(record.measurement(Phase.FORWARD).times_s)
     # nothing is known of what was between the report and the next step
     assert len(record.between_s) == 6
+
+
+def test_a_loop_may_be_forgotten_while_another_begins(tmp_path, monkeypatch):
+    """Python collects garbage anywhere: here, within the wrapping of PyTorch's functions."""
+    from cs336.watched import hooks
+
+    before = torch.autograd._engine_run_backward
+    forgotten = [watch(make()[0], output=tmp_path)]
+
+    def wraps_late(function):
+        forgotten.clear()
+        gc.collect()
+        return functools.wraps(function)
+
+    forgotten[0].remove()
+    monkeypatch.setattr(hooks, "functools", SimpleNamespace(wraps=wraps_late))
+    model, optimizer = make()
+    watched = watch(model, optimizer, warmup_steps=0, output=tmp_path)
+    train(watched, model, optimizer)
+    assert all(watched.record().measurement(Phase.BACKWARD).times_s)
+    watched.remove()
+    assert not forgotten
+    assert torch.autograd._engine_run_backward is before
 
 
 SCRIPT = """

@@ -1,5 +1,7 @@
 """What is said of tokens, lengths, padding and precision, against what the loop was given."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from cs336 import watch
+from cs336.analysis.loop_times import loop_sentences
 from cs336.config import Phase, Precision
 from cs336.record import WarningCode
 
@@ -112,6 +115,9 @@ def test_tokens_by_name_with_padding_and_unequal_lengths(kind, tmp_path):
     assert record.seen.context_lengths == (5, 9)
     assert (record.seen.padding_tokens, record.seen.masked_tokens) == (6, 63)
     assert record.loop.context_length is None, "the lengths differ"
+    lengths, padding, _ = loop_sentences(record)
+    assert re.findall(r"\d+", lengths) == ["5", "9", "15", "27"]
+    assert re.findall(r"[\d.]+", padding)[0] == f"{100 * 6 / 63:.3g}"
 
 
 def test_an_encoder_and_a_decoder_that_share_an_embedding_are_both_counted(tmp_path):
@@ -121,6 +127,36 @@ def test_an_encoder_and_a_decoder_that_share_an_embedding_are_both_counted(tmp_p
 
     record = record_of(Translator(), [(ids(3, 5), ids(3, 7))], output=tmp_path)
     assert record.seen.tokens == (36,)
+
+
+@pytest.mark.parametrize("kind", ["classes", "positions", "both"])
+def test_what_describes_images_or_series_is_no_token(kind, tmp_path):
+    """As the classes of a diffusion model's images, and the positions of a series of vectors."""
+
+    class Series(Model):
+        def forward(self, given):
+            vectors, classes = given
+            hidden = self.mixer(vectors)
+            if kind != "classes":
+                hidden = hidden + self.positions(torch.arange(vectors.shape[1]))
+            if kind != "positions":
+                hidden = hidden + self.embedding(classes)[:, None]
+            return hidden
+
+    given = torch.ones(4, 6, WIDTH), ids(4) if kind != "positions" else None
+    record = record_of(Series(nn.Linear(WIDTH, WIDTH), positions=True), [given], output=tmp_path)
+    assert record.seen.tokens == ()
+
+
+def test_one_row_of_packed_tokens_is_counted(tmp_path):
+    """Also beside a floating mask."""
+
+    class Packed(Model):
+        def forward(self, given):
+            return super().forward(given[0][None]) + given[1].sum()
+
+    record = record_of(Packed(), [(ids(12), torch.ones(1, 1, 12, 12))], output=tmp_path)
+    assert record.seen.tokens == (12,)
 
 
 def test_passes_that_train_nothing_have_no_tokens(tmp_path):

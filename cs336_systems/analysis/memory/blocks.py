@@ -36,6 +36,7 @@ def block_memory(snapshot: LabelledSnapshot) -> tuple[BlockMemory, ...]:
     gradients = _by_block(snapshot, SightingKind.GRADIENT, is_of_step, block_of_parameter)
 
     def num_bytes(indices: Sequence[int]) -> int:
+        """Requested bytes of the tensors that were seen under these indices."""
         return int(snapshot.replay.allocations.requested_bytes[row_of[list(indices)]].sum())
 
     return tuple(

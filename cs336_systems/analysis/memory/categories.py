@@ -59,6 +59,7 @@ def categorise(
 
 
 def _category(kind: SightingKind) -> Category:
+    """The category of memory that a sighting implies; gathered parameters count as parameters."""
     return Category.PARAMETERS if kind is SightingKind.GATHERED else Category(kind)
 
 

@@ -93,6 +93,9 @@ def _replays(snapshot: Snapshot, device: int | None) -> list[Replay]:
     replays = [replay_device(memory, snapshot.settings) for memory in snapshot.devices]
 
     def rank(replay: Replay) -> tuple[bool, bool, int]:
+        """Sort key of a device, larger for the one to explain: the one that was asked for, then one
+        that ran out of memory, then the one with the highest peak.
+        """
         is_given = replay.memory.device == device
         return is_given, bool(replay.failed_requests), int(replay.allocated_bytes.max())
 
@@ -118,6 +121,9 @@ class _Explanation:
         notes: MemoryNotes | None,
         others: tuple[OtherDevice, ...],
     ) -> None:
+        """Find peak, phases and categories of a replayed snapshot; `notes` are what the program
+        recorded beside it, and `others` are devices that are not explained.
+        """
         memory = replay.memory
         self._snapshot, self._memory, self._notes = snapshot, memory, notes
         self._replay, self._others = replay, others
@@ -182,7 +188,7 @@ class _Explanation:
         )
 
     def _backward_bytes(self, is_live: Mask) -> int:
-        """What is held until later, and was there when backward allocated memory."""
+        """Bytes of the chosen allocations that exist when backward allocates memory."""
         if self._callers is None:
             return 0
         is_later = self._labelled.category == CATEGORY_CODES[Category.LATER]
@@ -190,6 +196,7 @@ class _Explanation:
         return int(self._replay.allocations.num_bytes[is_meant].sum())
 
     def _peak_moment(self, sums: LiveSums) -> Moment:
+        """The memory when most was allocated."""
         step, phase = self._place(self._peak - 1)
         return self._moment(sums, self._peak, step, phase, None)
 
@@ -200,6 +207,7 @@ class _Explanation:
 
     @property
     def _has_times(self) -> bool:
+        """Whether the snapshot's events have times."""
         return bool(self._memory.events.time_us.any())
 
     def _time_s(self, moment: int) -> float | None:
@@ -226,6 +234,9 @@ class _Explanation:
         return SEPARATOR.join(names)
 
     def _boundaries(self, sums: LiveSums) -> Iterator[Moment]:
+        """The memory at the end of each phase; raise ProfileError if the bytes replayed from events
+        differ from those that the notes counted there.
+        """
         for mark, moment in zip(self._phases.marks, self._phases.moments.tolist(), strict=True):
             if self._replay.are_sizes_known and self._allocated[moment] != mark.allocated_bytes:
                 raise ProfileError(
@@ -249,6 +260,7 @@ class _Explanation:
             yield self._phase_memory(len(moments), moments[-1], self._replay.failed_requests[-1])
 
     def _phase_memory(self, stretch: int, begin: int, end: int) -> PhaseMemory:
+        """Times and peak of allocated memory of one phase, from event `begin` to event `end`."""
         return PhaseMemory(
             step=self._phases.steps[stretch],
             phase=self._phases.names[stretch],
@@ -260,6 +272,9 @@ class _Explanation:
     def _moment(
         self, sums: LiveSums, moment: int, step: int, phase: str, mark: Mark | None
     ) -> Moment:
+        """Allocated and reserved memory after `moment` events, by category; with the allocator's
+        own counts if the program noted a `mark` there.
+        """
         return Moment(
             step=step,
             phase=phase,
@@ -285,6 +300,7 @@ class _Explanation:
         return np.array(peaks, dtype=np.int64)
 
     def _timeline(self, sums: LiveSums) -> Timeline:
+        """Bytes over time of each category that ever holds memory, and of reserved memory."""
         present = [
             category for category in FROM_BOTTOM if sums.counts[CATEGORY_CODES[category]].any()
         ]
@@ -299,6 +315,7 @@ class _Explanation:
         )
 
     def _work(self) -> AllocatorWork:
+        """How often the allocator asked the driver for memory, gave it back, and ran out of it."""
         counts = np.bincount(self._memory.events.action, minlength=len(Action))
         failed = self._replay.failed_requests
         return AllocatorWork(
@@ -310,6 +327,7 @@ class _Explanation:
         )
 
     def _failed_request(self, moment: int) -> FailedRequest:
+        """The request for memory that failed at event `moment`, and what memory there was then."""
         events = self._memory.events
         step, phase = self._place(moment)
         stack = self._snapshot.stacks[events.stack[moment]]
@@ -329,6 +347,7 @@ class _Explanation:
         )
 
     def _notes_to_reader(self) -> Iterator[str]:
+        """Sentences on what the snapshot does not tell, and how to record it so that it does."""
         yield from self._snapshot.notes
         yield from self._replay.notes
         if not len(self._memory.events):

@@ -42,6 +42,9 @@ class Groups:
     """The allocations of a snapshot in groups of like ones."""
 
     def __init__(self, snapshot: LabelledSnapshot) -> None:
+        """Group the allocations that agree in size, category, name, phase and code; groups are
+        numbered.
+        """
         self._snapshot, self._rows = snapshot, snapshot.replay.allocations
         rows, phases = self._rows, snapshot.phases
         used, self._stack_of_row = np.unique(rows.stack, return_inverse=True)
@@ -83,6 +86,10 @@ class Groups:
         return tuple(self._like_allocations(group, live) for group in live_groups.tolist())
 
     def _like_allocations(self, group: int, live: Mask) -> LikeAllocations:
+        """Describe one group; `live` says which allocations of the snapshot exist at the peak.
+
+        A name, shape or type in which the group's tensors differ is left out or generalised.
+        """
         snapshot, rows, members = self._snapshot, self._rows, self._members[group]
         first, at_peak = members[0], members[live[members]]
         indices = snapshot.sighting[members]

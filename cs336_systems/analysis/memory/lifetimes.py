@@ -174,7 +174,9 @@ class LifetimeReader:
         return event
 
     def _has(self, action: Action) -> bool:
+        """Whether any event has this action."""
         return bool((self._action == action).any())
 
     def _count(self, is_so: Mask) -> None:
+        """Count the events for which the mask is true as contradictions in the snapshot."""
         self.num_contradictions += int(np.count_nonzero(is_so))

@@ -12,7 +12,7 @@ _BLOCK = re.compile(r"^block\.(\d+|\*)$")
 
 
 def sighting_name(sighting: Sighting) -> str:
-    """The name without the ranges around the whole model."""
+    """The name of a tensor that was seen, without the ranges around the whole model."""
     if sighting.kind is not SightingKind.SAVED:
         return sighting.name
     return SEPARATOR.join(part for part in sighting.name.split(SEPARATOR) if part not in _AROUND)

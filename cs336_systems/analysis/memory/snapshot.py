@@ -264,6 +264,7 @@ class _Converter:
     """
 
     def __init__(self) -> None:
+        """Start with no stacks but the two that stand for an absent and an unrecorded one."""
         self._unknown: Counter[str] = Counter()
         self._stacks: dict[tuple[Stack, str], int] = {
             ((), ""): NO_STACK,
@@ -366,6 +367,9 @@ class _Converter:
         return tuple(frame_of[id(frame)] for frame in frames)
 
     def _notes(self) -> Iterator[str]:
+        """A sentence on events whose action is unknown and which were passed over, if there were
+        any.
+        """
         if self._unknown:
             names = ", ".join(_readable(name)[:40] for name, _ in self._unknown.most_common(3))
             yield (
@@ -375,6 +379,9 @@ class _Converter:
 
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Segments:
+    """The segments of a snapshot as arrays. Pools are numbered, and 0 is the pool that all
+    share.
+    """
     pools = [tuple(segment.get("segment_pool_id", SHARED_POOL)) for segment in segments]
     number_of = {SHARED_POOL: 0} | {
         pool: number for number, pool in enumerate(sorted({*pools} - {SHARED_POOL}), start=1)
@@ -415,6 +422,7 @@ def _addresses(segment: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _ints(values: Sequence[Any]) -> Ints:
+    """The values as an array of int64."""
     return np.fromiter(values, dtype=np.int64, count=len(values))
 
 

@@ -126,7 +126,7 @@ def code_places(stack: Stack) -> tuple[Place, ...]:
 
 
 def is_of_program(filename: str) -> bool:
-    """Whether the file is Python code outside of libraries."""
+    """Whether the file is Python code of the program itself, and not of a library."""
     is_library = any(
         folder.search(filename) is not None for folder in (_TORCH, _INSTALLED, _LIBRARY)
     )

@@ -235,6 +235,9 @@ class ChunkedAdamW:
         largest: Sequence[Tensor],
         gradient_types: Sequence[torch.dtype],
     ) -> None:
+        """Cut all tensors into chunks of CHUNK elements, one for each program of the kernel, and
+        put the sizes and addresses of the tensors into tables on the device.
+        """
         self._is_split = masters[0].dtype is torch.int16
         device = masters[0].device
         sizes = torch.tensor([master.numel() for master in masters])

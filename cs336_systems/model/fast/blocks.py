@@ -54,6 +54,9 @@ class CopiedLinear(Linear):
     """
 
     def __init__(self, linear: Linear, maker: CopyMaker) -> None:
+        """Take over the parameters of `linear`; `maker` makes the low-precision copy of the
+        weight.
+        """
         nn.Module.__init__(self)
         self.weight, self.bias = linear.weight, linear.bias
         self.copies = maker.copies(linear)
@@ -65,6 +68,7 @@ class CopiedLinear(Linear):
             self.copies = self.copies._replace(bias=None)
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
+        """Multiply x by the transposed weight copy; add the bias unless it is deferred."""
         return self.copies.matmul(x)[0]
 
     def tagged(
@@ -85,6 +89,9 @@ class PackedAttention(SelfAttention):
     output_proj: CopiedLinear
 
     def __init__(self, attention: SelfAttention, maker: CopyMaker) -> None:
+        """Take over the projections of `attention`; `maker` copies the weights of q, k and v into
+        one packed matrix.
+        """
         nn.Module.__init__(self)
         self.num_heads, self._packs = attention.num_heads, maker.settings.packed_attention
         parts = attention.q_proj, attention.k_proj, attention.v_proj
@@ -99,8 +106,8 @@ class PackedAttention(SelfAttention):
         mask: Mask | None,
         largest: Largest | None = None,
     ) -> tuple[Float[Tensor, "batch seq d_model"], Tag | None]:
-        """Attention's branch, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of
-        x, if known.
+        """Output of attention after its output projection, and the tag of that projection (see
+        `CopiedLinear.tagged`). `largest` has magnitudes of x for its fp8 scale, or is None.
         """
         with annotate(self.range):
             return self.output_proj.tagged(self.values(*self.project(x, largest), rotations, mask))
@@ -123,9 +130,11 @@ class PackedAttention(SelfAttention):
         rotations: Rotations | None,
         mask: Mask | None,
     ) -> Float[Tensor, "batch seq d_model"]:
-        """Outputs of all heads, side by side, from what `project` returned.
+        """Outputs of all heads, side by side, from the queries, keys and values that `project`
+        returned.
 
-        Of PyTorch's causal attention, or of naive attention if `mask` is given.
+        Attention is PyTorch's, causal, or naive attention if a `mask` is given; with rotations, q
+        and k are rotated by RoPE first. `tag` is the projection's fp8 tag (fp8.py), if it has one.
         """
         if self._packs:
             return packed_attention(projected, self.num_heads, rotations, self.packed.bias, tag)
@@ -152,6 +161,9 @@ class CopiedFeedForward(nn.Module):
     range: str = Range.FFN
 
     def __init__(self, ffn: SwiGLU | GeluMLP, maker: CopyMaker) -> None:
+        """Take over the linear layers of `ffn`; `maker` copies their weights, those of SwiGLU's w1
+        and w3 into one packed matrix.
+        """
         super().__init__()
         self._fuses = maker.settings.fused_activations
         self._is_gated = isinstance(ffn, SwiGLU)
@@ -169,8 +181,8 @@ class CopiedFeedForward(nn.Module):
     def forward(
         self, x: Float[Tensor, "... d_model"], largest: Largest | None = None
     ) -> tuple[Float[Tensor, "... d_model"], Tag | None]:
-        """The result, and its tag (`CopiedLinear.tagged`); `largest` has magnitudes of x, if
-        known.
+        """Output of the feed-forward network, and the tag of its last matmul (see
+        `CopiedLinear.tagged`). `largest` has magnitudes of x for its fp8 scale, or is None.
         """
         with annotate(self.range):
             if self._fuses:
@@ -209,6 +221,9 @@ class CopiedBlock(Block):
     ffn: CopiedFeedForward  # type: ignore[assignment]
 
     def __init__(self, block: Block, maker: CopyMaker) -> None:
+        """Take over the norms of `block`, and build attention and feed-forward network on weight
+        copies.
+        """
         nn.Module.__init__(self)
         self.range = block.range
         self.ln1 = block.ln1
@@ -250,6 +265,9 @@ class AddNorm(nn.Module):
     range: str = Range.NORM
 
     def __init__(self, norm: RMSNorm | LayerNorm, *, feeds_fp8: bool = False) -> None:
+        """Take over the parameters of `norm`; `feeds_fp8` says that an fp8 matmul reads the
+        result.
+        """
         super().__init__()
         self.weight = norm.weight
         self.bias: nn.Parameter | None = getattr(norm, "bias", None)
@@ -320,6 +338,9 @@ class SelectiveBlock(DeferredBlock):
     """
 
     def __init__(self, block: Block, maker: CopyMaker, *, keeps_hidden: bool) -> None:
+        """`keeps_hidden` says whether the hidden activations of the feed-forward network are saved
+        for backward, instead of recomputed.
+        """
         super().__init__(block, maker)
         self._keeps_hidden = keeps_hidden
 
@@ -345,7 +366,7 @@ class SelectiveBlock(DeferredBlock):
     def _project(
         self, stream: ResidualStream
     ) -> tuple[Float[Tensor, "batch seq thrice_d_model"], Tag | None]:
-        """q, k and v side by side."""
+        """Packed projections q, k and v (batch, seq, 3 d_model) of the normed residual stream."""
         with annotate(Range.FORWARD), self._own_range():
             with annotate(self.ln1.range):
                 dtype = self.attn.output_proj.copies.weight.dtype
@@ -387,7 +408,11 @@ class SelectiveBlock(DeferredBlock):
                 return stream, *self.ffn.expand(normed.flatten(0, 1), largest)
 
     def _contract(self, hidden: Hidden, tag: Tag | None) -> Float[Tensor, "tokens d_model"]:
-        """The feed-forward network's branch; it has no tag, since a plain addition reads it."""
+        """Output of the feed-forward network from its hidden activations: activation, then second
+        matmul.
+
+        The output has no tag, since an addition reads it and not an fp8 matmul's backward.
+        """
         with annotate(Range.FORWARD), self._own_range(), annotate(self.ffn.range):
             return self.ffn.w2.copies.matmul(*self.ffn.activate(hidden, tag))[0]
 
@@ -409,6 +434,9 @@ class FusedEmbedding(Embedding):
         self.weight, self.positions = embedding.weight, embedding.positions
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
+        """Embeddings of the tokens, plus those of their positions if the model has learned
+        positions.
+        """
         with annotate(self.range):
             x: Tensor = lookup(self.weight, tokens)
             return x if self.positions is None else x + self.positions[: tokens.shape[1]]
@@ -422,6 +450,9 @@ class PaddedHead(nn.Module):
     range: str = Range.LM_HEAD
 
     def __init__(self, head: LMHead, multiple: int, maker: CopyMaker | None) -> None:
+        """Take over the weight of `head`. If there is a `maker`, it makes a copy with rows of zeros
+        up to a multiple of `multiple`.
+        """
         super().__init__()
         self.weight = head.weight
         self.copies: Copies | None = None if maker is None else maker.padded(head, multiple)

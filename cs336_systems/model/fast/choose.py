@@ -176,6 +176,7 @@ def can_pack_attention(
 
 
 def _is_hopper(device_name: str | None) -> bool:
+    """Whether a GPU of this name is of NVIDIA's Hopper generation; False if it is unknown."""
     return device_name is not None and bool(_HOPPER.search(device_name))
 
 

@@ -29,6 +29,10 @@ def fused_cross_entropy(
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+        """Mean loss over the rows of `logits` (tokens, padded vocabulary); `targets` are token ids.
+
+        If the logits need a gradient, it is written over them and saved for backward.
+        """
         needs_gradient = ctx.needs_input_grad[0]
         loss = _losses(
             logits, targets, vocab_size, len(logits), write_gradients=needs_gradient
@@ -39,6 +43,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
+        """Multiply the gradient that forward has computed by `factor`, the gradient of the loss."""
         (gradient,) = ctx.saved_tensors
         _multiply(gradient, factor)
         return gradient, None, None
@@ -68,6 +73,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunks: int
     ) -> Tensor:
+        """Mean loss of the logits x W^T, where x is (tokens, d_model) and `weight` is W (padded
+        vocabulary, d_model).
+
+        Logits exist for one chunk of tokens at a time. Gradients of x and W, if needed, are
+        computed here from each chunk's logits and saved for backward.
+        """
         needs_gradient = any(ctx.needs_input_grad[:2])
         of_x = torch.empty_like(x) if needs_gradient else None
         of_weight: Tensor | None = None
@@ -92,6 +103,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Multiply the gradients that forward has computed by `factor`, the loss's gradient."""
         of_x, of_weight = ctx.saved_tensors
         _multiply(of_x, factor)
         _multiply(of_weight, factor)
@@ -101,8 +113,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _losses(
     logits: Tensor, targets: Tensor, vocab_size: int, count: int, *, write_gradients: bool
 ) -> Tensor:
-    """The loss of each row; with `write_gradients` the logits become the gradient of their sum
-    over `count`.
+    """Cross-entropy of each row of `logits` (tokens, padded vocabulary); columns from `vocab_size`
+    on are padding and are ignored.
+
+    With `write_gradients` the logits are overwritten by the gradient of sum(losses) / `count`.
     """
     if logits.is_cuda:
         # Triton, which only comes with PyTorch for GPUs
@@ -128,7 +142,7 @@ def _losses(
 
 
 def _multiply(rows: Tensor, factor: Tensor) -> None:
-    """Multiply in place."""
+    """Multiply a matrix by a scalar tensor, in place."""
     if rows.is_cuda:
         from . import cross_entropy_kernel
 

@@ -53,8 +53,8 @@ def _tiles(rows: int, columns: int, device: torch.device) -> GemmConfig:
 
 
 def expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Slopes of GELU of x weight^T + bias, and GELU; without a bias those of SwiGLU's two
-    factors, side by side.
+    """Derivative of the activation at x weight^T + bias, and the activation: GELU with a bias;
+    without one SwiGLU, whose derivatives along both factors are side by side.
     """
     x = x.contiguous()
     tiles = _tiles(len(x), len(weight), x.device)
@@ -88,7 +88,9 @@ def expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tens
 def contract_backward(
     gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """gradient weight times the slopes, and its sums over rows if there is a bias."""
+    """gradient weight, multiplied elementwise by `slopes` (the activation's derivative), and the
+    sum of that over rows if there is a bias.
+    """
     gradient, result = gradient.contiguous(), torch.empty_like(slopes)
     rows, width = len(gradient), weight.shape[1]
     tiles = _tiles(rows, width, gradient.device)
@@ -121,18 +123,22 @@ def contract_backward(
 # activation itself.
 
 
+# Forward of GELU: the slope of the activation at acc + bias, and the activation.
 @gemm_epilogue(outputs=("hidden",))
 def _gelu(acc: Any, bias: Any) -> dict[str, Any]:
     slope, hidden = dgelu_tanh_approx(acc + bias, 1.0)
     return {"D": slope, "hidden": hidden}
 
 
+# Backward of GELU: `c` is the slope, so the result is the gradient of the preactivation, whose sum
+# over the rows is the gradient of the bias.
 @gemm_epilogue(reduces={"of_bias": RowVecReduce("of_bias")})
 def _gelu_backward(acc: Any, c: Any) -> dict[str, Any]:
     of_x = acc * c
     return {"D": of_x, "of_bias": of_x}
 
 
+# Forward of SwiGLU: `acc` holds gate and up in pairs; the slopes along both, and the activation.
 @gemm_epilogue(outputs=("of_gate", "of_up", "hidden"), mode="acc_pair")
 def _swiglu(acc: Any) -> dict[str, Any]:
     gate, up = unpack(acc)
@@ -140,6 +146,7 @@ def _swiglu(acc: Any) -> dict[str, Any]:
     return {"of_gate": of_gate, "of_up": of_up, "hidden": hidden}
 
 
+# Backward of SwiGLU: the gradients of gate and up, from that of the activation and both slopes.
 @gemm_epilogue(outputs=("of_up",))
 def _swiglu_backward(acc: Any, gate_slope: Any, up_slope: Any) -> dict[str, Any]:
     return {"D": acc * gate_slope, "of_up": acc * up_slope}

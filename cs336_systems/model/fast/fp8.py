@@ -74,7 +74,9 @@ def fp8_linear(
 
 
 def scale_of(largest: Largest) -> Fp8Scale:
-    """The scale of a tensor with these magnitudes."""
+    """The fp8 scale, as one element, of a tensor whose largest magnitude is the largest of
+    these.
+    """
     return _scales(largest.amax())
 
 
@@ -84,7 +86,7 @@ def _scales(largest: Tensor) -> Tensor:
 
 
 def scale_if(x: Float[Tensor, "... columns"], is_wanted: bool) -> Float[Tensor, " one"]:
-    """The scale of x, as one element; empty unless `is_wanted`."""
+    """The fp8 scale of x as a tensor of one element; an empty tensor unless `is_wanted`."""
     return scale_of(x.abs()).view(1) if is_wanted else x.new_empty(0, dtype=torch.float32)
 
 
@@ -103,7 +105,10 @@ class KeptScale(NamedTuple):
 
 
 def update_scales(kept: Sequence[KeptScale]) -> None:
-    """Compute all these scales, in few launches; each must have the same number of magnitudes."""
+    """Compute the fp8 scales of all these tensors from their magnitudes, in few launches.
+
+    Each tensor must have the same number of magnitudes.
+    """
     with torch.no_grad():
         scales = _scales(torch.stack([tensor.largest for tensor in kept]).amax(dim=1))
         torch._foreach_copy_([tensor.scale for tensor in kept], [*scales.unbind()])
@@ -121,6 +126,13 @@ class _Fp8Linear(torch.autograd.Function):
         reads_tag: bool,
         is_grad_enabled: bool,  # at the call; inside this method it never is
     ) -> tuple[Tensor, Tensor]:
+        """x W^T plus `bias`, computed in fp8, for x (tokens, d_in) and `weight` W (d_out, d_in).
+
+        `largest` are magnitudes of x whose maximum gives its scale, and `weight_scale` is the
+        weight's scale; if either is None, it is computed here. The second result is the tag, a
+        dummy of one element: with `reads_tag`, its gradient carries the fp8 scale of the result's
+        gradient.
+        """
         x_scale = scale_of(_largest_of_rows(x) if largest is None else largest)
         weight_scale = scale_of(_largest_of_rows(weight)) if weight_scale is None else weight_scale
         has_backward = is_grad_enabled and any(ctx.needs_input_grad)
@@ -135,6 +147,11 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, the weight and the bias, from matmuls in fp8.
+
+        `scale` is the gradient of the tag: with `reads_tag` it is the fp8 scale of `gradient`, else
+        it is ignored and the scale is computed from `gradient`.
+        """
         x8_transpose, x_scale, weight8_transpose, weight_scale = ctx.saved_tensors
         scale = scale.view(()) if ctx.reads_tag else scale_of(_largest_of_rows(gradient))
         gradient8, gradient8_transpose = _fp8_casts(gradient, scale, True)

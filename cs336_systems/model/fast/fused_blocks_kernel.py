@@ -61,7 +61,7 @@ def add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What fused_blocks.py says of the operator."""
+    """Triton's form of the operator `_add_norm` in fused_blocks.py, which says what it returns."""
     del tag
     stream = stream.contiguous()
     others = [
@@ -106,7 +106,9 @@ def add_norm_backward(
     branch_bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What fused_blocks.py says of the operator."""
+    """Triton's form of the operator `_add_norm_backward` in fused_blocks.py, which says what it
+    returns.
+    """
     gradient, total, statistics, gain = (
         tensor.contiguous() for tensor in (gradient, total, statistics, gain)
     )
@@ -144,8 +146,8 @@ def add_norm_backward(
 
 
 def bias_gelu(x: Tensor, bias: Tensor, tag: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU of x + bias, and with a tag the largest magnitude of each tile of GELU_PART, which
-    one program computes.
+    """GELU of x (..., d_ff) + bias (d_ff) and, with a tag, the largest magnitude of each tile of
+    GELU_PART columns, else an empty tensor.
     """
     measures = tag is not None
     x, bias = x.contiguous(), bias.contiguous()
@@ -204,7 +206,9 @@ def bias_gelu_backward(
 
 
 def lookup_backward(gradient: Tensor, tokens: Tensor, num_rows: int) -> Tensor:
-    """Gradient of an embedding with `num_rows` rows."""
+    """Gradient of an embedding table with `num_rows` rows: each token's gradient is added to the
+    row of its token.
+    """
     result = gradient.new_zeros(num_rows, gradient.shape[-1])
     gradient, tokens = gradient.contiguous(), tokens.contiguous()
     width = gradient.shape[-1]
@@ -243,7 +247,9 @@ def casts(x: Tensor, scale: Tensor, transposes: bool) -> tuple[Tensor, Tensor]:
 
 
 def num_programs(rows: int, block: int, device: torch.device) -> int:
-    """Number of programs: enough to keep the memory busy, few enough that each has several rows."""
+    """Number of programs of a kernel that loops over rows: enough to keep the memory busy, few
+    enough that each has several rows. A program's registers hold `block` elements.
+    """
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

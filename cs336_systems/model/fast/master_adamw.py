@@ -65,6 +65,9 @@ class MasterAdamW(EagerOptimizer):
         storage: Storage = IN_FP32,
         **hyperparameters: Unpack[Hyperparameters],
     ) -> None:
+        """Build the optimizer of the master weights in `weights`; `storage` says in which types
+        masters and moments are kept, and masters that are to be split are split here.
+        """
         for weight in weights if storage.splits else ():
             if weight.read is None:
                 weight.split()
@@ -76,8 +79,8 @@ class MasterAdamW(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all trained weights that have a gradient, which must be the same ones in every
-        step.
+        """Run one AdamW update of all trained weights that have a gradient, which must be the same
+        weights in every step.
         """
         del closure
         self._steps += 1
@@ -89,7 +92,9 @@ class MasterAdamW(EagerOptimizer):
         drop_gradients(self.weights)
 
     def captured(self) -> None:
-        """Prepare for replays of a graph that has captured this step."""
+        """Copy addresses to the device after a CUDA graph has captured this step, before its first
+        replay.
+        """
         for kernel in self._kernels.values():
             kernel.upload()
 
@@ -118,7 +123,7 @@ class MasterAdamW(EagerOptimizer):
                     self._update_one(weight)
 
     def _launch(self, kind: _Kind, weights: Sequence[Weight]) -> None:
-        """Update these weights, all of one kind, by one kernel."""
+        """Update these weights by one kernel; all are of one kind, as `ChunkedAdamW` needs it."""
         # Triton, which only comes with PyTorch for GPUs
         from .adamw_kernel import ChunkedAdamW
 
@@ -146,7 +151,7 @@ class MasterAdamW(EagerOptimizer):
         return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
 
     def _update_one(self, weight: Weight) -> None:
-        """Update a weight by PyTorch's operators."""
+        """Update one weight by PyTorch's operators, which is how it is done on a CPU."""
         settings, state = self._settings, self.state[weight.master]
         lr, (beta1, beta2) = settings["lr"], settings["betas"]
         values = weight.values()

@@ -47,6 +47,9 @@ class FastLM(nn.Module):
     """
 
     def __init__(self, reference: TransformerLM, settings: RunConfig) -> None:
+        """Build the fast model from the parameters of `reference`, with the optimizations that
+        `settings` switches on.
+        """
         super().__init__()
         self.config, self._settings = reference.config, settings
         check_device(settings, reference.lm_head.weight.device)
@@ -110,7 +113,7 @@ class FastLM(nn.Module):
         drop_gradients(self.weights)
 
     def _hidden(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq d_model"]:
-        """The input of the head: the residual stream after all blocks, normed."""
+        """The normed residual stream after all blocks, which the language model's head reads."""
         # the unbound function: a bound method would keep the reference, and so the whole parameters
         # that FSDP shards
         rotations, mask = TransformerLM.tables(cast("TransformerLM", self), tokens.shape[1])
@@ -149,7 +152,7 @@ class FastLM(nn.Module):
         return cast("Tensor", normed[1] if self._settings.fused_blocks else normed)
 
     def _groups(self) -> list[list[nn.Module]]:
-        """The blocks of each checkpoint."""
+        """The blocks in groups, each of which is one activation checkpoint."""
         blocks, size = list(self.layers), self._settings.checkpoint_blocks
         return [blocks[first : first + size] for first in range(0, len(blocks), size)]
 
@@ -228,6 +231,7 @@ class FastTrainable(Trainable):
     """The fast model with the parameters of `reference`."""
 
     def __init__(self, reference: TransformerLM, config: RunConfig) -> None:
+        """Build the fast model of `reference`, and choose the fused, compiled or plain loss."""
         self._fast = FastLM(reference, config)
         super().__init__(self._fast, config)
         if config.fused_loss:
@@ -236,6 +240,9 @@ class FastTrainable(Trainable):
             self.criterion = torch.compile(self.criterion)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of a batch: computed in chunks of tokens if the configuration asks for
+        that, else from all logits, whose padded columns the criterion ignores.
+        """
         if self.config.loss_chunks > 1:
             return self._fast.chunked_loss(tokens, targets)
         logits = self._fast.padded_logits(tokens)
@@ -243,6 +250,9 @@ class FastTrainable(Trainable):
             return self.criterion(logits, targets, self.config.model.vocab_size)
 
     def _compiled(self, loss: Loss) -> Loss:
+        """Compile each block in place if the configuration asks for that, and return the loss as it
+        is; else compile the loss as a whole, as for the reference model.
+        """
         if not self.config.compile_blocks:
             return super()._compiled(loss)
         for block in self._fast.layers:

@@ -107,8 +107,8 @@ def _kept_answer(module: str) -> Path:
 
 
 def forget_answer(module: str) -> None:
-    """Have the next command look anew whether the module can be imported, because it cannot
-    where it was needed.
+    """Delete the stored answer whether the module can be imported, so that the next command tries
+    again; called when an import failed.
     """
     with contextlib.suppress(OSError):
         _kept_answer(module).unlink()

@@ -56,6 +56,7 @@ class _CutHeads(torch.autograd.Function):
     def forward(
         ctx: Any, packed: Tensor, bias: Tensor, num_heads: int, tag: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of q, k and v in `packed` (batch, seq, 3 d_model): (batch, seq, heads, d_head)."""
         ctx.bias_type, ctx.is_tagged = bias.dtype, tag is not None
         q, k, v = packed.unflatten(-1, (3, num_heads, -1)).unbind(2)
         return q, k, v
@@ -64,6 +65,7 @@ class _CutHeads(torch.autograd.Function):
     def backward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, None, Tensor | None]:
+        """Gradients of `packed`, the bias and the tag (its fp8 scale), from those of q, k and v."""
         of_packed, of_bias, scale = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
         return of_packed, of_bias, None, scale if ctx.is_tagged else None
 
@@ -131,7 +133,7 @@ def _differentiate_rope_heads(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tupl
 
 
 def _keep_last(ctx: Any, inputs: tuple[Tensor, ...], output: object) -> None:
-    """Save the last argument for backward."""
+    """Save the last argument of a custom operator for its backward."""
     del output
     ctx.save_for_backward(inputs[-1])
 
@@ -176,6 +178,9 @@ class _PackedAttention(torch.autograd.Function):
         bias: Tensor | None,
         tag: Tensor | None,
     ) -> Tensor:
+        """Causal attention of the heads in `packed` (batch, seq, 3 d_model), after RoPE in place if
+        there are `rotations`; the result is (batch, seq, d_model).
+        """
         if rotations is not None:
             _rotate(packed, rotations)
         values, lse = _attend(packed, num_heads)
@@ -188,6 +193,9 @@ class _PackedAttention(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor, None, None, Tensor | None, Tensor | None]:
+        """Gradients of `packed`, the bias (if there is one) and the tag, from that of the
+        attention's result.
+        """
         packed, values, lse, rotations = ctx.saved_tensors
         of_packed, of_bias, scale = _attend_backward(
             gradient, packed, values, lse, rotations, ctx.num_heads, ctx.bias_type, ctx.is_tagged
@@ -203,7 +211,7 @@ def _heads(packed: Tensor, num_heads: int) -> list[Tensor]:
 
 @operator("packed_kernel.rotate", mutates=("packed",))
 def _rotate(packed: Tensor, rotations: Tensor) -> None:
-    """Rotate q and k."""
+    """Rotate q and k by RoPE, in place, within `packed` (batch, seq, 3 d_model)."""
     q_and_k = packed.unflatten(-1, (3, -1, 2 * rotations.shape[1]))[:, :, :2]
     q_and_k.copy_(rotate_pairs(q_and_k.flatten(2, 3), rotations).view_as(q_and_k))
 
@@ -230,9 +238,10 @@ def _attend_backward(
     bias_type: torch.dtype | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed` before its rotation, and of its bias; and the scale of the first.
+    """Gradients of `packed` before RoPE and of its bias, and the fp8 scale of the former.
 
-    The second is empty if `bias_type` is None, the last unless `measures`.
+    `gradient` is that of the outputs `values`, and `lse` the log-sum-exp of each query's scores.
+    The bias's gradient is empty if `bias_type` is None; the scale is empty unless `measures`.
     """
     of_values = gradient.unflatten(-1, (num_heads, -1)).transpose(1, 2)
     by_head = values.unflatten(-1, (num_heads, -1)).transpose(1, 2)
@@ -271,6 +280,11 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, bias: Tensor | None, second: Tensor) -> Tensor:
+        """Activation of x first^T + bias, times second^T; the activation's slopes are saved for
+        backward.
+
+        Weights are `first` (d_hidden, d_model) and `second` (d_model, d_ff).
+        """
         rows = x.flatten(0, -2)
         slopes, hidden = _expand(rows, first, bias)
         ctx.save_for_backward(rows, first, second, slopes, hidden)
@@ -279,6 +293,9 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Gradients of x, `first`, its bias (if there is one) and `second`, from that of the
+        result.
+        """
         rows, first, second, slopes, hidden = ctx.saved_tensors
         of_rows = gradient.flatten(0, -2)
         of_second = of_rows.t() @ hidden
@@ -289,9 +306,11 @@ class _FeedForward(torch.autograd.Function):
 
 @operator("feed_forward_kernel.expand")
 def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Slopes of the activation of x weight^T + bias, and the activation.
+    """Derivative of the activation at x weight^T + bias, and the activation itself: GELU with a
+    bias, SwiGLU without.
 
-    The slopes of SwiGLU are those along its gate and then those along its other factor.
+    The derivative of SwiGLU has two parts, side by side: along the gate, and along the other
+    factor.
     """
     expanded = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if bias is not None:
@@ -310,10 +329,11 @@ def _expand(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
 def _contract_backward(
     gradient: Tensor, weight: Tensor, slopes: Tensor, bias_type: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of what `_expand` activates, from that of the activation times weight^T; and of
-    its bias, or empty.
+    """Gradient of the preactivation that `_expand` computes, and of its bias (empty without one).
 
-    `bias_type` is the type of the bias, or None without a bias.
+    `gradient` (tokens, d_out) is that of the second matmul's result, `weight` the second matmul's,
+    `slopes` the derivative of the activation. `bias_type` is the type of the bias, or None without
+    one.
     """
     of_hidden = gradient.float() @ weight.float()
     result = of_hidden.repeat(1, slopes.shape[1] // of_hidden.shape[1]) * slopes.float()

@@ -26,7 +26,9 @@ warps.
 
 
 def swiglu(packed: Tensor) -> Tensor:
-    """silu(gate) x up."""
+    """silu(gate) x up for `packed`, whose last axis has the columns of the gate and then those of
+    up.
+    """
     packed = packed.contiguous()
     width = packed.shape[-1] // 2
     result = packed.new_empty(*packed.shape[:-1], width)
@@ -46,7 +48,9 @@ def swiglu_backward(packed: Tensor, gradient: Tensor) -> Tensor:
 
 
 def rope_heads(packed: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, the first two rotated."""
+    """Split `packed` (batch, seq, 3 d_model) into q, k and v by heads, and rotate q and k by
+    RoPE.
+    """
     packed = packed.contiguous()
     d_head = 2 * rotations.shape[1]
     shape = (*packed.shape[:2], packed.shape[-1] // (3 * d_head), d_head)

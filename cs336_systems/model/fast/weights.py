@@ -180,7 +180,7 @@ def joined_values(copy: Tensor, remainder: Tensor) -> Float[Tensor, "..."]:
 
 
 def whole(name: str, master: nn.Parameter) -> Weight:
-    """A parameter of the model as a weight without a copy."""
+    """Wrap a parameter that the model reads directly, without a low-precision copy."""
     return Weight(name=name, master=master, read=LeafSlice(master, slice(0, master.numel())))
 
 
@@ -220,6 +220,7 @@ class CopyMaker:
     """Makes the copies for a model's linear layers, and remembers which copy each parameter has."""
 
     def __init__(self, settings: RunConfig, model: nn.Module) -> None:
+        """`settings` say in which types the weights of `model` are copied."""
         self.settings = settings
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # with several ranks, a block's copies may be gathered only just before the block runs

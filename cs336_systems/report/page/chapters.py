@@ -71,8 +71,10 @@ def write_page_of_runs(directory: Path) -> Path:
 
 
 def list_of(root: Path, pages: Mapping[Path, Page], unreadable: Mapping[Path, str]) -> Page:
-    """The list of all pages below `root`, by their directories relative to it; below them, which
+    """The page that links all pages below `root`, grouped by subject, and says at its end which
     directories cannot be read and why.
+
+    Keys are directories relative to `root`.
     """
     chapters = []
     for subject, title in SUBJECTS.items():
@@ -90,8 +92,8 @@ def list_of(root: Path, pages: Mapping[Path, Page], unreadable: Mapping[Path, st
 
 
 def _chapters(directory: Directory, glance: Glance) -> Iterator[Chapter]:
-    """Findings, then pictures and tables of each subject, then all runs, and how they were
-    measured.
+    """The chapters of a directory's page: findings, then pictures and tables of each subject, then
+    all runs, and how they were measured.
     """
     results, sections = directory.results, _sections(directory)
     tables = [table for part in sections.values() for section in part for table in section.tables]

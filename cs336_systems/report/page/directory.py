@@ -39,8 +39,8 @@ class Directory:
 
     @property
     def subject(self) -> str:
-        """The key of SUBJECTS that it belongs to; a sweep that also has profiles belongs to
-        these, as a single file does.
+        """The subject (a key of SUBJECTS) under which the directory is listed; a sweep that also
+        has profiles is listed under what they are of, as a single file is.
         """
         if self.study is not None:
             return self.study.subject

@@ -40,7 +40,7 @@ def glance_of_file(results: Results) -> Glance:
 
 
 def _in_words(findings: Iterable[Finding | str]) -> tuple[str, str]:
-    """The first sentence of all, and the others."""
+    """Split findings into the first sentence, which is the page's headline, and all the others."""
     texts = [str(row["finding"]) for row in finding_rows(findings)]
     head, dot, rest = " ".join(texts).partition(". ")
     return f"{head}{dot.strip()}" or "Nothing stands out.", rest

@@ -102,7 +102,7 @@ def glance_at(directory: Directory) -> Glance:
 
 
 def _failed_profiles(results: Results) -> Iterator[str]:
-    """How runs under a profiler failed, where the headline is of runs without one."""
+    """A sentence on how runs under a profiler failed, if the headline is about runs without one."""
     profiled = [
         record for record in results.records if record.subject.profiler is not Profiler.NONE
     ]
@@ -113,8 +113,8 @@ def _failed_profiles(results: Results) -> Iterator[str]:
 
 
 def times_of(results: Results) -> Sequence[StepResult]:
-    """The configurations without a profiler; if all runs were under one, those of kernels, else
-    those of memory.
+    """The results whose step times the page shows: those without a profiler; if there are none,
+    those under a profiler of kernels, else those of memory.
     """
     if results.published:
         return results.configurations
@@ -125,7 +125,7 @@ def times_of(results: Results) -> Sequence[StepResult]:
 
 
 def _slowdown(entries: Sequence[Explained]) -> Iterator[str]:
-    """That the profiler made some step much longer, if so."""
+    """A sentence that the profiler made a step much longer, if it did so in some profile."""
     # the last row of each profile is that of the whole step
     of_steps = [list(phase_rows(entry))[-1] for entry in entries]
     slowest = max(row["slowdown"] or 1.0 for row in of_steps)
@@ -137,7 +137,9 @@ def _slowdown(entries: Sequence[Explained]) -> Iterator[str]:
 
 
 def _bars_of_work(by_phase: Sequence[Bars], entries: Sequence[Explained]) -> list[Bars]:
-    """Bars by kind of work: of several profiles in place of those by phase, of one below them."""
+    """Bars of a profiled step by kind of work, beside idle time. With one profile they follow the
+    bars `by_phase`; with several they replace them.
+    """
     names = labels(entries)
     profiles = [entry.profile for entry in entries]
     chart = configuration_chart(list(zip(names, profiles, strict=True)))
@@ -153,7 +155,7 @@ def _bars_of_work(by_phase: Sequence[Bars], entries: Sequence[Explained]) -> lis
 
 
 def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
-    """Bars of what the peaks of memory consist of."""
+    """Bars of what each peak of memory consists of, by category."""
     bars = [Bars.of(chart) for chart in peak_charts(entries)]
     if bars:
         return bars
@@ -162,8 +164,8 @@ def _bars_of_peaks(entries: Sequence[MemoryEntry]) -> list[Bars]:
 
 
 def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
-    """Step, throughput, utilisation and memory, as ranges; of one configuration the step with
-    its deviation.
+    """The page's tiles: step time, throughput, utilisation and memory, as ranges over all
+    configurations. A single configuration has its step time with standard deviation.
     """
     spread = note or f"{len(_timed(rows))} of {counted(len(rows), 'configuration')}"
     if len(rows) == 1 and not note and rows[0].step_std_ms is not None:
@@ -182,7 +184,7 @@ def _tiles(rows: Sequence[StepResult], note: str) -> Iterator[Tile]:
 
 
 def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
-    """How many times are in doubt, and by which warnings."""
+    """A sentence on how many step times are in doubt, and because of which warnings."""
     timed = _timed(rows)
     number = sum(in_doubt(row.codes) for row in timed)
     if not number:
@@ -197,11 +199,14 @@ def _doubts(rows: Sequence[StepResult]) -> Iterator[str]:
 
 
 def _timed(rows: Sequence[StepResult]) -> list[StepResult]:
+    """The results that have a time of a step."""
     return [row for row in rows if row.step_mean_ms is not None]
 
 
 def _steady(rows: Sequence[StepResult]) -> str:
-    """That the times are steady; empty without times."""
+    """A sentence that no step time is in doubt, with the largest standard deviation; empty without
+    times.
+    """
     if not _timed(rows):
         return ""
     text = "No warning puts a time in doubt"
@@ -213,7 +218,9 @@ def _steady(rows: Sequence[StepResult]) -> str:
 
 
 def of_steps(results: Sequence[StepResult]) -> Headline:
-    """How long a step takes, how many steps launches limit, and how the other runs failed."""
+    """Headline of a sweep: how long a step takes, how many runs failed and how, and how many steps
+    kernel launches limit.
+    """
     told = NamedRows(results, distinct_labels(results))
     times = told.range("step_mean_ms", milliseconds)
     text = "No step has a time"
@@ -239,8 +246,8 @@ def of_steps(results: Sequence[StepResult]) -> Headline:
 
 
 def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> Headline:
-    """What limits the profiled steps, then how busy their GPU is, and how long the steps of all
-    results take.
+    """Headline of kernel profiles: what limits the profiled steps, how busy the GPU is, and how
+    long steps take.
     """
     if len(entries) == 1 and len(results) <= 1 and not any(result.failed for result in results):
         return _first_sentence([finding.text for finding in kernel_findings(entries[0])])
@@ -265,7 +272,9 @@ def of_profiles(entries: Sequence[Explained], results: Sequence[StepResult]) -> 
 
 
 def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> Headline:
-    """How much memory the runs need, and which ran out of it."""
+    """Headline of memory profiles: the peak of memory of the runs, and which of them ran out of
+    memory.
+    """
     told = NamedRows(results, distinct_labels(results))
     peaks = told.range("peak_allocated_gib", lambda gib: size(round(gib * GIB)))
     ends = told.failures()
@@ -297,13 +306,17 @@ def of_memory(entries: Sequence[MemoryEntry], results: Sequence[StepResult]) -> 
 
 
 def of_comparison(compared: Compared) -> Headline:
-    """The verdict, or how many configurations have each, and what is compared."""
+    """Headline of a comparison: the verdict (for several configurations, how many have each), and
+    what is compared.
+    """
     answer, sides, *_ = compared.section.tables[0].findings
     return answer, sides
 
 
 def of_ladder(rungs: Sequence[RungResult]) -> Headline:
-    """The fastest rung that passed the gate, and how the others ended."""
+    """Headline of a ladder of optimizations: the fastest rung that passed its gate, and how failed
+    ones ended.
+    """
     ends = NamedRows(rungs, [rung.rung for rung in rungs]).failures()
     text = "No rung passed the gate"
     if any(rung.is_credited for rung in rungs):
@@ -312,15 +325,15 @@ def of_ladder(rungs: Sequence[RungResult]) -> Headline:
 
 
 def _with_doubt(text: str, more: str = "") -> Headline:
-    """The headline, which explains the mark of doubt if it has one."""
+    """Add to the headline what the mark of doubt means, if the headline contains it."""
     if DOUBT in f"{text}{more}":
         more = f"{more} {DOUBT} marks what follows from times that are in doubt.".strip()
     return text, more
 
 
 def of_ceilings(sections: Sequence[Section]) -> Headline:
-    """The ranges over products, passes over memory and collectives, how other cells ended, and
-    times of launches.
+    """Headline of the study of ceilings: rates of matmuls, of passes over memory and of
+    collectives; how failed cells ended; and times of launches.
     """
     rows = sections[0].rows
     ends = NamedRows([row for section in sections[1:] for row in section.rows]).failures()
@@ -341,14 +354,14 @@ def of_ceilings(sections: Sequence[Section]) -> Headline:
 
 
 def _measured(rows: Rows, names: Sequence[str]) -> str:
-    """The least and the largest of these ceilings, which have one unit."""
+    """The least and the largest measured rate of these ceilings, which share one unit, as text."""
     write = f"{{:,.4g}} {rows[0]['unit']}".format
     return NamedRows(rows, names).range("measured", write, "is_doubted")
 
 
 def of_attention(sections: Sequence[Section]) -> Headline:
-    """The shortest and the longest time at the largest shape of each precision, and how the
-    other cells ended.
+    """Headline of the study of attention: shortest and longest time at the largest shape of each
+    precision, and how failed cells ended.
     """
     rows, key = sections[0].rows, "together_mean_ms"
     timed: dict[str, dict[tuple[int, int], list[Mapping[str, Any]]]] = {}
@@ -376,7 +389,9 @@ def _implementations(rows: Rows) -> NamedRows:
 
 
 def of_fusion(sections: Sequence[Section]) -> Headline:
-    """The least and the largest gain of fused operations, and how the other cells ended."""
+    """Headline of the study of fusion: least and largest speed-up of fused operations, and how
+    failed cells ended.
+    """
     rows = sections[0].rows
     gains = _operations([row for row in rows if row["version"] is not Version.EAGER])
     known = gains.range("speed_up", three_digits, "speed_up_is_doubted")
@@ -394,7 +409,7 @@ def _operations(rows: Rows) -> NamedRows:
 
 
 def of_precision(sections: Sequence[Section]) -> Headline:
-    """What is in fp32 in all rows."""
+    """Headline of the study of precision: which quantities are in fp32 in every row."""
     tables = [table for section in sections for table in section.tables if table.findings]
     return tables[0].findings[0], ""
 

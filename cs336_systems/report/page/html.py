@@ -57,17 +57,21 @@ def to_html(page: Page) -> str:
 
 
 def _visible(value: object) -> object:
-    """A text with its lines, in which nothing is hidden or turned around."""
+    """The text with its line breaks kept, tabs expanded, and escapes in place of other control
+    characters; values that are no plain text stay as they are.
+    """
     if not isinstance(value, str) or isinstance(value, Markup):
         return value
     return "\n".join(inert_line(line.expandtabs(4), LONGEST_LINE) for line in value.split("\n"))
 
 
 def _read(name: str) -> str:
+    """The text of a file in this package's folder, such as the page's template."""
     return (importlib.resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
 def _base64(data: bytes) -> str:
+    """The bytes in base64, as ASCII text."""
     return base64.b64encode(data).decode()
 
 

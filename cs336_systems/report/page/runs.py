@@ -27,6 +27,7 @@ LONGEST_TEXT = 20_000
 
 
 def _first_times(times_ms: Sequence[float]) -> str:
+    """The first MOST_TIMES of these times in milliseconds as text, and how many were left out."""
     shown = ", ".join(map(significant, times_ms[:MOST_TIMES]))
     left_out = len(times_ms) - MOST_TIMES
     return f"{shown} and {left_out} more" if left_out > 0 else shown
@@ -79,7 +80,9 @@ def run_blocks(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]
 
 
 def _run(record: RunRecord) -> Row:
-    """The row of one run; None for what it has none of."""
+    """The row of one run in the page's table of all runs; None for a value that the run does not
+    have.
+    """
     subject = record.subject
     result = StepResult(subject, [record], NO_CEILINGS)
     row: Row = {key: result[key] for key in ("status", "step_mean_ms", "step_std_ms")}
@@ -122,7 +125,9 @@ def source_facts(directory: Directory) -> Iterator[tuple[str, str]]:
 
 
 def _of_file(results: Results) -> Iterator[tuple[str, str]]:
-    """The file with its device, and of a trace what showed the steps."""
+    """Facts on the explained file: its path and device, and for a trace what showed where steps
+    begin.
+    """
     for entry in results.memory:
         yield "file", about_memory(entry.profile)
     for explained in results.kernels:

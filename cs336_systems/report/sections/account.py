@@ -91,8 +91,8 @@ def account_section(account: Account, top: int) -> Section:
 
 
 def account_json(account: Account) -> dict[str, object]:
-    """What `account_section` says, as numbers in SI units; None for what is not asked or not
-    known.
+    """The costs of one configuration as numbers in SI units, to be written as JSON; None for what
+    is not asked for or not known.
     """
     config, memory_bytes, time = account.config, account.memory_bytes, account.time
     values = {
@@ -120,8 +120,8 @@ def account_json(account: Account) -> dict[str, object]:
 
 
 def _parts(config: RunConfig) -> dict[str, Row]:
-    """A row for each part of the model by its name, and one for their sum; None for what a part has
-    none of.
+    """Parameters, FLOPs and bytes of each part of the model by its name, and of all together.
+    Values that a part does not have are None.
 
     The parts of a user's own model are its modules.
     """
@@ -146,7 +146,7 @@ def _parts(config: RunConfig) -> dict[str, Row]:
 
 
 def _with_sum(rows: dict[str, Row]) -> dict[str, Row]:
-    """The rows and their sum, with the share of each in the FLOPs of the step."""
+    """Add the row of sums to the rows, and to each row its share in the FLOPs of the step."""
     sums = {name: sum_of_known(row.get(name) for row in rows.values()) for name in CSV_COLUMNS[1:]}
     rows[ALL] = {"component": ALL, **sums}
     for row in rows.values():
@@ -161,7 +161,7 @@ def sum_of_known(values: Iterable[float | None]) -> float | None:
 
 
 def _work(config: RunConfig) -> list[accounting.PartWork]:
-    """The matrix products of forward, and the update of a training step."""
+    """FLOPs and bytes of each matmul of forward and, in training, of the optimizer's update."""
     work = list(accounting.forward_work(config))
     if config.mode is Mode.TRAIN:
         work.append(accounting.optimizer_work(config))
@@ -169,11 +169,14 @@ def _work(config: RunConfig) -> list[accounting.PartWork]:
 
 
 def _tokens(config: RunConfig) -> int:
+    """Tokens of one step of one rank: batch size times context length."""
     return config.batch_size * config.model.context_length
 
 
 def _active_parameters(config: RunConfig) -> int | None:
-    """Parameters that are multiplied by a token, or looked up; None of a model without experts."""
+    """Parameters of the user's own model that each token uses, if it is a mixture of experts; else
+    None.
+    """
     if config.model_factory is None or (idle := idle_parameters(config.alone)) is None:
         return None
     return sum(own_parameters(config.alone).values()) - idle
@@ -223,7 +226,9 @@ def _cost_table(config: RunConfig, whole: Row, prediction: memory.MemoryPredicti
 
 
 def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str, int]]:
-    """Bytes at the moments of a step."""
+    """Name and bytes of each predicted amount of memory: peaks, reserved memory, and allocated
+    memory at the start and after each phase.
+    """
     if prediction is None:
         return
     yield f"peak memory, in {prediction.peak.phase}", prediction.peak.allocated_bytes
@@ -235,7 +240,9 @@ def _predicted(prediction: memory.MemoryPrediction | None) -> Iterator[tuple[str
 
 
 def _flops_table(parts: Mapping[str, Row]) -> Table:
-    """FLOPs by part of one of this program's models."""
+    """The table of FLOPs by part (attention, feed-forward network and so on) of one of this
+    program's models.
+    """
     columns = [*_flops_columns(parts), column("step_causal_flops")]
     note = (
         "A multiply-add is 2 FLOPs; causal: only the pairs of a query and a key that is not after "
@@ -308,8 +315,8 @@ def _least_table(config: RunConfig, device: DeviceSpec | None) -> Table:
 
 
 def _collectives(config: RunConfig, times: CollectiveTimes) -> list[Row]:
-    """A row for each kind and size of the collectives of a step; those of one kind stand
-    together.
+    """A row for each kind and size of the collectives of a step, sorted by kind and size. Bytes are
+    those of one call; `sent_bytes` are what a rank sends in all calls.
     """
     counts: Mapping[CollectiveCall, int] = calls(config) or {}
     rows: list[Row] = []
@@ -352,8 +359,8 @@ def _collectives_table(config: RunConfig, times: CollectiveTimes) -> Table:
 
 
 def _time_tables(account: Account) -> Iterator[Table]:
-    """The predicted time of each phase, and of its kernels alone; no table if it is not
-    predicted.
+    """The table of the predicted time of each phase, and of its kernels without launches; nothing
+    if no time is predicted.
     """
     curves, time = account.curves, account.time
     if curves is None or time is None:
@@ -390,7 +397,9 @@ def _time_tables(account: Account) -> Iterator[Table]:
 
 
 def by_data_sheet(device_name: str) -> str:
-    """A note below times of a device without ceilings."""
+    """The note below predicted times that come from a data sheet, since the device has no measured
+    ceilings.
+    """
     return (
         f"There are no ceilings of {device_name} with matmuls of such a size: by its data sheet, "
         f"with stated efficiencies of {100 * MATMUL_EFFICIENCY:.0f} % in matmuls and "
@@ -399,7 +408,7 @@ def by_data_sheet(device_name: str) -> str:
 
 
 def _categories_table(prediction: memory.MemoryPrediction) -> Table:
-    """Bytes of each category that the peak holds something of."""
+    """The table of the predicted peak of memory by category; empty categories are left out."""
     rows, peak = [], prediction.peak
     for category in Category:
         if size_bytes := peak.bytes_of(category):
@@ -409,7 +418,9 @@ def _categories_table(prediction: memory.MemoryPrediction) -> Table:
 
 
 def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
-    """The largest parts of the peak; how many more there are is said below."""
+    """The table of the `top` largest tensors at the predicted peak; a note says how many more there
+    are.
+    """
     peak = prediction.peak
     shown = sorted(peak.parts, key=lambda part: -part.size_bytes)[:top]
     rows = [
@@ -433,7 +444,9 @@ def _peak_table(prediction: memory.MemoryPrediction, top: int) -> Table:
 
 
 def _fit(config: RunConfig, memory_bytes: int) -> Row:
-    """What fits; None where it is not predicted."""
+    """Whether the step fits this memory, the largest batch size and the longest context that do;
+    None where that is not predicted.
+    """
     return {
         "fits": fit.fits(config, memory_bytes),
         "largest_batch_size": fit.largest_batch(config, memory_bytes),

@@ -106,13 +106,16 @@ def ceilings_sections(study: CeilingsStudy) -> list[Section]:
 
 
 def _section(name: str, rows: Sequence[Row], *tables: Table) -> Section:
+    """A section of the study of ceilings, with the columns that its CSV file has by its name."""
     return Section(name=name, tables=tables, rows=rows, keys=CSV_COLUMNS[name])
 
 
 def _row(
     study: CeilingsStudy, cell: TimedRow, label: str, unit: str = "ms", per_s: float = 1e3
 ) -> Row:
-    """What all cells have: how the cell ended, its time in that unit, and what puts it in doubt."""
+    """The values that a row of any kind of cell has: how the cell ended, its median time in `unit`
+    (of which a second has `per_s`), and what puts the time in doubt.
+    """
     timing = cell.timing
     row: Row = {
         "label": label,
@@ -149,7 +152,7 @@ def _as_ceiling(row: Row, ceiling: str, key: str, unit: str, reached_at: str = "
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    """The rows that have a time."""
+    """The rows of cells that were measured, and so have a time."""
     return [row for row in rows if row["loop_spread"] is not None]
 
 
@@ -224,7 +227,7 @@ def _stream(study: CeilingsStudy, cell: StreamCell) -> Row:
 
 
 def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
-    """The row of one kind of launch."""
+    """The row of one kind of launch, with the median time in microseconds."""
     launched = launch_words(study, cell.launch)
     row = _row(study, cell, str(cell.launch), "us", 1e6)
     row |= {"launch": cell.launch, "launched": launched}
@@ -232,7 +235,7 @@ def _launch(study: CeilingsStudy, cell: LaunchCell) -> Row:
 
 
 def launch_words(study: CeilingsStudy, launch: LaunchKind) -> str:
-    """What was launched, and how."""
+    """In words, what kind of launch was timed and how."""
     if study.grid.device is Device.CPU:
         return "an operation on one element"
     return {
@@ -261,6 +264,7 @@ def _collective(study: CeilingsStudy, cell: CollectiveCell) -> Row:
 
 
 def _mib(size_mib: float) -> str:
+    """A size in MiB as text with its unit."""
     return f"{significant(size_mib)} MiB"
 
 
@@ -284,7 +288,7 @@ def _table(
 
 
 def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
-    """One table for each precision."""
+    """A table of matmuls for each precision."""
     columns = (
         column("name", name="product", about="The layer whose product it is."),
         column("shape"),
@@ -307,7 +311,7 @@ def _product_tables(study: CeilingsStudy, rows: Sequence[Row]) -> list[Table]:
 
 
 def _stream_table(study: CeilingsStudy, rows: Sequence[Row]) -> Table:
-    """Copies, sums and AdamW."""
+    """The table of passes over memory: copies, sums and AdamW."""
     columns = columns_of("stream", "moved_mib", "median_ms", "gb_per_s", "data_sheet_share")
     notes = [
         "Bytes read plus bytes written. copy: one tensor into another; read: its sum; adamw: "
@@ -349,7 +353,7 @@ def _summary_table(study: CeilingsStudy, ceilings: Sequence[Row]) -> Table:
 
 
 def _findings(study: CeilingsStudy, ceilings: Mapping[str, Row]) -> Iterator[str]:
-    """What the ceilings mean for a step."""
+    """Sentences on what the measured ceilings mean for a training step."""
     rates = {
         row["precision"]: row["flops_per_s"] for row in ceilings.values() if "flops_per_s" in row
     }

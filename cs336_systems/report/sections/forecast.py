@@ -174,7 +174,9 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
-    """All rows, those that were stable, and those of each value of the columns GROUPED_BY."""
+    """Groups of rows by name, whose errors are summarised: all rows, the stable ones, and those
+    with each value of the columns GROUPED_BY.
+    """
     yield "all", rows
     unstable = {WarningCode.UNSTABLE, WarningCode.DRIFT}
     stable = [row for row in rows if unstable.isdisjoint(row["warnings"].split(";"))]
@@ -190,7 +192,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
 
 
 def _summary(name: str, rows: Sequence[Row]) -> Row:
-    """What is said of the errors of one group."""
+    """Statistics of the errors of predicted step times in one group of rows."""
     errors = [row["step_error"] for row in rows]
     sizes = sorted(map(abs, errors))
     num_right = sum(row["limit"] is row["predicted_limit"] for row in rows)

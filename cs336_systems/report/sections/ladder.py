@@ -90,6 +90,9 @@ class RungResult(StepResult):
         references: Sequence[Sequence[float | None]],
         profile: StepProfile | None,
     ) -> None:
+        """Results of one rung from its `records`; `references` are the losses of the first rung's
+        processes, to which its own are compared.
+        """
         super().__init__(rung.config.configuration, records, ceilings)
         self._rung, self._profile = rung, profile
         config, losses = rung.config, [record.losses for record in self.done]
@@ -375,6 +378,7 @@ def ladder_section(rungs: Rungs) -> Section:
     """Speed; gate and compilation; counts, if there is a profile."""
 
     def is_uncredited(rung: RungResult) -> bool:
+        """Whether the rung has no result or did not pass its gate."""
         return not rung.is_credited
 
     columns = [replace(_column(key), **SPEED_CHANGES.get(key, {})) for key in SPEED]
@@ -489,6 +493,9 @@ def ladder_chart(rungs: Rungs) -> Chart:
 
 
 def _bar(rung: RungResult) -> Bar:
+    """The bar of one rung: mean time of a step, and how many times faster than the first rung it
+    is.
+    """
     mean_ms = rung.step_mean_ms
     if mean_ms is None:
         return Bar(name=rung.rung, failure=rung.ended)

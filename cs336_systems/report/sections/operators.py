@@ -156,6 +156,7 @@ def _attention_row(study: AttentionStudy, result: CellResult) -> Row:
 
 
 def _device_name(study: AttentionStudy) -> str | None:
+    """Name of the device that the study was measured on; None if the study does not record it."""
     return None if study.environment is None else study.environment.identity.device_name
 
 
@@ -192,10 +193,12 @@ def attention_section(study: AttentionStudy) -> Section:
 
 
 def _shape(row: Row) -> tuple[int, int]:
+    """Context length and head dimension of a row, by which rows are ordered."""
     return row["context_length"], row["d_head"]
 
 
 def _at(row: Row) -> str:
+    """Head dimension and context length of a row in words."""
     return f"d_head {row['d_head']}, context {row['context_length']}"
 
 
@@ -273,7 +276,9 @@ def _grid_notes(study: AttentionStudy, rows: Rows) -> Iterator[str]:
 
 
 def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
-    """How fast the implementations are beside own, or without one beside naive."""
+    """Findings on how fast the implementations are relative to the user's own or, without one, to
+    naive attention.
+    """
     baseline, words = Implementation.NAIVE, "Times as fast as naive"
     if study.grid.own:
         baseline, words = Implementation.OWN, "Time of the others over that of own"
@@ -291,8 +296,8 @@ def _gains(study: AttentionStudy, rows: Rows, timed: str) -> Iterator[str]:
 
 
 def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
-    """The first's time over the second's at the largest shape that has both, in words; empty if
-    there is none.
+    """How many times the first rows' time is the second's at the largest shape that both have, in
+    words; empty if there is none.
     """
     mean, by_shape = f"{timed}_mean_ms", {_shape(row): row for row in firsts}
     for second in reversed(seconds):
@@ -305,7 +310,9 @@ def _quotient(timed: str, firsts: Rows, seconds: Rows) -> str:
 
 
 def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
-    """What is allocated before backward, and where naive runs out of memory."""
+    """The table of memory in use before backward, with notes on where naive attention runs out of
+    memory.
+    """
     held = column("before_backward_mib", unit="", text=_held)
     note = "In MiB; in brackets what forward left for backward, its output included."
     title, closed_form = "Memory in use before backward", column("closed_form_mib", drop_order=1)
@@ -313,7 +320,7 @@ def _memory_table(study: AttentionStudy, rows: Rows) -> Table:
 
 
 def _held(row: Row) -> str:
-    """What was allocated before backward, and in brackets what forward added to it."""
+    """A table's cell: memory in use before backward and, in brackets, what forward added to it."""
     if row["saved_mib"] is None:
         return str(row["ended"])
     return f"{significant(row['before_backward_mib'])} ({significant(row['saved_mib'])})"
@@ -342,6 +349,7 @@ def limit_notes(rows: Rows) -> Iterator[str]:
 
 
 def _gib(size_mib: float) -> str:
+    """A size in MiB, written in GiB."""
     return significant(size_mib * MIB / GIB)
 
 

@@ -59,6 +59,7 @@ def added_findings(subject: object) -> Iterator[str]:
 
 @cache
 def _loaded(group: str, kind: type) -> list[Any]:
+    """Objects of this kind that installed plug-ins register under the entry point `group`."""
     return load(group, kind)
 
 
@@ -77,4 +78,5 @@ def _called(function: Callable[[Any], ResultT | None], subject: object) -> Resul
 
 @cache
 def _warn_once(text: str) -> None:
+    """Print a warning on standard error, the same one only once."""
     print_aside(text)

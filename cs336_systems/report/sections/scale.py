@@ -104,7 +104,7 @@ def _steps_table(scale: Scale, rows: list[Row]) -> Table:
 
 
 def _misfits(scale: Scale, rows: list[Row]) -> Iterator[str]:
-    """Which rows need more memory than a GPU has by its data sheet."""
+    """A note that names the rows whose step needs more memory than a GPU has by its data sheet."""
     too_large = [row for row in rows if row["fits"] is False]
     for way in dict.fromkeys(row["way"] for row in too_large):
         counts = ", ".join(f"{row['ranks']:,}" for row in too_large if row["way"] == way)

@@ -194,7 +194,9 @@ def step_findings(results: Sequence[StepResult]) -> list[str]:
 
 
 def _limits(results: Sequence[StepResult]) -> Iterator[str]:
-    """Which of several configurations the host's launches limit, and which ended without a time."""
+    """Findings on several configurations: which of them the host's kernel launches limit, and which
+    ended without a time.
+    """
     if len(results) < 2:
         return
     groups: dict[str, list[str]] = {}
@@ -210,9 +212,13 @@ def _limits(results: Sequence[StepResult]) -> Iterator[str]:
 
 
 def _gains(entry: SpeedUp, results: Sequence[StepResult]) -> Iterator[str]:
-    """For each value of a setting with a baseline: the least and the largest speed-up."""
+    """Findings on speed-ups: for each value of a setting that has a baseline, the least and the
+    largest.
+    """
     setting = entry.settings[0]
     for value in dict.fromkeys(result[setting] for result in results):
+        if value is None:  # of a watched loop, what was not seen
+            continue
         faster = [result for result in results if result[setting] == value]
         values: type[StrEnum] = type(settings_of(faster[0].subject)[setting])
         baseline = next(iter(values))
@@ -300,6 +306,9 @@ def phase_bars(results: Sequence[StepResult]) -> list[Bar]:
 
 
 def _phase_bar(name: str, result: StepResult) -> Bar:
+    """The bar of one result: mean time of each phase in milliseconds, the rest of the step if it is
+    noticeable, and step time and peak of memory as words.
+    """
     parts = {str(phase): result[f"{phase}_mean_ms"] for phase in PHASE_COLOURS}
     parts = {phase: time_ms for phase, time_ms in parts.items() if time_ms is not None}
     step_ms = result.step_mean_ms

@@ -59,10 +59,10 @@ def times_ms(measured: Measurement | None, prefix: str = "") -> Row:
 
 
 def derived(key: str, value: float | None, *times: Row, prefix: str = "") -> Row:
-    """A value that was computed from the times of these rows, for a column that is `derived`.
+    """A value that follows from the times of these rows, as the column of a `derived` value needs
+    it: the value, its standard deviation and whether it is in doubt.
 
-    Returns the value, its deviation and whether it is in doubt; the keys of the times begin with
-    `prefix`.
+    The keys of the times begin with `prefix`.
     """
     std = None if value is None else quotient_stdev(value, *(row[f"{prefix}cv"] for row in times))
     return {
@@ -110,8 +110,8 @@ def pivoted(rows: Iterable[Row], index: Sequence[str], name: str) -> list[Row]:
 
 
 def across(name: str, cell: Column) -> Column:
-    """The column of a pivoted table for this name: `cell` writes the original row; the text is
-    empty without one.
+    """The column of a pivoted table for this name. `cell` writes the row that stood there before
+    pivoting; the cell is empty without one.
     """
     key = f"{name} {cell.key}"
     return replace(
@@ -206,7 +206,9 @@ def dtype_section(rows: Sequence[ObservedDtype]) -> Section:
 
 
 def _always(rows: Sequence[ObservedDtype], *, in_fp32: bool) -> list[str]:
-    """Quantities that are in fp32, or in the autocast type, in every row that has them."""
+    """The quantities that are in fp32 (or, with `in_fp32` false, in the autocast type) in every row
+    that has them.
+    """
     always = dict.fromkeys(row.quantity for row in rows)
     for row in rows:
         if row.dtype != ("fp32" if in_fp32 else row.precision):

@@ -238,6 +238,12 @@ class Run:
             if machine.graph is None:
                 machine.call("cudaStreamWaitEvent", MICROSECOND)
 
+    def costs(self, name: str, kind: str, duration_ns: int) -> tuple[int, float, int]:
+        """How long a kernel or copy runs, which part of the usual time the host needs to launch
+        it, and how long its stream pauses before it.
+        """
+        return duration_ns, 1.0, 700
+
     def launch(
         self,
         name: str,
@@ -252,6 +258,7 @@ class Run:
     ) -> list[Job]:
         """Launch a kernel or a copy, from within an operator if one is named."""
         duration = duration_ns or int(self.kernel_ns * self.random.uniform(0.5, 1.5))
+        duration, rate, between = self.costs(name, kind, duration)
         jobs = []
         with ExitStack() as stack:
             if operator:
@@ -259,12 +266,12 @@ class Run:
             for machine in self.machines:
                 launch = machine.graph
                 if launch is None:
-                    pace = int(self.pace_ns * self.random.uniform(0.7, 1.4))
+                    pace = int(rate * self.pace_ns * self.random.uniform(0.7, 1.4))
                     if name.startswith("triton_"):
                         call = "cuLaunchKernelEx"  # Triton launches by the driver itself
                     launch = machine.launching(call, pace, self.random.uniform(0.3, 0.6))
                 key = self.device, stream
-                start = max(machine.free[key] + 700, launch.start_ns + 6 * MICROSECOND)
+                start = max(machine.free[key] + between, launch.start_ns + 6 * MICROSECOND)
                 end = start + int(duration * machine.slowness) + self.random.randrange(50)
                 machine.free[key] = end
                 jobs.append(

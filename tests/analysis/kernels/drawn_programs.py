@@ -6,6 +6,7 @@ that starts late or loses some.
 
 import math
 import random
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -352,9 +353,9 @@ PROGRAMS = {
 }
 
 
-def simulate(plan: Plan) -> Run:
-    """Run the whole program."""
-    run = Run(plan)
+def simulate(plan: Plan, make: Callable[[Plan], Run] = Run) -> Run:
+    """Run the whole program on the machine that is made for it."""
+    run = make(plan)
     with ExitStack() as stack:
         if plan.around:
             stack.enter_context(run.span("range", plan.around))

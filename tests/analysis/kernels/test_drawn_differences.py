@@ -18,7 +18,6 @@ from cs336.analysis.kernels.readers import read_trace
 from cs336.analysis.kernels.step_profile import StepProfile
 from cs336.report.difference import Difference
 from cs336.report.sections.kernels.compared import Sides, compared_traces, module_amounts
-from tests.analysis.kernels import drawn_programs
 from tests.analysis.kernels.drawn_files import write
 from tests.analysis.kernels.drawn_machine import Job, Run
 from tests.analysis.kernels.drawn_plans import MICROSECOND, MILLISECOND, Part, Pause, Plan, draw
@@ -95,9 +94,7 @@ PLANS = list(_plans())
 
 def profile(plan: Plan, directory: Path, kind: type[Run] = Run) -> StepProfile:
     """The profile of the program as this kind of run runs it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawn_programs, "Run", kind)
-        run = simulate(plan)
+    run = simulate(plan, kind)
     directory.mkdir(exist_ok=True)
     return summarise(attribute(read_trace(write(recorded(run), directory))), source="drawn")
 
@@ -113,9 +110,7 @@ def named_parts(difference: Difference) -> dict[str, float]:
 
 def kernel_ns(plan: Plan, name: str, kind: type[Run] = Run) -> int:
     """The simulated time of one kernel over all steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawn_programs, "Run", kind)
-        jobs = simulate(plan).machines[0].jobs
+    jobs = simulate(plan, kind).machines[0].jobs
     return sum(job.end_ns - job.start_ns for job in jobs if job.name == name and job.step >= 0)
 
 

@@ -11,6 +11,7 @@ from ....analysis.remedies import Remedy, remedies
 from ...section import Finding
 from ...words import percent_of, significant
 from .entry import Explained
+from .gains import gain_s
 from .sums import added, collectives_s, copies_alone_s, kernel_s, num_launches, terms
 
 MIN_SHARE = 0.01
@@ -115,11 +116,18 @@ class Figures:
         return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
     def advice(self, *candidates: Remedy) -> str:
-        """The flags of the ways that are open to the run, in brackets after a space; empty if
-        there are none.
+        """The flags of the ways that are open to the run, with the most that each gains, in
+        brackets after a space; empty if there are none.
         """
-        named = remedies(self.config, *candidates, in_use=self.in_use)
-        return f" ({named})" if named else ""
+        ways = []
+        for remedy in candidates:
+            named = remedies(self.config, remedy, in_use=self.in_use)
+            # what else is advised, a larger batch, makes no step shorter
+            if named and (self.config is None or remedy.applied_to(self.config) is not None):
+                named += f": at most {self.ms(gain_s(self.entry, remedy))} less"
+            if named:
+                ways.append(named)
+        return f" ({', '.join(ways)})" if ways else ""
 
     def where(self, phase: LaunchPhase) -> str:
         """The name of the phase in a sentence; without ranges of it, forward is all that comes

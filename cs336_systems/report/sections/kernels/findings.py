@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ....analysis.kernels.classes import KernelClass
 from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import Gap, IdleCause, KernelTimes
-from ....analysis.remedies import OF_PRECISION, Remedy
+from ....analysis.remedies import OF_PRECISION, Remedy, remedies
 from ....config import Precision
 from ....costs.hardware import faster_precisions, find_device
 from ...section import Finding
@@ -20,9 +20,19 @@ from ...words import label, percent_of
 from ..plugged import added_findings
 from .entry import Explained
 from .figures import MIN_SHARE, WHERE, matters, ms, us
+from .gains import (
+    allocations_gain_s,
+    between_gain_s,
+    calls_gain_s,
+    copies_gain_s,
+    data_gain_s,
+    gain_s,
+    is_full_precision,
+    waits_gain_s,
+)
 from .kinds import step_kinds, wall_by_step_s
 from .limits import MIN_LATE_SHARE, Limit, Verdict, late_s, undoubted_limit
-from .recorded import activity_finding, is_full_precision, reserved_finding
+from .recorded import activity_finding, reserved_finding
 from .sums import added, collectives_s, idle, kernel_s, num_launches, path_text
 
 MIN_LARGE_SHARE = 0.25
@@ -58,15 +68,15 @@ _MOVING = (
     KernelClass.REDUCTION,
 )
 _BOUNDS = {
-    IdleCause.DATA: ("waiting for data", None),
-    IdleCause.ALLOCATION: ("allocations of memory", None),
-    IdleCause.LATE_LAUNCH: ("waiting for launches", Remedy.GRAPHS),
-    IdleCause.HOST_WAITED: ("waits of the host for the device", None),
-    IdleCause.HOST_PAUSE: ("pauses of the host", None),
-    IdleCause.BETWEEN_KERNELS: ("idle time between kernels", Remedy.COMPILE),
-    IdleCause.END_OF_STEP: ("idle time after the last kernel", None),
+    IdleCause.DATA: "waiting for data",
+    IdleCause.ALLOCATION: "allocations of memory",
+    IdleCause.LATE_LAUNCH: "waiting for launches",
+    IdleCause.HOST_WAITED: "waits of the host for the device",
+    IdleCause.BETWEEN_KERNELS: "idle time between kernels",
 }
-"""What the step would be without, for each cause of idle time, and the remedy against it."""
+"""What the step would be without, for causes of idle time of which the file shows what goes with
+them.
+"""
 _HAS_TF32 = re.compile(r"ampere|hopper|blackwell|(sm|cutlass_?|cutlass_sm)(8|9|1\d)\d")
 """Part of the names of kernels that need at least an Ampere GPU, whose tensor cores have TF32
 and bf16.
@@ -138,7 +148,8 @@ class _Findings(Verdict):
         ):
             text = self.copying("the step")
             text = f"{text[0].upper()}{text[1:]}"
-            yield self.finding("copies", text, self.copies_s, copies_s=self.copies_s)
+            numbers = {"copies_s": self.copies_s, "gain_s": copies_gain_s(self.entry)}
+            yield self.finding("copies", text, self.copies_s, **numbers)
 
     def longest(self) -> Iterator[Finding]:
         """The kernel and the phases that take longest, where little else is to be said."""
@@ -190,26 +201,29 @@ class _Findings(Verdict):
             yield Finding(code=f"gap {gap.cause}", text=text, numbers=numbers)
 
     def bounds(self) -> Iterator[Finding]:
-        """How much shorter the step could be at most without the idle time of each cause."""
-        # a time that stands out has a sentence of its own
-        lost_s = {cause: idle(self.profile, cause).total_s for cause in _BOUNDS}
-        for gap in self.standing_out():
-            lost_s[gap.cause] -= gap.duration_s
-        gains_s = {cause: self.span.gain_s(time_s) for cause, time_s in lost_s.items()}
-        bounds = []
+        """How much shorter the step could be at most without what makes the device idle."""
+        gains_s = {
+            IdleCause.DATA: data_gain_s(self.entry),
+            IdleCause.ALLOCATION: allocations_gain_s(self.entry),
+            IdleCause.LATE_LAUNCH: gain_s(self.entry, Remedy.GRAPHS),
+            IdleCause.HOST_WAITED: waits_gain_s(self.entry),
+            IdleCause.BETWEEN_KERNELS: between_gain_s(self.entry),
+        }
+        lost_s = {cause: self.span.gain_s(idle(self.profile, cause).total_s) for cause in _BOUNDS}
+        told, bounds = {}, []
         for cause in sorted(lost_s, key=lambda cause: -lost_s[cause]):
-            if gains_s[cause] >= MIN_SHARE * self.step_s > 0:
-                without_what, remedy = _BOUNDS[cause]
+            if matters(lost_s[cause], MIN_SHARE, self.step_s):
+                told[f"{cause} gain_s"] = gains_s[cause]
                 flags = ""
-                if remedy and self.has_many_short(cause):
-                    flags = self.advice(remedy)
-                bounds.append(f"{self.ms(gains_s[cause])} less without {without_what}{flags}")
+                if cause is IdleCause.LATE_LAUNCH and self.has_many_short(cause):
+                    named = remedies(self.config, Remedy.GRAPHS, in_use=self.in_use)
+                    flags = f" ({named})" if named else ""
+                bounds.append(f"{self.ms(gains_s[cause])} less without {_BOUNDS[cause]}{flags}")
         if not bounds:
             return
         text = f"The step would take at most {', '.join(bounds)}"
-        if len(bounds) > 1 and self.span.by_clock and sum(gains_s.values()) > self.span.idle_s:
+        if sum(told.values()) > self.span.idle_s:
             text += f", and in all at most {self.ms(self.span.idle_s)} less"
-        told = {f"{cause} gain_s": gain_s for cause, gain_s in gains_s.items()}
         yield self.finding("bounds", f"{text}.", **told)
 
     def has_many_short(self, cause: IdleCause) -> bool:
@@ -263,13 +277,19 @@ class _Findings(Verdict):
             cause = "an .item(), a .cpu() or a print of a tensor"
             if all(call.name.endswith("DeviceSynchronize") for call in waits):
                 cause = "a torch.cuda.synchronize()"
-            times = self.count(count, "time")
+            times, gain = self.count(count, "time"), calls_gain_s(self.entry, calls)
             text = (
                 f"The host waits for the device in {self.where(phase)}, {times} a step "
                 f"({names}{copies}): {self.ms(added(calls).total_s)} a step, after which the "
-                f"GPU idles {self.ms(lost_s)} until the next launch. Is there {cause}?"
+                f"GPU idles {self.ms(lost_s)} until the next launch. Is there {cause}? Without it "
+                f"the step takes at most {self.ms(gain)} less."
             )
-            numbers = {"idle_s": lost_s, "wait_count": count, "wait_s": added(calls).total_s}
+            numbers = {
+                "idle_s": lost_s,
+                "wait_count": count,
+                "wait_s": added(calls).total_s,
+                "gain_s": gain,
+            }
             yield self.finding(f"waits in {phase}", text, lost_s, **numbers)
 
     def pauses(self) -> Iterator[Finding]:
@@ -380,7 +400,8 @@ class _Findings(Verdict):
                 f"Matrix products in true fp32 take {self.of_work(full_s)}, {self.ms(full_s)}, "
                 f"and leave the tensor cores idle{flags}."
             )
-            yield self.finding("full precision", text, full_s, kernel_s=full_s)
+            gain = gain_s(self.entry, OF_PRECISION[faster[0]])
+            yield self.finding("full precision", text, full_s, kernel_s=full_s, gain_s=gain)
 
     def faster(self, kernels: list[KernelTimes]) -> tuple[Precision, ...]:
         """Precisions with tensor cores on the device, for a run with these fp32 products; empty
@@ -411,7 +432,8 @@ class _Findings(Verdict):
                 f"The optimizer takes {self.ms(whole_s)}, {self.of_step(whole_s)} of the step, in "
                 f"{self.count(num_launches(*phases), self.item)}{flags}."
             )
-            yield self.finding("optimizer", text, whole_s, wall_s=whole_s)
+            gain = gain_s(self.entry, Remedy.OPTIMIZER)
+            yield self.finding("optimizer", text, whole_s, wall_s=whole_s, gain_s=gain)
 
     def moving(self) -> Iterator[Finding]:
         """Element-wise work and the like, which a compiler fuses."""
@@ -426,7 +448,8 @@ class _Findings(Verdict):
                 f"{self.ms(moving_s)}, goes to element-wise work, norms, sums and copies, which "
                 f"move values more than they compute{self.advice(Remedy.COMPILE)}."
             )
-            yield self.finding("moving", text, moving_s, kernel_s=moving_s)
+            gain = gain_s(self.entry, Remedy.COMPILE)
+            yield self.finding("moving", text, moving_s, kernel_s=moving_s, gain_s=gain)
 
 
 def doing(gap: Gap) -> str:

@@ -11,6 +11,7 @@ from ...section import Finding
 from ...words import label, percent_of
 from .entry import Explained
 from .figures import MIN_SHARE, Figures, us
+from .gains import LOADS_ITSELF, copies_gain_s
 from .sums import added, collectives_s, copies_alone_s, idle, total
 
 MIN_LATE_SHARE = 0.2
@@ -31,7 +32,6 @@ _COPIES = {
 }
 """What helps against copies whose kind begins with these words; the first that fits is told."""
 _LOADER = "enumerate(DataLoader)#"
-_LOADS_ITSELF = "_SingleProcessDataLoaderIter"
 
 
 class Limit(StrEnum):
@@ -159,6 +159,7 @@ class Verdict(Figures):
             late_s=self.span.gain_s(idle(self.profile, IdleCause.LATE_LAUNCH).total_s),
             data_s=self.span.gain_s(idle(self.profile, IdleCause.DATA).total_s),
             copies_s=self.copies_s,
+            copies_gain_s=copies_gain_s(self.entry),
             between_s=self.profile.between.idle_s if self.profile.between else 0.0,
         )
 
@@ -240,7 +241,7 @@ class Verdict(Figures):
         if name.startswith(_LOADER):
             where = f"DataLoader.{name.rpartition('.')[2]}"
             remedy = "more workers (num_workers), prefetch"
-            if _LOADS_ITSELF in name:
+            if LOADS_ITSELF in name:
                 remedy = "let workers load (num_workers), prefetch"
         for_data = self.span.gain_s(idle(self.profile, IdleCause.DATA).total_s)
         text = f"for {self.ms(for_data)} of {self.ms(self.step_s)} the GPU waits"
@@ -258,7 +259,8 @@ class Verdict(Figures):
                 (remedy for start, remedy in _COPIES.items() if kind.startswith(start)), ""
             )
             if remedy:
-                text += f": {remedy}"
+                gain = self.ms(copies_gain_s(self.entry))
+                text += f": {remedy} (at most {gain} less)"
         return f"{text}."
 
     def launch_cost(self) -> str:

@@ -2,34 +2,24 @@
 reserved, and lines of the program. Tables and sentences of a trace that has them.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
-from ....analysis.kernels.step_profile import CounterMean, KernelTimes, StepProfile
+from ....analysis.kernels.step_profile import CounterMean, StepProfile
 from ....costs.accounting import component_flops, mfu, step_flops
 from ...columns import Column, Row, column, columns_of
 from ...section import Finding, Section, over_configurations, rows_of
 from ...words import count, in_percent, label, percent_of, ratio, rounded, significant
 from .entry import Explained
 from .figures import WHERE, Figures
+from .gains import is_full_precision
 from .sums import WHOLE_STEP, added, path_text, phases_by_name, total
 
 TENSOR_CORES = "Tensor Active"
 MAX_LINES = 20
 MIN_DIFFERENCE = 0.02
 """Smallest difference of activity and MFU that is explained."""
-_FULL_PRECISION = re.compile(r"sgemm|f32f32_f32f32_f32")
-"""Part of the names of fp32 products of cuBLAS and CUTLASS: ampere_sgemm_, simt_sgemm,
-xmma_gemm_f32f32_f32f32_f32_.
-"""
-
-
-def is_full_precision(kernel: KernelTimes) -> bool:
-    """Whether the kernel is a matmul in true fp32, which no tensor core computes."""
-    is_named = _FULL_PRECISION.search(kernel.name) and "tf32" not in kernel.name
-    return kernel.kind is KernelClass.MATMUL and bool(is_named)
 
 
 def activity(entries: Sequence[Explained]) -> Section:

@@ -76,6 +76,6 @@ def _peak(a: int, b: int, parts: str) -> Finding:
 
 
 def _words(part: Part) -> str:
-    """The part with its difference."""
+    """Name of the part and how its bytes differ, with a sign: `gradients +1.2 GiB`."""
     sign = "-" if part.difference < 0 else "+"
     return f"{part.name} {sign}{size(abs(int(part.difference)))}"

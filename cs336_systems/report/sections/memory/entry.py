@@ -68,6 +68,7 @@ def load_memory(records: Sequence[RunRecord], directory: Path) -> list[MemoryEnt
     """
 
     def load(record: RunRecord) -> MemoryEntry:
+        """The explained memory profile of one run."""
         profile = read_memory_profile(explanation_path(record.subject, directory / "runs"))
         return MemoryEntry(subject=record.subject, profile=profile, device_name=record.device_name)
 
@@ -85,6 +86,8 @@ def difference_bytes(moment: Moment) -> int | None:
 
 
 def typical(blocks: Sequence[BlockMemory]) -> BlockMemory:
-    """The first block that saves the median, the lower of the middle two, of at least one block."""
+    """The block of the model that saves the median number of bytes for backward (the lower
+    median).
+    """
     middle = median_low(block.saved_bytes for block in blocks)
     return next(block for block in blocks if block.saved_bytes == middle)

@@ -76,8 +76,8 @@ def answer(profile: MemoryProfile) -> tuple[Finding, ...]:
 
 
 def _most(profile: MemoryProfile) -> Iterator[Finding]:
-    """The largest parts of the memory at the peak: a tensor by its name if that is known, else by
-    the code that made it.
+    """A sentence that names the largest parts of the memory at the peak: a tensor by its name if
+    that is known, else by the code that made it.
     """
     bytes_of = Counter[str]()
     for group in profile.at_peak:
@@ -94,7 +94,9 @@ def _most(profile: MemoryProfile) -> Iterator[Finding]:
 
 
 def _reserved(profile: MemoryProfile) -> Finding:
-    """What PyTorch had from the driver, and what of it no block used."""
+    """A finding on how much memory PyTorch had reserved from the driver, and how much of that held
+    no tensor.
+    """
     text = f"PyTorch has reserved {size(profile.peak_reserved_bytes)} at most"
     if unused := profile.fragmentation_bytes:
         text += f"; at the peak {size(unused)} of it were in no block"
@@ -111,8 +113,8 @@ def _reserved(profile: MemoryProfile) -> Finding:
 
 
 def _out_of_memory(profile: MemoryProfile) -> Iterator[Finding]:
-    """The first request that failed, what had been reserved where, and what would have been
-    enough.
+    """Findings on the first request that failed: its size, what had been reserved and where, and
+    what would have been enough.
     """
     failure, count = profile.work.first_failure, profile.work.out_of_memory
     if failure is None:
@@ -200,7 +202,9 @@ def _peak(profile: MemoryProfile) -> Finding:
 
 
 def _other_devices(profile: MemoryProfile) -> Iterator[Finding]:
-    """The devices that are not explained."""
+    """A finding for each device in the snapshot that is not explained here, with its peak of
+    memory.
+    """
     for other in profile.other_devices:
         text = f"Not explained: GPU {other.device}, whose peak is {size(other.peak_bytes)}"
         if other.out_of_memory:
@@ -238,7 +242,9 @@ def _first_step(profile: MemoryProfile) -> Iterator[Finding]:
 
 
 def _growth(profile: MemoryProfile) -> Iterator[Finding]:
-    """Memory that every step leaves behind; the optimizer's state is no leak."""
+    """A finding if every step leaves memory allocated; the optimizer's state, which appears in the
+    first step, is no leak and does not count.
+    """
     begun = [moment for moment in profile.boundaries if moment.phase == START]
     if len(begun) < LEAST_STEPS:
         return
@@ -291,10 +297,14 @@ def _problems(profile: MemoryProfile) -> Iterator[Finding]:
 
 
 def _of_peak(profile: MemoryProfile, num_bytes: int) -> str:
+    """An amount of memory in words: its size, and its share in the peak of allocated memory."""
     return f"{size(num_bytes)} of the peak, {percent_of(num_bytes, profile.peak.allocated_bytes)}"
 
 
 def _is_much(profile: MemoryProfile, num_bytes: int, least: float) -> bool:
+    """Whether the amount is not 0 and at least the share `least` of the peak of allocated
+    memory.
+    """
     return num_bytes > 0 and num_bytes >= least * profile.peak.allocated_bytes
 
 
@@ -349,7 +359,9 @@ def _parts(profile: MemoryProfile) -> Iterator[Finding]:
 
 
 def _places(profile: MemoryProfile, category: Category) -> str:
-    """Where most of the memory of the category was made, in brackets; empty if that is not seen."""
+    """The lines of code that made most of the memory of this category, in brackets; empty if no
+    stacks were recorded.
+    """
     made = Counter[str]()
     for group in profile.at_peak:
         if group.category is category and group.places:

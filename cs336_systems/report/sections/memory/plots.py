@@ -65,11 +65,7 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     panel.set_ylim(0, HEADROOM * highest_bytes / unit.num_bytes or 1.0)
     panel.set_ylabel(f"memory ({unit.name})", fontsize=9)
     draw.style(panel)
-    for moment in profile.boundaries:
-        dashes = "solid" if moment.phase == START else (0, (3, 2))
-        panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
-    if (failure := profile.work.first_failure) and timeline.time_s:
-        panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
+    _mark_phases_and_failure(panel, profile)
     panel.plot(
         int(allocated_bytes.argmax()),
         profile.peak.allocated_bytes / unit.num_bytes,
@@ -91,6 +87,15 @@ def draw_memory(profile: MemoryProfile, settings: str = "", name: str = "") -> F
     )
     draw.legend_below(figure, handles, 3)
     return figure
+
+
+def _mark_phases_and_failure(panel: Axes, profile: MemoryProfile) -> None:
+    """Draw vertical lines where steps begin, where phases end, and where memory ran out."""
+    for moment in profile.boundaries:
+        dashes = "solid" if moment.phase == START else (0, (3, 2))
+        panel.axvline(_x(profile, moment.time_s), color="#444444", linewidth=0.8, linestyle=dashes)
+    if (failure := profile.work.first_failure) and profile.timeline.time_s:
+        panel.axvline(_x(profile, failure.time_s), color=charts.FAILURE_COLOUR, linewidth=2)
 
 
 def _draw_areas(panel: Axes, profile: MemoryProfile, unit: MemoryUnit) -> None:
@@ -123,8 +128,8 @@ def _x(profile: MemoryProfile, time_s: float | None) -> int:
 
 
 def _end(profile: MemoryProfile) -> int:
-    """Where the last step, the peak and the failed request are over: what is freed later belongs
-    to no step.
+    """The point of the timeline at which the last step, the peak and the failed request are over;
+    what is freed later belongs to no step.
     """
     if not profile.phases:
         return _x(profile, None)

@@ -306,7 +306,7 @@ def _tensor(tensor: LikeAllocations | SavedTensor) -> Row:
 
 
 def _origin_columns() -> list[Column]:
-    """What an allocation was for, and the code that made it."""
+    """Columns that say what an allocation was for, and which code made it."""
     return columns_of(
         "category",
         column("phase", write=label, drop_order=9),
@@ -418,17 +418,19 @@ def write_memory(
 
 
 def _in_order(entries: Sequence[MemoryEntry]) -> list[MemoryEntry]:
-    """Runs in the order of tables; a single snapshot as it is."""
+    """The entries in the order of tables; a single snapshot, which has no record, stays as it
+    is.
+    """
     return sorted(entries, key=lambda entry: order(entry.subject) if entry.subject else ())
 
 
 def _findings(profile: MemoryProfile) -> Table:
-    """The findings as a table, with the name of the snapshot below it."""
+    """The table of findings on one profile, with the name of its snapshot below."""
     return with_note(findings_table(findings(profile)), about(profile))
 
 
 def _timelines(entries: Sequence[MemoryEntry]) -> list[Drawing]:
-    """The picture of each run."""
+    """The picture of allocated memory over time for each run."""
     titles = labels(entries, always=("size", "context_length", "mode", "precision"))
     stems = file_names(entry.subject.key for entry in entries if entry.subject)
     drawings = []

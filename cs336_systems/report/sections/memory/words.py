@@ -87,7 +87,9 @@ def when(moment: Moment | FailedRequest) -> str:
 
 
 def moment_ms(time_s: float) -> str:
-    """The time in ms, to a tenth, or to three digits where that is more."""
+    """A time in seconds, written in ms: with one decimal, or with three significant digits if that
+    shows more.
+    """
     return f"{time_s * 1e3:,.1f}" if time_s >= 0.01 else significant(time_s * 1e3, 3)
 
 

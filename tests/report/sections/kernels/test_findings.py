@@ -108,7 +108,11 @@ def with_all_advice():
         make_idle(FORWARD, IdleCause.LATE_LAUNCH, 8, 20),
         make_idle(FORWARD, IdleCause.BETWEEN_KERNELS, 9, 9),
     )
-    phases = (*quiet().phases[:2], make_phase(OPTIMIZER, (1, 1), (9, 9), (9, 9), (1, 1)))
+    phases = (
+        make_phase(FORWARD, (4, 4), (10, 10), (24.5, 24.5), (5, 5)),
+        quiet().phases[1],
+        make_phase(OPTIMIZER, (1, 1), (9, 9), (9, 9), (1, 1)),
+    )
     return quiet(classes=make_classes(names), idle=(late, between), phases=phases)
 
 
@@ -118,14 +122,13 @@ def with_all_advice():
         (
             PLAIN,
             (
-                "10.0 ms less without waiting for launches (--cuda-graph --optimizer fused)",
-                "4.50 ms less without idle time between kernels (--compile default)",
+                "14.5 ms less without waiting for launches (--cuda-graph --optimizer fused)",
                 "fewer kernels (--compile default, --attention sdpa, --optimizer fused)",
-                "27.7 % of the step, in 1 kernel (--optimizer fused).",
-                "more than they compute (--compile default).",
+                "19.1 % of the step, in 1 kernel (--optimizer fused: at most 10.0 ms less).",
+                "more than they compute (--compile default: at most 22.0 ms less).",
             ),
         ),
-        (FAST, ("10.0 ms less without waiting for launches,", "use a larger model or batch.")),
+        (FAST, ("14.5 ms less without waiting for launches,", "use a larger model or batch.")),
         (None, ("(CUDA graphs)", "(torch.compile, a fused optimizer)")),
     ],
 )
@@ -144,7 +147,8 @@ def test_what_stands_out_in_order_with_its_numbers() -> None:
     limit, bounds, full, optimizer, late, waits, unknown, pause = findings(make_profile())
     # 40.2 of 52 ms busy, 6.5 ms late
     assert limit.startswith("The GPU is busy only 77.3 % of the step's 26.0 ms, and idle 12.5 %")
-    assert [float(ms) for ms in re.findall(r"([\d.]+) ms less", bounds)] == [3.25, 1.5, 0.5, 0.4]
+    # 5.9 ms without work; waits of 2.01 ms; 0.4 ms between kernels
+    assert [float(ms) for ms in re.findall(r"([\d.]+) ms less", bounds)] == [5.9, 2.01, 0.4, 5.9]
     # 5 of 16 ms
     assert late.startswith("In forward the CPU is the limit: of 8.00 ms the GPU is idle 31.2 %")
     assert "7 kernels" in late
@@ -333,7 +337,9 @@ def test_a_device_that_may_have_no_tensor_cores_is_advised_nothing() -> None:
 def test_a_run_that_has_tensor_cores_on_is_not_advised_to(precision, told) -> None:
     text = said(with_products(GEMM_A), replace(PLAIN, precision=precision))
     assert (FULL in text) is told
-    assert ("--precision tf32, --mixed-precision" in text) is told
+    # 20 ms of products in 47 ms of forward and backward, in two steps
+    advice = "(--precision tf32: at most 10.0 ms less, --mixed-precision: at most 23.5 ms less)"
+    assert (advice in text) is told
 
 
 # Communication
@@ -350,7 +356,7 @@ def test_exposed_communication_is_told_with_what_hides_it() -> None:
         "17.9 % of the step,"
     )
     for way, advice in (
-        (Parallel.DDP_FLAT, "--parallel ddp-overlap"),
+        (Parallel.DDP_FLAT, "--parallel ddp-overlap: at most 5.00 ms less"),
         (Parallel.DDP_OVERLAP, "a larger --batch-size"),
     ):
         assert f"nothing ({advice})." in told(
@@ -451,8 +457,18 @@ class Drawn:
         names = {BACKWARD: ((GEMM_BF16, 8, 2 * self.busy),)}
         wall_ms = self.whole(self.slowdown)
         phase = make_phase(BACKWARD, (4, 4), (self.busy,) * 2, (wall_ms,) * 2, (wall_ms,) * 2)
+        waited_ms = 2 * self.others.get(IdleCause.HOST_WAITED, 0)
+        allocated_ms = 2 * self.others.get(IdleCause.ALLOCATION, 0)
+        calls = (
+            make_call("cudaDeviceSynchronize", BACKWARD, 2, waited_ms, is_wait=True),
+            make_call("cudaMalloc", BACKWARD, 2, allocated_ms),
+        )
         profile = quiet(
-            phases=(phase,), idle=idle, kernels=make_kernels(names), classes=make_classes(names)
+            phases=(phase,),
+            idle=idle,
+            kernels=make_kernels(names),
+            classes=make_classes(names),
+            host_calls=calls,
         )
         codes = (WarningCode.LAUNCH_BOUND,) if self.is_named else ()
         plain = make_record(config, (self.whole() / 1e3,) * 3, codes=codes)
@@ -486,10 +502,12 @@ def test_verdict_share_and_gains_are_those_of_the_step_without_a_profiler() -> N
             assert float(share) == pytest.approx(100 * drawn.busy / drawn.whole(), rel=5e-3)
         assert float(step_ms) == pytest.approx(drawn.whole(), rel=5e-3)
         most = 1.005 * (drawn.whole() - drawn.busy)
-        gains = {cause: f"less without {words}" for cause, (words, _) in of_kernels._BOUNDS.items()}
         told = next((text for text in others if "at most" in text), "")
         for cause, true_ms in ({IdleCause.LATE_LAUNCH: drawn.late()} | drawn.others).items():
-            said = [float(ms) for ms in re.findall(rf"([\d.]+) ms {gains[cause]}", told)]
+            if cause not in of_kernels._BOUNDS:
+                continue
+            words = f"less without {of_kernels._BOUNDS[cause]}"
+            said = [float(ms) for ms in re.findall(rf"([\d.]+) ms {words}", told)]
             assert all(0 <= ms <= most and ms >= 0.995 * true_ms for ms in said), (drawn, told)
             assert said or true_ms <= 0.01 * drawn.whole(), (drawn, told)
         assert all(float(ms) <= most for ms in re.findall(r"([\d.]+) ms less", told)), (drawn, told)

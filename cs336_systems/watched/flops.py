@@ -1,0 +1,317 @@
+"""FLOPs of a watched loop: each call that was seen is made again on a copy of the model whose
+tensors have no data, and the matmuls, convolutions and attentions in it are counted.
+"""
+
+import copy
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ..config import Phase
+from ..costs.tape import TraceError
+from ..files import in_one_line
+from ..loop_record import LoopFlops
+from ..text import inert_line
+from ..torch_needed import lacking_torch
+from .calls import MAX_CALLS, Call
+from .marks import WatchedStep
+
+LIMIT_S = 5.0
+"""Longest time that tracing a loop may take."""
+RECOMPUTED_IN_BACKWARD = 1 / 5
+"""Of the five matmuls in the backward of fused attention, the scores are computed again (Dao
+2023).
+"""
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
+HOOKS_OF_WEIGHTS = "torch.nn.utils."
+TRAINERS = ("lightning", "pytorch_lightning", "accelerate")
+"""Libraries whose objects a model refers to without computing with them."""
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
+COUNTED_ELSEWHERE = ("aten", "prim", "prims", "c10d", "profiler", "rngprims", "cs336")
+"""Namespaces of operators that are known: they multiply no matrices unless there is a formula."""
+
+
+class NotTracedError(Exception):
+    """The FLOPs are not known; the message is the reason."""
+
+
+class LoopTracer:
+    """Traces the calls that a loop makes, each once."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
+        self._traced: dict[tuple[int, bool], FlopCounter] = {}
+        self._reason = ""
+        """Why a call could not be traced; then no other is tried."""
+        self.num_traced = 0
+        """Calls that were traced, or tried."""
+        self.last: LoopFlops | None = None
+        """The last answer."""
+
+    def flops(self, steps: Collection[WatchedStep]) -> tuple[LoopFlops | None, str]:
+        """The FLOPs of the mean of these steps, or None and the reason why they are not known."""
+        self.last = None
+        counts = Counter(number for step in steps for number in step.tokens.calls)
+        reason = self._reason or lacking_torch()
+        if not counts:
+            reason = "no forward pass was seen"
+        elif -1 in counts:
+            reason = f"the model is called with more than {MAX_CALLS} different shapes"
+        if reason:
+            return None, reason
+        has_backward = any(Phase.BACKWARD in step.times.phases_s for step in steps)
+        executed = recomputed = 0.0
+        try:
+            for number, count in counts.items():
+                counter = self._trace(number, has_backward, LIMIT_S / len(counts))
+                executed += count * counter.executed
+                recomputed += count * counter.recomputed
+        except NotTracedError as error:
+            self._reason = str(error)
+            return None, self._reason
+        per_step = (executed - recomputed) / len(steps)
+        self.last = LoopFlops(per_step=per_step, recomputed_per_step=recomputed / len(steps))
+        return self.last, ""
+
+    def _trace(self, number: int, has_backward: bool, limit_s: float) -> "FlopCounter":
+        """The FLOPs of a call, which is traced if it was not yet."""
+        key = number, has_backward
+        if key not in self._traced:
+            self.num_traced += 1
+            call = self._calls[number]
+            self._traced[key] = _traced(call, has_backward=has_backward, limit_s=limit_s)
+        return self._traced[key]
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts the FLOPs of the operators that PyTorch has a formula for."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled; True would import torch.compile
+
+    def __init__(self, forbidden: Iterable[Tensor]) -> None:
+        """`forbidden` are the loop's own parameters, whose gradients a trace must not change."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._forbidden = set(map(id, forbidden))
+        self.executed = self.recomputed = 0.0
+        self.phase = Phase.FORWARD
+        self.unknown: set[str] = set()
+        """Operators of which nobody knows what they compute."""
+
+    def __torch_dispatch__(
+        self,
+        function: Any,  # noqa: ANN401 (any operator, with any arguments)
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        # a function in the place of a module's forward may know the module itself
+        if any(id(parameter) in self._forbidden for parameter in _parameters_in(args)):
+            raise NotTracedError("a function computes with the model's parameters themselves")
+        out = function(*args, **(kwargs or {}))
+        flops = self._flops(function, args, kwargs or {}, out)
+        self.executed += flops
+        if self.phase is Phase.BACKWARD:
+            name = str(function)
+            # autograd computes without gradients, and what a checkpoint computes again has some
+            if torch.is_grad_enabled():
+                self.recomputed += flops
+            elif "attention" in name and "backward" in name:
+                self.recomputed += flops * RECOMPUTED_IN_BACKWARD
+        return out
+
+    def _flops(
+        self,
+        function: Any,  # noqa: ANN401
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: Any,  # noqa: ANN401
+    ) -> float:
+        packet = function._overloadpacket
+        formula = flop_registry.get(packet)
+        if formula is not None:
+            return float(formula(*args, **kwargs, out_val=out))
+        if packet is getattr(torch.ops.aten, "_grouped_mm", None):
+            return _of_grouped_matmul(args[0].shape, args[1].shape)
+        if function.namespace not in COUNTED_ELSEWHERE:
+            self.unknown.add(str(packet))
+        return 0.0
+
+
+def _parameters_in(args: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """The parameters among the arguments of an operator, and in its lists of tensors."""
+    for value in args:
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _parameters_in(value)
+
+
+def _of_grouped_matmul(a: Sequence[int], b: Sequence[int]) -> float:
+    """FLOPs of matmuls of groups: all rows (or columns) of the groups lie one after the other,
+    unless both factors have an axis of groups.
+    """
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return 2.0 * groups * a[-2] * a[-1] * b[-1]
+
+
+def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
+    """The FLOPs of one forward pass, and of its backward; raise NotTracedError with the reason."""
+    from ..costs.tracing import tracing
+
+    model = call.model()
+    if model is None:
+        raise NotTracedError("the model is gone")
+    counter = FlopCounter(model.parameters())
+    try:
+        inputs, named = call.arguments()
+        traced_model = without_data(model)
+        with (
+            _kept_randomness(),
+            _kept_classes(model),
+            torch.enable_grad(),
+            _default_device(model),
+            tracing({}, limit_s=limit_s) as trace,
+            counter,
+        ):
+            trace.begin(Phase.FORWARD)
+            loss = _loss(traced_model(*inputs, **named))
+            if has_backward and loss is not None:
+                trace.begin(Phase.BACKWARD)
+                counter.phase = Phase.BACKWARD
+                loss.backward()
+            unknown = sorted(counter.unknown | trace.unknown_kernels)
+    except NotTracedError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
+        raise NotTracedError(inert_line(reason)) from error
+    if unknown:
+        raise NotTracedError(f"nobody knows the FLOPs of {', '.join(unknown[:3])}")
+    return counter
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """A copy of the model, in training mode, whose parameters and buffers have no data; ties are
+    kept, and of the hooks those that compute weights.
+
+    Raise NotTracedError where parameters are not plain tensors, as those that are sharded.
+    """
+    while type(model).__name__ in WRAPPERS:
+        model = getattr(model, "module", None) or model._orig_mod  # type: ignore[assignment]
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
+            raise NotTracedError(f"the model has tensors of the class {type(tensor).__name__}")
+        memo[id(tensor)] = _empty(tensor)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in HOOKS:
+                memo[id(value)] = _kept_hooks(value)
+            elif isinstance(value, Tensor):
+                memo[id(value)] = _empty(value)
+            elif _is_shared(value):
+                memo[id(value)] = value
+    copied: nn.Module = copy.deepcopy(model, memo)
+    # modules that are evaluated within a model that is trained stay so
+    return copied if copied.training else copied.train()
+
+
+def _kept_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """Those of a module's hooks with which PyTorch computes its weights, as for a weight norm."""
+    kept = OrderedDict()
+    for key, hook in hooks.items():
+        owner = hook if isinstance(hook, FunctionType) else type(hook)
+        if isinstance(hook, bool) or owner.__module__.startswith(HOOKS_OF_WEIGHTS):
+            kept[key] = hook
+    return kept
+
+
+@contextmanager
+def _kept_classes(model: nn.Module) -> Iterator[None]:
+    """Put back what the model's code changes in its own classes, where it may leave tensors."""
+    kinds = {type(module) for module in model.modules()}
+    before = {kind: dict(vars(kind)) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, attributes in before.items():
+            for name, value in dict(vars(kind)).items():
+                if name not in attributes:
+                    delattr(kind, name)
+                elif attributes[name] is not value:
+                    setattr(kind, name, attributes[name])
+
+
+def _default_device(model: nn.Module) -> AbstractContextManager[object]:
+    """Makes tensors without data where the code names no device and the model is on a CPU."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return nullcontext() if "cuda" in devices else torch.device("meta")
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and class without data."""
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _is_shared(value: object) -> bool:
+    """Whether the copy of the model has the very object: a trainer, which knows all of the loop."""
+    return type(value).__module__.partition(".")[0] in TRAINERS
+
+
+def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
+    """A number from which backward runs: the model's own loss, which is its only result with a
+    single value, else the sum of its results; None where nothing has a gradient.
+    """
+    tensors = [value for value in _tensors(result) if value.requires_grad]
+    numbers = [value for value in tensors if value.ndim == 0]
+    if len(numbers) == 1:
+        return numbers[0]
+    total: Tensor | None = None
+    for tensor in tensors:
+        total = tensor.sum() if total is None else total + tensor.sum()
+    return total
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+@contextmanager
+def _kept_randomness() -> Iterator[None]:
+    """Put the states of random numbers back at the end: PyTorch's, Python's and NumPy's."""
+    state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)

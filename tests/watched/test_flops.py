@@ -1,0 +1,281 @@
+"""FLOPs of a watched loop's model: beside PyTorch's own counter on real data, and closed forms."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336 import watch
+
+VOCABULARY, WIDTH, HEADS = 50, 32, 4
+
+
+class Attention(nn.Module):
+    """Causal attention with fewer heads of keys than of queries."""
+
+    def __init__(self, key_heads):
+        super().__init__()
+        self.key_heads, self.d_head = key_heads, WIDTH // HEADS
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.keys = nn.Linear(WIDTH, 2 * key_heads * self.d_head)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        query = self.query(x).view(batch, length, HEADS, self.d_head).transpose(1, 2)
+        pairs = self.keys(x).view(batch, length, 2, self.key_heads, self.d_head)
+        keys, values = pairs.unbind(2)
+        mixed = scaled_dot_product_attention(
+            query, keys.transpose(1, 2), values.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+class Experts(nn.Module):
+    """Each token goes to one expert, which depends on its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        if self.gate(x).sum() > 1e9:
+            return x
+        return self.experts[0](x)
+
+
+class Language(nn.Module):
+    """Embedding, layers and a head that may share the embedding's table."""
+
+    def __init__(self, *layers, ties=False, checkpoints=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.checkpoints = checkpoints
+        if ties:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x))
+        return self.head(x)
+
+
+class Low(nn.Module):
+    """A frozen layer with a trained part of low rank beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+class Positions(nn.Module):
+    """Makes positions without naming a device, and leaves a tensor in its class."""
+
+    last = None
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        Positions.last = x + self.table(torch.arange(x.shape[1]))
+        return self.layer(Positions.last)
+
+
+class WithLoss(nn.Module):
+    """Returns logits and a loss, which does not use all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 7)
+
+    def forward(self, x):
+        return self.unused(x), self.layer(x).sum()
+
+
+def old_weight_norm(layer):
+    """A layer whose weight a hook computes from its length and direction."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+
+def encoder():
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True)
+
+
+TOKENS = torch.arange(2 * 16).view(2, 16) % VOCABULARY
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+MODELS = {
+    "attention": (lambda: Language(Attention(HEADS), mlp()), TOKENS),
+    "grouped queries": (lambda: Language(Attention(2), mlp()), TOKENS),
+    "one head of keys": (lambda: Language(Attention(1)), TOKENS),
+    "tied": (lambda: Language(mlp(), ties=True), TOKENS),
+    "encoder": (lambda: Language(encoder()), TOKENS),
+    "low rank": (lambda: Language(Low(), Low()), TOKENS),
+    "recurrent": (lambda: Language(Recurrent()), TOKENS),
+    "positions": (lambda: Language(Positions()), TOKENS),
+    "weight norm": (lambda: Language(old_weight_norm(nn.Linear(WIDTH, WIDTH))), TOKENS),
+    "only layers": (lambda: mlp(), torch.ones(4, WIDTH)),
+    "one sequence": (lambda: Language(nn.Sequential(nn.LayerNorm(WIDTH), mlp())), TOKENS[:1]),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2)),
+        IMAGES,
+    ),
+    "depthwise": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten()), IMAGES),
+    "one dimension": (lambda: nn.Conv1d(3, 5, 3), IMAGES[:, :, 0]),
+}
+
+
+def watched_steps(model, inputs, tmp_path, steps=2):
+    """Steps of a watched loop: its record, and the losses."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    losses = []
+    with torch.random.fork_rng():
+        watched = watch(model, optimizer, warmup_steps=0, output=tmp_path, every=0)
+        for _ in range(steps):
+            with watched.step():
+                loss = model(inputs).sum()
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.item())
+        record = watched.record()
+        watched.remove()
+    return record, losses
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_flops_are_those_that_pytorch_counts_on_real_data(name, tmp_path):
+    """With attention as matmuls and without fused recurrent layers, which it does not count."""
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model = make()
+    record, _ = watched_steps(model, inputs, tmp_path)
+    assert record.seen.not_traced == ""
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        torch.backends.mkldnn.flags(enabled=False),
+        FlopCounterMode(display=False) as counter,
+    ):
+        model(inputs).sum().backward()
+    assert record.seen.flops.per_step == pytest.approx(counter.get_total_flops(), rel=1e-12)
+
+
+def test_what_a_checkpoint_computes_again_is_apart(tmp_path):
+    plain, _ = watched_steps(Language(mlp(), mlp()), TOKENS, tmp_path)
+    again, _ = watched_steps(Language(mlp(), mlp(), checkpoints=True), TOKENS, tmp_path)
+    assert again.seen.flops.per_step == plain.seen.flops.per_step
+    # the last matmul of a layer saves nothing for backward, which stops before it
+    a_layer = 2 * TOKENS.numel() * WIDTH * 64
+    assert again.seen.flops.recomputed_per_step == 2 * a_layer
+    assert plain.seen.flops.recomputed_per_step == 0
+
+
+def test_frozen_layers_have_no_gradient_of_their_weights(tmp_path):
+    record, _ = watched_steps(Language(Low()), TOKENS, tmp_path)
+    tokens = TOKENS.numel()
+    frozen, low, head = WIDTH * WIDTH, 2 * 2 * WIDTH, WIDTH * VOCABULARY
+    assert record.seen.flops.per_step == 2 * tokens * (2 * frozen + 3 * low + 3 * head)
+
+
+def test_tracing_changes_nothing_of_the_loop(tmp_path):
+    """A report between steps draws no random number, and leaves no hook and no tensor behind."""
+    losses = {}
+    for reports in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Dropout(0.5), mlp())
+        calls = []
+        model[2].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watched = watch(model, optimizer, warmup_steps=0, output=tmp_path, every=0)
+        losses[reports] = []
+        for _ in range(3):
+            with watched.step():
+                loss = model(TOKENS).square().sum() * random.random()
+                loss.backward()
+                optimizer.step()
+            losses[reports].append(loss.item())
+            if reports:
+                assert watched.record().seen.flops is not None
+        assert len(calls) == 3
+        assert all(not parameter.is_meta for parameter in model.parameters())
+        watched.remove()
+    assert losses[True] == losses[False]
+
+
+def test_what_depends_on_values_is_not_traced_and_says_why(tmp_path):
+    record, losses = watched_steps(Language(Experts()), TOKENS, tmp_path)
+    assert record.seen.flops is None
+    assert "needs the values" in record.seen.not_traced
+    assert len(losses) == 2
+
+
+def test_calls_of_several_shapes_are_summed(tmp_path):
+    model = nn.Linear(WIDTH, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = watch(model, optimizer, warmup_steps=0, output=tmp_path, every=0)
+    rows = [3, 5, 8, 3]
+    for count in rows:
+        with watched.step():
+            model(torch.ones(count, WIDTH)).sum().backward()
+            optimizer.step()
+    # forward and the gradient of the weights: the input has none
+    assert watched.record().seen.flops.per_step == 2 * 2 * WIDTH * sum(rows) / len(rows)
+    watched.remove()
+
+
+def test_a_function_that_knows_the_model_is_not_called_with_its_parameters(tmp_path):
+    """As a closure in the place of forward does, which a copy of the model has too."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1))
+    usual = model[0].forward
+    model[0].forward = lambda x: usual(x)
+    record, _ = watched_steps(model, torch.ones(3, WIDTH), tmp_path)
+    assert record.seen.flops is None
+    assert "themselves" in record.seen.not_traced
+    assert torch.equal(model[0].weight.grad, torch.full((1, WIDTH), 6.0))  # of two steps
+
+
+def test_backward_begins_at_the_loss_that_the_model_returns(tmp_path):
+    model = WithLoss()
+    watched = watch(model, warmup_steps=0, output=tmp_path, every=0)
+    with watched.step():
+        model(torch.ones(3, WIDTH))[1].backward()
+    forward = 2 * 3 * WIDTH * (WIDTH + 7)
+    assert watched.record().seen.flops.per_step == forward + 2 * 3 * WIDTH * WIDTH
+    watched.remove()
+
+
+def test_classes_are_left_as_they_were(tmp_path):
+    record, _ = watched_steps(Language(Positions()), TOKENS, tmp_path)
+    assert record.seen.flops is not None
+    assert not Positions.last.is_meta
