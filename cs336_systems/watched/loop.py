@@ -184,7 +184,9 @@ class Watched:
         self._syncs = Syncs(models)
         self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
         self._ranks = Ranks(name, models)
-        observers += [self._growth, self._syncs, self._ranks]
+        observers += [self._growth, self._ranks]
+        if self._syncs.sees_model:  # else its calls at each phase would only cost time
+            observers.append(self._syncs)
         self._observe(observers)
         self._reader = PassReader(models, device)
         self._tracer = LoopTracer(self._reader.calls.seen)

@@ -19,6 +19,7 @@ class Syncs(Observer):
         self._model = weakref.ref(models[0]) if len(models) == 1 else None
         if not hasattr(models[0], "require_backward_grad_sync"):
             self._model = None
+        self.sees_model = self._model is not None
         self._synced = 0
         self.per_update: int | None = None
         """The least number in an update; None where none was seen."""
