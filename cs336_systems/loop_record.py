@@ -1,6 +1,76 @@
 """What was seen of a watched loop besides the times of its phases."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """What can make a step of a loop, with the time before it, longer than others.
+
+    The order is from the innermost: a garbage collection may be part of an evaluation.
+    """
+
+    COLLECTION = "garbage collection"
+    SAVING = "torch.save"
+    DATA = "waiting for data"
+    COMPILATION = "compilation"
+    EVALUATION = "evaluation"
+    ALLOCATOR = "allocation on the GPU"
+    CLOCK = "lower clock"
+    TOKENS = "more tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """What was seen of one cause in one step and the time before it."""
+
+    cause: Cause
+    seconds: float | None = None
+    """None where it was seen that it happened, but not how long it took."""
+    count: int = 1
+    details: tuple[str, ...] = ()
+    """What else was seen: what was compiled for, the number of segments, the clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowStep:
+    """A measured step that, with the time before it, lies beyond the spread of the others."""
+
+    number: int
+    """Its position among the measured steps of the record, from 0."""
+    excess_s: float
+    """How much longer than usual it took."""
+    where: str
+    """The phase that took more than usual by most, or "between steps"."""
+    pauses: tuple[Pause, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryGrowth:
+    """What PyTorch's allocator has given out on the GPU at the end of steps, where it rises."""
+
+    bytes_per_step: float
+    since_step: int
+    """The measured step, from 0, from which it rises."""
+    to_step: int
+    """The last measured step at which it was read."""
+    holders: tuple[str, ...] = ()
+    """What was alive about as often as there were steps; empty where nothing was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopRank:
+    """One of several ranks of a loop."""
+
+    rank: int
+    world_size: int
+    run: str = ""
+    """The same for all ranks of the loop; empty if it was not learnt."""
+    own_s: float | None = None
+    """Median time of a step, with the time before it, outside of backward and the optimizer, where
+    the rank waits for no other one. None where that is not seen, as with FSDP, which waits in
+    forward too.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +103,14 @@ class LoopRecord:
     """Why `flops` is not known."""
     between_data_s: tuple[float, ...] = ()
     """How much of the time before each step (`RunRecord.between_s`) waited for data."""
+    slow_steps: tuple[SlowStep, ...] = ()
+    growth: MemoryGrowth | None = None
+    """None where memory does not rise, and on a CPU, where it is not seen."""
+    syncs_per_update: int | None = None
+    """How many forward passes of each update, or more, had their gradients averaged over the ranks
+    by DistributedDataParallel; None where that was not seen.
+    """
+    rank: LoopRank | None = None
+    """The rank of this record; None for one process."""
+    other_ranks: tuple[LoopRank, ...] = ()
+    """What the other ranks have written; readers add it."""

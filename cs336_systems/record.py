@@ -5,8 +5,9 @@ All quantities are SI and unscaled: `_s` seconds, `_bytes` bytes, `_hz` hertz, `
 joules; `_c` is degrees Celsius.
 """
 
+import contextlib
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import lru_cache
@@ -17,7 +18,7 @@ import msgspec
 
 from .config import Phase, RunConfig
 from .files import RECORD, FileError, encode_json, read_json, write_atomically
-from .loop_record import LoopRecord
+from .loop_record import LoopRank, LoopRecord
 from .subject import Subject, WatchedLoop, loop_of_earlier_record
 
 FORMAT_VERSION = 1
@@ -495,6 +496,31 @@ def write_record(record: RunRecord, directory: Path) -> Path:
     return path
 
 
+def write_rank(rank: LoopRank, runs: Path) -> Path:
+    """Write what one rank of a watched loop has seen, which is joined to the record of the first
+    rank when that is read.
+    """
+    directory = runs.with_name("ranks") / rank.run
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{rank.rank}.json"
+    write_atomically(path, msgspec.json.encode(rank))
+    return path
+
+
+def with_other_ranks(record: RunRecord, runs: Path) -> RunRecord:
+    """The record with what the other ranks of its loop have written so far, by rank."""
+    seen = record.seen
+    if seen is None or seen.rank is None or not seen.rank.run:
+        return record
+    others = []
+    for path in (runs.with_name("ranks") / seen.rank.run).glob("*.json"):
+        # a rank whose file is broken is as one that has not written yet
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            others.append(msgspec.json.decode(path.read_bytes(), type=LoopRank))
+    others.sort(key=lambda rank: rank.rank)
+    return replace(record, seen=replace(seen, other_ranks=tuple(others)))
+
+
 def published_runs(runs: Path) -> Path:
     """The file beside the folder `runs` in which each line is a record, as published results have
     it.
@@ -521,7 +547,7 @@ def load_records(runs: Path) -> tuple[list[RunRecord], list[RecordError]]:
             problems.append(problem)
     for path in sorted(runs.glob("*.json")):
         try:
-            records[path.stem] = read_record(path)
+            records[path.stem] = with_other_ranks(read_record(path), runs)
         except RecordError as problem:
             problems.append(problem)
     return [records[key] for key in sorted(records)], problems

@@ -7,6 +7,8 @@ from functools import cached_property
 from ..config import Phase
 from ..loop_record import LoopRecord
 from ..record import RunRecord
+from .loop_advice import between_verdict, memory_sentence, rank_sentence
+from .loop_causes import slow_sentence
 
 TERA = 1e12
 LIMITING_DATA = 0.1
@@ -87,11 +89,34 @@ class LoopTimes:
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """What differs between the steps of a watched loop, what lies between them, whether data limits
-    it, and what its model computes in a step.
+    """Why steps of a watched loop were slow, what differs between its steps, what lies between
+    them, whether data limits it, and what its model computes in a step.
     """
     seen = record.seen or LoopRecord()
-    return [*_token_sentences(seen), *_between_sentences(record), *_flops_sentences(seen)]
+    return [
+        *_cause_sentences(record),
+        *_token_sentences(seen),
+        *_between_sentences(record),
+        *_flops_sentences(seen),
+    ]
+
+
+def _cause_sentences(record: RunRecord) -> list[str]:
+    """Slow steps, memory that rises, a slow rank, and gradients that are averaged too often."""
+    slow = slow_sentence(record)
+    sentences = [] if slow is None else [slow]
+    if record.seen is not None and record.seen.growth is not None:
+        sentences.append(memory_sentence(record.seen.growth))
+    if record.seen is not None and record.seen.rank is not None:
+        lag = rank_sentence((record.seen.rank, *record.seen.other_ranks))
+        sentences += [lag] if lag is not None else []
+    syncs = record.seen.syncs_per_update if record.seen else None
+    if syncs is not None and syncs > 1:
+        sentences.append(
+            f"the gradients are averaged over the ranks {syncs} times in each update: put all "
+            "micro-steps but the last into `with model.no_sync():`"
+        )
+    return sentences
 
 
 def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
@@ -107,15 +132,21 @@ def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
 
 def _between_sentences(record: RunRecord) -> list[str]:
     """What lies between the steps, and whether data limits the loop."""
+    sentences: list[str] = []
     if not record.between_s:
-        return []
+        return sentences
     times, count = LoopTimes(record), len(record.between_s)
     data_ms, other_ms = (
         1e3 * seconds / count
         for seconds in (times.between_data_s, times.between_s - times.between_data_s)
     )
     between = f"between steps: {1e3 * times.between_s / count:.4g} ms"
-    sentences = [f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms"]
+    sentences.append(f"{between}, data {data_ms:.4g} and other {other_ms:.4g} ms")
+    verdict = between_verdict(
+        times.steps_s / count, (times.between_s - times.between_data_s) / count
+    )
+    if verdict is not None:
+        sentences.append(verdict)
     if times.data_share >= LIMITING_DATA:
         sentences.append(
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"

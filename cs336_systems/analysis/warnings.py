@@ -80,6 +80,12 @@ class Repeated:
     """What helps against a slow start."""
     more: str
     """What helps against a wide spread."""
+    advice: str = ""
+    """What to do in any case, instead of these and of other advice that is meant for benchmarks."""
+
+    def against(self, remedy: str) -> str:
+        """The remedy, or the advice that replaces it."""
+        return self.advice or remedy
 
 
 STEPS = Repeated(
@@ -87,6 +93,9 @@ STEPS = Repeated(
     plural="steps",
     warmup="more --warmup-steps",
     more="more --warmup-steps and --measured-steps",
+)
+LOOP_STEPS = Repeated(
+    name="step", plural="steps", warmup="", more="", advice="the causes that were seen are named"
 )
 PASSES = Repeated(
     name="pass",
@@ -185,9 +194,10 @@ def _unstable(times_s: Sequence[float], repeated: Repeated) -> str | None:
     cv = _cv(times_s)
     if cv <= MAX_CV:
         return None
+    remedy = repeated.against(f"close other programs, or use {repeated.more}")
     return (
         f"the standard deviation is {_percent(cv)} of the mean {repeated.name}, over "
-        f"{_percent(MAX_CV)}: close other programs, or use {repeated.more}"
+        f"{_percent(MAX_CV)}: {remedy}"
     )
 
 
@@ -225,7 +235,7 @@ def _outliers(times_s: Sequence[float], repeated: Repeated) -> str | None:
         return None
     named = [f"{repeated.name} {i + 1} {_signed_percent(distances[i])}" for i in far[:MAX_OUTLIERS]]
     more = f" and {len(far) - MAX_OUTLIERS} more" if len(far) > MAX_OUTLIERS else ""
-    remedy = "close other programs" if far[0] else f"use {repeated.warmup}"
+    remedy = repeated.against("close other programs" if far[0] else f"use {repeated.warmup}")
     return (
         f"{len(far)} of {len(times_s)} {repeated.plural} lie far from the median of "
         f"{median_s * 1e3:.4g} ms ({', '.join(named)}{more}); they are kept: {remedy}, or rely on "
@@ -242,7 +252,8 @@ def _drift(times_s: Sequence[float], repeated: Repeated) -> str | None:
     for drift_in in (_slope_seen, _halves_seen, _correlation_seen):
         drift = drift_in(times_s, repeated)
         if drift is not None:
-            return f"{drift}: use {repeated.warmup}, and look at the clocks and the temperature"
+            remedy = f"use {repeated.warmup}, and look at the clocks and the temperature"
+            return f"{drift}: {repeated.against(remedy)}"
     return None
 
 

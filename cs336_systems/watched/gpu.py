@@ -44,6 +44,12 @@ class LoopGpu(Observer):
         if number >= 0:
             self._activity.between_steps()
 
+    def clock(self) -> GpuState | None:
+        """The state of the GPU now; None without the driver's library."""
+        with contextlib.suppress(pynvml.NVMLError):
+            return self._monitor.state() if self._monitor is not None else None
+        return None
+
     def activity(self) -> Activity | None:
         """How busy the units were up to the last reading."""
         return self._activity.activity()

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..config import Phase
+from ..loop_record import Cause
 from .marks import Timeline
 from .observer import note_trouble
+from .pauses import Pauses
 from .tokens import PassReader
 
 
@@ -123,9 +126,13 @@ def _nothing(*_: Any) -> None:  # noqa: ANN401
 class ModelHooks:
     """The hooks of one model: forward is what its outermost call takes."""
 
-    def __init__(self, model: nn.Module, timeline: Timeline, reader: PassReader) -> None:
+    def __init__(
+        self, model: nn.Module, timeline: Timeline, reader: PassReader, pauses: Pauses
+    ) -> None:
         self._model = weakref.ref(model)
-        self._timeline, self._reader = timeline, reader
+        self._timeline, self._reader, self._pauses = timeline, reader, pauses
+        self._evaluated_ns: int | None = None
+        """When an open call that trains nothing began."""
         self._opened: list[bool] = []
         """Of each open call of the model, whether it began a phase."""
         self._compiled: CompiledCall | None = None
@@ -164,18 +171,26 @@ class ModelHooks:
     def begins(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Begin forward if the module is the model itself, on the thread of the step."""
         # a replica of nn.DataParallel has the same hooks
-        if not self._timeline.is_here() or module is not self._model():
+        if not self._timeline.is_own_thread() or module is not self._model():
             return
-        is_forward = torch.is_grad_enabled() and self._timeline.enter(Phase.FORWARD)
+        has_grad = torch.is_grad_enabled()
+        if not (has_grad and self._timeline.in_step):
+            self._evaluated_ns = perf_counter_ns()
+        if not self._timeline.in_step:
+            return
+        is_forward = has_grad and self._timeline.enter(Phase.FORWARD)
         self._opened.append(is_forward)
         if is_forward:
             self._reader.begins(inputs, named, self._timeline.num_marks - 1)
 
     def ends(self, module: nn.Module, _inputs: Any, result: Any) -> None:  # noqa: ANN401
         """End forward where `begins` began it."""
-        if not self._timeline.is_here() or module is not self._model() or not self._opened:
+        if not self._timeline.is_own_thread() or module is not self._model():
             return
-        if self._opened.pop():
+        if self._evaluated_ns is not None:
+            self._pauses.evaluates(self._evaluated_ns, in_step=self._timeline.in_step)
+            self._evaluated_ns = None
+        if self._timeline.in_step and self._opened and self._opened.pop():
             self._timeline.note(self._reader.ends(module, result))
             self._timeline.leave()
 
@@ -273,9 +288,10 @@ class Hooks:
         models: Iterable[nn.Module],
         optimizers: Iterable[torch.optim.Optimizer],
         reader: PassReader,
+        pauses: Pauses,
     ) -> None:
-        self.timeline, self.reader = timeline, reader
-        self.models = [ModelHooks(model, timeline, reader) for model in models]
+        self.timeline, self.reader, self.pauses = timeline, reader, pauses
+        self.models = [ModelHooks(model, timeline, reader, pauses) for model in models]
         updates = [OptimizerHooks(optimizer, timeline) for optimizer in optimizers]
         self._hooked: list[ModelHooks | OptimizerHooks] = [*self.models, *updates]
         self._handles: list[Any] = []
@@ -292,6 +308,7 @@ class Hooks:
             self._handles += _without_hooks(modules)
             if self.reader.num_seen < ENOUGH_MATMULS:
                 self._of_matmuls = _before_calls(self.reader.matmuls, self.reader.multiplies)
+            self.pauses.attach()
             PATCHES.add(self)
 
     def detach(self) -> None:
@@ -302,6 +319,7 @@ class Hooks:
         for model in self.models:
             model.detach()
         PATCHES.discard(self)
+        self.pauses.detach()
         self.timeline.forget()
 
     def step_begins(self) -> None:
@@ -347,6 +365,7 @@ class Patches:
                 self._wrap(torch.autograd, "_engine_run_backward", self._around(Phase.BACKWARD))
                 self._wrap(_BaseDataLoaderIter, "__next__", self._around(Phase.DATA))
                 self._wrap(DataLoader, "__iter__", self._around(Phase.DATA))
+                self._wrap(torch, "save", self._save)
 
     def discard(self, loop: Hooks) -> None:
         """Watch a loop no more; with the last one, give the functions back."""
@@ -427,6 +446,19 @@ class Patches:
             return timed
 
         return wrap
+
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+            loops = [loop for loop in self._loops if loop.timeline.is_own_thread()]
+            for loop in loops:
+                loop.pauses.begins(Cause.SAVING)
+            try:
+                return original(*inputs, **named)
+            finally:
+                for loop in loops:
+                    loop.pauses.ends(Cause.SAVING)
+
+        return save
 
     def _compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(wrapper: Any, *inputs: Any, **named: Any) -> Any:  # noqa: ANN401

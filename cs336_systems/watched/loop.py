@@ -27,11 +27,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..analysis.limits import Limits, Verdict, check, verdicts
-from ..analysis.warnings import launch_bound_phases, timing_warnings
+from ..analysis.loop_advice import loop_warnings
+from ..analysis.warnings import launch_bound_phases
 from ..config import Device, Phase, Profiler
 from ..costs.accounting import mfu as share_of_peak
 from ..files import in_one_line
-from ..loop_record import LoopFlops
+from ..loop_record import LoopFlops, SlowStep
 from ..measure.run import Progress
 from ..record import (
     Measurement,
@@ -40,6 +41,8 @@ from ..record import (
     Telemetry,
     WarningCode,
     read_record,
+    with_other_ranks,
+    write_rank,
     write_record,
 )
 from ..subject import WatchedLoop
@@ -48,12 +51,17 @@ from ..text import print_aside, print_line
 from .exit import UNREPORTED, conclude
 from .flops import LoopTracer
 from .gpu import LoopGpu
+from .growth import Growth, allocated_on_gpu
 from .hooks import Hooks, hookable
 from .live import Live, Sums
 from .marks import LoopStep, Timeline, WatchedStep, resolved
 from .observer import TROUBLES, Observer, overriding, say
+from .pauses import Pauses
 from .profiled import PROFILED_STEPS, Profiled
+from .ranks import Ranks
+from .slow_steps import SlowSteps
 from .summary import all_measurements, described, measurements, seen_of
+from .syncs import Syncs
 from .tokens import PassReader
 
 Batch = TypeVar("Batch")
@@ -165,10 +173,24 @@ class Watched:
             observers.insert(0, self._profiled)
         if self._gpu is not None:
             observers.insert(0, self._gpu)
+        self._pauses = Pauses()
+        self._slow_steps = SlowSteps(
+            self._pauses,
+            on_gpu=self._gpu is not None,
+            clock=self._gpu.clock if self._gpu is not None else None,
+        )
+        # the first, so that what other parts do lies in no pause
+        observers.insert(0, self._slow_steps)
+        self._syncs = Syncs(models)
+        self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
+        self._ranks = Ranks(name, models)
+        observers += [self._growth, self._ranks]
+        if self._syncs.sees_model:  # else its calls at each phase would only cost time
+            observers.append(self._syncs)
         self._observe(observers)
         self._reader = PassReader(models, device)
         self._tracer = LoopTracer(self._reader.calls.seen)
-        self._hooks = Hooks(self._timeline, models, several, self._reader)
+        self._hooks = Hooks(self._timeline, models, several, self._reader, self._pauses)
         self._hooks.attach()
         weakref.finalize(self, self._hooks.detach).atexit = False
 
@@ -295,11 +317,26 @@ class Watched:
             measurements=measured,
             host_phases=host_phases,
             between_s=tuple(step.between_s for step in steps if step.between_s is not None),
-            seen=replace(seen_of(steps, self._reader.order), flops=flops, not_traced=reason),
+            seen=replace(
+                seen_of(steps, self._reader.order),
+                flops=flops,
+                not_traced=reason,
+                slow_steps=self._slow(steps),
+                growth=self._growth.growth(self._num_read - self.warmup_steps - len(steps)),
+                syncs_per_update=self._syncs.per_update,
+                rank=self._ranks.rank(steps),
+            ),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
             activity=self._gpu.activity() if self._gpu else None,
         )
+
+    def _slow(self, steps: list[WatchedStep]) -> tuple[SlowStep, ...]:
+        """The slow steps; a profiler slows steps by itself, so that nothing is said of its."""
+        if self._profiled.has_profiler:
+            return ()
+        first = self._num_read - self.warmup_steps - len(steps)
+        return self._slow_steps.slow_steps(self.warmup, steps, first)
 
     def _flops(self) -> tuple[LoopFlops | None, str]:
         """The FLOPs of the mean step, and why they are not known. The first call traces the model,
@@ -380,7 +417,7 @@ class Watched:
         """Add the warnings that follow from the times and the telemetry."""
         if all(measured[-1].times_s):  # a coarse clock may show 0
             launched_s = launch_bound_phases(measured, host_phases)
-            progress.warnings += timing_warnings(measured[-1].times_s, launched_s)
+            progress.warnings += loop_warnings(measured, launched_s)
         unseen = list(self._unseen)
         if all(measurement.phase is not Phase.FORWARD for measurement in measured):
             unseen.append(NO_FORWARD)
@@ -413,11 +450,13 @@ class Watched:
         """Write the record of the steps so far and the page of the loop's directory, print the
         table, take the hooks away, and return the path of the record. Another step hooks again.
 
-        Of several ranks the first one does; the others return None. Where a loop ends without it,
-        by an exception, Ctrl-C or the end of the process, this is done then without the page.
+        Of several ranks the first one does; the others write only their own times, which readers
+        join to the record, and return None. Where a loop ends without it, by an exception, Ctrl-C
+        or the end of the process, this is done then without the page.
         """
         self.remove()
         if self._rank:
+            self._write_rank()
             return None
         from ..report.terminal import print_measured
         from ..sweep.keep import explain_run
@@ -443,10 +482,17 @@ class Watched:
         if self._profiled.has_profiler:
             self._profiled.move(raw_profile_path(record.subject, runs))
             explain_run(record.subject, runs)
-        print_measured(record, runs)
+        print_measured(with_other_ranks(record, runs), runs)
         if page:
             self._page = _written_page(self.directory)
         return self._written
+
+    def _write_rank(self) -> None:
+        """Write what this rank has seen, unless it was not told of which run it is."""
+        self._settle()
+        rank = self._ranks.rank(list(self.measured)) if self.measured else None
+        if rank is not None and rank.run:
+            write_rank(rank, self.directory / "runs")
 
 
 watch = Watched

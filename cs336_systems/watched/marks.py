@@ -101,7 +101,11 @@ class Timeline:
 
     def is_here(self) -> bool:
         """Whether the calling thread is that of the open step."""
-        return self.in_step and get_ident() == self._thread
+        return self.in_step and self.is_own_thread()
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is that of the last step."""
+        return get_ident() == self._thread
 
     def begin_step(self) -> None:
         """Begin a step on the calling thread."""

@@ -1,0 +1,74 @@
+"""Which of several ranks a watched loop runs on, and how long the rank computes by itself.
+
+No collective is called: under `if rank == 0` it would hang.
+"""
+
+import contextlib
+import itertools
+import statistics
+import uuid
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from ..config import Phase
+from ..loop_record import LoopRank
+from .marks import WatchedStep
+from .observer import Observer
+
+WAITING = frozenset({Phase.BACKWARD, Phase.OPTIMIZER})
+"""Phases in which a rank may wait for the others: DistributedDataParallel averages in backward."""
+LOOPS = itertools.count()
+"""Numbers the loops of this process, alike on all ranks that make the same loops."""
+
+
+class Ranks(Observer):
+    """Learns the rank, and a name that all ranks of the loop share, from the group's store."""
+
+    def __init__(self, name: str, models: Sequence[nn.Module]) -> None:
+        self._models = tuple(map(weakref.ref, models))
+        self._key = f"watched/{name}/{next(LOOPS)}"
+        self._has_own = False
+        self._rank, self._world_size, self._run = 0, 1, ""
+
+    def step_begins(self, number: int) -> None:
+        """Ask at steps 0, 1, 2, 4, 8, ..., until the first rank has named the run."""
+        if self._run or number < 0 or number & (number - 1):
+            return
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+            return
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._has_own = all(_waits_in_backward(model()) for model in self._models)
+        # a store that has ended with its process is no reason to end the loop
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = dist.distributed_c10d._get_default_store()
+            if self._rank == 0:
+                store.set(self._key, uuid.uuid4().hex)
+            if store.check([self._key]):
+                self._run = store.get(self._key).decode()
+
+    def rank(self, steps: Sequence[WatchedStep]) -> LoopRank | None:
+        """This rank of the loop with these measured steps; None for one process."""
+        if self._world_size < 2:
+            return None
+        own_s = statistics.median(map(_own_s, steps)) if self._has_own else None
+        return LoopRank(rank=self._rank, world_size=self._world_size, run=self._run, own_s=own_s)
+
+
+def _own_s(step: WatchedStep) -> float:
+    """The time of a step, and before it, in which it waits for no other rank."""
+    phases_s = step.times.phases_s
+    inside_s = sum(seconds for phase, seconds in phases_s.items() if phase not in WAITING)
+    return inside_s + (step.between_s or 0.0)
+
+
+def _waits_in_backward(model: nn.Module | None) -> bool:
+    """Whether the model's first collective in a step is in backward: it is wrapped in
+    DistributedDataParallel, and has no buffers that are broadcast before forward.
+    """
+    if model is None or not hasattr(model, "require_backward_grad_sync"):
+        return False
+    broadcasts = getattr(model, "broadcast_buffers", True)
+    return not (broadcasts and any(True for _ in model.buffers()))

@@ -1,0 +1,279 @@
+"""Which steps of a watched loop are slow, and what was seen in them.
+
+A quiet step costs two calls and a comparison.
+"""
+
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+
+import torch
+
+from ..analysis.warnings import MIN_OUTLIER, throttled
+from ..config import Phase
+from ..loop_record import Cause, Pause, SlowStep
+from ..record import GpuState, Telemetry
+from ..text import shortened
+from .marks import WatchedStep
+from .observer import Observer
+from .pauses import Pauses, Seen
+
+BEYOND = 6
+"""Standard deviations, by the median distance from the median, beyond which a step is slow: by
+chance in 1 of 1e9 normal times.
+"""
+NORMAL_MAD = 1.4826
+"""Standard deviations of normal values in one median distance."""
+FEWEST = 10
+"""Fewest steps with a spread."""
+LONG = 1.5
+"""Times the usual interval from which the allocator and the clock are looked at."""
+RHYTHM = 32
+"""Every so many steps the allocator's counters are read in any case, so that a reading at a long
+step shows what happened lately.
+"""
+CLOCK_EVERY_S = 10.0
+"""Least time between two readings of the GPU's clock, which take milliseconds."""
+MIN_SHARE = 0.1
+"""Least share of a slow step's excess that a cause with a time must have to be named."""
+MORE_TOKENS = 1.1
+"""Times the usual tokens from which a slow step has more of them."""
+MOST_KEPT = 10_000
+"""Most steps whose pauses are kept: the last ones."""
+BETWEEN = "between steps"
+LONGEST_REASON = 120
+"""Longest reason of a compilation, in characters."""
+SIZES = re.compile(r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)")
+"""How torch.compile says that a tensor has another shape than the one it compiled for."""
+
+
+class SlowSteps(Observer):
+    """Keeps what was seen in each interval: from the end of a step to that of the next.
+
+    `clock` reads the state of the GPU; None without one.
+    """
+
+    def __init__(
+        self, pauses: Pauses, *, on_gpu: bool, clock: Callable[[], GpuState | None] | None = None
+    ) -> None:
+        self._pauses, self._on_gpu, self._clock = pauses, on_gpu, clock
+        self._kept: dict[int, dict[Cause, Seen]] = {}
+        """By the number of the step that ended the interval."""
+        self._usual_s = 0.0
+        self._allocated = (0, 0)
+        self._allocated_at = 0
+        self._clock_s = -math.inf
+
+    def step_begins(self, _: int) -> None:
+        """End what lies between the steps."""
+        self._pauses.step_begins()
+
+    def step_ended(self, number: int) -> None:
+        """Keep what was seen in this interval."""
+        seen = self._pauses.take()
+        if seen and number >= 0:
+            self._kept[number] = seen
+            if len(self._kept) > MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+        if self._on_gpu and number % RHYTHM == 0:
+            self._look_at_allocator(number)
+
+    def step_failed(self, *_: object) -> None:
+        """Forget what the exception has left open."""
+        self._pauses.forget_open()
+
+    def step_read(self, number: int, step: WatchedStep) -> None:
+        """Look at what counters tell if the step was long."""
+        interval_s = _interval_s(step)
+        is_long = interval_s > LONG * self._usual_s
+        # follows the median slowly, whatever single steps take
+        self._usual_s *= 1.02 if interval_s > self._usual_s else 0.98
+        self._usual_s = self._usual_s or interval_s
+        if number < 0:
+            return
+        if is_long and self._on_gpu:
+            self._look_at_allocator(number, is_long=True)
+            self._look_at_clock(number)
+
+    def slow_steps(
+        self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep], first: int
+    ) -> tuple[SlowStep, ...]:
+        """The slow ones of the measured steps, the first of which has the number `first`."""
+        numbers = range(first, first + len(steps))
+        usual_ns = {cause: self._usual_ns(cause, numbers) for cause in Cause}
+        shapes = {shape for step in warmup for shape in step.tokens.shapes}
+        slow_ones = slow_positions(steps)
+        slow = []
+        for position, step in enumerate(steps):
+            if position in slow_ones:
+                seen = self._kept.get(first + position, {})
+                new = set(step.tokens.shapes) - shapes
+                pauses = [_pause(cause, seen[cause], usual_ns[cause], new) for cause in seen]
+                slow.append(_slow_step(position, step, slow_ones[position], pauses))
+            shapes.update(step.tokens.shapes)
+        return tuple(slow)
+
+    def _usual_ns(self, cause: Cause, numbers: range) -> int:
+        """The median time of this cause in an interval, 0 if most intervals have none."""
+        times_ns = [
+            seen[cause].ns or 0
+            for number, seen in self._kept.items()
+            if cause in seen and number in numbers
+        ]
+        if 2 * len(times_ns) <= len(numbers):
+            return 0
+        return sorted([0] * (len(numbers) - len(times_ns)) + times_ns)[len(numbers) // 2]
+
+    def _look_at_allocator(self, number: int, *, is_long: bool = False) -> None:
+        """Read the counters of PyTorch's allocator, of which a long step shows the difference."""
+        counters = torch.cuda.memory_stats_as_nested_dict()
+        if not counters:
+            return
+        now = counters["segment"]["all"]["allocated"], counters["num_alloc_retries"]
+        segments, retries = now[0] - self._allocated[0], now[1] - self._allocated[1]
+        steps = number - self._allocated_at
+        self._allocated, self._allocated_at = now, number
+        if is_long and (segments or retries):
+            details = [f"{segments} cudaMalloc and {retries} retries in the last {steps} steps"]
+            kept = self._kept.setdefault(number, {})
+            kept[Cause.ALLOCATOR] = Seen(None, segments + retries, details)
+
+    def _look_at_clock(self, number: int) -> None:
+        """Read the GPU's clock, seldom."""
+        now_s = monotonic()
+        if self._clock is None or now_s - self._clock_s < CLOCK_EVERY_S:
+            return
+        self._clock_s = now_s
+        state = self._clock()
+        lowered = None if state is None else throttled(Telemetry(before=state, after=state))
+        if lowered is not None:
+            self._kept.setdefault(number, {})[Cause.CLOCK] = Seen(None, 1, [lowered])
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """Medians of steps that are alike."""
+
+    interval_s: float
+    parts_s: Mapping[str, float]
+    tokens: float
+
+
+def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Usual]:
+    """The positions of the slow steps, in order, with what is usual of steps with the optimizer, or
+    without it, as they are.
+    """
+    alike = defaultdict[bool, list[int]](list)
+    for position, step in enumerate(steps):
+        alike[Phase.OPTIMIZER in step.times.phases_s].append(position)
+    slow: dict[int, Usual] = {}
+    for positions in alike.values():
+        if len(positions) < FEWEST:
+            continue
+        intervals_s = [_interval_s(steps[position]) for position in positions]
+        median_s = statistics.median(intervals_s)
+        spread_s = statistics.median([abs(interval_s - median_s) for interval_s in intervals_s])
+        limit_s = median_s + max(BEYOND * NORMAL_MAD * spread_s, MIN_OUTLIER * median_s)
+        beyond = [
+            position
+            for position, interval_s in zip(positions, intervals_s, strict=True)
+            if interval_s > limit_s
+        ]
+        if beyond:
+            usual = _usual([steps[position] for position in positions], median_s)
+            slow.update(dict.fromkeys(beyond, usual))
+    return dict(sorted(slow.items()))
+
+
+def _pause(
+    cause: Cause, seen: Seen, usual_ns: int, new_shapes: Iterable[tuple[int, ...] | None]
+) -> Pause:
+    """What was seen of a cause beyond what is usual of it."""
+    details = seen.details
+    if cause is Cause.COMPILATION:
+        details = _compiled_for(new_shapes, details)
+    seconds = None if seen.ns is None else max(0, seen.ns - usual_ns) / 1e9
+    return Pause(
+        cause=cause, seconds=seconds, count=seen.count, details=tuple(dict.fromkeys(details))
+    )
+
+
+def _slow_step(position: int, step: WatchedStep, usual: Usual, pauses: Sequence[Pause]) -> SlowStep:
+    """A slow step with the pauses that explain it; data and tokens are known from its times."""
+    excess_s = _interval_s(step) - usual.interval_s
+    more_s = {part: seconds - usual.parts_s.get(part, 0.0) for part, seconds in _parts(step)}
+    waited = Pause(cause=Cause.DATA, seconds=max(0.0, more_s[Phase.DATA]))
+    pauses = [*pauses, waited]
+    if usual.tokens and (step.tokens.count or 0) > MORE_TOKENS * usual.tokens:
+        pauses.append(Pause(cause=Cause.TOKENS))
+    return SlowStep(
+        number=position,
+        excess_s=round(excess_s, 9),
+        where=max(more_s, key=more_s.__getitem__),
+        pauses=explained(pauses, excess_s),
+    )
+
+
+def explained(pauses: Iterable[Pause], excess_s: float) -> tuple[Pause, ...]:
+    """The pauses that explain an excess, each up to what is left of it; those within others come
+    first, and those that hardly matter are left out.
+    """
+    left_s, kept = excess_s, []
+    order = tuple(Cause)
+    for pause in sorted(pauses, key=lambda pause: order.index(pause.cause)):
+        if pause.seconds is None:
+            kept.append(pause)
+            continue
+        seconds = min(pause.seconds, left_s)
+        if seconds >= MIN_SHARE * excess_s:
+            kept.append(replace(pause, seconds=round(seconds, 9)))
+            left_s -= seconds
+    return tuple(kept)
+
+
+def _usual(steps: Sequence[WatchedStep], interval_s: float) -> Usual:
+    parts_s = defaultdict[str, list[float]](list)
+    for step in steps:
+        for part, seconds in _parts(step):
+            parts_s[part].append(seconds)
+    medians_s = {}
+    for part, times_s in parts_s.items():
+        missing = [0.0] * (len(steps) - len(times_s))
+        medians_s[part] = statistics.median(missing + times_s)
+    return Usual(
+        interval_s, medians_s, statistics.median([step.tokens.count or 0 for step in steps])
+    )
+
+
+def _parts(step: WatchedStep) -> list[tuple[str, float]]:
+    """The parts of an interval: the phases, all that waits for data, and what else lies between
+    the steps.
+    """
+    phases_s = dict(step.times.phases_s)
+    data_s = phases_s.pop(Phase.DATA, 0.0) + step.between_data_s
+    between_s = (step.between_s or 0.0) - step.between_data_s
+    return [*phases_s.items(), (Phase.DATA, data_s), (BETWEEN, between_s)]
+
+
+def _interval_s(step: WatchedStep) -> float:
+    return step.times.step_s + (step.between_s or 0.0)
+
+
+def _compiled_for(shapes: Iterable[tuple[int, ...] | None], reasons: Iterable[str]) -> list[str]:
+    """What changed before a compilation: the new shapes of tokens, else the sizes that
+    torch.compile says, else its reason.
+    """
+    told = [f"tokens of {' x '.join(map(str, shape))}" for shape in shapes if shape is not None]
+    if told:
+        return sorted(told)
+    for reason in reasons:
+        sizes = SIZES.search(reason)
+        if sizes is None:
+            told.append(shortened(reason, LONGEST_REASON))
+        else:
+            told.append(f"size {sizes[3]} of dimension {sizes[1]}")
+    return told
