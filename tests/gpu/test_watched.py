@@ -87,10 +87,16 @@ def test_phases_are_those_of_the_benchmark(loop):
     train(watched, *loop)
     result = watched.record()
     watched.remove()
-    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
-        ours, theirs = (median(record.measurement(phase).times_s) for record in (result, expected))
-        print(f"{phase}: {1e3 * ours:.3f} ms watched, {1e3 * theirs:.3f} ms benchmark")
-        assert ours == pytest.approx(theirs, rel=0.03)
+    ours, theirs = (
+        {row.phase: median(row.times_s) for row in record.measurements}
+        for record in (result, expected)
+    )
+    print(f"watched {ours}, benchmark {theirs}")
+    for phase in (Phase.BACKWARD, Phase.OPTIMIZER):
+        assert ours[phase] == pytest.approx(theirs[phase], rel=0.03)
+    # the loss is a part of the benchmark's forward, and of what the loop does besides
+    assert ours[Phase.FORWARD] <= 1.03 * theirs[Phase.FORWARD]
+    assert ours[Phase.FORWARD] + ours[Phase.OTHER] >= 0.97 * theirs[Phase.FORWARD]
 
 
 def test_steps_of_a_trainer_are_those_of_a_clock(tmp_path):
