@@ -29,7 +29,7 @@ from cs336.config import (
     SdpaBackend,
 )
 from cs336.files import MAX_BYTES, write_atomically
-from cs336.loop_record import LoopRecord
+from cs336.loop_record import Cause, LoopFlops, LoopRank, LoopRecord, MemoryGrowth, Pause, SlowStep
 from cs336.record import (
     FORMAT_VERSION,
     RUNS,
@@ -130,6 +130,20 @@ FULL = RunRecord(
         padding_tokens=3,
         masked_tokens=5,
         between_data_s=(0.0, 1e-9),
+        flops=LoopFlops(per_step=2.0**60, recomputed_per_step=0.5),
+        not_traced="a reason",
+        slow_steps=(
+            SlowStep(
+                number=1,
+                excess_s=1e-3,
+                where="forward",
+                pauses=(Pause(cause=Cause.DATA, seconds=1e-4, count=2, details=("a", "b")),),
+            ),
+        ),
+        growth=MemoryGrowth(bytes_per_step=0.5, since_step=2, to_step=9, holders=("a list",)),
+        syncs_per_update=4,
+        rank=LoopRank(rank=1, world_size=2, run="x", own_s=0.25),
+        other_ranks=(LoopRank(rank=2, world_size=4, run="y", own_s=0.5),),
     ),
     host_phases=(Measurement(Phase.FORWARD, (0.05, 0.25, 0.0)),),
     losses=(9.25, None, -0.0),
