@@ -12,8 +12,10 @@ from torch import Tensor
 from ..loop_record import MemoryGrowth
 from .observer import Observer
 
-MOST_KEPT = 1024
-"""Most readings that are kept; beyond, every other one goes, and half as many are made."""
+MOST_KEPT = 128
+"""Most readings that are kept; beyond, every other one goes, and half as many are made: a reading
+takes some 50 us.
+"""
 PARTS, FEWEST = 8, 32
 """Equal parts of the readings whose minima are compared, and the fewest readings to do so."""
 RISING_PARTS = 4
