@@ -44,7 +44,16 @@ HOOKS_OF_WEIGHTS = "torch.nn.utils."
 TRAINERS = ("lightning", "pytorch_lightning", "accelerate")
 """Libraries whose objects a model refers to without computing with them."""
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
-COUNTED_ELSEWHERE = ("aten", "prim", "prims", "c10d", "profiler", "rngprims", "cs336")
+COUNTED_ELSEWHERE = (
+    "aten",
+    "prim",
+    "prims",
+    "c10d",
+    "profiler",
+    "rngprims",
+    "cs336",
+    "cs336_trace",
+)
 """Namespaces of operators that are known: they multiply no matrices unless there is a formula."""
 
 

@@ -145,7 +145,10 @@ MODELS = {
     "positions": (lambda: Language(Positions()), TOKENS),
     "weight norm": (lambda: Language(old_weight_norm(nn.Linear(WIDTH, WIDTH))), TOKENS),
     "only layers": (lambda: mlp(), torch.ones(4, WIDTH)),
-    "one sequence": (lambda: Language(nn.Sequential(nn.LayerNorm(WIDTH), mlp())), TOKENS[:1]),
+    "one sequence": (
+        lambda: Language(nn.Sequential(nn.RMSNorm(WIDTH), mlp(), nn.Dropout(0.5))),
+        TOKENS[:1],
+    ),
     "convolutions": (
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2)),
         IMAGES,
