@@ -10,7 +10,7 @@ from ..record import RunRecord
 from .loop_advice import between_verdict, memory_sentence, rank_sentence
 from .loop_causes import slow_sentence
 
-TERA = 1e12
+UNITS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 LIMITING_DATA = 0.1
 """Least share of a loop's time that waits for data to say that data limits the loop."""
 
@@ -126,8 +126,14 @@ def _flops_sentences(seen: LoopRecord) -> Iterator[str]:
     if seen.flops is not None:
         again = ""
         if seen.flops.recomputed_per_step:
-            again = f", and {seen.flops.recomputed_per_step / TERA:.3g} computed again in backward"
-        yield f"model: {seen.flops.per_step / TERA:.4g} TFLOP a step{again}"
+            again = f", and {_in_flop(seen.flops.recomputed_per_step)} computed again in backward"
+        yield f"model: {_in_flop(seen.flops.per_step)} a step{again}"
+
+
+def _in_flop(flops: float) -> str:
+    """A number of FLOPs in the largest unit in which it is at least one."""
+    unit, size = next((entry for entry in UNITS if flops >= entry[1]), ("FLOP", 1.0))
+    return f"{flops / size:.4g} {unit}"
 
 
 def _between_sentences(record: RunRecord) -> list[str]:
