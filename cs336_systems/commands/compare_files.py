@@ -18,8 +18,8 @@ _PICKLE = b"\x80"
 
 
 def is_sweep(path: Path) -> bool:
-    """Whether an existing path holds records of runs; otherwise it is a file of any program, or a
-    directory of such.
+    """Whether an existing path holds records of runs of this program, so that it is compared as a
+    sweep; otherwise it is a trace or snapshot of any program, or a directory of such.
     """
     if path.is_file():
         return _is_record(path)
@@ -27,7 +27,7 @@ def is_sweep(path: Path) -> bool:
     if runs.exists() or published_runs(runs).exists():
         return True
     files = list(path.iterdir())
-    # an empty folder is no run of several files
+    # an empty folder holds no traces, and the comparison of sweeps says what it lacks
     return not files or any(file.suffix == ".json" and _is_record(file) for file in files)
 
 

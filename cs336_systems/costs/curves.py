@@ -180,8 +180,11 @@ Point = tuple[tuple[float, float, float], float]
 def _surface(
     curves: Curves, precision: Precision, is_aligned: bool, form: Form, is_batched: bool
 ) -> tuple[Point, ...]:
-    """Measured matmuls to interpolate between, each as the logarithms of its sides and its rate: of
-    this form and batching if there are any, else linear layers'; if possible equally aligned.
+    """The measured matmuls between which the rate of another is interpolated, each as the
+    logarithms of its sides and of its rate.
+
+    They are those of the same form and batching; where none was measured, those of linear layers.
+    Of these, the ones that are aligned alike are taken, if there are any.
     """
     measured = curves.matmuls.get(precision, ())
     alike = [matmul for matmul in measured if matmul.is_like(form, is_batched)]

@@ -126,8 +126,11 @@ def largest_context(config: RunConfig, memory_bytes: int) -> int | None:
 
 
 def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: int) -> int | None:
-    """The largest number whose configuration can be traced and fits, assuming that all smaller
-    numbers fit.
+    """The largest batch size, or context, whose step fits into this many bytes, assuming that all
+    smaller ones fit; 0 if none does, None where the step cannot be traced.
+
+    `config_of` makes the configuration of a number, and `asked` is the user's own number. A tape
+    with named axes serves all sizes, so that it is searched; else each size is traced.
     """
     if not is_predictable(config_of(asked)):
         return None

@@ -103,8 +103,10 @@ def kept_elements(config: RunConfig) -> list[int]:
 
 
 def _part_elements(parameter: Parameter, config: RunConfig) -> int:
-    """Elements of a parameter that one rank holds: an equal part of a matrix, of rows, or the
-    whole, as the way to share the step says. Parts are rounded up.
+    """Elements of a parameter that one rank holds, rounded up.
+
+    With `Shards.MATRICES` matrices are cut into equal parts and vectors stay whole; with
+    `Shards.ROWS` every parameter is cut by rows; else each rank holds all of it.
     """
     match config.parallel.exchange.shards:
         case Shards.MATRICES if parameter.is_matrix:

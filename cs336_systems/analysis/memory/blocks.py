@@ -57,7 +57,12 @@ def _by_block(
     is_chosen: Mask,
     block_of: Callable[[str], int | None],
 ) -> dict[int, list[int]]:
-    """Indices of the chosen sightings of this kind, by block; of each allocation only the first."""
+    """The chosen sightings of one kind (tensors that hooks saw and named), grouped by the block of
+    the model that their name is in; those outside of blocks are left out.
+
+    Values are indices into `snapshot.sightings`. Where several sightings are of one allocation, the
+    row of the snapshot's table, only the first counts.
+    """
     by_block: dict[int, list[int]] = {}
     seen_rows = set[int]()
     for index in np.flatnonzero(is_chosen & (snapshot.row_of != NOT_SIGHTED)).tolist():

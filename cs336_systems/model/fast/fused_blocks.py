@@ -86,8 +86,10 @@ def _add_norm(
     tag: Tensor | None,
     measures: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of stream, branch and its bias; its RMSNorm, or LayerNorm with a bias, in `dtype`;
-    statistics; magnitudes.
+    """Four results: the sum of stream, branch and the branch's bias; its norm in `dtype`, which is
+    an RMSNorm, or a LayerNorm where there is a `bias`; the norm's statistics; and the largest
+    magnitude of each row of the norm, from which fp8 takes its scale. `tag` carries that of the
+    gradient in backward, and is not used here.
 
     Without a branch the norm is that of the stream, and the sum is empty. The statistics, which
     backward needs, are 1 / deviation of each row and, for LayerNorm, its mean. There is a magnitude

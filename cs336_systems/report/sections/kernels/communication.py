@@ -89,10 +89,11 @@ OF_CONFIGURATION = ("collective_mean_ms", "exposed_mean_ms", "exposed_share")
 
 
 def by_configuration(entries: Iterable[Explained]) -> dict[Subject, Row]:
-    """For each configuration on several ranks, the values OF_CONFIGURATION of its profiled runs.
+    """For each configuration on several ranks, what its profiled runs say of communication: the
+    columns that OF_CONFIGURATION names.
 
-    Times are means over the steps, the ranks and the runs. Both are those of the profiled step,
-    which is slower.
+    Times are means over the steps, the ranks and the runs. They are those of steps under a
+    profiler, which are slower than those without.
     """
     runs: dict[Subject, list[Row]] = {}
     for entry in entries:

@@ -152,7 +152,9 @@ class _Findings(Verdict):
             yield self.finding("copies", text, self.copies_s, **numbers)
 
     def longest(self) -> Iterator[Finding]:
-        """The kernel and the phases that take longest, where little else is to be said."""
+        """Sentences on the kernel and on the phases that take longest, with their times; the answer
+        has them where other findings leave room.
+        """
         for kernel in self.kernels[:1] if self.on_device else ():
             text = (
                 f"The {self.item} that takes longest is {label(kernel.short_name)} "
