@@ -3,13 +3,16 @@ draws them on a page.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..analysis.kernels.classes import KernelClass
 from ..analysis.memory.profile import Category
 from ..config import Phase
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VISIBLE = 0.001
 """A smaller share of a bar is not in the legend."""
@@ -145,3 +148,17 @@ def ink(colour: str) -> str:
     """
     red, green, blue = ((value / 255) ** 2.2 for value in bytes.fromhex(colour[1:]))
     return "#000000" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 else "#FFFFFF"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A picture that is no chart, such as one over time; it is drawn when it is asked for, since
+    what draws is slow to import.
+    """
+
+    name: str
+    """Name of its file, without an ending."""
+    make: "Callable[[], Figure]"
+
+
+Picture = Chart | Drawing

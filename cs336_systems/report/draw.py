@@ -4,8 +4,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Final, Literal
 
@@ -18,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from ..text import inert_line, shorten
-from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Style, ink, visible
+from .charts import FAILURE_COLOUR, Bar, Chart, Panel, Picture, Style, ink, visible
 from .words import significant
 
 LONGEST_LABEL = 34
@@ -37,18 +36,6 @@ row of the legend.
 """
 PANEL_BARS = 0.3
 """Height of a panel besides its bars, in bars."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """A picture that is no chart, such as one over time; it is drawn when it is asked for."""
-
-    name: str
-    """Name of its file, without an ending."""
-    make: Callable[[], Figure]
-
-
-Picture = Chart | Drawing
 
 
 def png_of(picture: Picture) -> bytes:

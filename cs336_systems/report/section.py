@@ -21,7 +21,7 @@ from .columns import columns_of
 from .configurations import order
 
 if TYPE_CHECKING:
-    from .draw import Picture
+    from .charts import Picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

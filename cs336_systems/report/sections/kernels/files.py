@@ -8,13 +8,13 @@ step, unless they are those of a single launch.
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ....analysis.kernels.phases import LaunchPhase
 from ....analysis.kernels.step_profile import StepProfile, Work, encode_profile
+from ...charts import Drawing, Picture
 from ...columns import Column, Row, column, columns_of
-from ...draw import Drawing, Picture
 from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...identity import file_names
 from ...section import Section, Table, findings_table, labels, make_table, with_note
@@ -25,9 +25,11 @@ from .figures import MIN_SHARE
 from .findings import answer, findings
 from .kinds import kinds
 from .operators import operators_section
-from .plots import communication_chart, configuration_chart, draw_steps, draw_timeline
 from .sums import WHOLE_STEP, Timed, about, added, grouped, path_text, terms, wall_s
 from .tables import OF_ONE, PRINTED, SUBJECTS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def tables_of(entries: Sequence[Explained]) -> list[Table]:
@@ -110,6 +112,9 @@ def sections_of(entries: Sequence[Explained]) -> list[Section]:
         (entry,) = entries
         shown = _sections_of_one(entry, TOP_ON_A_PAGE)
         return [section for section in shown if _says_more(section.name, entry.profile)]
+    # matplotlib is slow to import, and tables do not need it
+    from .plots import communication_chart, configuration_chart
+
     profiles = [entry.profile for entry in entries]
     labelled = list(zip(labels(entries), profiles, strict=True))
     pictures: list[Picture] = []
@@ -131,14 +136,26 @@ def _timeline(file: str, profile: StepProfile, name: str = "") -> list[Drawing]:
     step = profile.pictured
     if step is None or not step.wall_s or not step.pieces:
         return []
-    return [Drawing(file, partial(draw_timeline, profile, name))]
+
+    def make() -> "Figure":
+        from .plots import draw_timeline
+
+        return draw_timeline(profile, name)
+
+    return [Drawing(file, make)]
 
 
 def _steps(profile: StepProfile) -> list[Drawing]:
     """The picture of several steps beside each other, if the file has several."""
     if not any(step.pieces for step in profile.beside):
         return []
-    return [Drawing("steps", partial(draw_steps, profile))]
+
+    def make() -> "Figure":
+        from .plots import draw_steps
+
+        return draw_steps(profile)
+
+    return [Drawing("steps", make)]
 
 
 def write_kernels(

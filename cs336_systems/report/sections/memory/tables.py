@@ -22,9 +22,9 @@ from ....analysis.memory.profile import (
 )
 from ....record import Status
 from ....text import counted
+from ...charts import Drawing, Picture
 from ...columns import Column, Row, column, columns_of
 from ...configurations import order
-from ...draw import Drawing, Picture
 from ...formats import pngs_of, texts_of, to_markdown, write_files
 from ...identity import file_names
 from ...section import (
