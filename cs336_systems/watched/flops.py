@@ -17,20 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..config import Phase
-from ..costs.tape import TraceError
+from ..costs.tape import MATMULS_OF, Form, TraceError
 from ..files import in_one_line
 from ..loop_record import LoopFlops
 from ..text import inert_line
 from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
 from .marks import WatchedStep
+from .tokens import tensors_in
 
 LIMIT_S = 5.0
 """Longest time that tracing a loop may take."""
-RECOMPUTED_IN_BACKWARD = 1 / 5
-"""Of the five matmuls in the backward of fused attention, the scores are computed again (Dao
-2023).
-"""
+RECOMPUTED_IN_BACKWARD = 1 / MATMULS_OF[Form.ATTENTION_BACKWARD]
+"""Share of the backward of fused attention that computes the scores again, one of its matmuls."""
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -293,7 +292,7 @@ def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
     """A number from which backward runs: the model's own loss, which is its only result with a
     single value, else the sum of its results; None where nothing has a gradient.
     """
-    tensors = [value for value in _tensors(result) if value.requires_grad]
+    tensors = [value for value in tensors_in((result,)) if value.requires_grad]
     numbers = [value for value in tensors if value.ndim == 0]
     if len(numbers) == 1:
         return numbers[0]
@@ -301,17 +300,6 @@ def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
     for tensor in tensors:
         total = tensor.sum() if total is None else total + tensor.sum()
     return total
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:  # noqa: ANN401
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 @contextmanager

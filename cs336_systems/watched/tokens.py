@@ -143,7 +143,7 @@ class PassReader:
             return
         self._is_inside = True
         if self.order.num_passes < FIRST_PASSES:
-            self.order.see_positions(_tensors((*inputs, named)))
+            self.order.see_positions(tensors_in((*inputs, named)))
         ids = inputs[0] if inputs else next(iter(named.values()), None)
         if id(module) in self._tables and isinstance(ids, Tensor) and not ids.is_floating_point():
             count, _ = self._embedded.get(id(module), (0, ()))
@@ -180,7 +180,7 @@ class PassReader:
         self._given, self._mappings, self._arguments = (), [], ((), {})
         self.order.num_passes += 1
         if not seen.is_training:
-            reached = [value for value in _tensors((result,)) if value.grad_fn is not None]
+            reached = [value for value in tensors_in((result,)) if value.grad_fn is not None]
             if reached and reached[0].grad_fn is not None:
                 reached[0].grad_fn.register_prehook(Reached(seen))
         return seen
@@ -206,7 +206,7 @@ class PassReader:
             seen.tokens, shape = max(embedded, default=(None, None))
             return shape
         # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
-        shapes = {tuple(value.shape) for value in _tensors(self._given) if _is_integer(value)}
+        shapes = {tuple(value.shape) for value in tensors_in(self._given) if _is_integer(value)}
         if self._is_inside or not self.embeddings or len(shapes) != 1:
             return None
         (shape,) = shapes
@@ -221,7 +221,7 @@ class PassReader:
         """
         if not shape or math.prod(shape) != shape[-1]:
             return False
-        given = list(_tensors(self._given))
+        given = list(tensors_in(self._given))
         batches = [
             value.shape[0] for value in given if value.is_floating_point() and value.ndim > 1
         ]
@@ -328,13 +328,13 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in _own_parameters(module))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among what a model is given or returns."""
     for value in values:
         if isinstance(value, Mapping):
-            yield from _tensors(value.values())
+            yield from tensors_in(value.values())
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_in(value)
         elif isinstance(value, Tensor):
             yield value
 
