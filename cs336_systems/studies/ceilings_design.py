@@ -70,7 +70,8 @@ class KernelShape:
 def _between(limits: tuple[int, int], share: float, multiple: int) -> int:
     """The multiple that lies, by logarithms, at this share of the way between the limits."""
     low, high = limits
-    return max(multiple, round(low * (high / low) ** share / multiple) * multiple)
+    length: float = low * (high / low) ** share
+    return max(multiple, round(length / multiple) * multiple)
 
 
 def drawn_matmuls(precision: Precision, count: int) -> Iterator[KernelShape]:
