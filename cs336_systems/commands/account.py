@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from ..config import Device, Precision, RunConfig
 from ..costs.accounting import rule_of_thumb_flops
-from ..costs.curves import Curves, data_sheet_curves
+from ..costs.curves import Curves
 from ..costs.hardware import (
     DEVICES,
     DeviceSpec,
@@ -25,6 +25,7 @@ from ..studies.ceilings_files import (
     FILE_NAME,
     Ceilings,
     ceilings_files,
+    data_sheet_curves,
     load_ceilings,
     load_ceilings_or_warn,
 )

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
-from ..costs.curves import LINK_EFFICIENCY, MATMUL_EFFICIENCY
+from ..costs.curves import LINK_EFFICIENCY
 from ..costs.hardware import DeviceSpec
 from ..costs.ranks_time import Links, measured_links
 from ..costs.scale import PARALLEL, Paper, feed, scale_step
@@ -162,8 +162,9 @@ def _scale(arguments: ScaleArguments, config: RunConfig, ceilings: Ceilings) -> 
     rate = None
     if curves is not None and curves.is_measured:
         rate = ceilings.flops_per_s(name, config.precision)
-    if rate is None and peak is not None:
-        rate = MATMUL_EFFICIENCY * peak
+    rates = None if curves is None else curves.rates(config.precision)
+    if rate is None and rates is not None:
+        rate = rates.flops_per_s
     if curves is None or rate is None:
         raise ValueError(
             f"nothing is known of {name} at {config.precision}: no ceilings, and no peak in a "

@@ -15,8 +15,8 @@ from statistics import median
 from ..analysis.warnings import in_doubt
 from ..config import Precision
 from ..costs.communication import Collective
-from ..costs.curves import Curves
-from ..costs.hardware import bare_name
+from ..costs.curves import Curves, transferred_curves
+from ..costs.hardware import DeviceSpec, bare_name, find_device
 from ..record import RecordError
 from ..text import print_aside
 from .ceilings_records import CeilingsStudy, LaunchKind, ProductPrecision
@@ -101,9 +101,10 @@ class Ceilings:
             for is_shipped, studies in enumerate(self._studies_of(name)):
                 curves = _joined_curves(studies)
                 if curves is not None:
-                    self._curves[name] = replace(
-                        curves, is_shipped=bool(is_shipped), collectives=self.collectives(name)
-                    )
+                    curves = replace(curves, collectives=self.collectives(name))
+                    if is_shipped:
+                        curves = replace(curves, is_shipped=True, launch_spread=HOSTS_DIFFER)
+                    self._curves[name] = curves
                     break
         return self._curves[name]
 
@@ -123,6 +124,13 @@ class Ceilings:
 
 
 NO_CEILINGS = Ceilings()
+NO_CEILINGS_HERE = Ceilings(has_shipped=True)
+REFERENCE = "H200"
+"""The device whose efficiencies stand in for those of devices without ceilings."""
+HOSTS_DIFFER = 1.4
+"""Nine of ten hosts of equal GPUs take between the time of a launch divided and multiplied by
+this.
+"""
 
 
 def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
@@ -147,6 +155,14 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
         is_in_doubt=_is_doubted(studies),
         launch_s=median(call_s for call_s in calls_s if call_s is not None),
     )
+
+
+def data_sheet_curves(device: DeviceSpec) -> Curves:
+    """Times of a device that reaches as much of its data sheet as the REFERENCE does."""
+    reference, source = NO_CEILINGS_HERE.curves(REFERENCE), find_device(REFERENCE)
+    assert reference is not None
+    assert source is not None
+    return transferred_curves(reference, source, device)
 
 
 def _is_doubted(studies: tuple[CeilingsStudy, ...]) -> bool:

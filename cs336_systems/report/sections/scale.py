@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...config import RunConfig
-from ...costs.curves import MATMUL_EFFICIENCY, Curves
+from ...costs.curves import Curves
 from ...costs.scale import Paper, ScaleStep, Scheme, largest_ranks
+from ...studies.ceilings_files import REFERENCE
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
 from ..words import DOUBTED_FORECAST, GIB, GIGA, SHIPPED, TERA, ratio
@@ -152,7 +153,7 @@ def _largest_table(scale: Scale) -> Table:
     )
     if links.network_bytes_per_s is not None:
         sent += f", and {links.network_bytes_per_s / GIGA:,.0f} GB/s to other nodes"
-    reached = f"{MATMUL_EFFICIENCY:g} of its peak by the data sheet"
+    reached = f"its data sheet's peak with the efficiency of an {REFERENCE}"
     if scale.curves.is_measured:
         reached = "its best matmul measured"
     notes = (
