@@ -57,7 +57,7 @@ this in about nine of ten cases: kernels run with other caches and clocks than i
 """
 DEVICE_SPREAD = 1.2
 """The same of devices that were not measured, whose efficiencies are those of another."""
-MAX_EXTRAPOLATION = 32
+MAX_EXTRAPOLATION = 256
 """A step is predicted if its feed-forward matmul has at most this many times the multiplications of
 the largest matmul that was measured. Small matmuls do not tell the rate of large ones: in fp32 an
 H100 reaches 5 TFLOP/s with matrices of side 256, and 38 to 51 from side 1024 on.

@@ -448,8 +448,8 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
         int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)
     ] = 5
     loop_s: Annotated[
-        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.005))
-    ] = 0.04
+        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.02, cpu=0.005))
+    ] = 0.02
     """Repetitions are added until a loop takes this long."""
     world_size: Annotated[
         int,
@@ -481,7 +481,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
             "Matmuls of each form and precision that are spread evenly over common sides.",
             least=0,
             most=1000,
-            by_device=ByDevice(gpu=28, cpu=0),
+            by_device=ByDevice(gpu=20, cpu=0),
         ),
     ] = 0
     attention_contexts: tuple[int, ...] | None = None
