@@ -52,6 +52,8 @@ KNOT_OCTAVES = 2.0
 """Distance between the points of the curve from modelled to measured times, and the distance up to
 which a measured kernel counts for one.
 """
+STEEPNESS = 2
+"""A time changes at most as this power of a side, next to a measured one."""
 NEAR = 2.0
 """A kernel is extrapolated if each measured one of its class differs in a side by more than so many
 powers of 2.
@@ -268,10 +270,14 @@ class KernelModel:
         for kernel in known.kernels if known else ():
             other = kernel.shape
             pairs = list(zip(other, shape, strict=True))
-            if all(side <= wanted for side, wanted in pairs):
-                least_s = max(least_s, kernel.time_s)
-            if all(side >= wanted for side, wanted in pairs):
-                most_s = min(most_s, kernel.time_s)
+            shorter = longer = 1.0
+            for side, wanted in pairs:
+                if wanted < side:
+                    shorter *= wanted / side
+                else:
+                    longer *= wanted / side
+            least_s = max(least_s, kernel.time_s * shorter**STEEPNESS)
+            most_s = min(most_s, kernel.time_s * longer**STEEPNESS)
             octaves = min(octaves, max(abs(log2(side / wanted)) for side, wanted in pairs))
         modelled_s = alike.time_s(self.rates.model_s(kind.form, shape))
         spread = 2 ** (alike.within * (max(1.0, octaves) if known else 2.0))
