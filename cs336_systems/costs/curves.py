@@ -15,6 +15,10 @@ from .kernels import KernelModel, KernelTime, Matmul, Rates, transferred
 from .tape import MATMULS_OF, Form, Pass
 
 ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
+LAUNCH_SPREAD = 1.35
+"""Hosts of equal GPUs, and processes on one of them, launch at rates that differ by this. From 52
+steps on H100s that launches limit.
+"""
 PASS_SPREAD = 1.1
 """Nine of ten passes over memory take between the measured time divided and multiplied by this."""
 
@@ -36,7 +40,7 @@ class Curves:
     """The same in mixed precision; None if it was not measured."""
     inference_launch_s: float | None = None
     """The same in inference; None if it was not measured."""
-    launch_spread: float = 1.0
+    launch_spread: float = LAUNCH_SPREAD
     """Calls of nine of ten steps take between these times divided and multiplied by this."""
     kernel_s: float
     """Time of a kernel that does next to nothing in a CUDA graph, where the device does not wait

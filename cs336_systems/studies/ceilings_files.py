@@ -93,7 +93,7 @@ class Ceilings:
         The kernels of steps are those of all its studies, so that sizes can be measured one after
         the other. The time of a launch is the median over the studies, since the same devices are
         in machines with faster and slower hosts: over those that have timed the launches of a step,
-        if there are any.
+        if they are at least half of them.
         """
         name = bare_name(device_name)
         if name not in self._curves:
@@ -101,10 +101,9 @@ class Ceilings:
             for is_shipped, studies in enumerate(self._studies_of(name)):
                 curves = _joined_curves(studies)
                 if curves is not None:
-                    curves = replace(curves, collectives=self.collectives(name))
-                    if is_shipped:
-                        curves = replace(curves, is_shipped=True, launch_spread=HOSTS_DIFFER)
-                    self._curves[name] = curves
+                    self._curves[name] = replace(
+                        curves, is_shipped=bool(is_shipped), collectives=self.collectives(name)
+                    )
                     break
         return self._curves[name]
 
@@ -127,10 +126,6 @@ NO_CEILINGS = Ceilings()
 NO_CEILINGS_HERE = Ceilings(has_shipped=True)
 REFERENCE = "H200"
 """The device whose efficiencies stand in for those of devices without ceilings."""
-HOSTS_DIFFER = 1.4
-"""Nine of ten hosts of equal GPUs take between the time of a launch divided and multiplied by
-this.
-"""
 
 
 def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
@@ -145,7 +140,9 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
             # matmuls with a form are kernels of a step; squares are those of the first study alone
             matmuls[precision] += tuple(matmul for matmul in measured if matmul.form is not None)
     gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
-    hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None] or studies
+    hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None]
+    if 2 * len(hosts) < len(studies):
+        hosts = list(studies)
     calls_s = [study.host_call_s for study in hosts]
     return replace(
         first,

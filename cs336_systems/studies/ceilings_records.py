@@ -18,7 +18,7 @@ import msgspec
 from ..analysis.warnings import LOOPS, timing_warnings
 from ..config import SIZES, Attention, Device, Precision, RunConfig
 from ..costs.communication import TIMED, Collective
-from ..costs.curves import Curves
+from ..costs.curves import LAUNCH_SPREAD, Curves
 from ..costs.hardware import find_device
 from ..costs.kernels import Matmul
 from ..costs.shards import FP32_BYTES
@@ -204,7 +204,6 @@ class LaunchKind(StrEnum):
 
 
 CALLS_OF_STEPS = LaunchKind.STEP, LaunchKind.MIXED_STEP, LaunchKind.INFERENCE
-LEAST_LAUNCH_SPREAD = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -707,9 +706,9 @@ class CeilingsStudy:
     @property
     def launch_spread(self) -> float:
         """Factor within which nine of ten measured steps' calls are from the median, but at least
-        LEAST_LAUNCH_SPREAD, because processes differ more than the steps of one.
+        LAUNCH_SPREAD, because processes differ more than the steps of one.
         """
-        spreads = [LEAST_LAUNCH_SPREAD]
+        spreads = [LAUNCH_SPREAD]
         for cell in self.launches:
             loops = cell.timing.loops
             if cell.launch in CALLS_OF_STEPS and loops is not None:

@@ -16,15 +16,13 @@ from cs336.costs.tape import MATMULS_OF, Form
 from cs336.costs.time import step_time
 from cs336.studies.ceilings_files import Ceilings, data_sheet_curves
 
-RATES = Rates(
-    multiprocessors=4, flops_per_s=1e12, bytes_per_s=1e12, kernel_s=1e-6, element_bytes=2
-)
+RATES = Rates(multiprocessors=4, flops_per_s=1e12, bytes_per_s=1e12, kernel_s=1e-6, element_bytes=2)
 SMALL = Matmul(rows=512, inner=512, columns=512, form=Form.FORWARD, time_s=4e-4)
 LARGE = Matmul(rows=2048, inner=512, columns=2048, form=Form.FORWARD, time_s=6e-3)
 SHIPPED = Ceilings(has_shipped=True)
 DEVICE_NAMES = "H100 80GB HBM3", "H200"
 STEP_PRECISIONS = Precision.FP32, Precision.TF32, Precision.BF16
-NUM_PAIRS, NUM_STEPS = 2000, 60
+NUM_PAIRS, NUM_STEPS = 2000, 150
 
 Shape = tuple[int, int, int, int]
 

@@ -10,11 +10,11 @@ import pytest
 from cs336.config import SIZES, Attention, Device, OptimizerKind, Parallel, Precision, RunConfig
 from cs336.costs.accounting import step_flops
 from cs336.costs.communication import Collective, CollectiveCall
-from cs336.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, data_sheet_curves
-from cs336.costs.hardware import DEVICES, find_device
+from cs336.costs.hardware import find_device
 from cs336.costs.memory import predict_memory
 from cs336.costs.ranks_time import Links
 from cs336.costs.scale import PARALLEL, Paper, ScaleStep, Scheme, largest_ranks, scale_step
+from cs336.studies.ceilings_files import data_sheet_curves
 
 H200 = find_device("H200")
 assert H200 is not None
@@ -64,29 +64,6 @@ def test_the_rate_is_that_of_the_whole_batch_on_all_ranks() -> None:
     flops = step_flops(run(batch_size=32))
     assert flops is not None
     assert forecast.flops_per_s == pytest.approx(flops / 16 / forecast.times.time.step_s)
-
-
-def test_a_data_sheet_s_device_reaches_the_stated_shares() -> None:
-    assert H200 is not None
-    curves = data_sheet_curves(H200)
-    for precision, peak in H200.peak_flops_per_s.items():
-        for side in (1024, 8192):
-            time_s = curves.matmul_s(precision, side, side, side)
-            assert time_s is not None
-            assert 2 * side**3 / time_s == pytest.approx(MATMUL_EFFICIENCY * peak)
-    for num_bytes in (2**26, 2**32):
-        rate = MEMORY_EFFICIENCY * H200.memory_bandwidth_bytes_per_s
-        assert num_bytes / curves.pass_s(num_bytes) == pytest.approx(rate, rel=1e-6)
-    assert H200.link_bytes_per_s == 450e9, "NVLink: 900 GB/s in both directions"
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.names[0])
-def test_no_data_sheet_gives_a_time_at_a_precision_that_it_lacks(device) -> None:
-    curves = data_sheet_curves(device)
-    for precision in Precision:
-        assert (curves.matmul_s(precision, 64, 64, 64) is not None) is (
-            precision in device.peak_flops_per_s
-        )
 
 
 def test_whole_models_take_a_rank_as_long_and_as_much_memory_on_any_number() -> None:
