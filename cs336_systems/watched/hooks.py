@@ -181,7 +181,7 @@ class ModelHooks:
         is_forward = has_grad and self._timeline.enter(Phase.FORWARD)
         self._opened.append(is_forward)
         if is_forward:
-            self._reader.begins(inputs, named, self._timeline.num_marks - 1)
+            self._reader.begins(module, inputs, named, self._timeline.num_marks - 1)
 
     def ends(self, module: nn.Module, _inputs: Any, result: Any) -> None:  # noqa: ANN401
         """End forward where `begins` began it."""

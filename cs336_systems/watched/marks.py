@@ -11,7 +11,7 @@ import torch
 
 from ..config import Phase
 from ..measure.clock import StepTimes
-from .tokens import Pass, Tokens, tokens_of
+from .tokens import Pass, Tokens
 
 OPAQUE = frozenset({Phase.BACKWARD, Phase.DATA})
 """Phases in which nothing else is seen: backward recomputes what a checkpoint dropped, and a data
@@ -23,12 +23,9 @@ up.
 """
 
 
-@dataclass(slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A moment at which the phase changes; `event` is None on a CPU."""
 
-    phase: Phase
-    """The phase that begins here; at the end of a step, OTHER."""
     host_ns: int
     event: torch.cuda.Event | None
 
@@ -49,13 +46,17 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class LoopStep:
-    """One step of the loop and what lies between it and the step before."""
+    """One step of the loop and what lies between it and the step before, as it was marked: its
+    times are computed later, because a mark is to cost little.
+    """
 
     before: Mark | None = None
-    """The end of the step before; None for the first step."""
+    """The end of the step before, or of what this program did after it; None for the first step."""
     waits: list[Wait] = field(default_factory=list)
     """Waits for data between the steps, without those that `waited_s` has."""
     waited_s: float = 0.0
+    phases: list[Phase] = field(default_factory=list)
+    """The phase that begins at each of `marks`; at the end of the step, OTHER."""
     marks: list[Mark] = field(default_factory=list)
     """From the beginning of the step to its end."""
     passes: list[Pass] = field(default_factory=list)
@@ -123,28 +124,28 @@ class Timeline:
         if self._phases:
             self.drop_step()
             return None
-        ended = self._open
-        ended.marks.append(self._mark(Phase.OTHER))
-        self.in_step = False
-        for tell in self.told:
-            tell(None)
+        ended = self._close()
         self._step = LoopStep(before=ended.marks[-1])
         return ended
 
     def drop_step(self) -> None:
         """Forget the step: its time lies between other steps, also what waited for data."""
-        self._open.marks.append(self._mark(Phase.OTHER))
-        self.in_step = False
-        for tell in self.told:
-            tell(None)
-        dropped = self._open
+        dropped = self._close()
         if dropped.before is not None:
-            for mark, following in pairwise(dropped.marks):
-                if mark.phase is Phase.DATA:
-                    self._add_wait(Wait(mark, following))
+            for phase, pair in zip(dropped.phases, pairwise(dropped.marks), strict=False):
+                if phase is Phase.DATA:
+                    self._add_wait(Wait(*pair))
+        dropped.phases.clear()
         dropped.marks.clear()
         dropped.passes.clear()
         self._phases.clear()
+
+    def resume(self) -> None:
+        """Begin here what lies between two steps: what this program did since the end of the step
+        is no time of the loop.
+        """
+        if self._step is not None:
+            self._step.before = self._mark()
 
     def forget(self) -> None:
         """See nothing until the next step begins, so that nothing is known to lie before it."""
@@ -174,7 +175,7 @@ class Timeline:
     def leave(self) -> None:
         """End the innermost phase."""
         if self._waits_from is not None:
-            wait = Wait(self._waits_from, self._mark(Phase.OTHER))
+            wait = Wait(self._waits_from, self._mark())
             self._waits_from = None
             self._add_wait(wait)
         elif self._phases and self.in_step:
@@ -210,7 +211,7 @@ class Timeline:
         """Begin a wait for data between two steps, unless it is within another."""
         is_seen = self._step is not None and self._waits_from is None
         if is_seen:
-            self._waits_from = self._mark(Phase.DATA)
+            self._waits_from = self._mark()
         return is_seen
 
     def _add_wait(self, wait: Wait) -> None:
@@ -225,36 +226,50 @@ class Timeline:
 
     def _change(self, phase: Phase) -> None:
         """Let a phase of the step begin."""
-        assert self._step is not None
-        self._step.marks.append(self._mark(phase))
+        step = self._step
+        assert step is not None
+        step.phases.append(phase)
+        step.marks.append(self._mark())
         for tell in self.told:
             tell(phase)
 
-    def _mark(self, phase: Phase) -> Mark:
-        event = None
-        if self._is_cuda:
-            event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-        return Mark(phase, perf_counter_ns(), event)
+    def _close(self) -> LoopStep:
+        """Mark the end of the open step, and return it."""
+        step = self._open
+        step.phases.append(Phase.OTHER)
+        step.marks.append(self._mark())
+        self.in_step = False
+        for tell in self.told:
+            tell(None)
+        return step
+
+    def _mark(self) -> Mark:
+        if not self._is_cuda:
+            return Mark(perf_counter_ns(), None)
+        event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return Mark(perf_counter_ns(), event)
 
 
-def resolved(step: LoopStep) -> WatchedStep:
-    """The times of a step whose marks have all passed."""
+def resolved(step: LoopStep, tokens_of: Callable[[list[Pass]], Tokens]) -> WatchedStep:
+    """The times of a step whose marks have all passed; `tokens_of` reads its forward passes."""
     _settle(step)
     first, last = step.marks[0], step.marks[-1]
-    host_phases = _by_phase(step.marks, on_host=True)
+    host_phases = _by_phase(step, [mark.host_ns for mark in step.marks])
     is_cuda = first.event is not None
-    times = StepTimes(
-        step_s=_seconds(first, last),
-        host_s=(last.host_ns - first.host_ns) / 1e9,
-        phases_s=_by_phase(step.marks, on_host=False) if is_cuda else host_phases,
-        host_phases_s=host_phases if is_cuda else {},
-    )
+    phases = host_phases
+    if is_cuda:
+        phases = _by_phase(step, _device_ns(step.marks))
     waited_s = step.waited_s
     for wait in step.waits:
         waited_s += _seconds(*wait)
     return WatchedStep(
-        times=times,
+        times=StepTimes(
+            step_s=_seconds(first, last),
+            host_s=(last.host_ns - first.host_ns) / 1e9,
+            phases_s=phases,
+            host_phases_s=host_phases if is_cuda else {},
+        ),
         between_s=None if step.before is None else _seconds(step.before, first),
         between_data_s=round(waited_s, 9),
         tokens=tokens_of(step.passes),
@@ -267,29 +282,36 @@ def _settle(step: LoopStep) -> None:
     A forward pass in evaluation mode whose outputs no backward pass reaches is OTHER. Within an
     optimizer, what lies between a forward pass and backward is the closure's loss: OTHER.
     """
+    phases = step.phases
     for seen in [seen for seen in step.passes if not seen.is_training]:
         step.passes.remove(seen)
-        for mark in step.marks[seen.begin : seen.end]:
-            if mark.phase is Phase.FORWARD:
-                mark.phase = Phase.OTHER
+        for index in range(seen.begin, seen.end):
+            if phases[index] is Phase.FORWARD:
+                phases[index] = Phase.OTHER
     if not step.has_closure:
         return
-    for earlier, mark, later in zip(step.marks, step.marks[1:], step.marks[2:], strict=False):
-        is_between = earlier.phase is Phase.FORWARD and later.phase is Phase.BACKWARD
-        if mark.phase is Phase.OPTIMIZER and is_between:
-            mark.phase = Phase.OTHER
+    for index in range(1, len(phases) - 1):
+        is_between = phases[index - 1] is Phase.FORWARD and phases[index + 1] is Phase.BACKWARD
+        if phases[index] is Phase.OPTIMIZER and is_between:
+            phases[index] = Phase.OTHER
 
 
-def _by_phase(marks: list[Mark], *, on_host: bool) -> dict[Phase, float]:
+def _by_phase(step: LoopStep, moments_ns: list[int]) -> dict[Phase, float]:
     """The time of each phase, in whole nanoseconds, which sums of floats are not."""
     times_ns: dict[Phase, int] = {}
-    for mark, following in pairwise(marks):
-        if on_host:
-            time_ns = following.host_ns - mark.host_ns
-        else:
-            time_ns = round(1e9 * _seconds(mark, following))
-        times_ns[mark.phase] = times_ns.get(mark.phase, 0) + time_ns
+    begin_ns = moments_ns[0]
+    for phase, end_ns in zip(step.phases, moments_ns[1:], strict=False):
+        times_ns[phase] = times_ns.get(phase, 0) + end_ns - begin_ns
+        begin_ns = end_ns
     return {phase: time_ns / 1e9 for phase, time_ns in times_ns.items()}
+
+
+def _device_ns(marks: list[Mark]) -> list[int]:
+    """When the device passed the marks, from the first one on."""
+    moments_ns = [0]
+    for mark, following in pairwise(marks):
+        moments_ns.append(moments_ns[-1] + round(1e9 * _seconds(mark, following)))
+    return moments_ns
 
 
 def _seconds(begin: Mark, end: Mark) -> float:
