@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 MAX_CALLS = 32
 """Most different calls that are kept, so that a loop whose calls never repeat costs little."""
+new: Any = tuple.__new__
+"""Makes a named tuple faster than its class, whose constructor is written in Python."""
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 """Classes whose values are kept as they are."""
 
@@ -65,6 +67,10 @@ class Call(NamedTuple):
         return restored(self.inputs), restored(self.named)
 
 
+NOTHING = Several(dict, (), ())
+"""No arguments by name."""
+
+
 class Calls:
     """The different calls that were seen, at most MAX_CALLS."""
 
@@ -83,19 +89,20 @@ class Calls:
         return number
 
 
-def call_of(model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Call:
+def call_of(
+    model: "weakref.ref[nn.Module]", inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> Call:
     """The call of a model that is given these."""
-    values = tuple([described(value) for value in inputs])
-    named_values = tuple([described(value) for value in named.values()])
-    return Call(
-        weakref.ref(model), Several(list, None, values), Several(dict, tuple(named), named_values)
-    )
+    values = new(Several, (list, None, tuple(map(described, inputs))))
+    call: Call = new(Call, (model, values, described(named) if named else NOTHING))
+    return call
 
 
 def described(value: Any) -> Hashable:  # noqa: ANN401 (an argument of the model)
     """What stands for an argument: it holds no tensor, and equal shapes are equal."""
     if isinstance(value, Tensor):
-        return Shape(value.shape, value.dtype, value.requires_grad)
+        shape: Shape = new(Shape, (value.shape, value.dtype, value.requires_grad))
+        return shape
     if isinstance(value, Mapping):
         values = tuple(map(described, value.values()))
         return Several(dict, tuple(value), values)

@@ -205,7 +205,9 @@ class Watched:
         self._syncs = Syncs(models)
         self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
         self._ranks = Ranks(name, models)
-        observers += [self._growth, self._ranks]
+        observers.append(self._ranks)
+        if self._gpu is not None:
+            observers.append(self._growth)
         if self._syncs.sees_model:  # else its calls at each phase would only cost time
             observers.append(self._syncs)
         self._observe(observers)
@@ -236,10 +238,8 @@ class Watched:
         number = self._begun - self.warmup_steps
         say(self._tell_begun, number)
         # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
-        self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
+        self._reader.counts_padding = self._gpu is None or not number & (number - 1)
         self._hooks.step_begins()
-        if self._rank is None and dist.is_available() and dist.is_initialized():
-            self._rank = dist.get_rank()
         self._timeline.begin_step()
         return number
 
@@ -247,16 +247,18 @@ class Watched:
         """End the step, and read the times of steps if it is time to."""
         if error is not None:
             self._timeline.drop_step()
+            self._hooks.forget_open()
             say(self._tell_failed, number, error)
             return
         step = self._timeline.end_step()
         if step is None:
+            self._hooks.forget_open()
             return
         self._pending.append(step)
         self._begun += 1
         UNREPORTED.add(self)
         say(self._tell_ended, number)
-        now_ns = step.marks[-1].host_ns
+        now_ns = step.host_ns[-1]
         if len(self._pending) >= MOST_PENDING or now_ns >= self._due_ns:
             self._due_ns = now_ns + READ_EVERY_NS
             self._read()
@@ -296,7 +298,7 @@ class Watched:
     def _read(self) -> None:
         """Compute the times of the steps that the device has done, in order."""
         first, steps = self._num_read - self.warmup_steps, []
-        while self._pending and self._pending[0].marks[-1].is_passed():
+        while self._pending and self._pending[0].mark(-1).is_passed():
             pending = self._pending.popleft()
             steps.append(resolved(pending, self._tokens))
             self._timeline.recycle(pending)
@@ -307,6 +309,8 @@ class Watched:
         if self._profiled.has_profiler:
             self._recorded += measured[: PROFILED_STEPS - len(self._recorded)]
         self._num_read += len(steps)
+        if self._rank is None and dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
         if steps:
             say(self._tell_read, first, steps)
 
@@ -382,8 +386,8 @@ class Watched:
         return self._slow_steps.slow_steps(self.warmup, steps, first)
 
     def _flops(self, steps: Collection[WatchedStep]) -> tuple[LoopFlops | None, str]:
-        """The FLOPs of the mean of these steps, and why they are not known. The first call traces the model,
-        which takes time that is not the loop's.
+        """The FLOPs of the mean of these steps, and why they are not known. The first call traces
+        the model, which takes time that is not the loop's.
         """
         num_traced = self._tracer.num_traced
         flops, reason = self._tracer.flops(steps)

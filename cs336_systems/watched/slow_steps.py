@@ -71,15 +71,12 @@ class SlowSteps(Observer):
         self._allocated_at = 0
         self._clock_s = -math.inf
 
-    def step_begins(self, _: int) -> None:
-        """End what lies between the steps."""
-        self._pauses.step_begins()
-
     def step_ended(self, number: int) -> None:
         """Keep what was seen in this interval."""
-        seen = self._pauses.take()
-        if seen and number >= 0:
-            self._kept[number] = seen
+        if self._pauses.seen:
+            seen = self._pauses.take()
+            if number >= 0:
+                self._kept[number] = seen
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
         if self._on_gpu:
@@ -88,10 +85,6 @@ class SlowSteps(Observer):
             is_long = self._host.is_long((self._ended_ns - ended_ns) / 1e9)
             if is_long or number % RHYTHM == 0:
                 self._look_at_allocator(number, is_long=is_long and number >= 0)
-
-    def step_failed(self, *_: object) -> None:
-        """Forget what the exception has left open."""
-        self._pauses.forget_open()
 
     def steps_read(self, first: int, steps: Sequence[WatchedStep]) -> None:
         """Look at the clock of the GPU if a step was long."""

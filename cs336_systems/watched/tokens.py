@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
 from ..config import Precision
-from .calls import Call, Calls, Several, Shape, call_of, shapes_in
+from .calls import Call, Calls, Several, Shape, call_of, new, shapes_in
 from .precision import autocast_dtype, computed_in, only_low_dtype, precision_of
 
 TELL_ORDER = (nn.MultiheadAttention, nn.RNNBase)
@@ -26,16 +26,12 @@ MAX_HOOKED = 8
 """Most modules that are hooked because of their names, so that hooks cost little."""
 
 
-class Given(NamedTuple):
-    """What tells the tokens of a forward pass."""
+class Embedded(NamedTuple):
+    """What an embedding was given."""
 
-    inputs: Several
-    named: Several
-    embedded: tuple[tuple[int, tuple[int, ...]], ...] | None
-    """Of each embedding, the tokens that reached it and the shape of the last; None where no hook
-    within the model ran.
-    """
-    has_embeddings: bool
+    module: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Counted(NamedTuple):
@@ -59,7 +55,8 @@ class Pass:
     """Indices of the marks of the step at which the pass began and ended."""
     is_training: bool = True
     """Whether the model was in training mode, or backward has reached what it returned."""
-    given: Given | None = None
+    embedded: list[Embedded] | None = None
+    """What the embeddings were given; None where no hook within the model ran."""
     loader_batch: int | None = None
     """Batch size of the DataLoader that made the batch; None if unknown."""
     padding: int | Tensor | None = None
@@ -87,20 +84,29 @@ NO_TOKENS = Tokens()
 
 
 @lru_cache(maxsize=64)
-def counted(given: Given) -> Counted:
-    """The tokens of a forward pass that was given these."""
-    values = (*given.inputs.values, given.named)
+def counted(
+    inputs: Several, named: Several, embedded: tuple[Embedded, ...] | None, *, may_embed: bool
+) -> Counted:
+    """The tokens of a forward pass that was given these; `may_embed` says whether the model has
+    modules that may be embeddings.
+    """
+    values = (*inputs.values, named)
     for mapping in values:
         if isinstance(mapping, Several):
             ids = mapping.get("input_ids")
             if isinstance(ids, Shape):
                 return Counted(math.prod(ids.sizes), ids.sizes, is_named=True)
-    if given.embedded:
-        embedded = [pair for pair in given.embedded if not _describes(pair[1], values)]
-        return Counted(*max(embedded, default=(None, None)))
+    by_module: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for module, sizes, dtype in embedded or ():
+        if not dtype.is_floating_point:
+            count, _ = by_module.get(module, (0, ()))
+            by_module[module] = count + math.prod(sizes), sizes
+    if by_module:
+        looked_up = [pair for pair in by_module.values() if not _describes(pair[1], values)]
+        return Counted(*max(looked_up, default=(None, None)))
     # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
     shapes = {shape.sizes for shape in shapes_in(values) if shape.is_integer}
-    if given.embedded is not None or not given.has_embeddings or len(shapes) != 1:
+    if embedded is not None or not may_embed or len(shapes) != 1:
         return Counted()
     (sizes,) = shapes
     return Counted() if _describes(sizes, values) else Counted(math.prod(sizes), sizes)
@@ -132,7 +138,7 @@ class PassReader:
 
     def __init__(self, models: Iterable[nn.Module], device: torch.device) -> None:
         named = [pair for model in models for pair in model.named_modules()]
-        self._device = device
+        self._device_type = device.type
         self.counts_padding = True
         """Whether to count the padding of this step's passes."""
         self.loader_batch: int | None = None
@@ -149,42 +155,39 @@ class PassReader:
         self._masks: list[Tensor] = []
         """The masks that it is given."""
         self._outer_dtype: torch.dtype | None = None
-        self._embedded: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """By embedding, the tokens that reached it in this pass, and the shape of the last."""
         self._inner: tuple[torch.dtype | None, torch.dtype] | None = None
         """The type of the matmul that was seen last, and that of autocast around the model then."""
         self.num_seen = 0
         """How often the type of a matmul was seen."""
         self._low_dtype: torch.dtype | None = None
-        self._is_inside = False
-        """Whether hooks within the model ran in this pass."""
         self._last = NO_TOKENS
         """The tokens of the last step, which are kept once for equal steps: thousands are kept."""
 
     def begins(
-        self, model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int
+        self, model: "ref[nn.Module]", inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int
     ) -> None:
         """Begin to read a forward pass, which is given these."""
         call = call_of(model, inputs, named)
-        self._open, self._masks = Pass(call, mark), []
+        self._open = Pass(call, mark)
+        self._outer_dtype = autocast_dtype(self._device_type)
+        if self._masks:
+            self._masks = []
         for value, seen in zip((*inputs, named), (*call.inputs.values, call.named), strict=True):
             if isinstance(seen, Several) and isinstance(seen.get("attention_mask"), Shape):
                 self._masks.append(value["attention_mask"])
-        self._outer_dtype = autocast_dtype(self._device)
-        self._embedded.clear()
-        self._is_inside = False
 
     def embeds(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Count the tokens that a module is given, if it looks them up."""
-        if self._open is None:
+        """Note what a module is given, if it looks tokens up."""
+        seen = self._open
+        if seen is None:
             return
-        self._is_inside = True
+        if seen.embedded is None:
+            seen.embedded = []
         if self.order.num_passes < FIRST_PASSES:
             self.order.see_positions(tensors_in((*inputs, named)))
         ids = inputs[0] if inputs else next(iter(named.values()), None)
-        if id(module) in self._tables and isinstance(ids, Tensor) and not ids.is_floating_point():
-            count, _ = self._embedded.get(id(module), (0, ()))
-            self._embedded[id(module)] = count + ids.numel(), tuple(ids.shape)
+        if id(module) in self._tables and isinstance(ids, Tensor):
+            seen.embedded.append(new(Embedded, (id(module), ids.shape, ids.dtype)))
 
     def multiplies(
         self, _module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
@@ -192,11 +195,12 @@ class PassReader:
         """Note the type that a module is given and, under autocast, computes in."""
         if self._open is None:
             return
-        self._is_inside = True
+        if self._open.embedded is None:
+            self._open.embedded = []
         for value in (*inputs, *named.values()):
             if isinstance(value, Tensor):
                 if value.is_floating_point():
-                    self._inner = self._outer_dtype, computed_in(value, self._device)
+                    self._inner = self._outer_dtype, computed_in(value, self._device_type)
                     self.num_seen += 1
                 return
 
@@ -207,14 +211,10 @@ class PassReader:
         # a wrapper, as of data parallelism, stays in training mode where its module is evaluated
         first = next(iter(model._modules.values()), None)
         seen.is_training = model.training and (first is None or first.training)
-        embedded = tuple(self._embedded.values()) if self._is_inside else None
-        call = seen.call
-        seen.given = Given(call.inputs, call.named, embedded, bool(self.embeddings))
-        seen.precision = precision_of(self._dtype(model), self._device)
+        seen.precision = precision_of(self._dtype(model), self._device_type)
         seen.loader_batch = self.loader_batch
         if self._masks and self.counts_padding:
-            seen.padding = _padding(self._masks, counted(seen.given).shape)
-        self._masks = []
+            seen.padding = _padding(self._masks, self._counted(seen).shape)
         self.order.num_passes += 1
         if not seen.is_training:
             reached = [value for value in tensors_in((result,)) if value.grad_fn is not None]
@@ -226,8 +226,7 @@ class PassReader:
         """The sums over the forward passes of a step, which are over."""
         sums, shapes, calls, paddings = Tokens(), [], [], []
         for seen in passes:
-            assert seen.given is not None
-            tokens, shape, is_named = counted(seen.given)
+            tokens, shape, is_named = self._counted(seen)
             self.order.is_named |= is_named
             if shape is not None:
                 self.order.see_batch(shape, seen.loader_batch)
@@ -244,6 +243,10 @@ class PassReader:
         if sums != self._last:
             self._last = sums
         return self._last
+
+    def _counted(self, seen: Pass) -> Counted:
+        embedded = None if seen.embedded is None else tuple(seen.embedded)
+        return counted(seen.call.inputs, seen.call.named, embedded, may_embed=bool(self.embeddings))
 
     def _dtype(self, model: nn.Module) -> torch.dtype | None:
         """The type of the matmuls; None if it was not seen."""
