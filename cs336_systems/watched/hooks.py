@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
@@ -175,7 +176,7 @@ class ModelHooks:
         """Begin forward if the module is the model itself, on the thread of the step."""
         timeline = self._timeline
         # a replica of nn.DataParallel has the same hooks
-        if not timeline.is_own_thread() or module is not self._model():
+        if get_ident() != timeline.thread or module is not self._model():
             return
         has_grad = torch.is_grad_enabled()
         if not (has_grad and timeline.in_step):
@@ -189,13 +190,14 @@ class ModelHooks:
 
     def ends(self, module: nn.Module, _inputs: Any, result: Any) -> None:  # noqa: ANN401
         """End forward where `begins` began it."""
-        if not self._timeline.is_own_thread() or module is not self._model():
+        timeline = self._timeline
+        if get_ident() != timeline.thread or module is not self._model():
             return
         if self._evaluated_ns is not None:
-            self._pauses.evaluates(self._evaluated_ns, in_step=self._timeline.in_step)
+            self._pauses.evaluates(self._evaluated_ns, in_step=timeline.in_step)
             self._evaluated_ns = None
-        if self._timeline.in_step and self._opened and self._opened.pop():
-            self._timeline.leave_forward(self._reader.ends(module, result))
+        if timeline.in_step and self._opened and self._opened.pop():
+            timeline.leave_forward(self._reader.ends(module, result))
 
     def is_model(self, module: nn.Module) -> bool:
         """Whether the module is the model that is hooked."""
@@ -464,7 +466,7 @@ class Patches:
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
-            loops = [loop for loop in self._loops if loop.timeline.is_own_thread()]
+            loops = [loop for loop in self._loops if loop.timeline.thread == get_ident()]
             for loop in loops:
                 loop.pauses.begins(Cause.SAVING)
             try:

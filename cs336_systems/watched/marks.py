@@ -106,12 +106,9 @@ class Timeline:
         self._waits_from: Mark | None = None
         """The beginning of an open wait for data between steps."""
         self.in_step = False
-        self._thread = 0
+        self.thread = 0
+        """The thread of the last step."""
         self._events: list[torch.cuda.Event] = []
-
-    def is_own_thread(self) -> bool:
-        """Whether the calling thread is that of the last step."""
-        return get_ident() == self._thread
 
     def begin_step(self) -> None:
         """Begin a step on the calling thread."""
@@ -119,7 +116,7 @@ class Timeline:
             self._step = LoopStep()
         self._phases.clear()
         self._waits_from = None
-        self._thread, self.in_step = get_ident(), True
+        self.thread, self.in_step = get_ident(), True
         self._begin(self._step, OTHER)
 
     def end_step(self) -> LoopStep | None:
@@ -159,7 +156,7 @@ class Timeline:
         """Begin a phase, and return whether it is seen, so that `leave` must end it."""
         step = self._step
         is_inside = bool(self._phases) or not self.in_step
-        if (is_inside or get_ident() != self._thread) and not self._sees_inside(phase):
+        if (is_inside or get_ident() != self.thread) and not self._sees_inside(phase):
             return False
         if step is None or not self.in_step:
             return self._begin_wait()
@@ -178,18 +175,20 @@ class Timeline:
             self._add_wait(wait)
         elif self._phases and self.in_step:
             self._phases.pop()
-            self._begin(self._open, self._phases[-1] if self._phases else OTHER)
+            assert self._step is not None
+            self._begin(self._step, self._phases[-1] if self._phases else OTHER)
 
     def leave_forward(self, seen: Pass) -> None:
         """End a forward pass."""
-        step = self._open
+        step = self._step
+        assert step is not None
         seen.end = len(step.phases)
         step.passes.append(seen)
         self.leave()
 
     def num_marks(self) -> int:
         """Marks of the open step so far."""
-        return len(self._open.phases)
+        return 0 if self._step is None else len(self._step.phases)
 
     def recycle(self, step: LoopStep) -> None:
         """Take the events of a step that has been read; its last one begins the next step."""
@@ -230,7 +229,7 @@ class Timeline:
         inside = self._phases[-1] if self._phases else OTHER
         is_update = phase is OPTIMIZER and inside is BACKWARD
         # of a GPU, autograd runs on a thread of its own, and there an optimizer within backward
-        if get_ident() != self._thread and not is_update:
+        if get_ident() != self.thread and not is_update:
             return False
         if not self.in_step:
             return phase is DATA
@@ -251,7 +250,8 @@ class Timeline:
 
     def _close(self) -> LoopStep:
         """Mark the end of the open step, and return it."""
-        step = self._open
+        step = self._step
+        assert step is not None
         step.phases.append(OTHER)
         if self._is_cuda:
             step.events.append(self._event())
