@@ -52,6 +52,8 @@ class Loop:
     """The function of torch.nn.functional that the loop computes its loss with, outside of the
     model; None if it is not known.
     """
+    keeps_result: bool = True
+    """Whether the loop has what the model returned until the next step, as by a name."""
     keeps_gradients: bool = False
     """Whether gradients are alive in the forward pass."""
 
@@ -166,9 +168,11 @@ def _steps(
     for _ in range(STEPS):
         trace.begin(Phase.FORWARD)
         with torch.autocast("cuda", loop.autocast, enabled=loop.autocast is not None):
-            # kept until the next step has its own, as by a loop that gives it a name
+            # kept until the next step has its own, unless the loop gives it no name
             result = model(*inputs, **named)
             loss = loss_of_loop(result, loop.loss)
+        if not loop.keeps_result:
+            del result
         trace.begin(Phase.BACKWARD)
         if loss is None:
             raise NotTracedError("nothing that the model returns has a gradient")

@@ -7,7 +7,7 @@ allocated, and no hook of the user's runs.
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -110,8 +110,22 @@ class Graph:
         self.nodes = _sorted_nodes(tensors)
         """In the order in which they were made."""
         own = {node: _module_of(node, modules) for node in self.nodes}
-        within = _reached(node for node, path in own.items() if path is not None)
+        self._own = [node for node, path in own.items() if path is not None]
+        within = _reached(self._own)
         self._places = _places(own, within, running)
+
+    def keeps_result(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of these tensors was made by the last module or behind it, and is no number:
+        the loop still has what the model returned.
+        """
+        last = max((node._sequence_nr() for node in self._own), default=None)
+        for tensor in tensors:
+            with contextlib.suppress(RuntimeError):
+                node = tensor.grad_fn
+                is_result = node is not None and node in self._places and tensor.numel() > 1
+                if is_result and last is not None and node._sequence_nr() >= last:
+                    return True
+        return False
 
     def place(self, node: Any) -> str | None:  # noqa: ANN401
         """The module of a node; None after the last one."""
@@ -175,7 +189,7 @@ def _reached(nodes: Iterable[Any]) -> set[Any]:
     return reached
 
 
-def _places(own: Mapping[Any, str | None], within: set[Any], running: str) -> dict[Any, str | None]:
+def _places(own: dict[Any, str | None], within: set[Any], running: str) -> dict[Any, str | None]:
     """The modules of nodes, which are given in order with those that they take parameters of.
 
     A node without parameters on which a later module depends (`within`) is in the innermost module
@@ -211,14 +225,14 @@ def _common(path: str, other: str) -> str:
 
 
 @cache
-def _names_of_saved(kind: Hashable) -> list[str]:
+def _names_of_saved(kind: type) -> list[str]:
     """Names of what nodes of a class keep."""
     return [name for name in dir(kind) if name.startswith(SAVED)]
 
 
 def saved_in(node: Any) -> Iterator[Tensor]:  # noqa: ANN401
     """The tensors that a node keeps for backward; what hooks have packed counts if it is one."""
-    for name in _names_of_saved(type(node)):
+    for name in _names_of_saved(type(node)):  # type: ignore[arg-type]
         try:
             saved = getattr(node, name)
         except RuntimeError:  # freed

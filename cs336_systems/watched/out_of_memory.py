@@ -4,6 +4,7 @@ which batch would fit.
 The exception goes on as it is. Nothing is allocated on the device, and nothing of the step is kept.
 """
 
+import dis
 import gc
 import inspect
 import linecache
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CellType, CodeType, FrameType
+from types import CellType, CodeType, FrameType, TracebackType
 
 import torch
 from torch import nn
@@ -112,6 +113,8 @@ class OutOfMemoryExplainer(Observer):
         self._models = [weakref.ref(model) for model in models]
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._reader, self._device = reader, device
+        self._keeps_result = True
+        """Whether the loop still had what the model returned, when it had returned."""
         self._fittings: dict[tuple[Loop, int], Fitting] = {}
         """What was traced, by the loop and the room in MiB."""
         self.last: OutOfMemory | None = None
@@ -149,6 +152,8 @@ class OutOfMemoryExplainer(Observer):
         graph = Graph(tensors, modules, running)
         if told.doing == Phase.BACKWARD and not told.module:
             told = replace(told, module=graph.next_backward())
+        if told.doing != Phase.FORWARD:
+            self._keeps_result = graph.keeps_result(tensors)
         held_by(ledger, modules, self._living_optimizers(), tensors, graph)
         holders = ledger.holders()
         if memory is None:
@@ -179,6 +184,7 @@ class OutOfMemoryExplainer(Observer):
             optimizers=tuple(self._living_optimizers()),
             autocast=self._reader.outer_dtype,
             loss=place.loss,
+            keeps_result=place.keeps_result if is_forward else self._keeps_result,
             keeps_gradients=is_forward and "gradients" in by_category,
         )
         assumptions = []
@@ -220,11 +226,14 @@ class Place:
     module: str
     loss: str | None
     """The function of the loss that the loop's code names, or that a module computes."""
+    keeps_result: bool
+    """Whether the code gives a name to what the model returns; True if it failed elsewhere."""
 
 
 def place_of(error: BaseException, modules: Modules) -> Place:
     """Read the place from the traceback of the error."""
-    frames = list(_frames(error))
+    entries = list(_entries(error))
+    frames = [(entry.tb_frame, entry.tb_lineno) for entry in entries]
     lines = [pair for pair in frames if _is_theirs(pair[0].f_code)]
     paths = [path for frame, _ in frames if (path := _module_of(frame, modules)) is not None]
     names = {frame.f_code.co_name for frame, _ in frames}
@@ -240,16 +249,35 @@ def place_of(error: BaseException, modules: Modules) -> Place:
         line=_shown(*lines[-1]) if lines else "",
         called_at=_shown(*lines[0]) if lines else "",
         module=paths[-1] if paths else "",
+        keeps_result=_names_result(entries, modules),
         loss=_loss_named([frame.f_code for frame, _ in lines]),
     )
 
 
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The frames that the error has left, the outermost first, and their lines."""
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    """The frames that the error has left, the outermost first, with where they were."""
     entry = error.__traceback__
     while entry is not None:
-        yield entry.tb_frame, entry.tb_lineno
+        yield entry
         entry = entry.tb_next
+
+
+def _names_result(entries: Sequence[TracebackType], modules: Modules) -> bool:
+    """Whether the innermost code of the loop that does not just return what the model returns
+    stores it.
+    """
+    outside = []
+    for entry in entries:
+        if _module_of(entry.tb_frame, modules) is not None:
+            break
+        if _is_theirs(entry.tb_frame.f_code):
+            outside.append(entry)
+    for entry in reversed(outside):
+        code = entry.tb_frame.f_code
+        later = [step for step in dis.get_instructions(code) if step.offset > entry.tb_lasti]
+        if later and later[0].opname != "RETURN_VALUE":
+            return later[0].opname.startswith(("STORE", "UNPACK"))
+    return True
 
 
 def _is_theirs(code: CodeType) -> bool:
