@@ -106,7 +106,7 @@ class Fit:
     peak_bytes: int
     """Largest sum of tensors in these steps."""
     reserved_bytes: int
-    """What PyTorch's allocator takes from the driver for them."""
+    """What PyTorch's allocator would take from the driver for them, if it had more room."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

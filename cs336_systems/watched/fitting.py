@@ -117,7 +117,7 @@ def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: boo
     batch = last_that_fits(tape_at, room_bytes)
     # of a step that does not fit, what it needs is known too
     tape = tape_at(max(batch, 1))
-    allocator = placed(tape, room_bytes) if batch else placed(tape)
+    allocator = placed(tape)
     return Fit(
         batch_size=batch,
         is_checkpointed=is_checkpointed,
@@ -144,12 +144,15 @@ def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) ->
             _steps(loop, call, copied, optimizers, trace)
             if trace.unknown_kernels:
                 raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
-            return trace.tape()
+            tape = trace.tape()
     except NotTracedError:
         raise
     except Exception as error:  # the user's code may raise anything
         reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
         raise NotTracedError(inert_line(reason)) from error
+    # a step in the steady state may place its tensors otherwise than the one before it
+    tape.repeat()
+    return tape
 
 
 def _steps(

@@ -118,12 +118,11 @@ class Graph:
         """Whether one of these tensors was made by the last module or behind it, and is no number:
         the loop still has what the model returned.
         """
-        last = max((node._sequence_nr() for node in self._own), default=None)
+        last = max((node._sequence_nr() for node in self._own), default=0)
         for tensor in tensors:
             with contextlib.suppress(RuntimeError):
-                node = tensor.grad_fn
-                is_result = node is not None and node in self._places and tensor.numel() > 1
-                if is_result and last is not None and node._sequence_nr() >= last:
+                node: Any = tensor.grad_fn
+                if node in self._places and tensor.numel() > 1 and node._sequence_nr() >= last:
                     return True
         return False
 
