@@ -141,17 +141,14 @@ def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) ->
         optimizers = [_without_data(optimizer, memo) for optimizer in loop.optimizers]
         call = _resized(loop, batch)
         with tracing_copy(model, limit_s) as trace:
-            _steps(loop, call, copied, optimizers, trace)
+            tape = _steps(loop, call, copied, optimizers, trace)
             if trace.unknown_kernels:
                 raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
-            tape = trace.tape()
     except NotTracedError:
         raise
     except Exception as error:  # the user's code may raise anything
         reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
         raise NotTracedError(inert_line(reason)) from error
-    # a step in the steady state may place its tensors otherwise than the one before it
-    tape.repeat()
     return tape
 
 
@@ -161,8 +158,8 @@ def _steps(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     trace: "StepTrace",
-) -> None:
-    """Train a model without data for some steps, as most loops do, and note its tensors."""
+) -> Tape:
+    """The tape of the first steps, as most loops do them, with a model without data."""
     inputs, named = call.arguments()
     parameters = list(model.parameters())
     _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named))])
@@ -192,6 +189,10 @@ def _steps(
         if not loop.keeps_gradients:
             for parameter in parameters:
                 parameter.grad = None
+    tape = trace.tape()
+    # a step in the steady state may place its tensors otherwise than the one before it
+    tape.repeat()
+    return tape
 
 
 def _note(trace: "StepTrace", category: Category, tensors: Iterable[Tensor]) -> None:
