@@ -77,9 +77,12 @@ class Calls:
     def __init__(self) -> None:
         self.seen: list[Call] = []
         self._numbers: dict[Call, int] = {}
+        self.last: Call | None = None
+        """The last call, also beyond MAX_CALLS."""
 
     def number(self, call: Call) -> int:
         """The index of this call in `seen`; -1 for one that is beyond MAX_CALLS."""
+        self.last = call
         number = self._numbers.get(call)
         if number is None:
             if len(self.seen) == MAX_CALLS:

@@ -130,8 +130,10 @@ class Timeline:
         self._step = LoopStep(ended.mark(-1))
         return ended
 
-    def drop_step(self) -> None:
-        """Forget the step: its time lies between other steps, also what waited for data."""
+    def drop_step(self) -> LoopStep:
+        """Forget the step, and return it: its time lies between other steps, also what waited for
+        data.
+        """
         dropped = self._close()
         self._step = LoopStep(dropped.before, waits=dropped.waits, waited_s=dropped.waited_s)
         if dropped.before is not None:
@@ -139,6 +141,7 @@ class Timeline:
                 if phase is DATA:
                     self._add_wait(Wait(dropped.mark(index), dropped.mark(index + 1)))
         self._phases.clear()
+        return dropped
 
     def resume(self) -> None:
         """Begin here what lies between two steps: what this program did since the end of the step

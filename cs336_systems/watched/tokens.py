@@ -154,7 +154,7 @@ class PassReader:
         """The pass that is open."""
         self._masks: list[Tensor] = []
         """The masks that it is given."""
-        self._outer_dtype: torch.dtype | None = None
+        self.outer_dtype: torch.dtype | None = None
         self._inner: tuple[torch.dtype | None, torch.dtype] | None = None
         """The type of the matmul that was seen last, and that of autocast around the model then."""
         self.num_seen = 0
@@ -169,7 +169,7 @@ class PassReader:
         """Begin to read a forward pass, which is given these."""
         call = call_of(model, inputs, named)
         self._open = Pass(call, mark)
-        self._outer_dtype = autocast_dtype(self._device_type)
+        self.outer_dtype = autocast_dtype(self._device_type)
         if self._masks:
             self._masks = []
         for value, seen in zip((*inputs, named), (*call.inputs.values, call.named), strict=True):
@@ -200,7 +200,7 @@ class PassReader:
         for value in (*inputs, *named.values()):
             if isinstance(value, Tensor):
                 if value.is_floating_point():
-                    self._inner = self._outer_dtype, computed_in(value, self._device_type)
+                    self._inner = self.outer_dtype, computed_in(value, self._device_type)
                     self.num_seen += 1
                 return
 
@@ -250,11 +250,11 @@ class PassReader:
 
     def _dtype(self, model: nn.Module) -> torch.dtype | None:
         """The type of the matmuls; None if it was not seen."""
-        if self._inner is not None and self._inner[0] is self._outer_dtype:
+        if self._inner is not None and self._inner[0] is self.outer_dtype:
             return self._inner[1]
         if self._low_dtype is None and self.order.num_passes == 0:
             self._low_dtype = only_low_dtype(model)
-        return self._outer_dtype or self._low_dtype
+        return self.outer_dtype or self._low_dtype
 
 
 @dataclass(slots=True)
@@ -310,6 +310,11 @@ class AxisOrder:
             telling.add(1 - shape.index(loader_batch))
         if len(telling) == 1:
             self._axis = telling.pop()
+
+    @property
+    def batch_axis(self) -> int:
+        """The axis of the sequences of a batch, which is the first unless it was seen otherwise."""
+        return 1 if self._axis == 0 and not self.is_named else 0
 
     def length(self, shape: tuple[int, ...] | None) -> int | None:
         """The length of the sequences of tokens of this shape; None if it is not known."""
