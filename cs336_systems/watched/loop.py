@@ -183,7 +183,7 @@ class Watched:
         observers.insert(0, self._slow_steps)
         self._syncs = Syncs(models)
         self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
-        self._ranks = Ranks(name, models)
+        self._ranks = Ranks(name, models, self._slow_steps)
         observers += [self._growth, self._ranks]
         if self._syncs.sees_model:  # else its calls at each phase would only cost time
             observers.append(self._syncs)
@@ -335,8 +335,7 @@ class Watched:
         """The slow steps; a profiler slows steps by itself, so that nothing is said of its."""
         if self._profiled.has_profiler:
             return ()
-        first = self._num_read - self.warmup_steps - len(steps)
-        return self._slow_steps.slow_steps(self.warmup, steps, first)
+        return self._slow_steps.slow_steps(self.warmup, steps)
 
     def _flops(self) -> tuple[LoopFlops | None, str]:
         """The FLOPs of the mean step, and why they are not known. The first call traces the model,

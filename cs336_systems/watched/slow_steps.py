@@ -8,11 +8,12 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 
 import torch
 
+from ..analysis.loop_causes import explained
 from ..analysis.warnings import MIN_OUTLIER, throttled
 from ..config import Phase
 from ..loop_record import Cause, Pause, SlowStep
@@ -38,8 +39,6 @@ step shows what happened lately.
 """
 CLOCK_EVERY_S = 10.0
 """Least time between two readings of the GPU's clock, which take milliseconds."""
-MIN_SHARE = 0.1
-"""Least share of a slow step's excess that a cause with a time must have to be named."""
 MORE_TOKENS = 1.1
 """Times the usual tokens from which a slow step has more of them."""
 MOST_KEPT = 10_000
@@ -64,6 +63,8 @@ class SlowSteps(Observer):
         self._kept: dict[int, dict[Cause, Seen]] = {}
         """By the number of the step that ended the interval."""
         self._usual_s = 0.0
+        self.num_read = 0
+        """Measured steps that were read."""
         self._allocated = (0, 0)
         self._allocated_at = 0
         self._clock_s = -math.inf
@@ -88,22 +89,24 @@ class SlowSteps(Observer):
 
     def step_read(self, number: int, step: WatchedStep) -> None:
         """Look at what counters tell if the step was long."""
-        interval_s = _interval_s(step)
+        interval_s = interval_of(step)
         is_long = interval_s > LONG * self._usual_s
         # follows the median slowly, whatever single steps take
         self._usual_s *= 1.02 if interval_s > self._usual_s else 0.98
         self._usual_s = self._usual_s or interval_s
         if number < 0:
             return
+        self.num_read = number + 1
         if is_long and self._on_gpu:
             self._look_at_allocator(number, is_long=True)
             self._look_at_clock(number)
 
     def slow_steps(
-        self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep], first: int
+        self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep]
     ) -> tuple[SlowStep, ...]:
-        """The slow ones of the measured steps, the first of which has the number `first`."""
-        numbers = range(first, first + len(steps))
+        """The slow ones of `steps`, the last measured steps that were read."""
+        first = self.num_read - len(steps)
+        numbers = range(first, self.num_read)
         usual_ns = {cause: self._usual_ns(cause, numbers) for cause in Cause}
         shapes = {shape for step in warmup for shape in step.tokens.shapes}
         slow_ones = slow_positions(steps)
@@ -174,7 +177,7 @@ def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Usual]:
     for positions in alike.values():
         if len(positions) < FEWEST:
             continue
-        intervals_s = [_interval_s(steps[position]) for position in positions]
+        intervals_s = [interval_of(steps[position]) for position in positions]
         median_s = statistics.median(intervals_s)
         spread_s = statistics.median([abs(interval_s - median_s) for interval_s in intervals_s])
         limit_s = median_s + max(BEYOND * NORMAL_MAD * spread_s, MIN_OUTLIER * median_s)
@@ -204,7 +207,7 @@ def _pause(
 
 def _slow_step(position: int, step: WatchedStep, usual: Usual, pauses: Sequence[Pause]) -> SlowStep:
     """A slow step with the pauses that explain it; data and tokens are known from its times."""
-    excess_s = _interval_s(step) - usual.interval_s
+    excess_s = interval_of(step) - usual.interval_s
     more_s = {part: seconds - usual.parts_s.get(part, 0.0) for part, seconds in _parts(step)}
     waited = Pause(cause=Cause.DATA, seconds=max(0.0, more_s[Phase.DATA]))
     pauses = [*pauses, waited]
@@ -214,25 +217,9 @@ def _slow_step(position: int, step: WatchedStep, usual: Usual, pauses: Sequence[
         number=position,
         excess_s=round(excess_s, 9),
         where=max(more_s, key=more_s.__getitem__),
+        backward_s=round(max(0.0, more_s.get(Phase.BACKWARD, 0.0)), 9),
         pauses=explained(pauses, excess_s),
     )
-
-
-def explained(pauses: Iterable[Pause], excess_s: float) -> tuple[Pause, ...]:
-    """The pauses that explain an excess, each up to what is left of it; those within others come
-    first, and those that hardly matter are left out.
-    """
-    left_s, kept = excess_s, []
-    order = tuple(Cause)
-    for pause in sorted(pauses, key=lambda pause: order.index(pause.cause)):
-        if pause.seconds is None:
-            kept.append(pause)
-            continue
-        seconds = min(pause.seconds, left_s)
-        if seconds >= MIN_SHARE * excess_s:
-            kept.append(replace(pause, seconds=round(seconds, 9)))
-            left_s -= seconds
-    return tuple(kept)
 
 
 def _usual(steps: Sequence[WatchedStep], interval_s: float) -> Usual:
@@ -259,7 +246,8 @@ def _parts(step: WatchedStep) -> list[tuple[str, float]]:
     return [*phases_s.items(), (Phase.DATA, data_s), (BETWEEN, between_s)]
 
 
-def _interval_s(step: WatchedStep) -> float:
+def interval_of(step: WatchedStep) -> float:
+    """The time of a step and of what lies between it and the step before."""
     return step.times.step_s + (step.between_s or 0.0)
 
 

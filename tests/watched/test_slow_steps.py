@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from cs336 import watch
-from cs336.analysis.loop_causes import slow_sentence
+from cs336.analysis.loop_causes import explained, slow_sentence
 from cs336.config import Phase
 from cs336.loop_record import Cause, Pause
 from cs336.measure.clock import StepTimes
 from cs336.record import GpuState
 from cs336.watched.marks import WatchedStep
 from cs336.watched.pauses import Pauses
-from cs336.watched.slow_steps import SlowSteps, explained
+from cs336.watched.slow_steps import SlowSteps
 from cs336.watched.tokens import NO_TOKENS
 
 STEPS, INJECTED = 120, 10
@@ -210,7 +210,7 @@ def test_what_counters_of_a_gpu_tell_is_seen_without_a_time(cause, monkeypatch):
         part.step_read(number, step)
         if number >= 0:
             steps.append(step)
-    seen = part.slow_steps([], steps, 0)
+    seen = part.slow_steps([], steps)
     assert [step.number for step in seen] == sorted(slow)
     for step in seen:
         (pause,) = step.pauses
