@@ -2,12 +2,11 @@
 tensors have no data, and the matmuls, convolutions and attentions in it are counted.
 """
 
-import copy
 import random
-from collections import Counter, OrderedDict
+import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -25,24 +24,12 @@ from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
 from .marks import WatchedStep
 from .tokens import tensors_in
+from .without_data import without_data
 
 LIMIT_S = 5.0
 """Longest time that tracing a loop may take."""
 RECOMPUTED_IN_BACKWARD = 1 / MATMULS_OF[Form.ATTENTION_BACKWARD]
 """Share of the backward of fused attention that computes the scores again, one of its matmuls."""
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-HOOKS_OF_WEIGHTS = "torch.nn.utils."
-TRAINERS = ("lightning", "pytorch_lightning", "accelerate")
-"""Libraries whose objects a model refers to without computing with them."""
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 COUNTED_ELSEWHERE = (
     "aten",
     "prim",
@@ -187,7 +174,9 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
 
     model = call.model()
     if model is None:
-        raise NotTracedError("the model is gone")
+        raise NotTracedError(
+            "the watched model exists no more: its name was given to another one before the report"
+        )
     counter = FlopCounter(model.parameters())
     try:
         inputs, named = call.arguments()
@@ -196,6 +185,7 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
             _kept_randomness(),
             _kept_classes(model),
             torch.enable_grad(),
+            _without_compiled_code(),
             _default_device(model),
             tracing({}, limit_s=limit_s) as trace,
             counter,
@@ -217,40 +207,12 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     return counter
 
 
-def without_data(model: nn.Module) -> nn.Module:
-    """A copy of the model, in training mode, whose parameters and buffers have no data; ties are
-    kept, and of the hooks those that compute weights.
-
-    Raise NotTracedError where parameters are not plain tensors, as those that are sharded.
-    """
-    while type(model).__name__ in WRAPPERS:
-        model = getattr(model, "module", None) or model._orig_mod  # type: ignore[assignment]
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
-            raise NotTracedError(f"the model has tensors of the class {type(tensor).__name__}")
-        memo[id(tensor)] = _empty(tensor)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in HOOKS:
-                memo[id(value)] = _kept_hooks(value)
-            elif isinstance(value, Tensor):
-                memo[id(value)] = _empty(value)
-            elif _is_shared(value):
-                memo[id(value)] = value
-    copied: nn.Module = copy.deepcopy(model, memo)
-    # modules that are evaluated within a model that is trained stay so
-    return copied if copied.training else copied.train()
-
-
-def _kept_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
-    """Those of a module's hooks with which PyTorch computes its weights, as for a weight norm."""
-    kept = OrderedDict()
-    for key, hook in hooks.items():
-        owner = hook if isinstance(hook, FunctionType) else type(hook)
-        if isinstance(hook, bool) or owner.__module__.startswith(HOOKS_OF_WEIGHTS):
-            kept[key] = hook
-    return kept
+def _without_compiled_code() -> AbstractContextManager[object]:
+    """Runs compiled functions as they are written, because a trace would be compiled with them."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return nullcontext()
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 @contextmanager
@@ -273,19 +235,6 @@ def _default_device(model: nn.Module) -> AbstractContextManager[object]:
     """Makes tensors without data where the code names no device and the model is on a CPU."""
     devices = {parameter.device.type for parameter in model.parameters()}
     return nullcontext() if "cuda" in devices else torch.device("meta")
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and class without data."""
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
-
-
-def _is_shared(value: object) -> bool:
-    """Whether the copy of the model has the very object: a trainer, which knows all of the loop."""
-    return type(value).__module__.partition(".")[0] in TRAINERS
 
 
 def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
