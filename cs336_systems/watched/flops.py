@@ -2,14 +2,12 @@
 tensors have no data, and the matmuls, convolutions and attentions in it are counted.
 """
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +20,7 @@ from ..loop_record import LoopFlops
 from ..text import inert_line
 from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
+from .kept_state import kept_state
 from .marks import WatchedStep
 from .tokens import tensors_in
 from .without_data import without_data
@@ -74,25 +73,30 @@ class LoopTracer:
         has_backward = any(Phase.BACKWARD in step.times.phases_s for step in steps)
         executed = recomputed = 0.0
         try:
-            for number, count in counts.items():
-                counter = self._trace(number, has_backward, LIMIT_S / len(counts))
-                executed += count * counter.executed
-                recomputed += count * counter.recomputed
+            self._trace(counts, has_backward)
         except NotTracedError as error:
             self._reason = str(error)
             return None, self._reason
+        for number, count in counts.items():
+            counter = self._traced[number, has_backward]
+            executed += count * counter.executed
+            recomputed += count * counter.recomputed
         per_step = (executed - recomputed) / len(steps)
         self.last = LoopFlops(per_step=per_step, recomputed_per_step=recomputed / len(steps))
         return self.last, ""
 
-    def _trace(self, number: int, has_backward: bool, limit_s: float) -> "FlopCounter":
-        """The FLOPs of a call, which is traced if it was not yet."""
-        key = number, has_backward
-        if key not in self._traced:
-            self.num_traced += 1
-            call = self._calls[number]
-            self._traced[key] = _traced(call, has_backward=has_backward, limit_s=limit_s)
-        return self._traced[key]
+    def _trace(self, numbers: Collection[int], has_backward: bool) -> None:
+        """Trace those of the calls that were not yet."""
+        new = [number for number in numbers if (number, has_backward) not in self._traced]
+        if not new:
+            return
+        models = [self._calls[number].model() for number in new]
+        with kept_state([model for model in models if model is not None]):
+            for number in new:
+                self.num_traced += 1
+                self._traced[number, has_backward] = _traced(
+                    self._calls[number], has_backward=has_backward, limit_s=LIMIT_S / len(numbers)
+                )
 
 
 class FlopCounter(TorchDispatchMode):
@@ -182,8 +186,6 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
         inputs, named = call.arguments()
         traced_model = without_data(model)
         with (
-            _kept_randomness(),
-            _kept_classes(model),
             torch.enable_grad(),
             _without_compiled_code(),
             _default_device(model),
@@ -215,22 +217,6 @@ def _without_compiled_code() -> AbstractContextManager[object]:
     return eager
 
 
-@contextmanager
-def _kept_classes(model: nn.Module) -> Iterator[None]:
-    """Put back what the model's code changes in its own classes, where it may leave tensors."""
-    kinds = {type(module) for module in model.modules()}
-    before = {kind: dict(vars(kind)) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, attributes in before.items():
-            for name, value in dict(vars(kind)).items():
-                if name not in attributes:
-                    delattr(kind, name)
-                elif attributes[name] is not value:
-                    setattr(kind, name, attributes[name])
-
-
 def _default_device(model: nn.Module) -> AbstractContextManager[object]:
     """Makes tensors without data where the code names no device and the model is on a CPU."""
     devices = {parameter.device.type for parameter in model.parameters()}
@@ -249,15 +235,3 @@ def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
     for tensor in tensors:
         total = tensor.sum() if total is None else total + tensor.sum()
     return total
-
-
-@contextmanager
-def _kept_randomness() -> Iterator[None]:
-    """Put the states of random numbers back at the end: PyTorch's, Python's and NumPy's."""
-    state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
