@@ -2,10 +2,8 @@
 tensors have no data, and the matmuls, convolutions and attentions in it are counted.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from ..loop_record import LoopFlops
 from ..text import inert_line
 from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
+from .dataless import NotTracedError, tracing_copy, without_data
 from .kept_state import kept_state
 from .marks import WatchedStep
 from .tokens import tensors_in
-from .without_data import without_data
 
 LIMIT_S = 5.0
 """Longest time that tracing a loop may take."""
@@ -40,10 +38,6 @@ COUNTED_ELSEWHERE = (
     "cs336_trace",
 )
 """Namespaces of operators that are known: they multiply no matrices unless there is a formula."""
-
-
-class NotTracedError(Exception):
-    """The FLOPs are not known; the message is the reason."""
 
 
 class LoopTracer:
@@ -174,8 +168,6 @@ def _of_grouped_matmul(a: Sequence[int], b: Sequence[int]) -> float:
 
 def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     """The FLOPs of one forward pass, and of its backward; raise NotTracedError with the reason."""
-    from ..costs.tracing import tracing
-
     model = call.model()
     if model is None:
         raise NotTracedError(
@@ -185,15 +177,9 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     try:
         inputs, named = call.arguments()
         traced_model = without_data(model)
-        with (
-            torch.enable_grad(),
-            _without_compiled_code(),
-            _default_device(model),
-            tracing({}, limit_s=limit_s) as trace,
-            counter,
-        ):
+        with tracing_copy(model, limit_s) as trace, counter:
             trace.begin(Phase.FORWARD)
-            loss = _loss(traced_model(*inputs, **named))
+            loss = loss_of(traced_model(*inputs, **named))
             if has_backward and loss is not None:
                 trace.begin(Phase.BACKWARD)
                 counter.phase = Phase.BACKWARD
@@ -209,21 +195,7 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     return counter
 
 
-def _without_compiled_code() -> AbstractContextManager[object]:
-    """Runs compiled functions as they are written, because a trace would be compiled with them."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled
-        return nullcontext()
-    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return eager
-
-
-def _default_device(model: nn.Module) -> AbstractContextManager[object]:
-    """Makes tensors without data where the code names no device and the model is on a CPU."""
-    devices = {parameter.device.type for parameter in model.parameters()}
-    return nullcontext() if "cuda" in devices else torch.device("meta")
-
-
-def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
+def loss_of(result: Any) -> Tensor | None:  # noqa: ANN401
     """A number from which backward runs: the model's own loss, which is its only result with a
     single value, else the sum of its results; None where nothing has a gradient.
     """

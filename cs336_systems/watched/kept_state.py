@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .dataless import LRU_CACHE
 from .tokens import tensors_in
-from .without_data import LRU_CACHE
 
 NOT_THEIRS = sys.stdlib_module_names | {"torch", __name__.partition(".")[0]}
 """Packages whose names are left alone: they keep no tensors of a model."""

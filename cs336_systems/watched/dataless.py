@@ -1,18 +1,21 @@
-"""Copies of models whose tensors have no data, and which refer to nothing of the model itself."""
+"""Copies of a loop's models whose tensors have no data, on which its calls are made again."""
 
 import contextlib
 import copy
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..costs.tape import TraceError
 from .tokens import tensors_in
+
+if TYPE_CHECKING:
+    from ..costs.trace import StepTrace
 
 HOOKS = (
     "_forward_hooks",
@@ -37,13 +40,31 @@ REFERRING = (FunctionType, MethodType, functools.partial, LRU_CACHE)
 """Classes of callables that may refer to modules."""
 
 
-def without_data(model: nn.Module) -> nn.Module:
-    """A copy of the model, in training mode, whose parameters and buffers have no data; ties are
-    kept, and of the hooks those that compute weights.
+class NotTracedError(Exception):
+    """The FLOPs are not known; the message is the reason."""
 
-    Raise TraceError where parameters are not plain tensors, as those that are sharded.
+
+@contextlib.contextmanager
+def tracing_copy(model: nn.Module, limit_s: float) -> Iterator["StepTrace"]:
+    """Trace what a copy of the model does in this context; `kept_state` must be open."""
+    from ..costs.tracing import tracing
+
+    with (
+        torch.enable_grad(),
+        _without_compiled_code(),
+        _default_device(model),
+        tracing({}, limit_s=limit_s) as trace,
+    ):
+        yield trace
+
+
+def without_data(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of the model, in training mode, whose parameters and buffers have no data; ties are
+    kept, and of the hooks those that compute weights. `memo` gets what stands for each tensor.
+
+    Raise NotTracedError where parameters are not plain tensors, as those that are sharded.
     """
-    copied = _Copying().module(model)
+    copied = _Copying({} if memo is None else memo).module(model)
     # modules that are evaluated within a model that is trained stay so
     return copied if copied.training else copied.train()
 
@@ -53,8 +74,8 @@ class _Copying:
     function that refers to a module then refers to the module's copy.
     """
 
-    def __init__(self) -> None:
-        self._copies: dict[int, Any] = {}
+    def __init__(self, copies: dict[int, Any]) -> None:
+        self._copies = copies
         """By the address of an object, what stands for it in the copy; deepcopy's memo."""
 
     def module(self, root: nn.Module) -> nn.Module:
@@ -62,8 +83,8 @@ class _Copying:
         modules = list(root.modules())
         for tensor in (*root.parameters(), *root.buffers()):
             if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
-                raise TraceError(f"the model has tensors of the class {type(tensor).__name__}")
-            self._copies.setdefault(id(tensor), _empty(tensor))
+                raise NotTracedError(f"the model has tensors of the class {type(tensor).__name__}")
+            self._copies.setdefault(id(tensor), empty(tensor))
         for module in modules:
             self._prepare(vars(module))
         # the innermost come last
@@ -87,7 +108,7 @@ class _Copying:
                 self._copies[id(value)] = value
             else:
                 for tensor in tensors_in((value,)):
-                    self._copies.setdefault(id(tensor), _empty(tensor))
+                    self._copies.setdefault(id(tensor), empty(tensor))
 
     def _refer_to_copies(self, original: dict[str, Any], copied: dict[str, Any]) -> None:
         """Let the functions in a copied dictionary refer to copies, also those in its lists."""
@@ -113,7 +134,7 @@ class _Copying:
         if id(value) in self._copies:
             return self._copies[id(value)]
         if isinstance(value, Tensor):
-            return self._copies.setdefault(id(value), _empty(value))
+            return self._copies.setdefault(id(value), empty(value))
         if isinstance(value, nn.Module):
             return self.module(value)
         if type(value) is dict:
@@ -180,6 +201,20 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
+def _without_compiled_code() -> contextlib.AbstractContextManager[object]:
+    """Runs compiled functions as they are written, because a trace would be compiled with them."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return contextlib.nullcontext()
+    eager: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+def _default_device(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Makes tensors without data where the code names no device and the model is on a CPU."""
+    devices = {parameter.device.type for parameter in model.parameters()}
+    return contextlib.nullcontext() if "cuda" in devices else torch.device("meta")
+
+
 def _kept_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
     """Those of a module's hooks with which PyTorch computes its weights, as for a weight norm."""
     kept = OrderedDict()
@@ -190,12 +225,12 @@ def _kept_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
     return kept
 
 
-def _empty(tensor: Tensor) -> Tensor:
+def empty(tensor: Tensor) -> Tensor:
     """A tensor of the same shape and class without data."""
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    made = torch.empty_like(tensor, device="meta", requires_grad=False)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
 
 
 def _is_shared(value: object) -> bool:
