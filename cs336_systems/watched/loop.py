@@ -176,11 +176,7 @@ class Watched:
         if self._gpu is not None:
             observers.insert(0, self._gpu)
         self._pauses = Pauses()
-        self._slow_steps = SlowSteps(
-            self._pauses,
-            on_gpu=self._gpu is not None,
-            clock=self._gpu.clock if self._gpu is not None else None,
-        )
+        self._slow_steps = SlowSteps(self._pauses, self._gpu)
         # the first, so that what other parts do lies in no pause
         observers.insert(0, self._slow_steps)
         self._syncs = Syncs(models)

@@ -7,13 +7,14 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
+from typing import Protocol
 
 import torch
 
-from ..analysis.loop_causes import explained
+from ..analysis.loop_causes import MIN_SHARE, explained
 from ..analysis.warnings import MIN_OUTLIER, throttled
 from ..config import Phase
 from ..loop_record import Cause, Pause, SlowStep
@@ -22,6 +23,7 @@ from ..text import shortened
 from .marks import WatchedStep
 from .observer import Observer
 from .pauses import Pauses, Seen
+from .throttling import Throttling
 
 BEYOND = 6
 """Standard deviations, by the median distance from the median, beyond which a step is slow: by
@@ -38,7 +40,11 @@ RHYTHM = 32
 step shows what happened lately.
 """
 CLOCK_EVERY_S = 10.0
-"""Least time between two readings of the GPU's clock, which take milliseconds."""
+"""Least time between two readings of the GPU's clock, which take milliseconds, and longest time
+between two of its counters of throttled time.
+"""
+COUNTERS_EVERY_S = 1.0
+"""Least time between two readings of the counters of throttled time, which take a millisecond."""
 MORE_TOKENS = 1.1
 """Times the usual tokens from which a slow step has more of them."""
 MOST_KEPT = 10_000
@@ -50,16 +56,25 @@ SIZES = re.compile(r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)
 """How torch.compile says that a tensor has another shape than the one it compiled for."""
 
 
+class GpuCounters(Protocol):
+    """What is read of a GPU at slow steps."""
+
+    def clock(self) -> GpuState | None:
+        """The state of the GPU now; None if the driver does not tell."""
+
+    def throttled_s(self) -> Mapping[str, float]:
+        """For how long each reason has lowered the clock since the driver was loaded."""
+
+
 class SlowSteps(Observer):
     """Keeps what was seen in each interval: from the end of a step to that of the next.
 
-    `clock` reads the state of the GPU; None without one.
+    `gpu` reads the counters of the GPU; None without one.
     """
 
-    def __init__(
-        self, pauses: Pauses, *, on_gpu: bool, clock: Callable[[], GpuState | None] | None = None
-    ) -> None:
-        self._pauses, self._on_gpu, self._clock = pauses, on_gpu, clock
+    def __init__(self, pauses: Pauses, gpu: GpuCounters | None) -> None:
+        self._pauses, self._gpu = pauses, gpu
+        self._throttling = None if gpu is None else Throttling(gpu.throttled_s)
         self._kept: dict[int, dict[Cause, Seen]] = {}
         """By the number of the step that ended the interval."""
         self._usual_s = 0.0
@@ -80,7 +95,7 @@ class SlowSteps(Observer):
             self._kept[number] = seen
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
-        if self._on_gpu and number % RHYTHM == 0:
+        if self._gpu is not None and number % RHYTHM == 0:
             self._look_at_allocator(number)
 
     def step_failed(self, *_: object) -> None:
@@ -97,9 +112,12 @@ class SlowSteps(Observer):
         if number < 0:
             return
         self.num_read = number + 1
-        if is_long and self._on_gpu:
+        if self._gpu is None:
+            return
+        if is_long:
             self._look_at_allocator(number, is_long=True)
-            self._look_at_clock(number)
+            self._look_at_clock(number, self._gpu)
+        self._look_at_throttling(number, interval_s - self._usual_s, is_long=is_long)
 
     def slow_steps(
         self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep]
@@ -145,16 +163,38 @@ class SlowSteps(Observer):
             kept = self._kept.setdefault(number, {})
             kept[Cause.ALLOCATOR] = Seen(None, segments + retries, details)
 
-    def _look_at_clock(self, number: int) -> None:
+    def _look_at_clock(self, number: int, gpu: GpuCounters) -> None:
         """Read the GPU's clock, seldom."""
         now_s = monotonic()
-        if self._clock is None or now_s - self._clock_s < CLOCK_EVERY_S:
+        if now_s - self._clock_s < CLOCK_EVERY_S:
             return
         self._clock_s = now_s
-        state = self._clock()
+        state = gpu.clock()
         lowered = None if state is None else throttled(Telemetry(before=state, after=state))
         if lowered is not None:
-            self._kept.setdefault(number, {})[Cause.CLOCK] = Seen(None, 1, [lowered])
+            self._keep_clock(number, lowered)
+
+    def _look_at_throttling(self, number: int, excess_s: float, *, is_long: bool) -> None:
+        """Read the counters of throttled time seldom, and at a long step sooner: this tells for how
+        long at most the clock was lower in it.
+        """
+        assert self._throttling is not None
+        now_s = monotonic()
+        age_s = self._throttling.age_s(now_s)
+        if age_s is not None and age_s < (COUNTERS_EVERY_S if is_long else CLOCK_EVERY_S):
+            return
+        more_s = self._throttling.look(now_s)
+        if not is_long or age_s is None:
+            return
+        for reason, seconds in sorted(more_s.items()):
+            if seconds >= MIN_SHARE * excess_s:
+                lowered = f"{reason} for up to {seconds:.3g} s of the last {age_s:.3g} s"
+                self._keep_clock(number, lowered)
+
+    def _keep_clock(self, number: int, detail: str) -> None:
+        """Keep that the clock was lower at this step."""
+        seen = self._kept.setdefault(number, {}).setdefault(Cause.CLOCK, Seen(None, 1))
+        seen.details.append(detail)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ class Group:
 
     def rank(self, rank):
         """What this rank tells, and its slow steps."""
-        slow_steps = SlowSteps(Pauses(), on_gpu=False)
+        slow_steps = SlowSteps(Pauses(), None)
         steps = list(self.steps(rank))
         for number, step in enumerate(steps):
             slow_steps.step_read(number, step)
