@@ -18,7 +18,7 @@ from ..config import Phase
 from ..loop_record import LoopRank
 from .marks import WatchedStep
 from .observer import Observer
-from .slow_steps import SlowSteps, interval_of
+from .slow_steps import SlowSteps
 
 WAITING = frozenset({Phase.BACKWARD, Phase.OPTIMIZER})
 """Phases in which a rank may wait for the others: DistributedDataParallel averages in backward."""
@@ -62,7 +62,9 @@ class Ranks(Observer):
         without_waits = list(map(_without_waits, steps))
         return replace(
             rank,
-            own_s=statistics.median(map(interval_of, without_waits)),
+            own_s=statistics.median(
+                [step.times.step_s + (step.between_s or 0.0) for step in without_waits]
+            ),
             first_step=self._slow_steps.num_read - len(steps),
             late_steps=self._slow_steps.slow_steps((), without_waits),
         )

@@ -104,7 +104,7 @@ class SlowSteps(Observer):
 
     def step_read(self, number: int, step: WatchedStep) -> None:
         """Look at what counters tell if the step was long."""
-        interval_s = interval_of(step)
+        interval_s = _interval_s(step)
         is_long = interval_s > LONG * self._usual_s
         # follows the median slowly, whatever single steps take
         self._usual_s *= 1.02 if interval_s > self._usual_s else 0.98
@@ -217,7 +217,7 @@ def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Usual]:
     for positions in alike.values():
         if len(positions) < FEWEST:
             continue
-        intervals_s = [interval_of(steps[position]) for position in positions]
+        intervals_s = [_interval_s(steps[position]) for position in positions]
         median_s = statistics.median(intervals_s)
         spread_s = statistics.median([abs(interval_s - median_s) for interval_s in intervals_s])
         limit_s = median_s + max(BEYOND * NORMAL_MAD * spread_s, MIN_OUTLIER * median_s)
@@ -247,7 +247,7 @@ def _pause(
 
 def _slow_step(position: int, step: WatchedStep, usual: Usual, pauses: Sequence[Pause]) -> SlowStep:
     """A slow step with the pauses that explain it; data and tokens are known from its times."""
-    excess_s = interval_of(step) - usual.interval_s
+    excess_s = _interval_s(step) - usual.interval_s
     more_s = {part: seconds - usual.parts_s.get(part, 0.0) for part, seconds in _parts(step)}
     waited = Pause(cause=Cause.DATA, seconds=max(0.0, more_s[Phase.DATA]))
     pauses = [*pauses, waited]
@@ -286,8 +286,7 @@ def _parts(step: WatchedStep) -> list[tuple[str, float]]:
     return [*phases_s.items(), (Phase.DATA, data_s), (BETWEEN, between_s)]
 
 
-def interval_of(step: WatchedStep) -> float:
-    """The time of a step and of what lies between it and the step before."""
+def _interval_s(step: WatchedStep) -> float:
     return step.times.step_s + (step.between_s or 0.0)
 
 
