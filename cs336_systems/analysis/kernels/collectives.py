@@ -10,7 +10,7 @@ from ...costs.communication import Collective
 from ..columns import Ints
 from .classes import MAX_NAME, KernelClass, classify_kernel
 from .phases import Codes
-from .trace import GroupNesting, Strings, Trace, of_names
+from .trace import Strings, Trace, of_names
 
 COLLECTIVE_OPERATOR = "record_param_comms"
 """The operator in which PyTorch launches a collective, which it names in its arguments."""
@@ -80,8 +80,8 @@ def with_collectives_named(trace: Trace) -> Trace:
     )
     rows = np.flatnonzero(is_unknown & kernels.is_launched)
     nested = np.flatnonzero(ranges.is_nested)
-    nesting = GroupNesting(ranges.thread[nested], ranges.start_ns[nested], ranges.end_ns[nested])
-    innermost = np.append(nested, -1)[nesting.at(kernels.thread[rows], kernels.launch_ns[rows])]
+    inside = ranges.by_thread(nested).at(kernels.thread[rows], kernels.launch_ns[rows])
+    innermost = np.append(nested, -1)[inside]
     is_inside = (innermost >= 0) & np.isin(ranges.name[innermost], around)
     rows, innermost = rows[is_inside], innermost[is_inside]
     pairs = zip(ranges.name[innermost].tolist(), kernels.name[rows].tolist(), strict=True)

@@ -19,7 +19,7 @@ from .attribution import Attribution, totals
 from .classes import MAX_NAME
 from .phases import PHASES
 from .step_profile import OperatorTimes
-from .trace import GroupNesting, Trace
+from .trace import Trace
 
 Dims = Sequence[Any]
 ClosedForm = Callable[[Dims, Dims], tuple[int, int]]
@@ -60,17 +60,13 @@ def operator_times(attribution: Attribution, kernels: pd.DataFrame) -> tuple[Ope
             "operator": operator,
         }
     )
-    keys = ["name", "shape", "phase"]
-    calls = by_call.groupby(keys)["operator"].nunique()
-    return tuple(
-        OperatorTimes(
-            **_operator(trace, row.name, row.shape, int(calls[row.name, row.shape, row.phase])),
-            phase=PHASES[row.phase],
-            count=row.count,
-            total_s=row.total_ns / 1e9,
-        )
-        for row in totals(by_call, *keys)
-    )
+    calls = by_call.groupby(["name", "shape", "phase"])["operator"].nunique()
+
+    def times(name: int, shape: int, phase: int, **sums: Any) -> OperatorTimes:  # noqa: ANN401
+        known = _operator(trace, name, shape, int(calls[name, shape, phase]))
+        return OperatorTimes(**known, phase=PHASES[phase], **sums)
+
+    return tuple(totals(by_call, times, name=int, shape=int, phase=int))
 
 
 def _operators_of(trace: Trace, kernels: pd.DataFrame) -> Ints:
@@ -80,8 +76,8 @@ def _operators_of(trace: Trace, kernels: pd.DataFrame) -> Ints:
     if trace.is_of_host and len(trace.operators):
         return kernels.index.to_numpy(dtype=np.int64)  # each is an operator itself
     operators = trace.operators
-    nesting = GroupNesting(operators.thread, operators.start_ns, operators.end_ns)
-    innermost = nesting.at(kernels["thread"].to_numpy(), kernels["launch_ns"].to_numpy())
+    thread, time = kernels["thread"].to_numpy(), kernels["launch_ns"].to_numpy()
+    innermost = operators.by_thread().at(thread, time)
     is_known = kernels["is_launched"] & ~kernels["is_in_graph"]
     return np.where(is_known, innermost, -1)
 

@@ -12,35 +12,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..columns import NO_ROWS, Columns, Ints, Mask, chosen, joined
+from ..columns import NO_ROWS, Ints, Mask, chosen, joined
 from .calls import TO_DEVICE, ApiCallKind
 from .classes import OF_BACKWARD, OF_OPTIMIZER, OF_TRAINING, KernelClass, classify_kernel
 from .phase_ranges import PhaseRanges
 from .phases import CODES, Codes, LaunchPhase
-from .trace import (
-    MAX_TIME_NS,
-    DeviceWork,
-    GroupNesting,
-    Holes,
-    Nesting,
-    Ranges,
-    Trace,
-    Union,
-    of_names,
-)
+from .trace import MAX_TIME_NS, DeviceWork, Holes, Nesting, Ranges, Times, Trace, of_names
 
 _COMPUTING = (KernelClass.MATMUL, KernelClass.CONVOLUTION, KernelClass.ATTENTION)
 _FILL = re.compile(r"fill|zero|memset", re.I)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseWindows(Columns):
+class PhaseWindows(Times):
     """Times of phases on the host. A launch on any thread belongs to the innermost window that
     contains it.
     """
 
-    start_ns: Ints
-    end_ns: Ints
     phase: Codes
 
 
@@ -137,21 +125,15 @@ def marked_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows
             is_training = bool(_has_name(trace, trace.kernels.name, OF_BACKWARD).any())
         start, end = backward_bursts(trace, main, is_training=is_training)
         # a closure runs backward within the optimizer's range; elsewhere ranges decide
-        is_shown = _is_inside(chosen(windows, ~is_optimizer), start)
+        is_shown = chosen(windows, ~is_optimizer).cover(start)
         if has_backward:
-            is_shown |= ~_is_inside(chosen(windows, is_optimizer), start)
+            is_shown |= ~chosen(windows, is_optimizer).cover(start)
         backward = windows_of(LaunchPhase.BACKWARD, start[~is_shown], end[~is_shown])
         windows = _ordered(joined(windows, backward))
     windows = _without_closures(windows)
     if not windows.among(LaunchPhase.OPTIMIZER).any():
         windows = _ordered(joined(windows, _optimizers_by_kernels(trace, windows, main)))
     return windows
-
-
-def _is_inside(windows: MarkedWindows, time: Ints) -> Mask:
-    """Whether each time lies in one of the windows."""
-    is_inside: Mask = Union(windows.start_ns, windows.end_ns).within(time, time + 1) > 0
-    return is_inside
 
 
 def _range_windows(trace: Trace, names: PhaseRanges, main: int) -> MarkedWindows:
@@ -218,7 +200,7 @@ def _is_backward(trace: Trace, launched: Ints, main: int, *, is_training: bool) 
     thread, time = kernels.thread[launched], kernels.launch_ns[launched]
     is_of_other: Mask = thread != main
     if len(nodes) or trace.has_operators:
-        inside = GroupNesting(nodes.thread, nodes.start_ns, nodes.end_ns).at(thread, time) >= 0
+        inside = nodes.by_thread().at(thread, time) >= 0
         return inside | (is_of_other & np.isin(thread, nodes.thread))
     return np.isin(thread, _backward_threads(trace, main)) & is_training
 
@@ -257,7 +239,7 @@ def _optimizers_by_kernels(trace: Trace, windows: MarkedWindows, main: int) -> M
     is_of_main = kernels.is_launched & (kernels.thread == main) & ~kernels.is_in_graph
     is_telling = is_of_main & _has_name(trace, kernels.name, OF_OPTIMIZER)
     time = np.sort(kernels.launch_ns[is_telling])
-    time = time[~_is_inside(windows, time)]
+    time = time[~windows.cover(time)]
     # the number of windows before a launch tells which of them lie between the same two
     behind = np.searchsorted(windows.start_ns, time, side="right")
     after = np.append(windows.among(LaunchPhase.BACKWARD), False)[behind - 1] & (behind > 0)
@@ -304,17 +286,16 @@ def with_forward(
     before = np.searchsorted(backward, end_ns)
     last = np.append(-1, backward)[before]
     until = np.where(last >= start_ns, last, end_ns if is_inference else start_ns)
-    covered = Union(windows.start_ns, windows.end_ns)
-    holes = covered.holes(start_ns, np.maximum(until, start_ns))
-    last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end) - 1]
-    since = np.maximum(holes.start, last_update + 1)
+    holes = windows.union().holes(start_ns, np.maximum(until, start_ns))
+    last_update = np.append(updates, -MAX_TIME_NS)[np.searchsorted(updates, holes.end_ns) - 1]
+    since = np.maximum(holes.start_ns, last_update + 1)
     since = np.maximum(since, _taken(windows, holes, events, batches))
     begins = np.append(events, MAX_TIME_NS)[np.searchsorted(events, since)]
-    last_event = np.append(events, 0)[np.searchsorted(events, holes.end) - 1]
+    last_event = np.append(events, 0)[np.searchsorted(events, holes.end_ns) - 1]
     # before backward, forward lasts until it; in a step of inference nothing else ends it
-    is_before = np.isin(holes.end, backward)
-    ends = np.where(is_before, holes.end, np.minimum(last_event + 1, holes.end))
-    has_events = begins < holes.end
+    is_before = np.isin(holes.end_ns, backward)
+    ends = np.where(is_before, holes.end_ns, np.minimum(last_event + 1, holes.end_ns))
+    has_events = begins < holes.end_ns
     forward = windows_of(LaunchPhase.FORWARD, begins[has_events], ends[has_events])
     return _ordered(joined(windows, forward))
 
@@ -328,14 +309,14 @@ def _taken(windows: MarkedWindows, holes: Holes, events: Ints, batches: Ints) ->
     """
     is_backward = windows.among(LaunchPhase.BACKWARD)
     backward = np.append(windows.start_ns[is_backward], MAX_TIME_NS)
-    until = backward[np.searchsorted(backward, holes.end)]
+    until = backward[np.searchsorted(backward, holes.end_ns)]
     is_data = windows.among(LaunchPhase.DATA)
     last = np.searchsorted(windows.start_ns[is_data], until) - 1
     of_range = np.append(windows.end_ns[is_data], -MAX_TIME_NS)[last]
-    of_range[np.append(windows.start_ns[is_data], -MAX_TIME_NS)[last] < holes.end] = -MAX_TIME_NS
+    of_range[np.append(windows.start_ns[is_data], -MAX_TIME_NS)[last] < holes.end_ns] = -MAX_TIME_NS
     is_end = is_backward | (windows.among(LaunchPhase.OPTIMIZER) & ~windows.is_zero_grad)
     ended = np.append(-MAX_TIME_NS, np.maximum.accumulate(windows.end_ns[is_end]))
-    ended = ended[np.searchsorted(windows.start_ns[is_end], holes.end)]
+    ended = ended[np.searchsorted(windows.start_ns[is_end], holes.end_ns)]
     copied = np.append(batches, MAX_TIME_NS)[np.searchsorted(batches, ended)]
     copied[(copied >= until) | (until == MAX_TIME_NS)] = -MAX_TIME_NS
     taken = np.maximum(of_range, copied)

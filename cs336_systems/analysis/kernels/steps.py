@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..columns import NO_ROWS, Columns, Ints, Mask
+from ..columns import NO_ROWS, Ints, Mask, chosen
 from .phase_plan import (
     MarkedWindows,
     around_windows,
@@ -26,7 +26,7 @@ from .phase_plan import (
 from .phase_ranges import PhaseRanges, advice
 from .phases import LaunchPhase, PhaseSource
 from .step_profile import StepLabel
-from .trace import MAX_TIME_NS, Nesting, Trace, Union
+from .trace import MAX_TIME_NS, Times, Trace
 
 _NUMBER = re.compile(r"\d+")
 MIN_PERIODS = 3
@@ -38,11 +38,9 @@ MIN_ALIKE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimes(Columns):
+class StepTimes(Times):
     """The steps in order, on the host."""
 
-    start_ns: Ints
-    end_ns: Ints
     is_warmup: Mask
 
 
@@ -308,8 +306,8 @@ def _labels(
     has_forward = _has(windows.start_ns[windows.among(LaunchPhase.FORWARD)], steps)
     # what was launched in no phase may be a backward that nothing shows
     launch = trace.kernels.launch_ns[trace.kernels.is_launched]
-    in_no_phase = Union(windows.start_ns, windows.end_ns).within(launch, launch + 1) == 0
-    is_forward_only = has_forward & ~_has(launch[in_no_phase], steps) & has_backward.any()
+    in_no_phase = _has(launch[~windows.cover(launch)], steps)
+    is_forward_only = has_forward & ~in_no_phase & has_backward.any()
     kinds = np.select(
         [has_optimizer, has_backward, is_forward_only],
         ["with the optimizer", "without the optimizer", "forward only"],
@@ -372,7 +370,7 @@ def _step_times(trace: Trace, names: PhaseRanges, start_ns: Ints, end_ns: Ints) 
 
     def is_inside(around: Ints) -> Mask:
         rows = outermost(ranges, rows_named(trace, around))
-        return Nesting(ranges.start_ns[rows], ranges.end_ns[rows]).at(start_ns) >= 0
+        return chosen(ranges, rows).at(start_ns) >= 0
 
     if not len(start_ns):
         measures = outermost(ranges, rows_named(trace, names.measure))

@@ -25,7 +25,6 @@ from .recorded import activity, lines, reserved
 from .sums import (
     ALL_KINDS,
     WHOLE_STEP,
-    Sum,
     added,
     grouped,
     kernel_s,
@@ -241,7 +240,7 @@ def class_rows(entry: Explained) -> Iterator[Row]:
             continue
         row: Row = {"phase": name}
         for kind, key in CLASS_KEYS.items():
-            part = sums.get(kind, Sum())
+            part = sums.get(kind, added([]))
             row[f"{key}_share"] = part.total_s / whole_s
             row[f"{key}_ms_per_step"] = part.total_s / profile.num_steps * 1e3
             row[f"{key}_per_step"] = part.count / profile.num_steps
