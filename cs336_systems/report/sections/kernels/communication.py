@@ -51,7 +51,7 @@ def communication(entries: Sequence[Explained]) -> Section:
         "pass: a collective can begin in a later phase than the one that launched it."
     ]
     return over_configurations(
-        "communication", "Communication", rows, shown, _COMMUNICATION_CSV, notes
+        "communication", "Communication", rows, shown, notes, _COMMUNICATION_CSV
     )
 
 
@@ -142,7 +142,7 @@ def ranks(entries: Sequence[Explained]) -> Section:
     if any(row["last_per_step"] is not None for row in rows):  # not in profiles of before
         keys.append("last_per_step")
     notes = ["Wall times on each rank's device."]
-    return over_configurations("ranks", "Ranks", rows, columns, keys, notes)
+    return over_configurations("ranks", "Ranks", rows, columns, notes, keys)
 
 
 def rank_rows(entry: Explained) -> Iterator[Row]:
@@ -174,7 +174,7 @@ def groups(entries: Sequence[Explained]) -> Section:
     rows = rows_of(entries, group_rows)
     keys = [heading.key for heading in shown] + ["ranks_here", "is_lower_bound"]
     return over_configurations(
-        "groups", "Process groups", rows, shown, keys, _about_groups(rows), shown=_is_among_first
+        "groups", "Process groups", rows, shown, _about_groups(rows), keys, shown=_is_among_first
     )
 
 
@@ -264,17 +264,11 @@ def skew(entries: Sequence[Explained]) -> Section:
         "From the start of the first rank to that of the last one, of the same collective. Its "
         "kernels end together on all ranks, so clocks are not compared."
     ]
-    rows, keys = rows_of(entries, skew_rows), [heading.key for heading in shown]
+    rows = rows_of(entries, skew_rows)
     if len(rows) > MAX_SKEWS:
         notes.append(f"Shown are the first {MAX_SKEWS} of {len(rows)} steps.")
     return over_configurations(
-        "skew",
-        "Skew of ranks",
-        rows,
-        shown,
-        keys,
-        notes,
-        shown=lambda row: row["step"] <= MAX_SKEWS,
+        "skew", "Skew of ranks", rows, shown, notes, shown=lambda row: row["step"] <= MAX_SKEWS
     )
 
 

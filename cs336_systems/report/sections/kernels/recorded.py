@@ -35,8 +35,8 @@ def activity(entries: Sequence[Explained]) -> Section:
         "Means over samples of the device's counters, in % of the highest value. A phase or "
         "module without a row was too short to be seen by them."
     ]
-    rows, keys = rows_of(entries, activity_rows), [heading.key for heading in columns]
-    return over_configurations("activity", "Activity of the GPU", rows, columns, keys, notes)
+    rows = rows_of(entries, activity_rows)
+    return over_configurations("activity", "Activity of the GPU", rows, columns, notes)
 
 
 def activity_rows(entry: Explained) -> Iterator[Row]:
@@ -64,8 +64,8 @@ def reserved(entries: Sequence[Explained]) -> Section:
         Column("peak", "GiB", key="peak_bytes", scale=1 / 2**30, write=rounded),
     ]
     notes = ["What PyTorch and libraries had from the driver, at most at one time."]
-    rows, keys = rows_of(entries, _reserved_rows), [heading.key for heading in columns]
-    return over_configurations("reserved", "Reserved memory", rows, columns, keys, notes)
+    rows = rows_of(entries, _reserved_rows)
+    return over_configurations("reserved", "Reserved memory", rows, columns, notes)
 
 
 def _reserved_rows(entry: Explained) -> Iterator[Row]:
@@ -84,8 +84,8 @@ def lines(entries: Sequence[Explained]) -> Section:
         "Per step: kernels by the innermost line outside of libraries that launched them. A trace "
         "of torch.profiler names the line where a function begins; its backward is that of forward."
     ]
-    rows, keys = rows_of(entries, _line_rows), [heading.key for heading in columns]
-    return over_configurations("lines", "Lines of the program", rows, columns, keys, notes)
+    rows = rows_of(entries, _line_rows)
+    return over_configurations("lines", "Lines of the program", rows, columns, notes)
 
 
 def _line_rows(entry: Explained) -> Iterator[Row]:
