@@ -116,8 +116,8 @@ class _Modules:
         forward = np.flatnonzero(ranges.is_nested & is_forward)
         again = forward[_is_backward(phase_at(plan.windows, ranges.start_ns[forward]))]
         is_module[again] = True
-        is_module[_beginning(trace, OF_LIBRARY)] = False
-        is_shards = _beginning(trace, _SHARDS)
+        is_module[trace.named(ranges, OF_LIBRARY.match)] = False
+        is_shards = trace.named(ranges, _SHARDS.match)
         self._rows = np.flatnonzero(is_module)
         self._modules = ranges.by_thread(self._rows)
         self._forwards = ranges.by_thread(forward)
@@ -141,12 +141,6 @@ class _Modules:
 def _is_backward(phase: Codes) -> Mask:
     is_backward: Mask = phase == CODES[LaunchPhase.BACKWARD]
     return is_backward
-
-
-def _beginning(trace: Trace, pattern: re.Pattern[str]) -> Mask:
-    """Whether each range's name begins with the pattern."""
-    names = [index for index, name in enumerate(trace.strings) if pattern.match(name)]
-    return np.isin(trace.ranges.name, names)
 
 
 def _placed(trace: Trace, plan: PhasePlan, modules: _Modules) -> Jobs:
@@ -304,7 +298,7 @@ def _recorded(attribution: Attribution) -> tuple[Mask, Mask]:
         return is_empty, np.full(len(steps), len(in_step) == 0)
     if not len(calls):
         return is_empty, np.ones(len(steps), dtype=np.bool_)
-    is_launching = ApiCallKind.LAUNCH.among(calls.name, attribution.trace.strings)
+    is_launching = attribution.trace.named(calls, ApiCallKind.LAUNCH.is_done_by)
     launched, start, end = np.sort(calls.start_ns[is_launching]), steps.start_ns, steps.end_ns
     has_launched = np.searchsorted(launched, end) > np.searchsorted(launched, start)
     is_outside = (end <= calls.start_ns.min()) | (start > calls.start_ns.max())

@@ -145,7 +145,7 @@ def _is_before_wait(windows: HostWindows, steps: StepTimes, host: Host) -> Mask:
     step.
     """
     calls = host.calls
-    time = np.sort(calls.start_ns[ApiCallKind.STREAM_WAIT.among(calls.name, host.names)])
+    time = np.sort(calls.start_ns[host.does(ApiCallKind.STREAM_WAIT)])
     waits = np.searchsorted(time, windows.end_ns) > np.searchsorted(time, windows.start_ns)
     waits &= windows.phase == CODES[LaunchPhase.COMMUNICATION]
     last = np.full(len(steps), -1, dtype=np.int64)
@@ -175,7 +175,7 @@ def _queued_until(jobs: Jobs, host: Host) -> int:
     first = jobs.start_ns.argmin()
     call, launch = jobs.call[first], jobs.launch_ns[first]
     calls = host.calls
-    waits = ApiCallKind.WAIT_FOR_DEVICE.among(calls.name, host.names)
+    waits = host.does(ApiCallKind.WAIT_FOR_DEVICE)
     has_waited = (waits & (calls.end_ns <= launch)).any()
     returned = host.returned(np.array([call]), np.array([launch]))[0]
     is_queued = jobs.is_launched[first] and jobs.start_ns[first] > returned + QUEUE_NS

@@ -35,7 +35,7 @@ def _counts(trace: Trace, is_profiled: Mask) -> dict[str, int]:
     is_early = work.is_launched & (work.start_ns < work.launch_ns - SLACK_NS)
     covered, covering = _covered(chosen(work, ~work.is_in_graph))
     api = trace.api_calls
-    num_launches = int(ApiCallKind.ONE_KERNEL.among(api.name, trace.strings).sum())
+    num_launches = int(trace.named(api, ApiCallKind.ONE_KERNEL.is_done_by).sum())
     return {
         "kernels and copies begin before the call that launched them: the clocks of host and "
         "device do not agree": int(is_early.sum()),
@@ -103,8 +103,7 @@ def _early_returns(trace: Trace, work: DeviceWork) -> int:
     """
     if len(np.unique(work.device)) > 1:  # it is not known for which device a call waits
         return 0
-    waits = chosen(
-        trace.api_calls, ApiCallKind.WAIT_FOR_DEVICE.among(trace.api_calls.name, trace.strings)
-    )
+    is_wait = trace.named(trace.api_calls, ApiCallKind.WAIT_FOR_DEVICE.is_done_by)
+    waits = chosen(trace.api_calls, is_wait)
     finished = Completion(work, np.flatnonzero(work.is_launched))(waits.start_ns)
     return int((finished > waits.end_ns + SLACK_NS).sum())

@@ -30,7 +30,7 @@ from .phases import LaunchPhase
 from .places import place_times
 from .readers import read_trace
 from .run_files import files_of_run
-from .trace import Trace, of_names
+from .trace import Trace
 
 
 class AttributionError(AssertionError):
@@ -99,7 +99,7 @@ def summarise(
         rank=trace.rank,
         between=_between_steps(spans, selection, attribution),
         graph_share=float(in_step["is_in_graph"].mean()) if len(in_step) else 0.0,
-        is_compiled=_is_compiled(trace),
+        is_compiled=bool(trace.named(trace.kernels, is_generated).any()),
         steps_from="" if selection.is_whole_trace else attribution.plan.steps_from,
         step_labels=selection.labels,
         passes_per_step=attribution.plan.passes_per_step,
@@ -137,11 +137,6 @@ def _between_steps(
         idle_s=int(holes.duration_ns.sum()) / 1e9,
         data_s=int(data.within(holes.start_ns, holes.end_ns).sum()) / 1e9,
     )
-
-
-def _is_compiled(trace: Trace) -> bool:
-    """Whether torch.compile made a kernel of the trace."""
-    return bool(of_names(trace.kernels.name, trace.strings, is_generated, np.bool_).any())
 
 
 def _left(kernels: pd.DataFrame, step: Ints, is_cut: Mask) -> step_profile.Left:

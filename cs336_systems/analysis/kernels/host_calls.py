@@ -40,8 +40,8 @@ class Host:
         names = Strings()
         name = of_names(api.name, trace.strings, lambda text: names.id(call_name(text)), np.int64)
         self.names = names.all
-        is_launch = ApiCallKind.LAUNCH.among(api.name, trace.strings)
-        is_wait = ApiCallKind.WAIT.among(api.name, trace.strings)
+        is_launch = trace.named(api, ApiCallKind.LAUNCH.is_done_by)
+        is_wait = trace.named(api, ApiCallKind.WAIT.is_done_by)
         copies, waits_for_them = _copies_awaited(trace, is_launch, is_wait)
         is_of_copy = is_wait & is_launch
         is_of_copy[copies] = is_of_copy[waits_for_them] = is_wait[copies] = True
@@ -51,10 +51,14 @@ class Host:
             start_ns=api.start_ns,
             end_ns=api.end_ns,
             is_launch=is_launch,
-            is_kernel=ApiCallKind.KERNELS.among(api.name, trace.strings),
+            is_kernel=trace.named(api, ApiCallKind.KERNELS.is_done_by),
             is_wait=is_wait,
             is_of_copy=is_of_copy,
         )
+
+    def does(self, kind: ApiCallKind) -> Mask:
+        """Whether each call does this."""
+        return of_names(self.calls.name, self.names, kind.is_done_by, np.bool_)
 
     def returned(self, call: Ints, launch_ns: Ints) -> Ints:
         """When each launching call returned; its start if the call waits itself or is not in the
@@ -81,8 +85,8 @@ def _copies_awaited(trace: Trace, launches: Mask, waits: Mask) -> tuple[Ints, In
     wait.
     """
     api, copies = trace.api_calls, trace.copies
-    to_host = [index for index, name in enumerate(trace.strings) if TO_HOST.search(name)]
-    is_copy = np.isin(np.arange(len(api)), copies.call[np.isin(copies.name, to_host)])
+    to_host = copies.call[trace.named(copies, TO_HOST.search)]
+    is_copy = np.isin(np.arange(len(api)), to_host)
     # of two calls with one start the longer comes first: a profiler may show a call around its own
     by_thread = np.lexsort((-api.duration_ns, api.start_ns, api.thread))
     by_thread = by_thread[(launches | waits)[by_thread]]

@@ -128,7 +128,7 @@ class _Causes:
         self._host = host
         calls, windows = host.calls, selection.windows
         is_data = windows.phase == CODES[LaunchPhase.DATA]
-        allocates = ApiCallKind.ALLOCATE.among(calls.name, host.names)
+        allocates = host.does(ApiCallKind.ALLOCATE)
         self._explained = {
             IdleCause.ALLOCATION: calls.union(allocates),
             IdleCause.DATA: windows.union(is_data),

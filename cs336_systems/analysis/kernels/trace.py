@@ -219,6 +219,10 @@ class Trace:
     stacks.
     """
 
+    def named(self, events: Events, test: Callable[[str], object]) -> Mask:
+        """Whether the name of each event passes the test."""
+        return of_names(events.name, self.strings, lambda name: bool(test(name)), np.bool_)
+
 
 def with_copies_apart(trace: Trace) -> Trace:
     """The trace, with kernels of the CUDA driver that copy or fill memory moved from the kernels to
@@ -226,8 +230,7 @@ def with_copies_apart(trace: Trace) -> Trace:
 
     torch.profiler shows copies and fills in CUDA graphs as such kernels.
     """
-    names = [index for index, name in enumerate(trace.strings) if _DRIVERS_OWN.fullmatch(name)]
-    is_copy = np.isin(trace.kernels.name, names)
+    is_copy = trace.named(trace.kernels, _DRIVERS_OWN.fullmatch)
     if not is_copy.any():
         return trace
     copies = joined(trace.copies, chosen(trace.kernels, is_copy))

@@ -30,6 +30,7 @@ from ..trace import (
     Ranges,
     Strings,
     Trace,
+    of_names,
     with_copies_apart,
     without_call,
 )
@@ -214,8 +215,10 @@ class _Session:
         process = np.full(len(batch), launched_by, dtype=np.int64)
         launch = self._launches.columns(process, correlation)
         name = self.strings.ids(names)
-        strings = enumerate(self.strings.all)
-        graph_calls = [index for index, text in strings if GRAPH_LAUNCHES.match(text)]
+        strings = self.strings.all
+        is_graph = of_names(
+            self.calls.name, strings, lambda text: bool(GRAPH_LAUNCHES.match(text)), np.bool_
+        )
         return DeviceWork(
             name=name,
             process=process,
@@ -223,7 +226,7 @@ class _Session:
             stream=self._ints(batch, [a.stream for a in args]),
             start_ns=batch.start_ns,
             end_ns=batch.end_ns,
-            is_in_graph=np.isin(np.append(self.calls.name, -1)[launch["call"]], graph_calls),
+            is_in_graph=np.append(is_graph, False)[launch["call"]],
             mark=self._marks([a.name for a in args], [a.autograd_phase for a in args]),
             message=self._messages(args),
             **launch,

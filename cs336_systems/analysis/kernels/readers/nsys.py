@@ -154,7 +154,9 @@ class _Export(Tables):
         missing = f"no table {KERNEL_TABLE}"
         if not len(calls):
             return f"{missing}, so no CUDA kernel was traced: {HOW_TO_RUN_NSYS}"
-        launches = int(ApiCallKind.KERNELS.among(calls.name, self.strings.all).sum())
+        names, does_launch = self.strings.all, ApiCallKind.KERNELS.is_done_by
+        is_launch = of_names(calls.name, names, does_launch, np.bool_)
+        launches = int(is_launch.sum())
         if not launches:
             return (
                 f"{missing}: the host launched no kernel in the recorded time, in which it made "

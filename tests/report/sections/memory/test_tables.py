@@ -86,9 +86,7 @@ def test_the_largest_allocations_with_their_code() -> None:
     assert column(table, "place") == ["", "cs336_systems/model.py:77 softmax"]
     every = csv_rows(section)
     assert [row["requested_bytes"] for row in every] == ["52428800", "20971520"]
-    assert every[1]["places"].endswith(
-        "model.py:77 softmax < project/benchmark.py:3 <module>"
-    )
+    assert every[1]["places"].endswith("model.py:77 softmax < project/benchmark.py:3 <module>")
 
 
 def test_what_the_peak_consists_of_by_bytes_together() -> None:
