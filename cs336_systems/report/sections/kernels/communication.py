@@ -134,13 +134,9 @@ def ranks(entries: Sequence[Explained]) -> Section:
             Column(name, "ms", about, key=f"{key}_mean_ms", std=f"{key}_std_ms", write=rounded)
         )
     columns += [column(f"{name}_mean_ms", std=f"{name}_std_ms") for name in _RANK_TIMES]
-    about = "Collectives of a step that this rank alone began last."
-    columns.append(Column("began last", "", about, key="last_per_step", write=count))
     keys = ["rank"]
     for name in (*(f"{name}_wall" for name in names), *_RANK_TIMES):
         keys += [f"{name}_mean_ms", f"{name}_std_ms"]
-    if any(row["last_per_step"] is not None for row in rows):  # not in profiles of before
-        keys.append("last_per_step")
     notes = ["Wall times on each rank's device."]
     return over_configurations("ranks", "Ranks", rows, columns, notes, keys)
 
@@ -151,7 +147,6 @@ def rank_rows(entry: Explained) -> Iterator[Row]:
         row = {"rank": times.rank, **_rank_times(times)}
         waited_s = [] if times.waited_s is None else [times.waited_s]
         row["waited_mean_ms"], row["waited_std_ms"] = _mean_std_ms_of_known(waited_s)
-        row["last_per_step"] = ratio(total([times.last or ()]), len(times.last or ()))
         yield row
 
 

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ....analysis.kernels.classes import KernelClass
-from ....analysis.kernels.step_profile import CounterMean, StepProfile
+from ....analysis.kernels.step_profile import CounterMean
 from ....costs.accounting import component_flops, mfu, step_flops
 from ...columns import Column, Row, column, columns_of
 from ...section import Finding, Section, over_configurations, rows_of
-from ...words import count, in_percent, label, percent_of, ratio, rounded, significant
+from ...words import count, in_percent, label, percent_of, ratio, rounded
 from .entry import Explained
 from .figures import WHERE, Figures
 from .gains import is_full_precision
@@ -151,13 +151,3 @@ def _reasons(figures: Figures) -> Iterator[str]:
         needed = sum(part.step for part in component_flops(config, causal=True))
         masked = 1 - needed / sum(part.step for part in component_flops(config))
         yield f"MFU counts masked attention, {percent_of(masked)} of it, and the kernels do not"
-
-
-def reserved_finding(profile: StepProfile) -> Iterator[Finding]:
-    """The most memory that was reserved on one device."""
-    for peak in sorted(profile.reserved, key=lambda peak: -peak.peak_bytes)[:1]:
-        text = (
-            f"At most {significant(peak.peak_bytes / 2**30, 3)} GiB of memory ({peak.kind}, device "
-            f"{peak.device}) were reserved at one time, by PyTorch or by libraries."
-        )
-        yield Finding(code="reserved", text=text, numbers={"peak_bytes": peak.peak_bytes})
