@@ -9,7 +9,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import monotonic, perf_counter_ns
+from typing import NamedTuple
 
 import torch
 
@@ -63,41 +64,33 @@ class SlowSteps(Observer):
         self._pauses, self._on_gpu, self._clock = pauses, on_gpu, clock
         self._kept: dict[int, dict[Cause, Seen]] = {}
         """By the number of the step that ended the interval."""
-        self._usual_s = 0.0
+        self._host, self._device = Usually(), Usually()
+        self._ended_ns = 0
+        """When the last step ended on the host."""
         self._allocated = (0, 0)
         self._allocated_at = 0
         self._clock_s = -math.inf
 
-    def step_begins(self, _: int) -> None:
-        """End what lies between the steps."""
-        self._pauses.step_begins()
-
     def step_ended(self, number: int) -> None:
         """Keep what was seen in this interval."""
-        seen = self._pauses.take()
-        if seen and number >= 0:
-            self._kept[number] = seen
+        if self._pauses.seen:
+            seen = self._pauses.take()
+            if number >= 0:
+                self._kept[number] = seen
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
-        if self._on_gpu and number % RHYTHM == 0:
-            self._look_at_allocator(number)
+        if self._on_gpu:
+            # the allocator works on the host, so that the host's time tells
+            ended_ns, self._ended_ns = self._ended_ns, perf_counter_ns()
+            is_long = self._host.is_long((self._ended_ns - ended_ns) / 1e9)
+            if is_long or number % RHYTHM == 0:
+                self._look_at_allocator(number, is_long=is_long and number >= 0)
 
-    def step_failed(self, *_: object) -> None:
-        """Forget what the exception has left open."""
-        self._pauses.forget_open()
-
-    def step_read(self, number: int, step: WatchedStep) -> None:
-        """Look at what counters tell if the step was long."""
-        interval_s = _interval_s(step)
-        is_long = interval_s > LONG * self._usual_s
-        # follows the median slowly, whatever single steps take
-        self._usual_s *= 1.02 if interval_s > self._usual_s else 0.98
-        self._usual_s = self._usual_s or interval_s
-        if number < 0:
-            return
-        if is_long and self._on_gpu:
-            self._look_at_allocator(number, is_long=True)
-            self._look_at_clock(number)
+    def steps_read(self, first: int, steps: Sequence[WatchedStep]) -> None:
+        """Look at the clock of the GPU if a step was long."""
+        for number, step in enumerate(steps, first) if self._on_gpu else ():
+            if self._device.is_long(_interval_s(step)) and number >= 0:
+                self._look_at_clock(number)
 
     def slow_steps(
         self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep], first: int
@@ -154,8 +147,58 @@ class SlowSteps(Observer):
             self._kept.setdefault(number, {})[Cause.CLOCK] = Seen(None, 1, [lowered])
 
 
+class Usually:
+    """Tells long intervals, at which counters are looked at, from usual ones."""
+
+    def __init__(self) -> None:
+        self._usual_s = 0.0
+
+    def is_long(self, interval_s: float) -> bool:
+        """Whether this interval is long; it counts for the later ones."""
+        is_long = interval_s > LONG * self._usual_s
+        # follows the median slowly, whatever single steps take
+        self._usual_s *= 1.02 if interval_s > self._usual_s else 0.98
+        self._usual_s = self._usual_s or interval_s
+        return is_long
+
+
+class Usual(NamedTuple):
+    """What is usual of the intervals of steps that are alike, in seconds."""
+
+    median_s: float
+    limit_s: float
+    """Beyond it, a step is slow."""
+    positions: Sequence[int]
+
+
+def usual_of(steps: Sequence[WatchedStep]) -> dict[bool, Usual]:
+    """What is usual of the steps with the optimizer (True) and of those without it; a kind of which
+    there are fewer than FEWEST is left out.
+    """
+    alike = defaultdict[bool, list[int]](list)
+    intervals_s = []
+    for position, step in enumerate(steps):
+        alike[Phase.OPTIMIZER in step.times.phases_s].append(position)
+        intervals_s.append(_interval_s(step))
+    usual = {}
+    for kind, positions in alike.items():
+        if len(positions) >= FEWEST:
+            times_s = [intervals_s[position] for position in positions]
+            median_s = statistics.median(times_s)
+            spread_s = statistics.median([abs(time_s - median_s) for time_s in times_s])
+            beyond_s = max(BEYOND * NORMAL_MAD * spread_s, MIN_OUTLIER * median_s)
+            usual[kind] = Usual(median_s, median_s + beyond_s, positions)
+    return usual
+
+
+def is_slow(step: WatchedStep, usual: Mapping[bool, Usual]) -> bool:
+    """Whether a step with the time before it takes longer than is usual of its kind."""
+    kind = usual.get(Phase.OPTIMIZER in step.times.phases_s)
+    return kind is not None and _interval_s(step) > kind.limit_s
+
+
 @dataclass(frozen=True, slots=True)
-class Usual:
+class Medians:
     """Medians of steps that are alike."""
 
     interval_s: float
@@ -163,30 +206,19 @@ class Usual:
     tokens: float
 
 
-def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Usual]:
-    """The positions of the slow steps, in order, with what is usual of steps with the optimizer, or
-    without it, as they are.
-    """
-    alike = defaultdict[bool, list[int]](list)
+def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Medians]:
+    """The positions of the slow steps, in order, with the medians of the steps that are alike."""
+    usual = usual_of(steps)
+    medians: dict[bool, Medians] = {}
+    slow = {}
     for position, step in enumerate(steps):
-        alike[Phase.OPTIMIZER in step.times.phases_s].append(position)
-    slow: dict[int, Usual] = {}
-    for positions in alike.values():
-        if len(positions) < FEWEST:
-            continue
-        intervals_s = [_interval_s(steps[position]) for position in positions]
-        median_s = statistics.median(intervals_s)
-        spread_s = statistics.median([abs(interval_s - median_s) for interval_s in intervals_s])
-        limit_s = median_s + max(BEYOND * NORMAL_MAD * spread_s, MIN_OUTLIER * median_s)
-        beyond = [
-            position
-            for position, interval_s in zip(positions, intervals_s, strict=True)
-            if interval_s > limit_s
-        ]
-        if beyond:
-            usual = _usual([steps[position] for position in positions], median_s)
-            slow.update(dict.fromkeys(beyond, usual))
-    return dict(sorted(slow.items()))
+        if is_slow(step, usual):
+            kind = Phase.OPTIMIZER in step.times.phases_s
+            if kind not in medians:
+                alike = [steps[index] for index in usual[kind].positions]
+                medians[kind] = _medians(alike, usual[kind].median_s)
+            slow[position] = medians[kind]
+    return slow
 
 
 def _pause(
@@ -202,7 +234,9 @@ def _pause(
     )
 
 
-def _slow_step(position: int, step: WatchedStep, usual: Usual, pauses: Sequence[Pause]) -> SlowStep:
+def _slow_step(
+    position: int, step: WatchedStep, usual: Medians, pauses: Sequence[Pause]
+) -> SlowStep:
     """A slow step with the pauses that explain it; data and tokens are known from its times."""
     excess_s = _interval_s(step) - usual.interval_s
     more_s = {part: seconds - usual.parts_s.get(part, 0.0) for part, seconds in _parts(step)}
@@ -235,7 +269,7 @@ def explained(pauses: Iterable[Pause], excess_s: float) -> tuple[Pause, ...]:
     return tuple(kept)
 
 
-def _usual(steps: Sequence[WatchedStep], interval_s: float) -> Usual:
+def _medians(steps: Sequence[WatchedStep], interval_s: float) -> Medians:
     parts_s = defaultdict[str, list[float]](list)
     for step in steps:
         for part, seconds in _parts(step):
@@ -244,7 +278,7 @@ def _usual(steps: Sequence[WatchedStep], interval_s: float) -> Usual:
     for part, times_s in parts_s.items():
         missing = [0.0] * (len(steps) - len(times_s))
         medians_s[part] = statistics.median(missing + times_s)
-    return Usual(
+    return Medians(
         interval_s, medians_s, statistics.median([step.tokens.count or 0 for step in steps])
     )
 

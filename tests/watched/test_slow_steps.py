@@ -182,6 +182,7 @@ def test_what_counters_of_a_gpu_tell_is_seen_without_a_time(cause, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: counters)
     now_s = [0.0]
     monkeypatch.setattr("cs336.watched.slow_steps.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("cs336.watched.slow_steps.perf_counter_ns", lambda: int(1e9 * now_s[0]))
     high = GpuState(
         sm_clock_hz=1_980_000_000,
         memory_clock_hz=2_619_000_000,
@@ -197,8 +198,7 @@ def test_what_counters_of_a_gpu_tell_is_seen_without_a_time(cause, monkeypatch):
     steps = []
     for number in range(-1, STEPS):
         is_slow = number in slow
-        now_s[0] += 11.0
-        part.step_begins(number)
+        now_s[0] += 30.0 if is_slow else 11.0
         if is_slow and cause is Cause.ALLOCATOR:
             counters["num_alloc_retries"] += 2
         states[0] = high
@@ -207,7 +207,7 @@ def test_what_counters_of_a_gpu_tell_is_seen_without_a_time(cause, monkeypatch):
             low = {"sm_clock_hz": 990_000_000, "throttle_reasons": ("SwThermalSlowdown",)}
             states[0] = replace(high, **low)
         step = made_step(PAUSE_S if is_slow else STEP_S)
-        part.step_read(number, step)
+        part.steps_read(number, [step])
         if number >= 0:
             steps.append(step)
     seen = part.slow_steps([], steps, 0)
