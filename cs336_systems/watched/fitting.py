@@ -8,6 +8,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,17 @@ IMAGE_AXES = 4
 """Axes of a result whose second axis are its classes; of others, the last one is."""
 
 
+class Kept(Enum):
+    """How long a loop has what the model returned."""
+
+    LOSS = auto()
+    """Until its loss is computed, as where it has no name."""
+    BACKWARD = auto()
+    """Until the function returns that runs backward."""
+    STEP = auto()
+    """Until the next step has its own, as where the loop itself gives it a name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """What is known of a loop, to make its steps again."""
@@ -52,8 +64,8 @@ class Loop:
     """The function of torch.nn.functional that the loop computes its loss with, outside of the
     model; None if it is not known.
     """
-    keeps_result: bool = True
-    """Whether the loop has what the model returned until the next step, as by a name."""
+    kept: "Kept"
+    """How long the loop has what the model returned."""
     keeps_gradients: bool = False
     """Whether gradients are alive in the forward pass."""
 
@@ -168,15 +180,16 @@ def _steps(
     for _ in range(STEPS):
         trace.begin(Phase.FORWARD)
         with torch.autocast("cuda", loop.autocast, enabled=loop.autocast is not None):
-            # kept until the next step has its own, unless the loop gives it no name
             result = model(*inputs, **named)
             loss = loss_of_loop(result, loop.loss)
-        if not loop.keeps_result:
+        if loop.kept is Kept.LOSS:
             del result
         trace.begin(Phase.BACKWARD)
         if loss is None:
             raise NotTracedError("nothing that the model returns has a gradient")
         loss.backward()
+        if loop.kept is Kept.BACKWARD:
+            del result
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         trace.note(Category.GRADIENTS, gradients)
         trace.begin(Phase.OPTIMIZER)

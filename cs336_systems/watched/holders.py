@@ -113,8 +113,9 @@ class Graph:
         self._own = [node for node, path in own.items() if path is not None]
         within = _reached(self._own)
         self._places = _places(own, within, running)
+        self._behind = _behind(self.nodes, set(self._own))
 
-    def keeps_result(self, tensors: Iterable[Tensor]) -> bool:
+    def has_result(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these tensors was made by the last module or behind it, and is no number:
         the loop still has what the model returned.
         """
@@ -126,9 +127,15 @@ class Graph:
                     return True
         return False
 
-    def place(self, node: Any) -> str | None:  # noqa: ANN401
-        """The module of a node; None after the last one."""
-        return self._places.get(node)
+    def category(self, node: Any) -> str:  # noqa: ANN401
+        """What the tensors of a node are for."""
+        if self._places.get(node) is not None:
+            return Category.ACTIVATIONS
+        return Category.LOSS if node in self._behind else OTHER
+
+    def place(self, node: Any) -> str:  # noqa: ANN401
+        """The module of a node; empty behind the last one."""
+        return self._places.get(node) or ""
 
     def next_backward(self) -> str:
         """The module of the last node whose tensors are kept, which is where backward is."""
@@ -213,6 +220,15 @@ def _places(own: dict[Any, str | None], within: set[Any], running: str) -> dict[
     return places
 
 
+def _behind(nodes: Iterable[Any], own: set[Any]) -> set[Any]:
+    """Those of the nodes, given in order, that depend on these."""
+    behind: set[Any] = set()
+    for node in nodes:
+        if any(before in own or before in behind for before, _ in node.next_functions):
+            behind.add(node)
+    return behind
+
+
 def _common(path: str, other: str) -> str:
     """The innermost module that has both."""
     names = []
@@ -266,23 +282,12 @@ def held_by(
                 ledger.claim(tensor, Category.OPTIMIZER_STATE, path or "")
     for node in graph.nodes:
         for tensor in saved_in(node):
-            _claim_of_node(ledger, tensor, graph.place(node))
+            ledger.claim(tensor, graph.category(node), graph.place(node))
     for tensor in tensors:
         node = None
         with contextlib.suppress(RuntimeError):
             node = tensor.grad_fn
-        if node is None:
-            ledger.claim(tensor, OTHER)
-        else:
-            _claim_of_node(ledger, tensor, graph.place(node))
-
-
-def _claim_of_node(ledger: Ledger, tensor: Tensor, place: str | None) -> None:
-    """Claim a tensor of a node in this module, or of one behind the models."""
-    if place is None:
-        ledger.claim(tensor, Category.LOSS)
-    else:
-        ledger.claim(tensor, Category.ACTIVATIONS, place)
+        ledger.claim(tensor, graph.category(node), graph.place(node))
 
 
 def all_tensors() -> list[Tensor]:

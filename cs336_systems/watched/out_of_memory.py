@@ -24,7 +24,7 @@ from ..costs.fit import CUDA_CONTEXT_BYTES
 from ..loop_record import Holder, OutOfMemory
 from ..measure.failure import describe, requested_bytes
 from ..record import Failure, Status
-from .fitting import LOSSES, Fitting, Loop, fitting, function_of
+from .fitting import LOSSES, Fitting, Kept, Loop, fitting, function_of
 from .holders import OTHER, Graph, Ledger, Modules, all_tensors, held_by
 from .observer import Observer
 from .tokens import PassReader
@@ -100,6 +100,22 @@ def device_memory(device: torch.device, message: str) -> DeviceMemory | None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a step failed."""
+
+    doing: str
+    line: str
+    called_at: str
+    module: str
+    loss: str | None
+    """The function of the loss that the loop's code names, or that a module computes."""
+    is_named: bool
+    """Whether the code gives a name to what the model returns; False if it failed elsewhere."""
+    kept: Kept
+    """How long a name lasts in the function that calls the model, or fails."""
+
+
 class OutOfMemoryExplainer(Observer):
     """Explains the last step for which memory did not suffice."""
 
@@ -113,8 +129,8 @@ class OutOfMemoryExplainer(Observer):
         self._models = [weakref.ref(model) for model in models]
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._reader, self._device = reader, device
-        self._keeps_result = True
-        """Whether the loop still had what the model returned, when it had returned."""
+        self._has_result = False
+        """Whether the loop had what the model returned, when it had returned."""
         self._fittings: dict[tuple[Loop, int], Fitting] = {}
         """What was traced, by the loop and the room in MiB."""
         self.last: OutOfMemory | None = None
@@ -152,8 +168,7 @@ class OutOfMemoryExplainer(Observer):
         graph = Graph(tensors, modules, running)
         if told.doing == Phase.BACKWARD and not told.module:
             told = replace(told, module=graph.next_backward())
-        if told.doing != Phase.FORWARD:
-            self._keeps_result = graph.keeps_result(tensors)
+        self._has_result = told.doing != Phase.FORWARD and graph.has_result(tensors)
         held_by(ledger, modules, self._living_optimizers(), tensors, graph)
         holders = ledger.holders()
         if memory is None:
@@ -168,10 +183,16 @@ class OutOfMemoryExplainer(Observer):
             others_bytes=memory.others,
         )
 
+    def _kept(self, place: Place) -> Kept:
+        """How long the loop has what the model returned: by its code, and by what was alive."""
+        if not (place.is_named or self._has_result):
+            return Kept.LOSS
+        return Kept.STEP if place.doing == Phase.OPTIMIZER else place.kept
+
     def _living_optimizers(self) -> list[torch.optim.Optimizer]:
         return [one for reference in self._optimizers if (one := reference()) is not None]
 
-    def _with_fits(self, told: OutOfMemory, place: "Place", memory: DeviceMemory) -> OutOfMemory:
+    def _with_fits(self, told: OutOfMemory, place: Place, memory: DeviceMemory) -> OutOfMemory:
         """Add which batches would fit, or why that is not known."""
         call = self._reader.calls.last
         if call is None:
@@ -184,7 +205,7 @@ class OutOfMemoryExplainer(Observer):
             optimizers=tuple(self._living_optimizers()),
             autocast=self._reader.outer_dtype,
             loss=place.loss,
-            keeps_result=place.keeps_result if is_forward else self._keeps_result,
+            kept=self._kept(place),
             keeps_gradients=is_forward and "gradients" in by_category,
         )
         assumptions = []
@@ -216,20 +237,6 @@ def _with_rest(holders: list[Holder], memory: DeviceMemory) -> Iterator[Holder]:
             yield Holder(category=category, held_bytes=size, count=0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a step failed."""
-
-    doing: str
-    line: str
-    called_at: str
-    module: str
-    loss: str | None
-    """The function of the loss that the loop's code names, or that a module computes."""
-    keeps_result: bool
-    """Whether the code gives a name to what the model returns; True if it failed elsewhere."""
-
-
 def place_of(error: BaseException, modules: Modules) -> Place:
     """Read the place from the traceback of the error."""
     entries = list(_entries(error))
@@ -237,6 +244,7 @@ def place_of(error: BaseException, modules: Modules) -> Place:
     lines = [pair for pair in frames if _is_theirs(pair[0].f_code)]
     paths = [path for frame, _ in frames if (path := _module_of(frame, modules)) is not None]
     names = {frame.f_code.co_name for frame, _ in frames}
+    is_named, kept = _naming(entries, modules)
     doing = Phase.OTHER
     if BACKWARD in names:
         doing = Phase.BACKWARD
@@ -249,7 +257,8 @@ def place_of(error: BaseException, modules: Modules) -> Place:
         line=_shown(*lines[-1]) if lines else "",
         called_at=_shown(*lines[0]) if lines else "",
         module=paths[-1] if paths else "",
-        keeps_result=_names_result(entries, modules),
+        is_named=is_named,
+        kept=kept,
         loss=_loss_named([frame.f_code for frame, _ in lines]),
     )
 
@@ -262,9 +271,9 @@ def _entries(error: BaseException) -> Iterator[TracebackType]:
         entry = entry.tb_next
 
 
-def _names_result(entries: Sequence[TracebackType], modules: Modules) -> bool:
-    """Whether the innermost code of the loop that does not just return what the model returns
-    stores it.
+def _naming(entries: Sequence[TracebackType], modules: Modules) -> tuple[bool, Kept]:
+    """Whether the innermost function of the loop that does not just return what it is returned
+    stores it, and how long its names last.
     """
     outside = []
     for entry in entries:
@@ -275,9 +284,13 @@ def _names_result(entries: Sequence[TracebackType], modules: Modules) -> bool:
     for entry in reversed(outside):
         code = entry.tb_frame.f_code
         later = [step for step in dis.get_instructions(code) if step.offset > entry.tb_lasti]
-        if later and later[0].opname != "RETURN_VALUE":
-            return later[0].opname.startswith(("STORE", "UNPACK"))
-    return True
+        if later and later[0].opname == "RETURN_VALUE":
+            continue
+        kept = Kept.BACKWARD if "backward" in code.co_names else Kept.LOSS
+        if entry is outside[0]:
+            kept = Kept.STEP
+        return bool(later) and later[0].opname.startswith(("STORE", "UNPACK")), kept
+    return False, Kept.STEP
 
 
 def _is_theirs(code: CodeType) -> bool:
