@@ -88,6 +88,8 @@ class Fitting:
     """The batch size of the loop."""
     fits: tuple[Fit, ...] = ()
     traced_batches: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What the traces take for granted, because it was not seen."""
     reason: str = ""
     """Why nothing is known."""
 
@@ -98,6 +100,7 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
     fits: list[Fit] = []
     batches: tuple[int, ...] = ()
     size: int | None = None
+    assumptions: dict[str, None] = {}
     try:
         size = loop.batch_size
         batches = max(2, size // 2), max(3, size)
@@ -105,12 +108,15 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
             tapes = {}
             for batch in batches:
                 limit_s = max(end_s - monotonic(), 0.0)
-                tapes[batch] = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
+                tapes[batch], taken = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
+                assumptions |= dict.fromkeys(taken)
             fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         if not fits and not isinstance(error, NoBlocksError):
             return Fitting(batch_size=size, reason=str(error))
-    return Fitting(batch_size=size, fits=tuple(fits), traced_batches=batches)
+    return Fitting(
+        batch_size=size, fits=tuple(fits), traced_batches=batches, assumptions=tuple(assumptions)
+    )
 
 
 class NoBlocksError(NotTracedError):
@@ -138,10 +144,13 @@ def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: boo
     )
 
 
-def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) -> Tape:
-    """The tape of the loop's first steps with this batch size; raise NotTracedError with the
-    reason.
+def _traced(
+    loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool
+) -> tuple[Tape, list[str]]:
+    """The tape of the loop's first steps with this batch size, and what it takes for granted;
+    raise NotTracedError with the reason.
     """
+    assumptions: list[str] = []
     model = loop.call.model()
     if model is None:
         raise NotTracedError("the model is gone")
@@ -153,7 +162,7 @@ def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) ->
         optimizers = [_without_data(optimizer, memo) for optimizer in loop.optimizers]
         call = _resized(loop, batch)
         with tracing_copy(model, limit_s) as trace:
-            tape = _steps(loop, call, copied, optimizers, trace)
+            tape = _steps(loop, call, copied, optimizers, trace, assumptions)
             if trace.unknown_kernels:
                 raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
     except NotTracedError:
@@ -161,7 +170,9 @@ def _traced(loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool) ->
     except Exception as error:  # the user's code may raise anything
         reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
         raise NotTracedError(inert_line(reason)) from error
-    return tape
+    if tape.idle_parameters is not None:
+        assumptions.append("experts are chosen equally often")
+    return tape, assumptions
 
 
 def _steps(
@@ -170,8 +181,11 @@ def _steps(
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     trace: "StepTrace",
+    assumptions: list[str],
 ) -> Tape:
-    """The tape of the first steps, as most loops do them, with a model without data."""
+    """The tape of the first steps, as most loops do them, with a model without data; add what it
+    takes for granted.
+    """
     inputs, named = call.arguments()
     parameters = list(model.parameters())
     _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named))])
@@ -181,7 +195,8 @@ def _steps(
         trace.begin(Phase.FORWARD)
         with torch.autocast("cuda", loop.autocast, enabled=loop.autocast is not None):
             result = model(*inputs, **named)
-            loss = loss_of_loop(result, loop.loss)
+            loss, assumption = loss_of_loop(result, loop.loss)
+        assumptions[:] = assumption
         if loop.kept is Kept.LOSS:
             del result
         trace.begin(Phase.BACKWARD)
@@ -220,22 +235,28 @@ def _states(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     return [tensor for optimizer in optimizers for tensor in tensors_in(optimizer.state.values())]
 
 
-def loss_of_loop(result: Any, function: str | None) -> Tensor | None:  # noqa: ANN401
-    """The model's own loss, or that of the loop's function for its first result, or their sum."""
+def loss_of_loop(
+    result: Any,  # noqa: ANN401
+    function: str | None,
+) -> tuple[Tensor | None, list[str]]:
+    """The model's own loss, or that of the loop's function for its first result, or the sum of its
+    results; and what is taken for granted.
+    """
     tensors = [value for value in tensors_in((result,)) if value.requires_grad]
     numbers = [value for value in tensors if value.ndim == 0]
-    if len(numbers) == 1 or function is None or not tensors:
-        return loss_of(result)
-    made: Tensor
-    if function not in OF_CLASSES:
-        made = getattr(F, function)(tensors[0], torch.empty_like(tensors[0], requires_grad=False))
-        return made
+    if len(numbers) == 1 or not tensors:
+        return loss_of(result), []
+    if function is None:
+        return loss_of(result), ["the loss outside of the model was not seen, and takes nothing"]
     scores = tensors[0]
-    if scores.ndim < IMAGE_AXES:
-        scores = scores.flatten(0, -2)
-    shape = [*scores.shape[:1], *scores.shape[2:]]
-    made = getattr(F, function)(scores, scores.new_empty(shape, dtype=torch.int64))
-    return made
+    target = torch.empty_like(scores, requires_grad=False)
+    if function in OF_CLASSES:
+        if scores.ndim < IMAGE_AXES:
+            scores = scores.flatten(0, -2)
+        shape = [*scores.shape[:1], *scores.shape[2:]]
+        target = scores.new_empty(shape, dtype=torch.int64)
+    loss = getattr(F, function)(scores, target)
+    return loss, [f"the loss outside of the model is {function}, which its code names"]
 
 
 OF_CLASSES = ("cross_entropy", "nll_loss")

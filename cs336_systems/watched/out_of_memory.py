@@ -208,9 +208,6 @@ class OutOfMemoryExplainer(Observer):
             kept=self._kept(place),
             keeps_gradients=is_forward and "gradients" in by_category,
         )
-        assumptions = []
-        if place.loss is not None:
-            assumptions.append(f"the loss outside of the model is taken as {place.loss}")
         room = memory.room - by_category.get(OTHER, 0)
         key = replace(loop, optimizers=()), room >> 20  # holds no optimizer
         if key not in self._fittings:
@@ -221,7 +218,7 @@ class OutOfMemoryExplainer(Observer):
             batch_size=found.batch_size,
             fits=found.fits,
             traced_batches=found.traced_batches,
-            assumptions=tuple(assumptions),
+            assumptions=found.assumptions,
             not_foretold=found.reason,
         )
 
