@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ class Shape:
     sizes: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a tensor of this shape."""
+        return prod(self.sizes) * self.dtype.itemsize
 
     def tensor(self) -> Tensor:
         """A tensor of this shape, without data."""

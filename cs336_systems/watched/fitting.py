@@ -5,8 +5,8 @@ two batches.
 import copy
 import functools
 import re
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from time import monotonic
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import Phase
+from ..costs.allocator import SMALL_BYTES
 from ..costs.fit import last_that_fits
 from ..costs.memory import allocated_levels, placed
 from ..costs.tape import Category, Tape, TraceError, interpolated
@@ -66,6 +67,8 @@ class Loop:
     """
     kept: "Kept"
     """How long the loop has what the model returned."""
+    beside: tuple[Shape, ...] = ()
+    """Tensors with the batch axis that the loop has beside what it gives the model."""
     keeps_gradients: bool = False
     """Whether gradients are alive in the forward pass."""
 
@@ -74,7 +77,7 @@ class Loop:
         """The size of the batch axis of the first tensor that has one; raise NotTracedError
         without.
         """
-        for shape in _shapes_in((self.call.inputs, self.call.named)):
+        for shape in _shapes_in(_arguments(self.call)):
             if len(shape.sizes) > self.batch_axis:
                 return shape.sizes[self.batch_axis]
         raise NotTracedError("the model is given no tensor with a batch axis")
@@ -160,9 +163,8 @@ def _traced(
         if is_checkpointed:
             _put_checkpoints(copied)
         optimizers = [_without_data(optimizer, memo) for optimizer in loop.optimizers]
-        call = _resized(loop, batch)
         with tracing_copy(model, limit_s) as trace:
-            tape = _steps(loop, call, copied, optimizers, trace, assumptions)
+            tape = _steps(_resized(loop, batch), copied, optimizers, trace, assumptions)
             if trace.unknown_kernels:
                 raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
     except NotTracedError:
@@ -177,7 +179,6 @@ def _traced(
 
 def _steps(
     loop: Loop,
-    call: Call,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     trace: "StepTrace",
@@ -186,9 +187,10 @@ def _steps(
     """The tape of the first steps, as most loops do them, with a model without data; add what it
     takes for granted.
     """
-    inputs, named = call.arguments()
+    inputs, named = loop.call.arguments()
     parameters = list(model.parameters())
-    _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named))])
+    beside = [shape.tensor() for shape in loop.beside]
+    _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named, beside))])
     _note(trace, Category.PARAMETERS, parameters)
     _note(trace, Category.OPTIMIZER_STATE, _states(optimizers))
     for _ in range(STEPS):
@@ -334,8 +336,38 @@ def _shapes_in(value: Any) -> Iterable[Shape]:  # noqa: ANN401
             yield from _shapes_in(part)
 
 
-def _resized(loop: Loop, batch: int) -> Call:
-    """The call with another batch size."""
+def beside_call(
+    loop: Loop, tensors: Iterable[tuple[Hashable, int]]
+) -> tuple[tuple[Shape, ...], int]:
+    """Which of these tensors, given with their bytes, have the batch axis and are not those of the
+    call; and the bytes of those that have none, as of data that stays on the device.
+    """
+    try:
+        size, axis = loop.batch_size, loop.batch_axis
+    except NotTracedError:
+        return (), 0
+    given = Counter((shape.sizes, shape.dtype) for shape in _shapes_in(_arguments(loop.call)))
+    beside, constant_bytes = [], 0
+    for shape, held in tensors:
+        if not isinstance(shape, Shape):
+            continue
+        # a batch may be a view of all the data
+        is_whole = 2 * shape.num_bytes >= held or held <= SMALL_BYTES
+        if not is_whole or shape.sizes[axis : axis + 1] != (size,):
+            constant_bytes += held
+        elif given[shape.sizes, shape.dtype]:
+            given[shape.sizes, shape.dtype] -= 1
+        else:
+            beside.append(shape)
+    return tuple(beside), constant_bytes
+
+
+def _arguments(call: Call) -> tuple[Any, Any]:
+    return call.inputs, call.named
+
+
+def _resized(loop: Loop, batch: int) -> Loop:
+    """The loop with another batch size."""
     size, axis = loop.batch_size, loop.batch_axis
 
     def resized(value: Any) -> Any:  # noqa: ANN401
@@ -346,4 +378,6 @@ def _resized(loop: Loop, batch: int) -> Call:
             return replace(value, sizes=sizes)
         return value
 
-    return replace(loop.call, inputs=resized(loop.call.inputs), named=resized(loop.call.named))
+    inputs, named = map(resized, _arguments(loop.call))
+    call = replace(loop.call, inputs=inputs, named=named)
+    return replace(loop, call=call, beside=tuple(map(resized, loop.beside)))

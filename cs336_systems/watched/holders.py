@@ -7,7 +7,7 @@ allocated, and no hook of the user's runs.
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..costs.tape import REPEATED, Category, path_of
 from ..loop_record import Holder
+from .calls import described
 from .tokens import tensors_in
 
 OTHER = "other tensors"
@@ -40,20 +41,25 @@ class Ledger:
         self._bytes = Counter[tuple[str, str]]()
         self._counts = Counter[tuple[str, str]]()
 
-    def claim(self, tensor: Tensor, category: str, module: str = "") -> None:
-        """Count the tensor's storage, if it is on the device and not counted yet."""
+    def claim(self, tensor: Tensor, category: str, module: str = "") -> int:
+        """Count the tensor's storage, and return its bytes; 0 if it is not on the device, or was
+        counted before.
+        """
         part = getattr(tensor, "_local_tensor", tensor)  # a DTensor's part on this rank
         # sparse and fake tensors have no storage
         with contextlib.suppress(RuntimeError, NotImplementedError):
             if part.device != self._device:
-                return
+                return 0
             storage = part.untyped_storage()
             address = storage.data_ptr()
             if address and address not in self._claimed:
                 self._claimed.add(address)
                 key = str(category), part_of(module)
-                self._bytes[key] += self._block_bytes.get(address, storage.nbytes())
+                held: int = self._block_bytes.get(address, storage.nbytes())
+                self._bytes[key] += held
                 self._counts[key] += 1
+                return held
+        return 0
 
     def holders(self) -> list[Holder]:
         """What was claimed, the largest first."""
@@ -264,8 +270,10 @@ def held_by(
     optimizers: Iterable[torch.optim.Optimizer],
     tensors: Sequence[Tensor],
     graph: Graph,
-) -> None:
-    """Claim what the models, their optimizers and the graphs hold, and then the other tensors."""
+) -> list[tuple[Hashable, int]]:
+    """Claim what the models, their optimizers and the graphs hold, and then the other tensors;
+    return what describes these, and their bytes.
+    """
     parameters = [parameter for model in modules.models for parameter in model.parameters()]
     for parameter in parameters:
         ledger.claim(parameter, Category.PARAMETERS, modules.path(parameter) or "")
@@ -283,11 +291,16 @@ def held_by(
     for node in graph.nodes:
         for tensor in saved_in(node):
             ledger.claim(tensor, graph.category(node), graph.place(node))
+    others = []
     for tensor in tensors:
         node = None
         with contextlib.suppress(RuntimeError):
             node = tensor.grad_fn
-        ledger.claim(tensor, graph.category(node), graph.place(node))
+        category = graph.category(node)
+        held = ledger.claim(tensor, category, graph.place(node))
+        if held and category == OTHER:
+            others.append((described(tensor), held))
+    return others
 
 
 def all_tensors() -> list[Tensor]:

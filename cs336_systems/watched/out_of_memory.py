@@ -11,7 +11,7 @@ import linecache
 import re
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CellType, CodeType, FrameType, TracebackType
@@ -24,8 +24,8 @@ from ..costs.fit import CUDA_CONTEXT_BYTES
 from ..loop_record import Holder, OutOfMemory
 from ..measure.failure import describe, requested_bytes
 from ..record import Failure, Status
-from .fitting import LOSSES, Fitting, Kept, Loop, fitting, function_of
-from .holders import OTHER, Graph, Ledger, Modules, all_tensors, held_by
+from .fitting import LOSSES, Fitting, Kept, Loop, beside_call, fitting, function_of
+from .holders import Graph, Ledger, Modules, all_tensors, held_by
 from .observer import Observer
 from .tokens import PassReader
 
@@ -129,6 +129,8 @@ class OutOfMemoryExplainer(Observer):
         self._models = [weakref.ref(model) for model in models]
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._reader, self._device = reader, device
+        self._others: list[tuple[Hashable, int]] = []
+        """What describes the tensors that belong to nothing of the model, and their bytes."""
         self._has_result = False
         """Whether the loop had what the model returned, when it had returned."""
         self._fittings: dict[tuple[Loop, int], Fitting] = {}
@@ -169,7 +171,7 @@ class OutOfMemoryExplainer(Observer):
         if told.doing == Phase.BACKWARD and not told.module:
             told = replace(told, module=graph.next_backward())
         self._has_result = told.doing != Phase.FORWARD and graph.has_result(tensors)
-        held_by(ledger, modules, self._living_optimizers(), tensors, graph)
+        self._others = held_by(ledger, modules, self._living_optimizers(), tensors, graph)
         holders = ledger.holders()
         if memory is None:
             return replace(told, holders=tuple(holders))
@@ -208,7 +210,9 @@ class OutOfMemoryExplainer(Observer):
             kept=self._kept(place),
             keeps_gradients=is_forward and "gradients" in by_category,
         )
-        room = memory.room - by_category.get(OTHER, 0)
+        beside, constant_bytes = beside_call(loop, self._others)
+        loop = replace(loop, beside=beside)
+        room = memory.room - constant_bytes
         key = replace(loop, optimizers=()), room >> 20  # holds no optimizer
         if key not in self._fittings:
             self._fittings[key] = fitting(loop, room)
