@@ -366,10 +366,11 @@ def test_a_failing_explanation_is_only_noted(tmp_path, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError
 
+    draw = replace(drawn(2), place="loss", steps_before=0)
     for name in ("place_of", "all_tensors", "describe"):
         with monkeypatch.context() as patched:
             patched.setattr(out_of_memory, name, broken)
-            told, caught, watched = explained(Loop(replace(drawn(2), place="loss")), tmp_path)
+            told, caught, watched = explained(Loop(draw), tmp_path)
             assert caught.value.args == (MESSAGE,)
             assert told.requested_bytes == 20 * 2**20
             assert watched.record().status is Status.OOM
@@ -386,7 +387,7 @@ def test_the_record_of_a_loop_without_a_measured_step_says_why(tmp_path, capsys)
     assert record.seen.out_of_memory == told
     printed = capsys.readouterr().out
     assert "20.00 MiB" in printed
-    assert "loss.backward()" in printed
+    assert "self.step()" in printed
     for holder in told.holders:
         assert holder.category in printed
 
