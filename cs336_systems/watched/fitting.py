@@ -94,7 +94,7 @@ class Fitting:
     assumptions: tuple[str, ...] = ()
     """What the traces take for granted, because it was not seen."""
     reason: str = ""
-    """Why nothing is known."""
+    """Why nothing is known, or nothing of checkpoints."""
 
 
 def fitting(loop: Loop, room_bytes: int) -> Fitting:
@@ -103,6 +103,7 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
     fits: list[Fit] = []
     batches: tuple[int, ...] = ()
     size: int | None = None
+    reason = ""
     assumptions: dict[str, None] = {}
     try:
         size = loop.batch_size
@@ -115,15 +116,14 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
                 assumptions |= dict.fromkeys(taken)
             fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
-        if not fits and not isinstance(error, NoBlocksError):
-            return Fitting(batch_size=size, reason=str(error))
+        reason = str(error)
     return Fitting(
-        batch_size=size, fits=tuple(fits), traced_batches=batches, assumptions=tuple(assumptions)
+        batch_size=size,
+        fits=tuple(fits),
+        traced_batches=batches,
+        assumptions=tuple(assumptions),
+        reason=reason,
     )
-
-
-class NoBlocksError(NotTracedError):
-    """The model has no repeated blocks."""
 
 
 def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: bool) -> Fit:
@@ -288,10 +288,16 @@ def function_of(kind: type[nn.Module]) -> str | None:
 
 
 def _put_checkpoints(model: nn.Module) -> None:
-    """Put each block of the model into a checkpoint; raise NoBlocksError without blocks."""
+    """Put each block of the model into a checkpoint, by the model's own way if it has that of
+    transformers, which then keeps no keys and values; raise NotTracedError without blocks.
+    """
+    own_way = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(own_way):
+        own_way(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
     blocks = _blocks(model)
     if not blocks:
-        raise NoBlocksError("the model has no repeated blocks")
+        raise NotTracedError("the model has no repeated blocks")
     for block in blocks:
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False

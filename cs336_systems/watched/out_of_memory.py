@@ -21,7 +21,7 @@ from torch import nn
 
 from ..config import Device, Phase
 from ..costs.fit import CUDA_CONTEXT_BYTES
-from ..loop_record import Holder, OutOfMemory
+from ..loop_record import CACHED, Holder, OutOfMemory
 from ..measure.failure import describe, requested_bytes
 from ..record import Failure, Status
 from .fitting import LOSSES, Fitting, Kept, Loop, beside_call, fitting, function_of
@@ -31,7 +31,6 @@ from .tokens import PassReader
 
 NOT_REACHED = "not reached (buffers within operators, workspaces of libraries)"
 POOLS = "private pools, not reached"
-CACHED = "free blocks of PyTorch's allocator"
 PACKAGE = Path(__file__).parents[1]
 TORCH = Path(torch.__file__).parent
 MAX_LINE = 100
