@@ -243,12 +243,13 @@ def place_of(error: BaseException, modules: Modules) -> Place:
     frames = [(entry.tb_frame, entry.tb_lineno) for entry in entries]
     lines = [pair for pair in frames if _is_theirs(pair[0].f_code)]
     paths = [path for frame, _ in frames if (path := _module_of(frame, modules)) is not None]
-    names = {frame.f_code.co_name for frame, _ in frames}
+    codes = {frame.f_code for frame, _ in frames}
+    names = {code.co_name for code in codes}
     is_named, kept = _naming(entries, modules)
     doing = Phase.OTHER
     if BACKWARD in names:
         doing = Phase.BACKWARD
-    elif paths:
+    elif paths and nn.Module._call_impl.__code__ in codes:
         doing = Phase.FORWARD
     elif any(Path(frame.f_code.co_filename).is_relative_to(TORCH / "optim") for frame, _ in frames):
         doing = Phase.OPTIMIZER
