@@ -251,7 +251,7 @@ def place_of(error: BaseException, modules: Modules) -> Place:
         doing = Phase.BACKWARD
     elif paths and nn.Module._call_impl.__code__ in codes:
         doing = Phase.FORWARD
-    elif any(Path(frame.f_code.co_filename).is_relative_to(TORCH / "optim") for frame, _ in frames):
+    elif _updates([frame for frame, _ in frames]):
         doing = Phase.OPTIMIZER
     return Place(
         doing=doing,
@@ -327,6 +327,21 @@ def _module_of(frame: FrameType, modules: Modules) -> str | None:
         if id(value) in modules.paths and _is_method(type(value), frame.f_code):
             return modules.paths[id(value)]
     return None
+
+
+def _updates(frames: Sequence[FrameType]) -> bool:
+    """Whether the innermost of these frames that is an optimizer's or the loop's is an optimizer's:
+    a closure that an optimizer calls is the loop's.
+    """
+    for frame in reversed(frames):
+        code = frame.f_code
+        if Path(code.co_filename).is_relative_to(TORCH / "optim"):
+            return True
+        if _is_theirs(code):
+            values = [type(value) for value in gc.get_referents(frame)]
+            optimizers = [kind for kind in values if issubclass(kind, torch.optim.Optimizer)]
+            return any(_is_method(kind, code) for kind in optimizers)
+    return False
 
 
 def _content(cell: CellType) -> object:
