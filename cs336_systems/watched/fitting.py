@@ -107,6 +107,7 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
     assumptions: dict[str, None] = {}
     try:
         size = loop.batch_size
+        room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
         for is_checkpointed in (False, True):
             tapes = {}
@@ -124,6 +125,13 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
         assumptions=tuple(assumptions),
         reason=reason,
     )
+
+
+def _bucket_bytes(model: nn.Module | None) -> int:
+    """What DistributedDataParallel has beside the gradients, in which it sends them."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: bool) -> Fit:

@@ -54,6 +54,8 @@ class DeviceMemory:
     """The most that PyTorch's allocator may take."""
     block_bytes: dict[int, int]
     """The allocator's blocks that hold tensors, by address."""
+    is_expandable: bool
+    """Whether any of its segments grows."""
     pool_bytes: int
     """What private pools, as of CUDA graphs, have given out."""
 
@@ -74,11 +76,12 @@ def device_memory(device: torch.device, message: str) -> DeviceMemory | None:
         return None
     free, total = torch.cuda.mem_get_info(device)
     blocks: dict[int, int] = {}
-    pool_bytes = 0
+    pool_bytes, is_expandable = 0, False
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] != device.index:
             continue
         address = segment["address"]
+        is_expandable |= bool(segment.get("is_expandable"))
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 blocks[address] = block["size"]
@@ -95,6 +98,7 @@ def device_memory(device: torch.device, message: str) -> DeviceMemory | None:
         allocated=torch.cuda.memory_allocated(device),
         allowed=told if told and fraction == 1 else int(fraction * total),
         block_bytes=blocks,
+        is_expandable=is_expandable,
         pool_bytes=pool_bytes,
     )
 
@@ -216,12 +220,15 @@ class OutOfMemoryExplainer(Observer):
         if key not in self._fittings:
             self._fittings[key] = fitting(loop, room)
         found = self._fittings[key]
+        assumptions = list(found.assumptions)
+        if memory.is_expandable:
+            assumptions.append("segments of the allocator do not grow")
         return replace(
             told,
             batch_size=found.batch_size,
             fits=found.fits,
             traced_batches=found.traced_batches,
-            assumptions=found.assumptions,
+            assumptions=tuple(assumptions),
             not_foretold=found.reason,
         )
 

@@ -443,5 +443,12 @@ def test_the_batch_that_is_advised_follows_from_arithmetic(seed, tmp_path, monke
 def memory_of(room):
     """A GPU on which PyTorch's allocator may have so much."""
     return out_of_memory.DeviceMemory(
-        total=2**40, free=2**40, reserved=0, allocated=0, allowed=room, block_bytes={}, pool_bytes=0
+        total=2**40,
+        free=2**40,
+        reserved=0,
+        allocated=0,
+        allowed=room,
+        block_bytes={},
+        is_expandable=False,
+        pool_bytes=0,
     )
