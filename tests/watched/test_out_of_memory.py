@@ -8,6 +8,7 @@ import random
 import traceback
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ DRAWS = 16
 PLACES = ("forward", "loss", "backward", "optimizer")
 MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 1.00 GiB"
 OPTIMIZERS = {
-    "SGD": (lambda parameters: torch.optim.SGD(parameters, lr=0.1), 0),
-    "momentum": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 1),
-    "AdamW": (lambda parameters: torch.optim.AdamW(parameters, lr=0.1), 2),
+    "SGD": (partial(torch.optim.SGD, lr=0.1), 0),
+    "momentum": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+    "AdamW": (partial(torch.optim.AdamW, lr=0.1), 2),
 }
 """Optimizers, and how many tensors like a parameter each keeps of it."""
 
@@ -134,6 +135,18 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def failing(kind, fault):
+    """An optimizer of this kind that may fail."""
+
+    class Failing(kind):
+        def step(self, closure=None):
+            if fault.armed:
+                raise torch.OutOfMemoryError(MESSAGE)
+            return super().step(closure)
+
+    return Failing
+
+
 class Loop:
     """A drawn loop, whose last step fails."""
 
@@ -142,6 +155,8 @@ class Loop:
         self.draw, self.model = draw, Model(draw)
         self.optimizer = OPTIMIZERS[draw.optimizer][0](self.model.parameters())
         self.losses = []
+        if draw.place == "optimizer":
+            self.optimizer.__class__ = failing(type(self.optimizer), self.model.fault)
 
     def step(self):
         tokens = torch.arange(self.draw.batch * 7).reshape(self.draw.batch, 7) % 11
@@ -152,8 +167,6 @@ class Loop:
             loss = self.loss(self.model(tokens), tokens)
         self.losses.append(loss.item())
         loss.backward()
-        if self.model.fault.armed and self.draw.place == "optimizer":
-            self.optimizer.step(self.fails)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -162,9 +175,6 @@ class Loop:
         if self.model.fault.armed and self.draw.place == "loss":
             raise torch.OutOfMemoryError(MESSAGE)
         return loss
-
-    def fails(self):
-        raise torch.OutOfMemoryError(MESSAGE)
 
     def run(self, step=contextlib.nullcontext):
         """Run the steps; the last one raises."""
