@@ -40,13 +40,12 @@ def _what(told: OutOfMemory) -> str:
 
 def _where(told: OutOfMemory) -> Iterator[str]:
     """The module and the lines."""
-    places = []
-    if told.module:
-        places.append(f"in {told.module}")
-    lines = dict.fromkeys(line for line in (told.line, told.called_at) if line)
-    places += [f"at {line}" for line in lines]
-    if places:
-        yield f"it failed {', called '.join(places)}"
+    module = f" in {told.module}" if told.module else ""
+    line = f" at {told.line}" if told.line else ""
+    if module or line:
+        is_below = told.called_at != told.line
+        loop = f", which the loop called at {told.called_at}" if is_below else ""
+        yield f"it failed{module}{line}{loop}"
 
 
 def _advice(told: OutOfMemory) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from ..costs.trace import StepTrace
@@ -32,6 +33,22 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 
 class NotTracedError(Exception):
     """The FLOPs are not known; the message is the reason."""
+
+
+class _NoneOnDevice(TorchFunctionMode):
+    """Copies tensors of a GPU, wherever a model keeps them, without their data."""
+
+    def __torch_function__(
+        self,
+        function: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        is_copy = function in (Tensor.__deepcopy__, Tensor.clone)
+        if is_copy and args[0].device.type not in ("cpu", "meta"):
+            return empty(args[0])
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -72,7 +89,8 @@ def without_data(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
                 memo[id(value)] = empty(value)
             elif _is_shared(value):
                 memo[id(value)] = value
-    copied: nn.Module = copy.deepcopy(model, memo)
+    with _NoneOnDevice():
+        copied: nn.Module = copy.deepcopy(model, memo)
     # modules that are evaluated within a model that is trained stay so
     return copied if copied.training else copied.train()
 
