@@ -115,17 +115,17 @@ class Graph:
         """`running` is the module that ran last."""
         self.nodes = _sorted_nodes(tensors)
         """In the order in which they were made."""
-        own = {node: _module_of(node, modules) for node in self.nodes}
-        self._own = [node for node, path in own.items() if path is not None]
-        within = _reached(self._own)
-        self._places = _places(own, within, running)
-        self._behind = _behind(self.nodes, set(self._own))
+        parametric = {node: _module_of(node, modules) for node in self.nodes}
+        self._parametric = [node for node, path in parametric.items() if path is not None]
+        within = _reached(self._parametric)
+        self._places = _places(parametric, within, running)
+        self._behind = _behind(self.nodes, set(self._parametric))
 
     def has_result(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of these tensors was made by the last module or behind it, and is no number:
         the loop still has what the model returned.
         """
-        last = max((node._sequence_nr() for node in self._own), default=0)
+        last = max((node._sequence_nr() for node in self._parametric), default=0)
         for tensor in tensors:
             with contextlib.suppress(RuntimeError):
                 node: Any = tensor.grad_fn
@@ -201,7 +201,9 @@ def _reached(nodes: Iterable[Any]) -> set[Any]:
     return reached
 
 
-def _places(own: dict[Any, str | None], within: set[Any], running: str) -> dict[Any, str | None]:
+def _places(
+    parametric: dict[Any, str | None], within: set[Any], running: str
+) -> dict[Any, str | None]:
     """The modules of nodes, which are given in order with those that they take parameters of.
 
     A node without parameters on which a later module depends (`within`) is in the innermost module
@@ -210,14 +212,14 @@ def _places(own: dict[Any, str | None], within: set[Any], running: str) -> dict[
     """
     behind: dict[Any, str | None] = {}
     following: str | None = None
-    for node, path in reversed(own.items()):
+    for node, path in reversed(parametric.items()):
         if path is not None:
             following = path
         is_last = following is None and running
         behind[node] = following if node in within else (running if is_last else None)
     places: dict[Any, str | None] = {}
     before = ""
-    for node, path in own.items():
+    for node, path in parametric.items():
         before = before if path is None else path
         following = behind[node]
         places[node] = path
@@ -226,11 +228,11 @@ def _places(own: dict[Any, str | None], within: set[Any], running: str) -> dict[
     return places
 
 
-def _behind(nodes: Iterable[Any], own: set[Any]) -> set[Any]:
+def _behind(nodes: Iterable[Any], parametric: set[Any]) -> set[Any]:
     """Those of the nodes, given in order, that depend on these."""
     behind: set[Any] = set()
     for node in nodes:
-        if any(before in own or before in behind for before, _ in node.next_functions):
+        if any(before in parametric or before in behind for before, _ in node.next_functions):
             behind.add(node)
     return behind
 

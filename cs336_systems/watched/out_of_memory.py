@@ -21,6 +21,7 @@ from torch import nn
 
 from ..config import Device, Phase
 from ..costs.fit import CUDA_CONTEXT_BYTES
+from ..costs.tape import Category
 from ..loop_record import CACHED, Holder, OutOfMemory
 from ..measure.failure import describe, requested_bytes
 from ..record import Failure, Status
@@ -211,7 +212,7 @@ class OutOfMemoryExplainer(Observer):
             autocast=self._reader.outer_dtype,
             loss=place.loss,
             kept=self._kept(place),
-            keeps_gradients=is_forward and "gradients" in by_category,
+            keeps_gradients=is_forward and Category.GRADIENTS in by_category,
         )
         beside, constant_bytes = beside_call(loop, self._others)
         loop = replace(loop, beside=beside)
@@ -219,17 +220,17 @@ class OutOfMemoryExplainer(Observer):
         key = replace(loop, optimizers=()), room >> 20  # holds no optimizer
         if key not in self._fittings:
             self._fittings[key] = fitting(loop, room)
-        found = self._fittings[key]
-        assumptions = list(found.assumptions)
+        answer = self._fittings[key]
+        assumptions = list(answer.assumptions)
         if memory.is_expandable:
             assumptions.append("segments of the allocator do not grow")
         return replace(
             told,
-            batch_size=found.batch_size,
-            fits=found.fits,
-            traced_batches=found.traced_batches,
+            batch_size=answer.batch_size,
+            fits=answer.fits,
+            traced_batches=answer.traced_batches,
             assumptions=tuple(assumptions),
-            not_foretold=found.reason,
+            not_foretold=answer.reason,
         )
 
 
