@@ -34,7 +34,10 @@ def _what(told: OutOfMemory) -> str:
             by_category[holder.category] += holder.held_bytes
     if by_category:
         ((category, most),) = by_category.most_common(1)
-        text += f"; most was held by {category}: {amount(most)}"
+        text += f"; most is {category}: {amount(most)}"
+        parts = [holder for holder in told.holders if holder.category == category]
+        if parts[0].module:
+            text += f", of {parts[0].module} {amount(parts[0].held_bytes)}"
     return text
 
 

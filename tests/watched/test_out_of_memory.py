@@ -402,6 +402,17 @@ def test_the_record_of_a_loop_without_a_measured_step_says_why(tmp_path, capsys)
         assert holder.category in printed
 
 
+def test_the_end_of_the_loop_reports_it(tmp_path, capsys):
+    loop = Loop(replace(drawn(3), place="forward", steps_before=0))
+    watched = watch(loop.model, loop.optimizer, output=tmp_path)
+    with pytest.raises(torch.OutOfMemoryError) as caught, watched:
+        loop.run(watched.step)
+    assert caught.value.args == (MESSAGE,)
+    (record,), _ = load_records(watched.directory / "runs")
+    assert record.seen.out_of_memory.doing == Phase.FORWARD
+    assert record.seen.out_of_memory.module in capsys.readouterr().out
+
+
 class Chain(nn.Module):
     def __init__(self, width, layers):
         super().__init__()
