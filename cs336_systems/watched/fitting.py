@@ -25,9 +25,10 @@ from ..costs.tape import Category, Tape, TraceError, interpolated
 from ..files import in_one_line
 from ..loop_record import Fit
 from ..text import inert_line
-from .calls import Call, Several, Shape
+from .calls import Call, Several, Shape, shapes_in
 from .dataless import NotTracedError, empty, tracing_copy, without_data
 from .flops import loss_of
+from .kept_state import kept_state
 from .tokens import tensors_in
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Loop:
         """The size of the batch axis of the first tensor that has one; raise NotTracedError
         without.
         """
-        for shape in _shapes_in(_arguments(self.call)):
+        for shape in shapes_in((self.call.inputs, self.call.named)):
             if len(shape.sizes) > self.batch_axis:
                 return shape.sizes[self.batch_axis]
         raise NotTracedError("the model is given no tensor with a batch axis")
@@ -109,13 +110,17 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
         size = loop.batch_size
         room_bytes -= _bucket_bytes(loop.call.model())
         batches = max(2, size // 2), max(3, size)
-        for is_checkpointed in (False, True):
-            tapes = {}
-            for batch in batches:
-                limit_s = max(end_s - monotonic(), 0.0)
-                tapes[batch], taken = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
-                assumptions |= dict.fromkeys(taken)
-            fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
+        model = loop.call.model()
+        with kept_state([] if model is None else [model]):
+            for is_checkpointed in (False, True):
+                tapes = {}
+                for batch in batches:
+                    limit_s = max(end_s - monotonic(), 0.0)
+                    tapes[batch], taken = _traced(
+                        loop, batch, limit_s, is_checkpointed=is_checkpointed
+                    )
+                    assumptions |= dict.fromkeys(taken)
+                fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         reason = str(error)
     return Fitting(
@@ -339,17 +344,6 @@ def _without_data(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> tor
     return copied
 
 
-def _shapes_in(value: Any) -> Iterable[Shape]:  # noqa: ANN401
-    """The tensors among described arguments."""
-    if isinstance(value, Shape):
-        yield value
-    elif isinstance(value, Several):
-        yield from _shapes_in(value.values)
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _shapes_in(part)
-
-
 def beside_call(
     loop: Loop, tensors: Iterable[tuple[Hashable, int]]
 ) -> tuple[tuple[Shape, ...], int]:
@@ -360,7 +354,9 @@ def beside_call(
         size, axis = loop.batch_size, loop.batch_axis
     except NotTracedError:
         return (), 0
-    given = Counter((shape.sizes, shape.dtype) for shape in _shapes_in(_arguments(loop.call)))
+    given = Counter(
+        (shape.sizes, shape.dtype) for shape in shapes_in((loop.call.inputs, loop.call.named))
+    )
     beside, constant_bytes = [], 0
     for shape, held in tensors:
         if not isinstance(shape, Shape):
@@ -376,22 +372,17 @@ def beside_call(
     return tuple(beside), constant_bytes
 
 
-def _arguments(call: Call) -> tuple[Any, Any]:
-    return call.inputs, call.named
-
-
 def _resized(loop: Loop, batch: int) -> Loop:
     """The loop with another batch size."""
     size, axis = loop.batch_size, loop.batch_axis
 
     def resized(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, Several):
-            return replace(value, values=tuple(map(resized, value.values)))
+            return value._replace(values=tuple(map(resized, value.values)))
         if isinstance(value, Shape) and value.sizes[axis : axis + 1] == (size,):
             sizes = (*value.sizes[:axis], batch, *value.sizes[axis + 1 :])
-            return replace(value, sizes=sizes)
+            return value._replace(sizes=sizes)
         return value
 
-    inputs, named = map(resized, _arguments(loop.call))
-    call = replace(loop.call, inputs=inputs, named=named)
+    call = loop.call._replace(inputs=resized(loop.call.inputs), named=resized(loop.call.named))
     return replace(loop, call=call, beside=tuple(map(resized, loop.beside)))
