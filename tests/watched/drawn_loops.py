@@ -89,6 +89,8 @@ def drawn(seed: int) -> Draw:
     if loop == "gan" or model == "bare":
         wrapper, precision = "none", "fp32"
     compiled = wrapper in COMPILED
+    # a function within another one has no pickle
+    extras = [extra for extra in EXTRAS if (model, extra) != ("closing", "save")]
     milliseconds = [chance.randint(1, 40) for _ in range(6)]
     return Draw(
         seed=seed,
@@ -99,7 +101,7 @@ def drawn(seed: int) -> Draw:
         loader=chance.choice(LOADERS),
         micro_batches=chance.choice([1, 1, 2, 3]),
         checkpoint=None if compiled else chance.choice([None, None, False, True]),
-        extras=frozenset(extra for extra in EXTRAS if chance.random() < 0.12),
+        extras=frozenset(extra for extra in extras if chance.random() < 0.12),
         fault=chance.choice(FAULTS) if chance.random() < 0.4 and not compiled else None,
         fault_step=chance.randrange(STEPS),
         forward_ms=milliseconds[0],
@@ -365,11 +367,16 @@ class Loop:
             "keyboard": KeyboardInterrupt(),
             "memory": torch.OutOfMemoryError("CUDA out of memory"),
         }
-        where = {"keyboard": "forward", "memory": "forward"}.get(draw.fault, draw.fault)
+        where = {"keyboard": "forward", "memory": self.memory_place}.get(draw.fault, draw.fault)
         if draw.fault in errors:
             self.model.fault = where, errors[draw.fault]
         if draw.fault == "hook":
             self.broken = self.model.register_forward_pre_hook(broken_hook)
+
+    @property
+    def memory_place(self):
+        """Where memory does not suffice."""
+        return ("forward", "backward", "loss")[self.draw.seed % 3]
 
     # how it is run
 
@@ -550,6 +557,11 @@ def said_falsely(loop):
 def facts_said_falsely(loop, record):
     """What is said of tokens, lengths and precision that is not so."""
     false = []
+    if torch.OutOfMemoryError in [kind for kind, _ in loop.errors]:
+        told = record.seen.out_of_memory
+        doing = {"loss": "other"}.get(loop.memory_place, loop.memory_place)
+        if told is None or told.doing != doing:
+            false.append(f"out of memory in {doing}: {told}")
     tokens = loop.clock.tokens[WARMUP:]
     if record.seen.tokens and list(record.seen.tokens) != tokens:
         false.append(f"tokens {record.seen.tokens}, not {tokens}")

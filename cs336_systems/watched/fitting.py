@@ -1,0 +1,388 @@
+"""What would fit: the largest batch of a watched model, plain and with checkpoints, by a trace of
+two batches.
+"""
+
+import copy
+import functools
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..config import Phase
+from ..costs.allocator import SMALL_BYTES
+from ..costs.fit import last_that_fits
+from ..costs.memory import allocated_levels, placed
+from ..costs.tape import Category, Tape, TraceError, interpolated
+from ..files import in_one_line
+from ..loop_record import Fit
+from ..text import inert_line
+from .calls import Call, Several, Shape, shapes_in
+from .dataless import NotTracedError, empty, tracing_copy, without_data
+from .flops import loss_of
+from .kept_state import kept_state
+from .tokens import tensors_in
+
+if TYPE_CHECKING:
+    from ..costs.trace import StepTrace
+
+LIMIT_S = 30.0
+"""Longest time that all traces of one loop may take."""
+STEPS = 2
+"""Steps that are traced: the optimizer makes its state in the first."""
+IMAGE_AXES = 4
+"""Axes of a result whose second axis are its classes; of others, the last one is."""
+
+
+class Kept(Enum):
+    """How long a loop has what the model returned."""
+
+    LOSS = auto()
+    """Until its loss is computed, as where it has no name."""
+    BACKWARD = auto()
+    """Until the function returns that runs backward."""
+    STEP = auto()
+    """Until the next step has its own, as where the loop itself gives it a name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """What is known of a loop, to make its steps again."""
+
+    call: Call
+    batch_axis: int
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    autocast: torch.dtype | None = None
+    """The type of autocast around the model; None without."""
+    loss: str | None = None
+    """The function of torch.nn.functional that the loop computes its loss with, outside of the
+    model; None if it is not known.
+    """
+    kept: "Kept"
+    """How long the loop has what the model returned."""
+    beside: tuple[Shape, ...] = ()
+    """Tensors with the batch axis that the loop has beside what it gives the model."""
+    keeps_gradients: bool = False
+    """Whether gradients are alive in the forward pass."""
+
+    @property
+    def batch_size(self) -> int:
+        """The size of the batch axis of the first tensor that has one; raise NotTracedError
+        without.
+        """
+        for shape in shapes_in((self.call.inputs, self.call.named)):
+            if len(shape.sizes) > self.batch_axis:
+                return shape.sizes[self.batch_axis]
+        raise NotTracedError("the model is given no tensor with a batch axis")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """What fits, and how it is known."""
+
+    batch_size: int | None = None
+    """The batch size of the loop."""
+    fits: tuple[Fit, ...] = ()
+    traced_batches: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What the traces take for granted, because it was not seen."""
+    reason: str = ""
+    """Why nothing is known, or nothing of checkpoints."""
+
+
+def fitting(loop: Loop, room_bytes: int) -> Fitting:
+    """The largest batches whose steps fit into what PyTorch's allocator may have."""
+    end_s = monotonic() + LIMIT_S
+    fits: list[Fit] = []
+    batches: tuple[int, ...] = ()
+    size: int | None = None
+    reason = ""
+    assumptions: dict[str, None] = {}
+    try:
+        size = loop.batch_size
+        room_bytes -= _bucket_bytes(loop.call.model())
+        batches = max(2, size // 2), max(3, size)
+        model = loop.call.model()
+        with kept_state([] if model is None else [model]):
+            for is_checkpointed in (False, True):
+                tapes = {}
+                for batch in batches:
+                    limit_s = max(end_s - monotonic(), 0.0)
+                    tapes[batch], taken = _traced(
+                        loop, batch, limit_s, is_checkpointed=is_checkpointed
+                    )
+                    assumptions |= dict.fromkeys(taken)
+                fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
+    except NotTracedError as error:
+        reason = str(error)
+    return Fitting(
+        batch_size=size,
+        fits=tuple(fits),
+        traced_batches=batches,
+        assumptions=tuple(assumptions),
+        reason=reason,
+    )
+
+
+def _bucket_bytes(model: nn.Module | None) -> int:
+    """What DistributedDataParallel has beside the gradients, in which it sends them."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return 0
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _largest(tapes: Mapping[int, Tape], room_bytes: int, *, is_checkpointed: bool) -> Fit:
+    """The largest batch that fits, by steps of two batches that were traced."""
+    if len({len(tape.tensors) for tape in tapes.values()}) > 1:
+        sizes = " and ".join(map(str, tapes))
+        raise NotTracedError(f"steps of batches of {sizes} make different tensors")
+
+    def tape_at(number: int) -> Tape:
+        return interpolated(tapes, number)
+
+    batch = last_that_fits(tape_at, room_bytes)
+    # of a step that does not fit, what it needs is known too
+    tape = tape_at(max(batch, 1))
+    allocator = placed(tape)
+    return Fit(
+        batch_size=batch,
+        is_checkpointed=is_checkpointed,
+        peak_bytes=max(allocated_levels(tape, allocator.sizes_bytes)),
+        reserved_bytes=allocator.reserved_bytes,
+    )
+
+
+def _traced(
+    loop: Loop, batch: int, limit_s: float, *, is_checkpointed: bool
+) -> tuple[Tape, list[str]]:
+    """The tape of the loop's first steps with this batch size, and what it takes for granted;
+    raise NotTracedError with the reason.
+    """
+    assumptions: list[str] = []
+    model = loop.call.model()
+    if model is None:
+        raise NotTracedError("the model is gone")
+    try:
+        memo: dict[int, Any] = {}
+        copied = without_data(model, memo)
+        if is_checkpointed:
+            _put_checkpoints(copied)
+        optimizers = [_without_data(optimizer, memo) for optimizer in loop.optimizers]
+        with tracing_copy(model, limit_s) as trace:
+            tape = _steps(_resized(loop, batch), copied, optimizers, trace, assumptions)
+            if trace.unknown_kernels:
+                raise NotTracedError(f"nobody knows {', '.join(sorted(trace.unknown_kernels))}")
+    except NotTracedError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        reason = str(error) if isinstance(error, TraceError) else in_one_line(error)
+        raise NotTracedError(inert_line(reason)) from error
+    if tape.idle_parameters is not None:
+        assumptions.append("experts are chosen equally often")
+    return tape, assumptions
+
+
+def _steps(
+    loop: Loop,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    trace: "StepTrace",
+    assumptions: list[str],
+) -> Tape:
+    """The tape of the first steps, as most loops do them, with a model without data; add what it
+    takes for granted.
+    """
+    inputs, named = loop.call.arguments()
+    parameters = list(model.parameters())
+    beside = [shape.tensor() for shape in loop.beside]
+    _note(trace, Category.BUFFERS, [*model.buffers(), *tensors_in((inputs, named, beside))])
+    _note(trace, Category.PARAMETERS, parameters)
+    _note(trace, Category.OPTIMIZER_STATE, _states(optimizers))
+    for _ in range(STEPS):
+        trace.begin(Phase.FORWARD)
+        with torch.autocast("cuda", loop.autocast, enabled=loop.autocast is not None):
+            result = model(*inputs, **named)
+            loss, assumption = loss_of_loop(result, loop.loss)
+        assumptions[:] = assumption
+        if loop.kept is Kept.LOSS:
+            del result
+        trace.begin(Phase.BACKWARD)
+        if loss is None:
+            raise NotTracedError("nothing that the model returns has a gradient")
+        loss.backward()
+        if loop.kept is Kept.BACKWARD:
+            del result
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        trace.note(Category.GRADIENTS, gradients)
+        trace.begin(Phase.OPTIMIZER)
+        for optimizer in optimizers:
+            # a scheduler replaces the method of the object by one that steps the loop's own
+            type(optimizer).step(optimizer)
+        trace.note(Category.OPTIMIZER_STATE, _states(optimizers))
+        trace.begin(Phase.STEP)
+        del gradients
+        if not loop.keeps_gradients:
+            for parameter in parameters:
+                parameter.grad = None
+    tape = trace.tape()
+    # a step in the steady state may place its tensors otherwise than the one before it
+    tape.repeat()
+    return tape
+
+
+def _note(trace: "StepTrace", category: Category, tensors: Iterable[Tensor]) -> None:
+    """Make tensors known to a trace that were there before it."""
+    known = [tensor for tensor in tensors if tensor.is_meta]
+    for tensor in known:
+        trace.tensor(tensor.untyped_storage(), str(category), tensor.element_size())
+    trace.note(category, known)
+
+
+def _states(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    return [tensor for optimizer in optimizers for tensor in tensors_in(optimizer.state.values())]
+
+
+def loss_of_loop(
+    result: Any,  # noqa: ANN401
+    function: str | None,
+) -> tuple[Tensor | None, list[str]]:
+    """The model's own loss, or that of the loop's function for its first result, or the sum of its
+    results; and what is taken for granted.
+    """
+    tensors = [value for value in tensors_in((result,)) if value.requires_grad]
+    numbers = [value for value in tensors if value.ndim == 0]
+    if len(numbers) == 1 or not tensors:
+        return loss_of(result), []
+    if function is None:
+        return loss_of(result), ["the loss outside of the model was not seen, and takes nothing"]
+    scores = tensors[0]
+    target = torch.empty_like(scores, requires_grad=False)
+    if function in OF_CLASSES:
+        if scores.ndim < IMAGE_AXES:
+            scores = scores.flatten(0, -2)
+        shape = [*scores.shape[:1], *scores.shape[2:]]
+        target = scores.new_empty(shape, dtype=torch.int64)
+    loss = getattr(F, function)(scores, target)
+    return loss, [f"the loss outside of the model is {function}, which its code names"]
+
+
+OF_CLASSES = ("cross_entropy", "nll_loss")
+ELEMENTWISE = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+LOSSES = (*OF_CLASSES, *ELEMENTWISE)
+"""Functions of torch.nn.functional that compute a loss from a result and its target."""
+
+
+def function_of(kind: type[nn.Module]) -> str | None:
+    """The function of a loss that is a module."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+    words = {"bceloss": "binary_cross_entropy", "mseloss": "mse_loss", "nllloss": "nll_loss"}.get(
+        words, words
+    )
+    words = words.replace("bcewith_logits_loss", "binary_cross_entropy_with_logits")
+    for name in (words, words.removesuffix("_loss")):
+        if name in LOSSES:
+            return name
+    return None
+
+
+def _put_checkpoints(model: nn.Module) -> None:
+    """Put each block of the model into a checkpoint, by the model's own way if it has that of
+    transformers, which then keeps no keys and values; raise NotTracedError without blocks.
+    """
+    own_way = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(own_way):
+        own_way(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    blocks = _blocks(model)
+    if not blocks:
+        raise NotTracedError("the model has no repeated blocks")
+    for block in blocks:
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated modules of the outermost lists: of one class each, and with parts."""
+    if isinstance(model, nn.ModuleList | nn.Sequential):
+        children = list(model)
+        kinds = {type(child) for child in children}
+        if len(children) > 1 and len(kinds) == 1 and next(children[0].children(), None) is not None:
+            return children
+    return [block for child in model.children() for block in _blocks(child)]
+
+
+def _without_data(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """A copy of the optimizer for the copied parameters; single numbers on the host are kept."""
+    tensors = [*tensors_in((optimizer.param_groups, optimizer.defaults))]
+    for parameter, state in optimizer.state.items():
+        tensors += [*tensors_in([parameter, state])]
+    for tensor in tensors:
+        if id(tensor) not in memo and (tensor.ndim or tensor.device.type != "cpu"):
+            memo[id(tensor)] = empty(tensor)
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    for name in ("state", "param_groups", "defaults"):
+        setattr(copied, name, copy.deepcopy(getattr(optimizer, name), memo))
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(copied, name, OrderedDict())
+    return copied
+
+
+def beside_call(
+    loop: Loop, tensors: Iterable[tuple[Hashable, int]]
+) -> tuple[tuple[Shape, ...], int]:
+    """Which of these tensors, given with their bytes, have the batch axis and are not those of the
+    call; and the bytes of those that have none, as of data that stays on the device.
+    """
+    try:
+        size, axis = loop.batch_size, loop.batch_axis
+    except NotTracedError:
+        return (), 0
+    given = Counter(
+        (shape.sizes, shape.dtype) for shape in shapes_in((loop.call.inputs, loop.call.named))
+    )
+    beside, constant_bytes = [], 0
+    for shape, held in tensors:
+        if not isinstance(shape, Shape):
+            continue
+        # a batch may be a view of all the data
+        is_whole = 2 * shape.num_bytes >= held or held <= SMALL_BYTES
+        if not is_whole or shape.sizes[axis : axis + 1] != (size,):
+            constant_bytes += held
+        elif given[shape.sizes, shape.dtype]:
+            given[shape.sizes, shape.dtype] -= 1
+        else:
+            beside.append(shape)
+    return tuple(beside), constant_bytes
+
+
+def _resized(loop: Loop, batch: int) -> Loop:
+    """The loop with another batch size."""
+    size, axis = loop.batch_size, loop.batch_axis
+
+    def resized(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, Several):
+            return value._replace(values=tuple(map(resized, value.values)))
+        if isinstance(value, Shape) and value.sizes[axis : axis + 1] == (size,):
+            sizes = (*value.sizes[:axis], batch, *value.sizes[axis + 1 :])
+            return value._replace(sizes=sizes)
+        return value
+
+    call = loop.call._replace(inputs=resized(loop.call.inputs), named=resized(loop.call.named))
+    return replace(loop, call=call, beside=tuple(map(resized, loop.beside)))
