@@ -6,7 +6,7 @@ same everywhere.
 
 import functools
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,8 @@ from ..config import Precision
 from ..costs.communication import Collective
 from ..costs.curves import Curves, transferred_curves
 from ..costs.hardware import DeviceSpec, bare_name, find_device
+from ..costs.kernels import Matmul
+from ..costs.tape import MATMULS_OF
 from ..record import RecordError
 from ..text import print_aside
 from .ceilings_records import CeilingsStudy, LaunchKind, ProductPrecision
@@ -102,7 +104,10 @@ class Ceilings:
                 curves = _joined_curves(studies)
                 if curves is not None:
                     self._curves[name] = replace(
-                        curves, is_shipped=bool(is_shipped), collectives=self.collectives(name)
+                        curves,
+                        matmuls=_with_attention(name, curves),
+                        is_shipped=bool(is_shipped),
+                        collectives=self.collectives(name),
                     )
                     break
         return self._curves[name]
@@ -160,6 +165,30 @@ def data_sheet_curves(device: DeviceSpec) -> Curves:
     assert reference is not None
     assert source is not None
     return transferred_curves(reference, source, device)
+
+
+def _with_attention(device_name: str, curves: Curves) -> Mapping[Precision, tuple[Matmul, ...]]:
+    """The measured kernels, with the fused attention that was measured on a REFERENCE, if the
+    device has the same chip: kernels of attention depend little on memory.
+    """
+    device, source = find_device(device_name), find_device(REFERENCE)
+    reference = _joined_curves(shipped(REFERENCE))
+    if device is None or source is None or reference is None or device is source:
+        return curves.matmuls
+    chips = [(spec.peak_flops_per_s, spec.multiprocessors) for spec in (device, source)]
+    if chips[0] != chips[1]:
+        return curves.matmuls
+    elsewhere = transferred_curves(reference, source, device).matmuls
+    matmuls = {}
+    for precision, measured in curves.matmuls.items():
+        known = {(matmul.form, matmul.shape) for matmul in measured}
+        more = [
+            matmul
+            for matmul in elsewhere.get(precision, ())
+            if matmul.form in MATMULS_OF and (matmul.form, matmul.shape) not in known
+        ]
+        matmuls[precision] = (*measured, *more) if measured else measured
+    return matmuls
 
 
 def _is_doubted(studies: tuple[CeilingsStudy, ...]) -> bool:
