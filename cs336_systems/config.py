@@ -24,6 +24,7 @@ from .choices import (
     Profiler,
     SdpaBackend,
 )
+from .model_file import is_model_file
 from .rules import (
     BF16,
     CAST_ONCE,
@@ -299,7 +300,9 @@ class RunConfig:
     model_factory: Annotated[
         str | None,
         Setting(
-            "Your own model as package.module:factory. The factory is called with those of "
+            "Your own model as package.module:factory, or hf:PATH of a configuration file "
+            "(config.json) from which transformers makes it, with random weights. A factory is "
+            "called with those of "
             f"{', '.join(size.name for size in fields(ModelConfig))} that its signature names; "
             "the model it returns maps int64 (batch, sequence) to logits (batch, sequence, "
             "vocabulary).",
@@ -310,8 +313,10 @@ class RunConfig:
             column="",
             rules=(
                 Rule(
-                    lambda run: is_import_name(run.model_factory),
-                    "model must be package.module:factory, got {config.model_factory!r}",
+                    lambda run: (
+                        is_model_file(run.model_factory) or is_import_name(run.model_factory)
+                    ),
+                    "model must be package.module:factory or hf:PATH, got {config.model_factory!r}",
                 ),
             ),
             is_common=True,

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .. import find_modules_of_the_user
 from ..config import ModelConfig
 from ..costs.tape import TraceError
+from ..model_file import is_model_file
 
 BUCKET_SIZE = "bucket_size_mb"
 """Parameter of the course's data parallelism with buckets."""
@@ -34,6 +35,10 @@ transformers.
 
 def load_factory(name: str) -> Callable[..., nn.Module]:
     """The factory that --model names; raise ValueError where it is not there."""
+    if is_model_file(name):
+        from .from_file import factory_of_file
+
+        return factory_of_file(name)
     return load_callable(name, "--model", "a callable that makes a model")
 
 
