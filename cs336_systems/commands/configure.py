@@ -24,9 +24,9 @@ from ..config import (
 )
 from ..measure.inputs import check_factory, parameters_of
 from ..measure.nvml import alike, visible_gpus
-from ..model_file import is_model_file, longest_context
 from ..model.fast.choose import describe_fast, fastest, missing_packages
 from ..model.fast.packages import check_packages
+from ..model_file import is_model_file, longest_context
 from ..settings import flag_of
 from ..text import print_aside
 from .flags import OF_MODEL, SETTING_FIELDS, value_or
@@ -67,7 +67,8 @@ def make_config(
         )
     of_model = {attribute.name for attribute in fields(ModelConfig)} & settings.keys()
     changes = {name: settings.pop(name) for name in of_model}
-    if is_model_file(file := settings.get("model_factory")):
+    file = str(settings.get("model_factory", ""))
+    if is_model_file(file):
         changes.setdefault("attention", Attention.SDPA)  # as transformers chooses it
     if context_length is None:
         context_length = preset.context_length

@@ -30,6 +30,7 @@ def factory_of_file(name: str) -> Callable[..., nn.Module]:
             f"--model {name}: transformers has no causal language model of model_type "
             f"{config.model_type!r}"
         )
+    config.use_cache = False  # of keys and values, for generating
     # now, as imports within a trace are slow
     MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
