@@ -64,6 +64,8 @@ def load_callable(name: str, flag: str, needed: str) -> Callable[..., Any]:
 def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Module:
     """Call the factory with the fields of `model` that its signature names."""
     known = {field.name: getattr(model, field.name) for field in fields(model)}
+    if not model.num_kv_heads:  # the factory has its own default, or none
+        del known["num_kv_heads"]
     parameters = inspect.signature(factory).parameters.values()
     missing = []
     for parameter in parameters:
