@@ -9,6 +9,7 @@ from ..loop_record import LoopRecord
 from ..record import RunRecord
 from .loop_advice import between_verdict, memory_sentence, rank_sentence
 from .loop_causes import slow_sentence
+from .shortage import shortage_sentences
 
 UNITS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 LIMITING_DATA = 0.1
@@ -89,11 +90,13 @@ class LoopTimes:
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """Why steps of a watched loop were slow, what differs between its steps, what lies between
-    them, whether data limits it, and what its model computes in a step.
+    """Why memory did not suffice, why steps of a watched loop were slow, what differs between its
+    steps, what lies between them, whether data limits it, and what its model computes in a step.
     """
     seen = record.seen or LoopRecord()
+    shortage = seen.out_of_memory
     return [
+        *([] if shortage is None else shortage_sentences(shortage)),
         *_cause_sentences(record),
         *_token_sentences(seen),
         *_between_sentences(record),
@@ -151,12 +154,13 @@ def _between_sentences(record: RunRecord) -> list[str]:
     verdict = between_verdict(
         times.steps_s / count, (times.between_s - times.between_data_s) / count
     )
-    if verdict is not None:
-        sentences.append(verdict)
-    if times.data_share >= LIMITING_DATA:
-        sentences.append(
+    # what takes the most of the loop limits it; the other is in the sentence before
+    if times.data_share >= LIMITING_DATA and times.data_s >= times.between_s - times.between_data_s:
+        verdict = (
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"
         )
+    if verdict is not None:
+        sentences.append(verdict)
     return sentences
 
 
