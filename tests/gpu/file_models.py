@@ -127,9 +127,7 @@ def config_of(row: dict[str, Any], directory: Path) -> RunConfig:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(row["file"]))
     model = replace(
-        SIZES["small"],
-        context_length=row["context_length"],
-        attention=Attention(row["attention"]),
+        SIZES["small"], context_length=row["context_length"], attention=Attention(row["attention"])
     )
     return RunConfig(
         size=UNSIZED,
@@ -165,7 +163,8 @@ def foretell(directory: Path) -> None:
         for name in DEVICES:
             curves = ceilings.curves(name)
             time = None if curves is None else predicted_time(config, curves)
-            row[f"predicted_step_ms_{name.split()[1]}"] = None if time is None else 1e3 * time.step_s
+            step_ms = None if time is None else 1e3 * time.step_s
+            row[f"predicted_step_ms_{name.split()[1]}"] = step_ms
         print(row["file"]["model_type"], f"{memory.peak.allocated_bytes / 2**30:.3f} GiB")
     lines = ",\n".join(json.dumps(row) for row in rows)
     FORECASTS.write_text(f"[\n{lines}\n]\n")
@@ -185,10 +184,7 @@ def measure_all(directory: Path, output: Path) -> None:
         line = {"model": file["model_type"], "gpu": torch.cuda.get_device_name()}
         line |= row | {"status": str(record.status)}
         if record.memory is not None:
-            peak, reserved = (
-                record.memory.peak_allocated_bytes,
-                record.memory.peak_reserved_bytes,
-            )
+            peak, reserved = (record.memory.peak_allocated_bytes, record.memory.peak_reserved_bytes)
             line["peak_bytes"], line["reserved_bytes"] = peak, reserved
             line["peak_error_%"] = 100 * (row["predicted_peak_bytes"] / peak - 1)
             line["reserved_error_%"] = 100 * (row["predicted_reserved_bytes"] / reserved - 1)
