@@ -76,7 +76,9 @@ class Calls:
 
     def __init__(self) -> None:
         self.seen: list[Call] = []
+        """In the order in which they came first, none twice; a step keeps their indices."""
         self._numbers: dict[Call, int] = {}
+        """The index in `seen` of each, so that a call that comes again is soon recognised."""
         self.last: Call | None = None
         """The last call, also beyond MAX_CALLS."""
 

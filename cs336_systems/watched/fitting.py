@@ -26,6 +26,7 @@ from ..text import inert_line
 from .calls import Call, Several, Shape
 from .dataless import NotTracedError, empty, tracing_copy, without_data
 from .flops import loss_of
+from .kept_state import kept_state
 from .tokens import tensors_in
 
 if TYPE_CHECKING:
@@ -89,12 +90,14 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
     try:
         size = loop.batch_size
         batches = max(2, size // 2), max(3, size)
-        for is_checkpointed in (False, True):
-            tapes = {}
-            for batch in batches:
-                limit_s = max(end_s - monotonic(), 0.0)
-                tapes[batch] = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
-            fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
+        model = loop.call.model()
+        with kept_state([] if model is None else [model]):
+            for is_checkpointed in (False, True):
+                tapes = {}
+                for batch in batches:
+                    limit_s = max(end_s - monotonic(), 0.0)
+                    tapes[batch] = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
+                fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         if not fits and not isinstance(error, NoBlocksError):
             return Fitting(batch_size=size, reason=str(error))

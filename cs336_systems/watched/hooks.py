@@ -229,7 +229,7 @@ def _called(
     inputs: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:  # noqa: ANN401
-    """Call what calls the model, and let its hooks see it. `inputs` may begin with a wrapper."""
+    """Call what calls the model, and let its hooks see it."""
     result = None
     for hooks in hooked:
         hooks.begins(model, inputs, named)
@@ -484,7 +484,8 @@ class Patches:
             model = wrapper._orig_mod
             models = [hooks for loop in tuple(self._loops) for hooks in loop.models]
             calls = [hooks for hooks in models if hooks.is_model(model)]
-            return _called(calls, model, original, (wrapper, *inputs), named)
+            call_wrapper = functools.partial(original, wrapper)
+            return _called(calls, model, call_wrapper, inputs, named)
 
         return call
 

@@ -197,16 +197,12 @@ class Watched:
         if self._gpu is not None:
             observers.insert(0, self._gpu)
         self._pauses = Pauses()
-        self._slow_steps = SlowSteps(
-            self._pauses,
-            on_gpu=self._gpu is not None,
-            clock=self._gpu.clock if self._gpu is not None else None,
-        )
+        self._slow_steps = SlowSteps(self._pauses, self._gpu)
         # the first, so that what other parts do lies in no pause
         observers.insert(0, self._slow_steps)
         self._syncs = Syncs(models)
         self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
-        self._ranks = Ranks(name, models)
+        self._ranks = Ranks(name, models, self._slow_steps)
         observers.append(self._ranks)
         if self._gpu is not None:
             observers.append(self._growth)
@@ -406,8 +402,7 @@ class Watched:
         """The slow steps; a profiler slows steps by itself, so that nothing is said of its."""
         if self._profiled.has_profiler:
             return ()
-        first = self._num_read - self.warmup_steps - len(steps)
-        return self._slow_steps.slow_steps(self.warmup, steps, first)
+        return self._slow_steps.slow_steps(self.warmup, steps)
 
     def _flops(self, steps: Collection[WatchedStep]) -> tuple[LoopFlops | None, str]:
         """The FLOPs of the mean of these steps, and why they are not known. The first call traces

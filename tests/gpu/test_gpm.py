@@ -22,7 +22,7 @@ from torch import nn
 
 from cs336 import watch
 from cs336.config import SIZES, Attention, Device, Precision, RunConfig
-from cs336.measure.nvml import visible_gpus
+from cs336.measure.nvml import THROTTLE_COUNTERS, GpuMonitor, visible_gpus
 from cs336.measure.run import measure
 from cs336.model.trainable import cross_entropy
 from cs336.model.transformer import TransformerLM
@@ -283,3 +283,21 @@ def test_how_long_a_reading_takes_and_how_often_it_is_new(capsys):
             f"(at most {1e6 * max(took_s):.0f}); {new} of {len(shares)} in a second are new"
         )
     assert statistics.median(took_s) < 0.01
+
+
+def test_counters_of_throttled_time_grow_by_no_more_than_the_time():
+    """In matmuls that reach the power limit or do not; the driver renews the counters every 0.1 s
+    or so.
+    """
+    monitor = GpuMonitor(visible_gpus()[0].uuid)
+    before, begun_s = monitor.throttled_s(), perf_counter()
+    factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    while perf_counter() - begun_s < SECONDS:
+        for _ in range(20):
+            factor @ factor
+        torch.cuda.synchronize()
+    after = monitor.throttled_s()
+    took_s = perf_counter() - begun_s
+    assert before.keys() == after.keys() == set(THROTTLE_COUNTERS.values())
+    for reason, seconds in after.items():
+        assert 0 <= seconds - before[reason] <= took_s + 0.2
