@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.analysis.kernels.drawn_machine import recorded, simulate
 from tests.analysis.kernels.drawn_plans import draw
-from tests.analysis.kernels.drawn_programs import recorded, simulate
 from tests.analysis.kernels.drawn_scores import FALSE, scored
 from tests.analysis.kernels.drawn_truth import union
 
@@ -51,11 +51,10 @@ def test_nothing_false_is_said_where_it_once_was(seed: int, tmp_path: Path) -> N
 def test_the_simulation_keeps_the_rules_of_streams_and_launches() -> None:
     """A stream runs one job after the other, in the order of launches, none before its launch."""
     for seed in range(0, 60, 3):
-        run = simulate(draw(seed))
-        for machine in run.machines:
+        for machine in simulate(draw(seed)):
             free: dict[tuple[int, int], int] = {}
             for job in machine.jobs:
-                key = job.device, job.stream
+                key = job.at.device, job.act.stream
                 assert job.launch.start_ns <= job.start_ns < job.end_ns
                 assert free.get(key, 0) <= job.start_ns
                 free[key] = job.end_ns
@@ -63,9 +62,8 @@ def test_the_simulation_keeps_the_rules_of_streams_and_launches() -> None:
 
 def test_a_cut_file_holds_a_part_of_the_whole() -> None:
     for seed in range(60):
-        run = simulate(draw(seed))
-        kept = {(job.stream, job.name) for job in recorded(run).jobs}
-        assert kept <= {(job.stream, job.name) for job in run.machines[0].jobs}
+        machine = simulate(draw(seed))[0]
+        assert {job.act for job in recorded(machine).jobs} <= {job.act for job in machine.jobs}
 
 
 def test_unions_of_intervals() -> None:
