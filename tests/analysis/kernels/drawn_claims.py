@@ -127,7 +127,7 @@ def _late(said: Said) -> Iterator[Claim]:
 
 def _waits(said: Said) -> Iterator[Claim]:
     doing = [part for part in said.truth.recorded.doing if part.name == Pause.WAITING]
-    phases = {_WORDS.get(part.act.at.phase, part.act.at.phase) for part in doing}
+    phases = {_WORDS.get(part.act.phase, part.act.phase) for part in doing}
     if "before backward" in said.finding.text:  # whatever the program did there
         phases.add("forward")
     is_right = said.what.removeprefix("in ") in phases
@@ -143,14 +143,14 @@ def _pauses(said: Said) -> Iterator[Claim]:
 
 def _communication(said: Said) -> Iterator[Claim]:
     total, exposed = said.truth.collectives
-    if not any("PtoP" in job.act.name for job in said.truth.jobs):
+    if not any("PtoP" in job.name for job in said.truth.jobs):
         yield said.at_most("total_s", total)
         yield said.at_most("exposed_s", exposed)
 
 
 def _optimizer(said: Said) -> Iterator[Claim]:
     truth = said.truth
-    jobs = [job for job in truth.kernels if job.at.phase == Part.OPTIMIZER]
+    jobs = [job for job in truth.kernels if job.act.phase == Part.OPTIMIZER]
     is_shown = bool(truth.num_optimizers) or "shown" in map(truth.evidence, jobs)
     yield Claim("there is an optimizer", is_shown, "no range or kernel of an optimizer")
 
@@ -172,10 +172,10 @@ _TIMED = frozenset({"limit", "gap", "bounds", "late", "pauses"})
 
 
 def _advice(text: str, truth: Truth) -> Iterator[Claim]:
-    in_graphs = sum(job.at.is_in_graph for job in truth.kernels) / len(truth.kernels)
+    in_graphs = sum(job.act.is_in_graph for job in truth.kernels) / len(truth.kernels)
     if re.search("CUDA graph|cuda-graph|reduce-overhead", text) and in_graphs > 0.8:
         yield Claim("advice: graphs", False, f"{in_graphs:.2f} of the kernels are of graphs")
-    is_compiled = any(job.act.name.startswith("triton_") for job in truth.kernels)
+    is_compiled = any(job.name.startswith("triton_") for job in truth.kernels)
     if "torch.compile" in text and is_compiled:
         yield Claim("advice: compile", False, "some kernels are the compiler's")
     is_trained = truth.plan.kind not in ("inference", "server")

@@ -1,8 +1,9 @@
 """Writes drawn programs as torch.profiler and nsys write them."""
 
 import sqlite3
-from collections.abc import Iterator, Mapping
-from itertools import count
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from tests.analysis.kernels.drawn_machine import Job, Recorded, Span
@@ -15,6 +16,8 @@ _CATEGORIES = {
     "operator": "cpu_op",
     "call": "cuda_runtime",
     "frame": "python_function",
+    "kernel": "kernel",
+    "copy": "gpu_memcpy",
 }
 _NAMES = (
     "rank{}_trace.json",
@@ -39,82 +42,80 @@ def _correlations(recorded: Recorded) -> dict[Span, int]:
 
 
 def write_kineto(recorded: Recorded, path: Path) -> Path:
-    correlation_of = _correlations(recorded)
-    external_of = _operators(recorded)
-    events = []
-    for index, span in enumerate(recorded.spans):
-        args = {"External id": external_of.get(span), "correlation": None}
-        if span.kind == "call":
-            args["correlation"] = correlation_of[span]
-        events.append(_host_event(span, index, args))
-    for index, job in enumerate(recorded.jobs):
-        args = {"External id": external_of.get(job.launch)}
-        events += _device_events(job, index, correlation_of[job.launch], args)
+    correlation_of, plan = _correlations(recorded), recorded.plan
+    operator_of = _operators(recorded)
+    events = [_host_event(span, correlation_of, operator_of) for span in recorded.spans]
+    for number, job in enumerate(recorded.jobs):
+        events += _device_events(job, number, correlation_of[job.launch], operator_of)
     top: dict[str, object] = {}
-    plan = recorded.plan
     if plan.ranks > 1:
         world = {"backend": "nccl", "rank": recorded.rank, "world_size": plan.ranks}
         top["distributedInfo"] = world
     return write_trace(path, [*events, *_annotations(recorded)], **top)
 
 
-def _operators(recorded: Recorded) -> dict[Span, int]:
-    """The number of each operator, and of the innermost operator around each call."""
-    opened: dict[int, list[tuple[int, int]]] = {}
-    numbers: dict[Span, int] = {}
-    for index, span in enumerate(sorted(recorded.spans, key=lambda s: (s.start_ns, -s.end_ns))):
-        stack = opened.setdefault(span.thread, [])
-        while stack and stack[-1][0] <= span.start_ns:
+def _operators(recorded: Recorded) -> dict[Span, Event]:
+    """The argument that numbers each operator, and the innermost operator around each call."""
+    opened: defaultdict[int, list[Span]] = defaultdict(list)
+    numbers: dict[Span, Event] = {}
+    for span in sorted(recorded.spans, key=lambda span: (span.start_ns, -span.end_ns)):
+        stack = opened[span.act.thread]
+        while stack and stack[-1].end_ns <= span.start_ns:
             stack.pop()
         if span.kind == "operator":
-            stack.append((span.end_ns, index + 1))
-        if span.kind in ("operator", "call") and stack:
-            numbers[span] = stack[-1][1]
+            stack.append(span)
+            numbers[span] = {"External id": len(numbers) + 1}
+        elif span.kind == "call" and stack:
+            numbers[span] = numbers[stack[-1]]
     return numbers
 
 
-def _event(
-    category: str, name: str, place: tuple[int, int], times: Span | Job, args: Event
+def _event(span: Span, pid: int, tid: int, args: Event) -> Event:
+    category = "cuda_driver" if span.name.startswith("cuLaunch") else _CATEGORIES[span.kind]
+    duration = span.end_ns - span.start_ns
+    return complete(category, span.name, pid, tid, span.start_ns, duration, **args)
+
+
+def _host_event(
+    span: Span, correlation_of: dict[Span, int], operator_of: dict[Span, Event]
 ) -> Event:
-    said = {key: value for key, value in args.items() if value is not None}
-    length = times.end_ns - times.start_ns
-    return complete(category, name, *place, times.start_ns, length, **said)
-
-
-def _host_event(span: Span, index: int, args: Event) -> Event:
-    if span.kind == "operator":
-        args |= span.act.args | {"Ev Idx": index, "Record function id": 0}
+    args = dict(operator_of.get(span, {}))
+    if span.kind == "call":
+        args["correlation"] = correlation_of[span]
+    elif span.kind == "operator":
+        args |= {**span.act.args, "Ev Idx": args["External id"]}
         if span.name.startswith("aten::"):
             shapes = [[768], [4096, 768], [768, 768]]
             args |= {"Input Dims": shapes, "Input type": ["c10::BFloat16"] * 3}
-    if span.kind == "frame":
-        args |= {"Python id": index, "Python module id": 0}
-    category = "cuda_driver" if span.name.startswith("cuLaunch") else _CATEGORIES[span.kind]
-    return _event(category, span.name, (_PID, span.thread), span, args)
+    elif span.kind == "frame":
+        args |= {"Python id": span.start_ns, "Python module id": 0}
+    return _event(span, _PID, span.act.thread, args)
 
 
-def _device_events(job: Job, index: int, correlation: int, args: Event) -> Iterator[Event]:
-    act, place = job.act, (job.at.device, job.act.stream)
-    args |= {"device": place[0], "context": 1, "stream": place[1], "correlation": correlation}
-    if job.at.is_in_graph:
-        args |= {"graph id": 2, "graph node id": index}
-    for key in ("Collective name", "In msg nelems"):
-        args[key] = act.args.get(key)
-    size = {"grid": [132, 1, 1]} if act.kind == "kernel" else {"bytes": 4096}
-    category = "kernel" if act.kind == "kernel" else "gpu_memcpy"
-    yield _event(category, act.name, place, job, args | size)
+def _device_events(
+    job: Job, number: int, correlation: int, operator_of: dict[Span, Event]
+) -> Iterator[Event]:
+    device, stream = job.act.device, job.act.stream
+    args = {"device": device, "context": 1, "stream": stream, "correlation": correlation}
+    args |= operator_of.get(job.launch, {})
+    args |= {"grid": [132, 1, 1]} if job.kind == "kernel" else {"bytes": 4096}
+    if job.act.is_in_graph:
+        args |= {"graph id": 2, "graph node id": number}
+    for key in {"Collective name", "In msg nelems"} & job.act.args.keys():
+        args[key] = job.act.args[key]
+    yield _event(job, device, stream, args)
     arrow = {"ph": "f", "cat": "ac2g", "name": "ac2g", "bp": "e", "id": correlation}
-    yield arrow | {"pid": place[0], "tid": place[1], "ts": microseconds(BASE_NS + job.start_ns)}
+    yield arrow | {"pid": device, "tid": stream, "ts": microseconds(BASE_NS + job.start_ns)}
 
 
 def _annotations(recorded: Recorded) -> Iterator[Event]:
     """The device's copies of ranges: from the first kernel to the last of those launched within."""
-    for span in recorded.spans:
-        inside: dict[tuple[int, int], list[Job]] = {}
+    for span in [span for span in recorded.spans if span.kind == "range"]:
+        inside: defaultdict[tuple[int, int], list[Job]] = defaultdict(list)
         for job in recorded.jobs:
-            is_of_thread = span.kind == "range" and job.launch.thread == span.thread
+            is_of_thread = job.launch.act.thread == span.act.thread
             if is_of_thread and span.start_ns <= job.launch.start_ns <= span.end_ns:
-                inside.setdefault((job.at.device, job.act.stream), []).append(job)
+                inside[job.act.device, job.act.stream].append(job)
         for place, jobs in inside.items():
             start, end = jobs[0].start_ns, max(job.end_ns for job in jobs)
             yield complete("gpu_user_annotation", span.name, *place, start, end - start)
@@ -126,57 +127,49 @@ _COPIES = {
     "PtoP": (10, "Peer-to-Peer"),
 }
 _MEMORIES = {"Pageable": 0, "Pinned": 1, "Device": 2}
+_ACTIVITY = "CUPTI_ACTIVITY_KIND_"
 
 
 def write_nsys(recorded: Recorded, path: Path) -> Path:
     """Write the export of nsys, which has ranges and calls, and neither operators nor frames."""
-    correlation_of, numbers = _correlations(recorded), count(1000)
-    strings: dict[str, int] = {}
-    rows: dict[str, list[Mapping[str, object]]] = {
-        "ENUM_NSYS_EVENT_TYPE": [{"id": 59, "name": "NvtxPushPopRange"}],
-        "ENUM_CUDA_MEMCPY_OPER": [{"id": i, "name": n, "label": n} for i, n in _COPIES.values()],
-        "ENUM_CUDA_MEM_KIND": [{"id": i, "name": n, "label": n} for n, i in _MEMORIES.items()],
-    }
-
-    def name(text: str) -> int:
-        return strings.setdefault(text, next(numbers))
-
+    events = [*recorded.spans, *recorded.jobs]
+    strings = {text: number for number, text in enumerate({event.name for event in events}, 1000)}
+    correlation_of = _correlations(recorded)
+    rows: defaultdict[str, list[Event]] = defaultdict(list)
+    rows["StringIds"] = [{"id": number, "value": text} for text, number in strings.items()]
+    rows["ENUM_NSYS_EVENT_TYPE"] = [{"id": 59, "name": "NvtxPushPopRange"}]
+    copies, memories = _COPIES.values(), _MEMORIES.items()
+    rows["ENUM_CUDA_MEMCPY_OPER"] = [{"id": i, "name": name, "label": name} for i, name in copies]
+    rows["ENUM_CUDA_MEM_KIND"] = [{"id": i, "name": name, "label": name} for name, i in memories]
     for span in recorded.spans:
-        times = {"start": span.start_ns, "end": span.end_ns, "globalTid": PROCESS + span.thread}
+        row: Event = {"start": span.start_ns, "end": span.end_ns}
+        row["globalTid"] = PROCESS + span.act.thread
         if span.kind == "call":
-            row = {"correlationId": correlation_of[span], "nameId": name(span.name)}
-            rows.setdefault("CUPTI_ACTIVITY_KIND_RUNTIME", []).append(times | row)
+            row |= {"correlationId": correlation_of[span], "nameId": strings[span.name]}
+            rows[_ACTIVITY + "RUNTIME"].append(row)
         elif span.kind == "range":
             # the package nvtx registers its strings, PyTorch's nvtx writes them into the event
-            is_registered = recorded.plan.seed % 2 == 0
-            texts = {"text": None, "textId": name(span.name)}
-            row = texts if is_registered else {"text": span.name, "textId": None}
-            rows.setdefault("NVTX_EVENTS", []).append(times | {"eventType": 59} | row)
-    for index, job in enumerate(recorded.jobs, start=1):
+            text: Event = {"text": None, "textId": strings[span.name]}
+            if recorded.plan.seed % 2:
+                text = {"text": span.name, "textId": None}
+            rows["NVTX_EVENTS"].append(row | {"eventType": 59} | text)
+    for number, job in enumerate(recorded.jobs, start=1):
         row = {"start": job.start_ns, "end": job.end_ns, "globalPid": PROCESS, "contextId": 1}
-        row |= {"deviceId": job.at.device, "streamId": job.act.stream}
-        row |= {"correlationId": correlation_of[job.launch]}
-        if job.act.kind == "kernel":
-            row |= {"demangledName": name(job.act.name), "shortName": name(job.act.name)}
-            row["graphNodeId"] = index if job.at.is_in_graph else None
-            rows.setdefault("CUPTI_ACTIVITY_KIND_KERNEL", []).append(row)
+        row |= {"deviceId": job.act.device, "streamId": job.act.stream}
+        row["correlationId"] = correlation_of[job.launch]
+        if job.kind == "kernel":
+            node = number if job.act.is_in_graph else None
+            names = {"demangledName": strings[job.name], "shortName": strings[job.name]}
+            rows[_ACTIVITY + "KERNEL"].append(row | names | {"graphNodeId": node})
         else:
-            _, kind, memories = job.act.name.split(maxsplit=2)
-            source, target = (_MEMORIES[word.split()[0]] for word in memories[1:-1].split(" -> "))
+            _, kind, source, *_, target = job.name.replace("(", "").replace(")", "").split()
             row |= {"bytes": 4096, "copyKind": _COPIES[kind][0]}
-            row |= {"srcKind": source, "dstKind": target}
-            rows.setdefault("CUPTI_ACTIVITY_KIND_MEMCPY", []).append(row)
-    rows["StringIds"] = [{"id": number, "value": text} for text, number in strings.items()]
-    _write_tables(path, rows)
+            row |= {"srcKind": _MEMORIES[source], "dstKind": _MEMORIES.get(target, 2)}
+            rows[_ACTIVITY + "MEMCPY"].append(row)
+    with closing(sqlite3.connect(path)) as db, db:
+        for table, of_table in rows.items():
+            db.execute(f"CREATE TABLE {table} ({', '.join(of_table[0])})")
+            marks = ", ".join("?" * len(of_table[0]))
+            values = [tuple(row.values()) for row in of_table]
+            db.executemany(f"INSERT INTO {table} VALUES ({marks})", values)
     return path
-
-
-def _write_tables(path: Path, rows_of: Mapping[str, list[Mapping[str, object]]]) -> None:
-    with sqlite3.connect(path) as db:
-        for table, rows in rows_of.items():
-            if rows:
-                columns, marks = ", ".join(rows[0]), ", ".join("?" * len(rows[0]))
-                db.execute(f"CREATE TABLE {table} ({columns})")
-                values = [tuple(row.values()) for row in rows]
-                db.executemany(f"INSERT INTO {table} VALUES ({marks})", values)
-    db.close()

@@ -6,37 +6,16 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
-
-class Part(StrEnum):
-    """A part of a program, whether a range of the file names it or not."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-    WEIGHTS = "weight gradients"
-    OPTIMIZER = "optimizer"
-    ZERO_GRAD = "zero_grad"
-    CLIP = "clip"
-    EVALUATION = "evaluation"
-    DATA = "data"
-    STEP = "step"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    CLOSURE = "closure"
-    """A call of the optimizer inside of which forward and backward run."""
-
-
-class Pause(StrEnum):
-    """What keeps the host from launching."""
-
-    NOTHING_SEEN = "pause"
-    RANGE = "range"
-    COLLECTOR = "gc"
-    ALLOCATION = "malloc"
-    COMPILING = "compile"
-    WAITING = "wait"
-    DATA = "data"
-    PREPARING = "prepare"
+Part = StrEnum(
+    "Part",
+    "FORWARD LOSS BACKWARD WEIGHTS OPTIMIZER ZERO_GRAD CLIP EVALUATION DATA STEP PREFILL DECODE "
+    "CLOSURE",
+)
+"""A part of a program, whether a range of the file names it or not; forward and backward run inside
+of the call of the optimizer that is a closure.
+"""
+Pause = StrEnum("Pause", "NOTHING RANGE COLLECTOR ALLOCATION COMPILING WAITING DATA PREPARING")
+"""What keeps the host from launching."""
 
 
 def _named(forward: str, backward: str, optimizer: str, step: str = "") -> dict[str, str]:
@@ -95,8 +74,8 @@ def _trained(*choices: object) -> Any:
     return _of(*choices, training=True)
 
 
-_SELDOM = (False, False, False, False, True)
-_HIDDEN = (None, None, *tuple(Pause)[:5])
+_SELDOM, _OFTEN = (False, False, False, False, True), (False, False, True)
+_HIDES = _trained(None, None, *tuple(Pause)[:5])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +95,16 @@ class Plan:
     loader: str = _of(*["", "_SingleProcess", "_MultiProcessing"] * 2, "get_batch")
     """PyTorch's loader, whose range its profiler records, or the range of one's own, or none."""
     zero_grad: str = _trained("", "first", "last")
-    fills: bool = _trained(*_SELDOM[2:])
+    fills: bool = _trained(*_OFTEN)
     """Gradients are set to zero by a kernel, instead of being released."""
     optimizer: str = _trained("torch", "torch", "kernels", "plain", "")
     """`torch` has its range, `kernels` only names of kernels, `plain` neither, or none."""
-    steps_of_micro: bool = _trained(*_SELDOM[2:])
+    steps_of_micro: bool = _trained(*_OFTEN)
     """The profiler's step is called after each micro-batch."""
-    clips: bool = _trained(*_SELDOM[2:])
+    clips: bool = _trained(*_OFTEN)
     evaluates: bool = _trained(*_SELDOM)
     checkpoints: bool = _trained(*_SELDOM)
-    compiled: bool = _of(*_SELDOM[2:])
+    compiled: bool = _of(*_OFTEN)
     graph: str = _of("", "", "step", "", "parts")
     """What is launched as CUDA graphs."""
     side_stream: bool = _trained(*_SELDOM)
@@ -139,7 +118,7 @@ class Plan:
     slow_rank: int = _trained(0, 1, 2, 3)
     devices: int = _trained(1, 1, 1, 2)
     modules: bool = _of(False, True)
-    hides: Pause | None = _trained(*_HIDDEN)
+    hides: Pause | None = _HIDES
     """What keeps the host from launching for milliseconds in each step."""
     around: str = _of("", "", "", "", "epoch 0", "training")
     """A range around the whole program."""
@@ -151,7 +130,9 @@ class Plan:
     """A range after each step whose name has a word of a phase, and which is none."""
     prefetches: bool = _trained(*_SELDOM)
     """Another thread copies the batch and prepares it on the device."""
-    is_mixed: bool = _of(*_SELDOM[2:])
+    is_pageable: bool = _of(False, True)
+    """Batches are copied from pageable memory, so that the host waits for them."""
+    is_mixed: bool = _of(*_OFTEN)
     """A server's prefill has some decoding in it."""
     cut: tuple[float, float] = _of((0.0, 1.0), (0.0, 1.0), (0.0, 0.8), (0.25, 1.0), (0.3, 0.7))
     """The part of the run, by time, that the profiler records."""

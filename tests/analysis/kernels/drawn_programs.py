@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tests.analysis.kernels.drawn_plans import STYLES, Part, Pause, Plan
@@ -27,17 +28,18 @@ RULES = {
     "finish": "hidden clip?clips optimizer?optimizer{ torch_step?optimizer=torch!is_nsys{ "
     "update*devices?optimizer } } zero?zero_grad=last",
     "batch": "-data{ data?loader{ own_loader?loader=get_batch{ "
-    "loader?loader!loader=get_batch!is_nsys{ fetch!limit=data slow_fetch?limit=data } } } "
+    "loader?loader!loader=get_batch!is_nsys{ fetch!limit=data fetch_long?limit=data } } } "
     "prefetch?prefetches upload!prefetches }",
     "prefetch": "loading{ copy_ahead divide } wait_copies",
-    "forward_pass": "compiled?compiled{ embed layer*layers move_to_first }",
-    "layer": "move block?modules{ layer_body }",
-    "layer_body": "norm_module?modules{ norm!compiled fused_norm?compiled } "
-    "linear_module?modules{ linear } attention_module?modules{ attend } "
+    "forward_pass": "compiled?compiled{ embed layer*layers move }",
+    "upload": "pageable?is_pageable wait_copy?is_pageable pinned!is_pageable",
+    "layer": "move Block_module?modules{ layer_body }",
+    "layer_body": "LayerNorm_module?modules{ norm!compiled fused_norm?compiled } "
+    "Linear_module?modules{ linear } Attention_module?modules{ attend } "
     "gelu!compiled fused_gelu?compiled",
     "loss_pass": "softmax nll",
-    "backward_pass": "autograd{ loss_node{ nll_back } layer_back*-layers move_to_first }",
-    "layer_back": "move node!compiled{ compiled_node?compiled{ block?modules?checkpoints{ "
+    "backward_pass": "autograd{ loss_node{ nll_back } layer_back*-layers move }",
+    "layer_back": "move node!compiled{ compiled_node?compiled{ Block_module?modules?checkpoints{ "
     "layer_body?checkpoints attend_back mm mm } } } exchange?is_last_micro!ranks=1",
     "exchange": "reduce!is_sharded scatter?is_sharded",
     "update": "wait_ranks!ranks=1 change change change",
@@ -45,7 +47,8 @@ RULES = {
     "zero": "zero_grad{ torch_zero?optimizer=torch!is_nsys{ fill?fills } }",
     "clip": "-clip{ norm_grads scale_grads }",
     "side": "side_waits side_gelu wait_side",
-    "hidden": "tokenize?hides=range{ collector?hides=gc{ autotune?hides=compile{ hide?hides } } }",
+    "hidden": "tokenize?hides=range{ collector?hides=collector{ autotune?hides=compiling{ "
+    "hide?hides } } }",
     "log": "decoy{ add }",
     "evaluate": "-evaluation{ forward_pass forward_pass read }",
     "read": "download wait_copy",
@@ -58,17 +61,35 @@ RULES = {
     "attn-W{ mm mm dispatch }",
     "mlp": "mlp-F{ mm_forward mm_forward combine } mlp-B{ mm mm combine } mlp-W{ mm mm combine }",
 }
-"""`name*count` repeats, `*-` backwards; `?` and `!` ask what the plan has or has not. What stands in
+"""`name*count` repeats, `*-` backwards; `?` and `!` ask what the plan has or has not. What is in
 braces happens anyway, within a range, graph or thread if that is asked for; `-part` has no range.
 """
-_COUNTERS = {"steps": "step", "turns": "step", "micro_batches": "micro", "layers": "layer"}
-_PHASES = {str(part): part for part in list(Part)[:9]}
-_PHASES |= {"F": Part.FORWARD, "B": Part.BACKWARD, "W": Part.WEIGHTS}
+_COUNTERS = {"micro_batches": "micro", "layers": "layer", "devices": "device"}
+_CHANGES: dict[str, dict[str, Any]] = {part: {"phase": part} for part in list(Part)[:9]}
+_CHANGES["evaluation"]["step"] = -1
+_CHANGES |= {"F": _CHANGES["forward"], "B": _CHANGES["backward"], "W": _CHANGES["weights"]}
+_CHANGES |= {"autograd": {"thread": AUTOGRAD}, "loading": {"thread": LOADING}}
+_CHANGES |= {"decoy": {"step": -1}, "graph": {"is_in_graph": True}}
+"""What is otherwise for acts within each of these."""
 
 
-class At(NamedTuple):
-    """Where in the program an act stands."""
+class Act(NamedTuple):
+    """One thing that the program does, and where in the program it stands."""
 
+    verb: str
+    """A method of `Machine`."""
+    kind: str = ""
+    name: str = ""
+    means: str = ""
+    operator: str = ""
+    duration_ns: int = 0
+    stream: int = COMPUTE
+    of_device: int | None = None
+    of_stream: int = COMPUTE
+    """The stream whose work is waited for."""
+    args: Mapping[str, Any] = {}
+    label: str = ""
+    """The kind, batch and tokens of a server's step."""
     phase: str = ""
     step: int = -1
     """The step of the optimizer or of the server; -1 outside of all."""
@@ -78,23 +99,12 @@ class At(NamedTuple):
     is_in_graph: bool = False
 
 
-class Act(NamedTuple):
-    """One thing that the program does; `verb` is a method of `Machine`."""
+def _open(kind: str, name: str = "", means: str = "") -> Act:
+    return Act("open", kind, name, means)
 
-    verb: str
-    kind: str = ""
-    name: str = ""
-    means: str = ""
-    operator: str = ""
-    duration_ns: int = 0
-    stream: int = COMPUTE
-    of_device: int = 0
-    of_stream: int = COMPUTE
-    """The stream whose work is waited for."""
-    at: At = At()
-    args: dict[str, Any] = {}  # noqa: RUF012
-    label: str = ""
-    """The kind, batch and tokens of a server's step."""
+
+def _pause(means: str, duration_ns: int) -> Act:
+    return Act("pause", means=means, duration_ns=duration_ns)
 
 
 def _kernel(name: str, operator: str = "", duration_ns: int = 0, stream: int = COMPUTE) -> Act:
@@ -117,26 +127,22 @@ _DEEP_EP = "void deep_ep::internode::{}<true, 8, 9>"
 _NODE = "autograd::engine::evaluate_function: {}Backward0"
 _LOADER = "enumerate(DataLoader)#{loader}DataLoaderIter.__next__"
 ACTS = {
-    "around": Act("open", "range", "{around}"),
-    "decoy": Act("open", "range", "{decoy}"),
-    "torch_step": Act("open", "range", "Optimizer.step#AdamW.step", Part.OPTIMIZER),
-    "torch_zero": Act("open", "range", "Optimizer.zero_grad#AdamW.zero_grad", Part.ZERO_GRAD),
-    "own_loader": Act("open", "range", "get_batch", Pause.RANGE),
-    "loader": Act("open", "range", _LOADER, Part.DATA),
-    "tokenize": Act("open", "range", "tokenize and log", Pause.RANGE),
-    "collector": Act("open", "frame", "Python GC", Pause.COLLECTOR),
-    "autotune": Act("open", "operator", "CachingAutotuner.benchmark_all_configs"),
-    "compiled": Act("open", "operator", "Torch-Compiled Region: 0/0"),
-    "loss_node": Act("open", "operator", _NODE.format("NllLoss"), Part.BACKWARD),
-    "node": Act("open", "operator", _NODE.format("Addmm"), Part.BACKWARD),
-    "compiled_node": Act("open", "operator", _NODE.format("CompiledFunction"), Part.BACKWARD),
-    "block": Act("open", "frame", "nn.Module: Block_{layer}"),
-    "norm_module": Act("open", "frame", "nn.Module: LayerNorm_{layer}"),
-    "linear_module": Act("open", "frame", "nn.Module: Linear_{layer}"),
-    "attention_module": Act("open", "frame", "nn.Module: Attention_{layer}"),
-    "graph": Act("open", "graph"),
-    "autograd": Act("open", "thread"),
-    "loading": Act("open", "thread", "beside"),
+    "around": _open("range", "{around}"),
+    "decoy": _open("range", "{decoy}"),
+    "torch_step": _open("range", "Optimizer.step#AdamW.step", Part.OPTIMIZER),
+    "torch_zero": _open("range", "Optimizer.zero_grad#AdamW.zero_grad", Part.ZERO_GRAD),
+    "own_loader": _open("range", "get_batch", Pause.RANGE),
+    "loader": _open("range", _LOADER, Part.DATA),
+    "tokenize": _open("range", "tokenize and log", Pause.RANGE),
+    "collector": _open("frame", "Python GC", Pause.COLLECTOR),
+    "autotune": _open("operator", "CachingAutotuner.benchmark_all_configs"),
+    "compiled": _open("operator", "Torch-Compiled Region: 0/0"),
+    "loss_node": _open("operator", _NODE.format("NllLoss"), Part.BACKWARD),
+    "node": _open("operator", _NODE.format("Addmm"), Part.BACKWARD),
+    "compiled_node": _open("operator", _NODE.format("CompiledFunction"), Part.BACKWARD),
+    "graph": _open("graph"),
+    "autograd": _open("thread"),
+    "loading": _open("thread", "beside"),
     "embed": _kernel(_ADD, "aten::embedding"),
     "norm": _kernel(_AT + "vectorized_layer_norm_kernel<float>", "aten::native_layer_norm"),
     "fused_norm": _kernel("triton_per_fused_add_native_layer_norm_{layer}"),
@@ -164,11 +170,11 @@ ACTS = {
     "pageable": _copy("HtoD (Pageable -> Device)"),
     "pinned": _copy("HtoD (Pinned -> Device)"),
     "copy_ahead": _copy("HtoD (Pinned -> Device)", "", COPIES),
-    "fetch": Act("pause", means=Pause.DATA, duration_ns=20 * MICROSECOND),
-    "slow_fetch": Act("pause", means=Pause.DATA, duration_ns=12 * MILLISECOND),
-    "prepare": Act("pause", means=Pause.PREPARING, duration_ns=30 * MICROSECOND),
-    "think": Act("pause", means=Pause.PREPARING, duration_ns=3 * MILLISECOND),
-    "hide": Act("pause", means="{hides}", duration_ns=4 * MILLISECOND),
+    "fetch": _pause(Pause.DATA, 20 * MICROSECOND),
+    "fetch_long": _pause(Pause.DATA, 12 * MILLISECOND),
+    "prepare": _pause(Pause.PREPARING, 30 * MICROSECOND),
+    "think": _pause(Pause.PREPARING, 3 * MILLISECOND),
+    "hide": _pause("{hides}", 4 * MILLISECOND),
     "wait_all": Act("wait", name="cudaDeviceSynchronize", stream=-1),
     "wait_event": Act("wait", name="cudaEventSynchronize", stream=-1),
     "wait_copy": Act("wait", name="cudaStreamSynchronize"),
@@ -176,6 +182,10 @@ ACTS = {
     "wait_ranks": Act("join", of_stream=COMMUNICATION),
     "side_waits": Act("join", stream=SIDE),
     "wait_side": Act("join", of_stream=SIDE),
+}
+ACTS |= {
+    f"{name}_module": _open("frame", f"nn.Module: {name}_{{layer}}")
+    for name in ("Block", "LayerNorm", "Linear", "Attention")
 }
 COLLECTIVES = {
     "gather": ("all-gather", "_allgather_base", "AllGather", 1),
@@ -192,12 +202,12 @@ class Writer:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.random = plan, random.Random(plan.seed)
         self.acts: list[Act] = []
-        self.at = At()
-        self.opened: list[tuple[bool, Act, At]] = []
-        self.facts: dict[str, Any] = {**vars(plan), "turns": 3 * plan.steps}
-        self.facts |= {"scale": 1, "layer": 0, "label": ""}
-        self.facts["takes_outside"] = plan.style in ("lightning", "iteration")
-        self.facts["names_loss"] = Part.LOSS in STYLES[plan.style]
+        self.at = {name: Act._field_defaults[name] for name in Act._fields[-6:]}
+        self.opened: list[tuple[bool, Act, dict[str, Any]]] = []
+        self.facts: dict[str, Any] = {**vars(plan), "turns": 3 * plan.steps, "label": ""}
+        self.facts |= {"takes_outside": plan.style in ("lightning", "iteration")}
+        self.facts |= {"names_loss": Part.LOSS in STYLES[plan.style]}
+        self.facts |= {"scale": 1, "layer": -1, "n": -1}
         self.numbers: Counter[int] = Counter()
         """How many operators of each thread had a sequence number."""
         self.nodes: dict[int, int] = {}
@@ -206,7 +216,8 @@ class Writer:
 
     def write(self, rule: str) -> None:
         for symbol in RULES[rule].split():
-            name, count, asked = re.fullmatch(r"([-\w]+|})(?:\*(-?\w+))?(\S*?){?", symbol).groups()
+            parts = re.fullmatch(r"([-\w]+|})(?:\*(-?\w+))?(\S*?){?", symbol)
+            name, count, asked = parts.groups() if parts else ("", "", "")
             is_asked = all(map(self.holds, re.findall(r"[?!][\w=]+", asked)))
             if name == "}":
                 self.close()
@@ -223,46 +234,34 @@ class Writer:
         return (str(fact) == value if value else bool(fact)) == (condition[0] == "?")
 
     def repeat(self, rule: str, count: str) -> None:
-        counter, last = _COUNTERS.get(count.strip("-"), "device"), self.facts[count.strip("-")] - 1
-        for index in range(last, -1, -1) if count[0] == "-" else range(last + 1):
+        number, before = self.facts[count.strip("-")], self.at
+        counter = _COUNTERS.get(count.strip("-"), "step")
+        for index in range(number)[:: -1 if count[0] == "-" else 1]:
             self.facts |= {counter: index, f"is_first_{counter}": index == 0}
-            self.facts |= {f"is_last_{counter}": index == last}
-            self.facts[f"is_middle_{counter}"] = index == (last + 1) // 2
-            if counter != "layer":
-                self.at = self.at._replace(**{counter: index})
+            self.facts |= {f"is_last_{counter}": index == number - 1}
+            self.facts |= {f"is_middle_{counter}": index == number // 2}
+            self.at = self.at | ({counter: index} if counter in self.at else {})
             self.act(rule)
-        if counter != "layer":
-            self.at = self.at._replace(**{counter: At._field_defaults[counter]})
+        self.facts["layer"], self.at = -1, before
 
     def open(self, name: str, is_asked: bool) -> None:
         """Open what the name stands for, if that is asked for and the host does it itself."""
         before, act = self.at, ACTS.get(name) or self.region(name)
-        is_open = is_asked and not before.is_in_graph and act.kind + act.name != "range"
-        if is_asked and act.means in _PHASES.values() and name not in ACTS:
-            self.at = self.at._replace(phase=act.means)
-        if is_asked and name in ("decoy", "-evaluation"):
-            self.at = self.at._replace(step=-1)
-        if is_open and act.kind == "thread":
-            self.at = self.at._replace(thread=LOADING if act.name else AUTOGRAD)
+        is_open = is_asked and not before["is_in_graph"] and act.kind + act.name != "range"
+        if is_asked:
+            self.at = before | _CHANGES.get(name.split("-")[-1], {})
         if is_open:
-            if "node" in name:
-                number = self.nodes.get(self.facts["layer"], -1)
-                act = act._replace(args={"Sequence number": number, "Fwd thread id": 1})
             self.add(act)
-        self.at = self.at._replace(is_in_graph=before.is_in_graph or (is_open and name == "graph"))
         self.opened.append((is_open, act, before))
 
     def region(self, name: str) -> Act:
         """A part of the program, in a range if the style names such parts."""
-        part, _, phase = name.partition("-")
-        if name == "turn":
-            part = self.facts["turn"]
-        self.facts |= {"n": self.at.step, "letter": phase}
-        if self.plan.steps_of_micro:
-            self.facts["n"] = self.at.step * self.plan.micro_batches + self.at.micro
-        means = _PHASES.get(phase or part, phase or part)
-        act = Act("open", "range", STYLES[self.plan.style].get(part, ""), means)
-        return act._replace(label=self.facts["label"])
+        part, _, letter = name.partition("-")
+        part = self.facts["turn"] if name == "turn" else part
+        self.facts |= {"n": self.facts["n"] + (name == "step"), "letter": letter}
+        means = _CHANGES.get(letter, {}).get("phase", part)
+        text = STYLES[self.plan.style].get(part, "")
+        return _open("range", text, means)._replace(label=self.facts["label"])
 
     def close(self) -> None:
         is_open, act, self.at = self.opened.pop()
@@ -272,68 +271,69 @@ class Writer:
     def act(self, name: str) -> None:
         if name in RULES:
             self.write(name)
-        elif name in ACTS:
-            self.add(self.with_number(ACTS[name]) if name == "linear" else ACTS[name])
         elif name in COLLECTIVES:
             self.collective(name)
+        elif name in ACTS:
+            self.add(ACTS[name])
         else:
             getattr(self, name)()
 
     def add(self, act: Act) -> None:
         """Add the act as it stands here, within its operator if it has one."""
-        if act.verb == "launch" and not act.duration_ns:
+        act = self.numbered(act)._replace(**self.at)
+        if act.verb == "launch" and self.plan.limit == "copies" and "HtoD" in act.name:
+            act = act._replace(duration_ns=8 * MILLISECOND)
+        elif act.verb == "launch" and not act.duration_ns:
             usual = self.facts["scale"] * (5 if self.plan.limit == "host" else 60) * MICROSECOND
             act = act._replace(duration_ns=int(usual * self.random.uniform(0.5, 1.5)))
         name, means = act.name.format_map(self.facts), act.means.format_map(self.facts)
-        operator = Act("open", "operator", act.operator, args=act.args, at=self.at)
-        has_operator = act.operator and not self.at.is_in_graph
-        if has_operator:
-            self.acts.append(operator)
-        self.acts.append(act._replace(name=name, means=means, at=self.at))
-        if has_operator:
-            self.acts.append(operator._replace(verb="close"))
+        acts = [act._replace(name=name, means=means)]
+        if act.operator and not act.is_in_graph:
+            operator = act._replace(verb="open", kind="operator", name=act.operator)
+            acts = [operator, *acts, operator._replace(verb="close")]
+        self.acts += acts
 
-    def with_number(self, act: Act) -> Act:
-        """The act with the sequence number of an operator that makes a node of backward; threads
-        number theirs apart, so that those of a recomputation have the numbers of forward.
+    def numbered(self, act: Act) -> Act:
+        """The act with the sequence number of an operator that makes a node of backward, or of that
+        node; threads number theirs apart, so that a recomputation has the numbers of forward.
         """
-        number = self.numbers[self.at.thread]
-        self.numbers[self.at.thread] += 1
-        if self.at.phase == Part.FORWARD:
-            self.nodes[self.facts["layer"]] = number
-        return act._replace(args={"Sequence number": number, "Fwd thread id": 0})
-
-    def upload(self) -> None:
-        """Copy the batch; from pageable memory, the copy returns when it is done."""
-        kind = self.random.choice(("pageable", "pinned"))
-        is_long = self.plan.limit == "copies"
-        duration_ns = 8 * MILLISECOND if is_long else ACTS[kind].duration_ns
-        self.add(ACTS[kind]._replace(duration_ns=duration_ns))
-        if kind == "pageable":
-            self.add(ACTS["wait_copy"])
+        layer, thread = self.facts["layer"], self.at["thread"]
+        if act.operator == "aten::addmm":
+            number = self.numbers[thread]
+            self.numbers[thread] += 1
+            if self.at["phase"] == Part.FORWARD:
+                self.nodes[layer] = number
+            return act._replace(args={"Sequence number": number, "Fwd thread id": 0})
+        if act.name.startswith("autograd::"):
+            number = self.nodes.get(layer, -1)
+            return act._replace(args={"Sequence number": number, "Fwd thread id": MAIN})
+        return act
 
     def move(self) -> None:
-        """Copy what was computed to the device of the layer, whose work waits for it."""
-        self.move_to(self.facts["layer"] * self.plan.devices // self.plan.layers)
-
-    def move_to_first(self) -> None:
-        self.move_to(0)
-
-    def move_to(self, device: int) -> None:
-        before = self.at.device
+        """Copy what was computed to the device of the layer, or to the first one outside of all
+        layers; its work waits for that.
+        """
+        device = max(self.facts["layer"], 0) * self.plan.devices // self.plan.layers
+        before = self.at["device"]
         if device != before:
             self.add(_copy(f"PtoP (Device {before} -> Device {device})", ""))
-            self.at = self.at._replace(device=device)
+            self.at = self.at | {"device": device}
             self.add(Act("join", of_device=before))
 
     def collective(self, name: str) -> None:
         self.add(Act("join", stream=COMMUNICATION))
         _, of_torch, of_kernel, scale = COLLECTIVES[name]
         number = self.random.randrange(4, 12) * scale * 500_000
-        args = {"Collective name": of_torch, "In msg nelems": number, "Out msg nelems": number}
-        args |= {"Group size": self.plan.ranks, "dtype": "BFloat16", "Process Group Name": "0"}
-        args["Process Group Description"] = "default_pg"
-        args["Process Group Ranks"] = str([*range(self.plan.ranks)])
+        args = {
+            "Collective name": of_torch,
+            "In msg nelems": number,
+            "Out msg nelems": number,
+            "Group size": self.plan.ranks,
+            "dtype": "BFloat16",
+            "Process Group Name": "0",
+            "Process Group Description": "default_pg",
+            "Process Group Ranks": str([*range(self.plan.ranks)]),
+        }
         act = _kernel(_NCCL.format(of_kernel), "record_param_comms", 10, COMMUNICATION)
         self.add(act._replace(args=args))
 
@@ -342,8 +342,7 @@ class Writer:
         is_prefill, pick = self.random.random() < 0.3, self.random.choice
         batch = pick((1, 4, 8)) if is_prefill else pick((16, 32))
         tokens = batch * 1024 if is_prefill else batch
-        decoding = pick((2, 8)) if is_prefill and self.plan.is_mixed else 0
         turn = Part.PREFILL if is_prefill else Part.DECODE
         self.facts |= {"turn": turn, "is_decode": not is_prefill, "scale": 1 + 3 * is_prefill}
-        self.facts |= {"batch": batch, "tokens": tokens, "decoding": decoding}
-        self.facts["label"] = f"{turn} {batch} {tokens}"
+        self.facts |= {"batch": batch, "tokens": tokens, "label": f"{turn} {batch} {tokens}"}
+        self.facts["decoding"] = pick((2, 8)) if is_prefill and self.plan.is_mixed else 0

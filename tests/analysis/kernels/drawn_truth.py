@@ -71,7 +71,7 @@ class Truth:
 
     def __init__(self, recorded: Recorded) -> None:
         self.recorded, self.plan, self.jobs = recorded, recorded.plan, recorded.jobs
-        self.kernels = [job for job in self.jobs if job.act.kind == "kernel"]
+        self.kernels = [job for job in self.jobs if job.kind == "kernel"]
         self.ranges = [span for span in recorded.spans if span.kind == "range"]
         self.kept = set(recorded.spans)
         self.is_listed = self.plan.style not in UNLISTED
@@ -106,7 +106,8 @@ class Truth:
         around = [
             span
             for span in self.opened_at(event)
-            if (span.kind, span.thread) == (kind, event.thread) and span.name.startswith(name)
+            if (span.kind, span.act.thread) == (kind, event.act.thread)
+            and span.name.startswith(name)
         ]
         return max(around, key=lambda span: span.start_ns, default=None)
 
@@ -139,7 +140,7 @@ class Truth:
         return max(both) - min(both)
 
     def busy(self, device: int) -> list[Interval]:
-        return union(times(job for job in self.jobs if job.at.device == device))
+        return union(times(job for job in self.jobs if job.act.device == device))
 
     @cached_property
     def busy_ns(self) -> int:
@@ -164,7 +165,7 @@ class Truth:
 
     @cached_property
     def copies_alone(self) -> int:
-        return alone([job for job in self.jobs if job.act.kind == "copy"], self.kernels)
+        return alone([job for job in self.jobs if job.kind == "copy"], self.kernels)
 
     # steps
 
@@ -191,14 +192,15 @@ class Truth:
             right = set(range(len(worked) - len(cut), len(spans) + 1))
             if self.plan.steps_of_micro or not self.is_listed:
                 right |= {updates - 1, updates, updates + 1}
-            return right | (set() if self.is_listed else self._passes()), True
-        if updates:
+        elif updates:
             is_lacking = any(job.launch in self.kept for job in self.recorded.lost)
-            return set(range(updates - 1 - 2 * is_lacking, updates + 2)), False
-        right = self._counted(by_micro=False)
-        if not any(job.act.name == ADAM for job in self.jobs):
-            right |= self._passes()  # nothing tells passes from steps
-        return right, False
+            right = set(range(updates - 1 - 2 * is_lacking, updates + 2))
+        else:
+            right = self._counted(by_micro=False)
+        is_told = bool(spans or updates) or any(job.name == ADAM for job in self.jobs)
+        if not self.is_listed or not is_told:
+            right |= self._passes()  # nothing known tells passes from steps
+        return right, bool(spans)
 
     def lacks(self, span: Span) -> bool:
         """Whether kernels that were launched in the range are not in the file."""
@@ -210,7 +212,7 @@ class Truth:
         """
 
         def numbers(jobs: Iterable[Job]) -> set[Interval]:
-            return {(job.at.step, job.at.micro * by_micro) for job in jobs if job.at.step >= 0}
+            return {(job.act.step, job.act.micro * by_micro) for job in jobs if job.act.step >= 0}
 
         unlaunched = [job for job in self.jobs if job.launch not in self.kept]
         seen = numbers(self.jobs)
@@ -230,36 +232,36 @@ class Truth:
             worked = [span for span in spans if self.launched_in(span)]
             return set(range(len(worked) - sum(map(self.lacks, spans)), len(spans) + 1))
         if kind == "with the optimizer":
-            updates = {job.at.step for job in self.jobs if job.at.phase == Part.OPTIMIZER}
+            updates = {job.act.step for job in self.jobs if job.act.phase == Part.OPTIMIZER}
             return set(range(len(updates) - 2, len(updates) + 2))
         if kind == "forward only":
             return {1, 2} if plan.evaluates or plan.kind == "inference" else set()
         # a step that the file cuts before its optimizer is none without an optimizer
         is_hidden = plan.optimizer in ("", "plain") or plan.dropped in ("range", "call", "kernel")
-        passes = {job.at[1:3] for job in self.jobs if job.at.step >= 0}
+        passes = {(job.act.step, job.act.micro) for job in self.jobs if job.act.step >= 0}
         return set(range(1, len(passes) + 1)) if plan.steps_of_micro or is_hidden else set()
 
     # phases, modules and operators of kernels
 
     def phases_of(self, job: Job) -> set[str]:
         """The phases that may be said of a kernel."""
-        phase = job.at.phase
+        phase = job.act.phase
         right = {phase}
         if phase in (Part.FORWARD, Part.LOSS, Part.EVALUATION):
             right = {Part.FORWARD, Part.LOSS}
         elif phase == Part.WEIGHTS:
-            right = {Part.BACKWARD, Part.WEIGHTS}
+            right = {Part.BACKWARD, "weight gradients"}
         elif phase in (Part.ZERO_GRAD, Part.CLIP):
             owners = (Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE)
             right = {Part.OPTIMIZER} if self.ranges_around(job, *owners) else right
-        if job.launch.thread == LOADING:  # the main thread's phase, by when it was launched
+        if job.launch.act.thread == LOADING:  # the main thread's phase, by when it was launched
             right |= {span.act.means for span in self.ranges_around(job, *_COMPUTING)}
         return right
 
     def evidence(self, job: Job) -> str:
         """What the file has of the kernel's phase: `shown`, `hinted` or nothing."""
-        phase, is_in_graph = job.at.phase, job.at.is_in_graph
-        if phase == Part.OPTIMIZER and job.act.name == ADAM:
+        phase, is_in_graph = job.act.phase, job.act.is_in_graph
+        if phase == Part.OPTIMIZER and job.name == ADAM:
             return "shown"
         around = self.around(job)
         if not phase or not around:
@@ -273,7 +275,7 @@ class Truth:
         ):
             return "shown"
         is_node = any(s.kind == "operator" and s.act.means == Part.BACKWARD for s in around)
-        if phase == Part.BACKWARD and (is_node or job.launch.thread == AUTOGRAD):
+        if phase == Part.BACKWARD and (is_node or job.launch.act.thread == AUTOGRAD):
             return "shown" if is_node else "hinted"
         is_hinted = self.plan.kind != "training" or (self.has_backward and not is_in_graph)
         return "hinted" if is_forward and is_hinted else ""
@@ -281,27 +283,27 @@ class Truth:
     @cached_property
     def has_backward(self) -> bool:
         """Whether something in the file shows a backward pass."""
-        return any(job.launch.thread == AUTOGRAD and self.around(job) for job in self.kernels)
+        return any(job.launch.act.thread == AUTOGRAD and self.around(job) for job in self.kernels)
 
     def module_of(self, job: Job) -> str:
         """The innermost module whose frame of Python was open at the launch, or, for a node of
         backward, at its operator of forward; empty for none.
         """
-        if self.plan.is_nsys or not self.around(job) or job.at.is_in_graph:
+        if self.plan.is_nsys or not self.around(job) or job.act.is_in_graph:
             return ""
         module = self.innermost("frame", MODULE, job.launch)
         node = self.innermost("operator", "autograd::", job.launch)
         if node is not None and (module is None or module.start_ns < node.start_ns):
             number = node.act.args.get("Sequence number", -1)
             for span in self.recorded.spans:
-                is_forward = span.thread == MAIN and span.kind == "operator"
+                is_forward = span.act.thread == MAIN and span.kind == "operator"
                 if is_forward and span.act.args.get("Sequence number") == number:
                     module = self.innermost("frame", MODULE, span)
         return "" if module is None else module.name
 
     def operator_of(self, job: Job) -> str:
         """The innermost operator around the launch; empty for none."""
-        if not self.around(job) or job.at.is_in_graph:
+        if not self.around(job) or job.act.is_in_graph:
             return ""
         operator = self.innermost("operator", "", job.launch)
         return "" if operator is None else operator.name
@@ -316,7 +318,7 @@ class Truth:
         (begun, ended), cut = self.bounds_of_host, self.plan.cut
         gaps = []
         for device in self.devices:
-            next_of = {j.start_ns: j for j in reversed(self.jobs) if j.at.device == device}
+            next_of = {j.start_ns: j for j in reversed(self.jobs) if j.act.device == device}
             busy = self.busy(device)
             between = [(start, end, False) for (_, start), (end, _) in pairwise(busy)]
             if busy and cut[0] == 0:
@@ -369,14 +371,14 @@ class Truth:
         """The phases of the jobs and of the next kernels that end idle times."""
         phases = set()
         for gap in self.gaps:
-            jobs = [job for job in self.jobs if job.at.device == gap.device]
+            jobs = [job for job in self.jobs if job.act.device == gap.device]
             after = [job for job in jobs if job.start_ns >= gap.end_ns]
-            kernels = [job for job in after if job.act.kind == "kernel"]
+            kernels = [job for job in after if job.kind == "kernel"]
             if gap.length_ns >= least_ns:
                 for job in after[:1] + kernels[:1]:
                     # what another thread launches is in the main thread's phase too
-                    phases |= self.phases_of(job) if job.launch.thread == LOADING else set()
-                    phases.add(job.at.phase)
+                    phases |= self.phases_of(job) if job.launch.act.thread == LOADING else set()
+                    phases.add(job.act.phase)
         return phases
 
     def is_open(self, name: str, gap: Gap) -> bool:

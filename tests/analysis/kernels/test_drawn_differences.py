@@ -50,7 +50,7 @@ class LongerBackward(Machine):
 
     def costs(self, act: Act) -> tuple[int, float, int]:
         duration, rate, between = super().costs(act)
-        is_longer = act.at.phase == Part.BACKWARD
+        is_longer = act.phase == Part.BACKWARD
         return duration + 500 * MICROSECOND * is_longer, rate, between
 
 
@@ -102,8 +102,8 @@ def named_parts(difference: Difference) -> dict[str, float]:
 
 def kernel_ns(plan: Plan, name: str, kind: type[Machine] = Machine) -> int:
     """The simulated time of one kernel over all steps."""
-    jobs = [job for job in simulate(plan, kind)[0].jobs if job.act.name == name]
-    return sum(job.end_ns - job.start_ns for job in jobs if job.at.step >= 0)
+    jobs = [job for job in simulate(plan, kind)[0].jobs if job.name == name]
+    return sum(job.end_ns - job.start_ns for job in jobs if job.act.step >= 0)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
@@ -122,7 +122,7 @@ def test_a_kernel_that_is_slower_or_new_is_named_first(
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: str(plan.seed))
 def test_a_wait_of_the_host_is_named_first(plan: Plan, tmp_path: Path) -> None:
-    waits = replace(plan, hides=Pause.NOTHING_SEEN)
+    waits = replace(plan, hides=Pause.NOTHING)
     difference = compared(profile(plan, tmp_path / "a"), profile(waits, tmp_path / "b"))
     name, time_s = next(iter(named_parts(difference).items()))
     assert name == "idle, host pause"
@@ -166,7 +166,7 @@ def test_differences_add_up_to_that_of_the_whole(tmp_path: Path) -> None:
         made = tmp_path / str(seed)
         made.mkdir()
         file = recorded(simulate(draw(seed))[0])
-        if any(job.act.kind == "kernel" for job in file.jobs):
+        if any(job.kind == "kernel" for job in file.jobs):
             profiles.append(summarise(attribute(read_trace(write(file, made))), source="drawn"))
     for pair in pairwise(profiles):
         sides = Sides(*pair)

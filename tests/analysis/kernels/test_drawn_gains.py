@@ -52,7 +52,7 @@ class Compiled(Machine):
     """Forward and backward have matmuls and attention only, which are launched at once."""
 
     def costs(self, act: Act) -> tuple[int, float, int]:
-        if act.kind != "kernel" or act.at.phase not in _COMPUTING:
+        if act.kind != "kernel" or act.phase not in _COMPUTING:
             return super().costs(act)
         is_kept = any(part in act.name for part in ("nvjet", "gemm", "flash"))
         return act.duration_ns if is_kept else 0, 0.0, 0
@@ -62,7 +62,7 @@ class Fused(Machine):
     """The optimizer takes no time."""
 
     def costs(self, act: Act) -> tuple[int, float, int]:
-        return (0, 0.0, 0) if act.at.phase == Part.OPTIMIZER else super().costs(act)
+        return (0, 0.0, 0) if act.phase == Part.OPTIMIZER else super().costs(act)
 
 
 class Ready(Machine):

@@ -54,7 +54,7 @@ def test_the_simulation_keeps_the_rules_of_streams_and_launches() -> None:
         for machine in simulate(draw(seed)):
             free: dict[tuple[int, int], int] = {}
             for job in machine.jobs:
-                key = job.at.device, job.act.stream
+                key = job.act.device, job.act.stream
                 assert job.launch.start_ns <= job.start_ns < job.end_ns
                 assert free.get(key, 0) <= job.start_ns
                 free[key] = job.end_ns
