@@ -247,10 +247,11 @@ def _reasons(profile: StepProfile, truth: Truth) -> Iterator[Score]:
             verdict = RIGHT if re.search(names, said) else NOT_SEEN
             yield Score("idle reasons", verdict, str(reason))
     for gap in profile.gaps:
-        alike = [one for one in truth.gaps if abs(one.length_ns - ns(gap.duration_s)) < 2_000]
+        length = ns(gap.duration_s)
+        alike = [one for one in truth.gaps if one.holds(length)]
         # a gap at the edge of a step is a part of one
         if gap.before and gap.host_range and alike and gap.duration_s > 1e-4:
-            is_right = any(truth.is_open(gap.host_range, one) for one in alike)
+            is_right = any(truth.is_open(gap.host_range, one, length) for one in alike)
             true = [one.reasons for one in alike][:2]
             yield _judged("idle reasons", is_right, "what was open", gap.host_range, true)
 

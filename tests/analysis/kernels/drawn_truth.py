@@ -15,7 +15,8 @@ Interval = tuple[int, int]
 MODULE = "nn.Module: "
 LAUNCHING, QUEUED = "launch", "queued"
 _TURNS = (Part.PREFILL, Part.DECODE)
-_COMPUTING = (Part.FORWARD, Part.LOSS, Part.BACKWARD, Part.OPTIMIZER)
+_COMPUTING = (Part.FORWARD, Part.LOSS, Part.BACKWARD)
+_UPDATING = (Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE)
 
 
 def times(events: Iterable[Job | Span]) -> list[Interval]:
@@ -61,6 +62,14 @@ class Gap:
     @property
     def length_ns(self) -> int:
         return self.end_ns - self.start_ns
+
+    def holds(self, length_ns: int) -> bool:
+        """Whether what is said to last so long may be this or, if allocations or batches divide it,
+        a piece of it.
+        """
+        is_divided = self.time_of((Pause.DATA, Pause.ALLOCATION)) > 0
+        rest = self.length_ns - length_ns
+        return rest > -2_000 and (rest < 2_000 or is_divided)
 
     def time_of(self, reasons: Iterable[str]) -> int:
         return sum(self.reasons.get(reason, 0) for reason in reasons)
@@ -252,10 +261,10 @@ class Truth:
         elif phase == Part.WEIGHTS:
             right = {Part.BACKWARD, "weight gradients"}
         elif phase in (Part.ZERO_GRAD, Part.CLIP):
-            owners = (Part.OPTIMIZER, Part.ZERO_GRAD, Part.CLOSURE)
-            right = {Part.OPTIMIZER} if self.ranges_around(job, *owners) else right
+            right = {Part.OPTIMIZER} if self.ranges_around(job, *_UPDATING) else right
         if job.launch.act.thread == LOADING:  # the main thread's phase, by when it was launched
             right |= {span.act.means for span in self.ranges_around(job, *_COMPUTING)}
+            right |= {Part.OPTIMIZER} if self.ranges_around(job, *_UPDATING) else set()
         return right
 
     def evidence(self, job: Job) -> str:
@@ -312,19 +321,21 @@ class Truth:
 
     @cached_property
     def gaps(self) -> list[Gap]:
-        """Times without work between the jobs of a device, and before its first job, if the file
-        begins with the program, and after its last, if it ends with it.
+        """Times without work between the jobs of a device, before its first one and after its last:
+        since and until the program begins and ends if the file has that, else any device works.
         """
-        (begun, ended), cut = self.bounds_of_host, self.plan.cut
+        first, last = self.bounds
+        if self.plan.cut[0] == 0:
+            first = self.bounds_of_host[0]
+        if self.plan.cut[1] == 1:
+            last = self.bounds_of_host[1]
         gaps = []
         for device in self.devices:
             next_of = {j.start_ns: j for j in reversed(self.jobs) if j.act.device == device}
             busy = self.busy(device)
             between = [(start, end, False) for (_, start), (end, _) in pairwise(busy)]
-            if busy and cut[0] == 0:
-                between.append((begun, busy[0][0], True))
-            if busy and cut[1] == 1:
-                between.append((busy[-1][1], ended, True))
+            if busy:
+                between += [(first, busy[0][0], True), (busy[-1][1], last, True)]
             for start, end, is_at_edge in between:
                 job = next_of.get(end)
                 launched = end if job is None else job.launch.end_ns
@@ -357,12 +368,8 @@ class Truth:
     def longest_idle(self) -> int:
         """The longest idle time of any device, also at the edges: a step may begin before them."""
         first, last = self.bounds
-        lengths = [self.bounds_of_host[1] - last, first - self.bounds_of_host[0]]
-        lengths += [gap.length_ns for gap in self.gaps]
-        for device in self.devices:
-            for start, end in self.busy(device)[:1] + self.busy(device)[-1:]:
-                lengths += [start - first, last - end]
-        return max(lengths)
+        edges = [self.bounds_of_host[1] - last, first - self.bounds_of_host[0]]
+        return max(edges + [gap.length_ns for gap in self.gaps])
 
     def idle_ns(self, reason: str) -> int:
         return sum(gap.time_of([reason]) for gap in self.gaps_between)
@@ -381,11 +388,11 @@ class Truth:
                     phases.add(job.act.phase)
         return phases
 
-    def is_open(self, name: str, gap: Gap) -> bool:
-        """Whether a range or frame of this name was open for a part of the idle time."""
+    def is_open(self, name: str, gap: Gap, length_ns: int) -> bool:
+        """Whether a range or frame of this name was open for a part of so much of the idle time."""
         bounds = gap.start_ns, gap.end_ns
         spans = [span for span in self.written if span.name == name]
-        return sum(overlap(part, bounds) for part in times(spans)) > 0.3 * gap.length_ns
+        return sum(overlap(part, bounds) for part in times(spans)) > 0.3 * length_ns
 
     @property
     def written(self) -> list[Span]:
