@@ -133,7 +133,8 @@ _ACTIVITY = "CUPTI_ACTIVITY_KIND_"
 def write_nsys(recorded: Recorded, path: Path) -> Path:
     """Write the export of nsys, which has ranges and calls, and neither operators nor frames."""
     events = [*recorded.spans, *recorded.jobs]
-    strings = {text: number for number, text in enumerate({event.name for event in events}, 1000)}
+    names = dict.fromkeys(event.name for event in events)
+    strings = {name: number for number, name in enumerate(names, start=1000)}
     correlation_of = _correlations(recorded)
     rows: defaultdict[str, list[Event]] = defaultdict(list)
     rows["StringIds"] = [{"id": number, "value": text} for text, number in strings.items()]

@@ -4,6 +4,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 Part = StrEnum(
@@ -70,10 +71,7 @@ def _of(*choices: object, training: bool = False) -> Any:
     return field(default=choices[0], metadata={"choices": choices, "training": training})
 
 
-def _trained(*choices: object) -> Any:
-    return _of(*choices, training=True)
-
-
+_trained = partial(_of, training=True)
 _SELDOM, _OFTEN = (False, False, False, False, True), (False, False, True)
 _HIDES = _trained(None, None, *tuple(Pause)[:5])
 
@@ -143,18 +141,14 @@ class Plan:
 
 
 def draw(seed: int) -> Plan:
-    """The plan of this seed."""
+    """The plan of this seed, without what its other parts forbid."""
     random_ = random.Random(seed)
     kind = random_.choices(list(STYLES_OF), [6, 1, 2, 1])[0]
-    values: dict[str, Any] = {"style": random_.choice(STYLES_OF[kind])}
+    drawn: dict[str, Any] = {"style": random_.choice(STYLES_OF[kind])}
     for option in fields(Plan):
         if option.metadata and (kind == "training" or not option.metadata["training"]):
-            values[option.name] = random_.choice(option.metadata["choices"])
-    return _possible(Plan(seed=seed, kind=kind, **values), random_)
-
-
-def _possible(plan: Plan, random_: random.Random) -> Plan:
-    """The plan without what its other parts forbid."""
+            drawn[option.name] = random_.choice(option.metadata["choices"])
+    plan = Plan(seed=seed, kind=kind, **drawn)
     if plan.style == "lightning":
         plan = replace(plan, micro_batches=1, ranks=1, optimizer="torch", graph="")
     if plan.is_nsys:
@@ -165,7 +159,9 @@ def _possible(plan: Plan, random_: random.Random) -> Plan:
             plan = replace(plan, cut=(0.0, 1.0), dropped="")
     if plan.ranks > 1 or plan.micro_batches > 1:
         plan = replace(plan, graph="")
-    if plan.graph:
-        plan = replace(plan, reads_in_forward=False)
     can_count = plan.micro_batches > 1 and plan.style in ("torch", "hashes")
-    return replace(plan, steps_of_micro=plan.steps_of_micro and can_count)
+    return replace(
+        plan,
+        reads_in_forward=plan.reads_in_forward and not plan.graph,
+        steps_of_micro=plan.steps_of_micro and can_count,
+    )

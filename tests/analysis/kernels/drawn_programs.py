@@ -12,58 +12,56 @@ MAIN, AUTOGRAD, LOADING = 1, 2, 3
 COMPUTE, COPIES, SIDE, COMMUNICATION = 7, 13, 17, 20
 MICROSECOND, MILLISECOND = 1_000, 1_000_000
 
-RULES = {
-    "program": "around?around{ train*steps?kind=training infer*steps?kind=inference "
-    "serve*turns?kind=server chunks*steps?kind=pipeline } wait_all",
-    "train": "batch?takes_outside step!steps_of_micro{ pass*micro_batches read?reads_loss } "
-    "log?decoy evaluate?evaluates?is_middle_step",
-    "pass": "step?steps_of_micro{ batch!takes_outside batch?takes_outside!is_first_micro "
-    "graph?graph=step{ closed?style=lightning open!style=lightning } }",
-    "closed": "closure{ torch_step!is_nsys{ forward{ forward_pass loss_pass } zero "
-    "backward{ backward_pass } clip?clips -optimizer{ update*devices } } }",
-    "open": "zero?zero_grad=first?is_first_micro forward{ graph?graph=parts{ "
-    "gather?is_sharded!ranks=1 forward_pass } read?reads_in_forward side?side_stream "
-    "loss_pass!names_loss } loss?names_loss{ loss_pass?names_loss } backward{ backward_pass } "
-    "finish?is_last_micro",
-    "finish": "hidden clip?clips optimizer?optimizer{ torch_step?optimizer=torch!is_nsys{ "
-    "update*devices?optimizer } } zero?zero_grad=last",
-    "batch": "-data{ data?loader{ own_loader?loader=get_batch{ "
-    "loader?loader!loader=get_batch!is_nsys{ fetch!limit=data fetch_long?limit=data } } } "
-    "prefetch?prefetches upload!prefetches }",
-    "prefetch": "loading{ copy_ahead divide } wait_copies",
-    "forward_pass": "compiled?compiled{ embed layer*layers move }",
-    "upload": "pageable?is_pageable wait_copy?is_pageable pinned!is_pageable",
-    "layer": "move Block_module?modules{ layer_body }",
-    "layer_body": "LayerNorm_module?modules{ norm!compiled fused_norm?compiled } "
-    "Linear_module?modules{ linear } Attention_module?modules{ attend } "
-    "gelu!compiled fused_gelu?compiled",
-    "loss_pass": "softmax nll",
-    "backward_pass": "autograd{ loss_node{ nll_back } layer_back*-layers move }",
-    "layer_back": "move node!compiled{ compiled_node?compiled{ Block_module?modules?checkpoints{ "
-    "layer_body?checkpoints attend_back mm mm } } } exchange?is_last_micro!ranks=1",
-    "exchange": "reduce!is_sharded scatter?is_sharded",
-    "update": "wait_ranks!ranks=1 change change change",
-    "change": "adam!optimizer=plain plain?optimizer=plain",
-    "zero": "zero_grad{ torch_zero?optimizer=torch!is_nsys{ fill?fills } }",
-    "clip": "-clip{ norm_grads scale_grads }",
-    "side": "side_waits side_gelu wait_side",
-    "hidden": "tokenize?hides=range{ collector?hides=collector{ autotune?hides=compiling{ "
-    "hide?hides } } }",
-    "log": "decoy{ add }",
-    "evaluate": "-evaluation{ forward_pass forward_pass read }",
-    "read": "download wait_copy",
-    "infer": "step{ batch forward{ graph?graph{ forward_pass } } read?reads_loss }",
-    "serve": "draw_turn -forward{ turn{ prepare graph?is_decode?graph{ forward_pass } } } "
-    "ponder?limit=host ponder?limit=data",
-    "ponder": "wait_event think",
-    "chunks": "attn mlp mlp attn",
-    "attn": "attn-F{ mm_forward mm_forward dispatch } attn-B{ mm mm dispatch } "
-    "attn-W{ mm mm dispatch }",
-    "mlp": "mlp-F{ mm_forward mm_forward combine } mlp-B{ mm mm combine } mlp-W{ mm mm combine }",
-}
-"""`name*count` repeats, `*-` backwards; `?` and `!` ask what the plan has or has not. What is in
-braces happens anyway, within a range, graph or thread if that is asked for; `-part` has no range.
+_GRAMMAR = """
+program: around?around{ train*steps?kind=training infer*steps?kind=inference
+  serve*turns?kind=server chunks*steps?kind=pipeline } wait_all
+train: batch?takes_outside step!steps_of_micro{ pass*micro_batches read?reads_loss } log?decoy
+  evaluate?evaluates?is_middle_step
+pass: step?steps_of_micro{ batch!takes_outside batch?takes_outside!is_first_micro
+  graph?graph=step{ closed?style=lightning open!style=lightning } }
+closed: closure{ torch_step!is_nsys{ forward{ forward_pass loss_pass } zero backward{
+  backward_pass } clip?clips -optimizer{ update*devices } } }
+open: zero?zero_grad=first?is_first_micro forward{ graph?graph=parts{ gather?is_sharded!ranks=1
+  forward_pass } read?reads_in_forward side?side_stream loss_pass!names_loss } loss?names_loss{
+  loss_pass?names_loss } backward{ backward_pass } finish?is_last_micro
+finish: hidden clip?clips optimizer?optimizer{ torch_step?optimizer=torch!is_nsys{
+  update*devices?optimizer } } zero?zero_grad=last
+batch: -data{ data?loader{ own_loader?loader=get_batch{ loader?loader!loader=get_batch!is_nsys{
+  fetch!limit=data fetch_long?limit=data } } } prefetch?prefetches upload!prefetches }
+prefetch: loading{ copy_ahead divide } wait_copies
+forward_pass: compiled?compiled{ embed layer*layers move }
+upload: pageable?is_pageable wait_copy?is_pageable pinned!is_pageable
+layer: move Block_module?modules{ layer_body }
+layer_body: LayerNorm_module?modules{ norm!compiled fused_norm?compiled } Linear_module?modules{
+  linear } Attention_module?modules{ attend } gelu!compiled fused_gelu?compiled
+loss_pass: softmax nll
+backward_pass: autograd{ loss_node{ nll_back } layer_back*-layers move }
+layer_back: move node!compiled{ compiled_node?compiled{ Block_module?modules?checkpoints{
+  layer_body?checkpoints attend_back mm mm } } } exchange?is_last_micro!ranks=1
+exchange: reduce!is_sharded scatter?is_sharded
+update: wait_ranks!ranks=1 change change change
+change: adam!optimizer=plain plain?optimizer=plain
+zero: zero_grad{ torch_zero?optimizer=torch!is_nsys{ fill?fills } }
+clip: -clip{ norm_grads scale_grads }
+side: side_waits side_gelu wait_side
+hidden: tokenize?hides=range{ collector?hides=collector{ autotune?hides=compiling{ hide?hides } }
+  }
+log: decoy{ add }
+evaluate: -evaluation{ forward_pass forward_pass read }
+read: download wait_copy
+infer: step{ batch forward{ graph?graph{ forward_pass } } read?reads_loss }
+serve: draw_turn -forward{ turn{ prepare graph?is_decode?graph{ forward_pass } } }
+  ponder?limit=host ponder?limit=data
+ponder: wait_event think
+chunks: attn mlp mlp attn
+attn: attn-F{ mm_forward mm_forward dispatch } attn-B{ mm mm dispatch } attn-W{ mm mm dispatch }
+mlp: mlp-F{ mm_forward mm_forward combine } mlp-B{ mm mm combine } mlp-W{ mm mm combine }
 """
+"""The acts of each rule: `name*count` repeats, `*-` backwards; `?` and `!` ask what the plan has or
+has not. What is in braces happens anyway, within a range, graph or thread if that is asked for;
+`-part` has no range.
+"""
+RULES = dict(re.findall(r"^(\w+): ((?:.|\n )*)", _GRAMMAR, re.M))
 _COUNTERS = {"micro_batches": "micro", "layers": "layer", "devices": "device"}
 _CHANGES: dict[str, dict[str, Any]] = {part: {"phase": part} for part in list(Part)[:9]}
 _CHANGES["evaluation"]["step"] = -1
@@ -216,11 +214,12 @@ class Writer:
 
     def write(self, rule: str) -> None:
         for symbol in RULES[rule].split():
-            parts = re.fullmatch(r"([-\w]+|})(?:\*(-?\w+))?(\S*?){?", symbol)
-            name, count, asked = parts.groups() if parts else ("", "", "")
+            name, count, asked = re.findall(r"^([-\w]+|})(?:\*(-?\w+))?(\S*?){?$", symbol)[0]
             is_asked = all(map(self.holds, re.findall(r"[?!][\w=]+", asked)))
             if name == "}":
-                self.close()
+                is_open, act, self.at = self.opened.pop()
+                if is_open:
+                    self.add(act._replace(verb="close"))
             elif symbol.endswith("{"):
                 self.open(name, is_asked)
             elif is_asked and count:
@@ -263,11 +262,6 @@ class Writer:
         text = STYLES[self.plan.style].get(part, "")
         return _open("range", text, means)._replace(label=self.facts["label"])
 
-    def close(self) -> None:
-        is_open, act, self.at = self.opened.pop()
-        if is_open:
-            self.add(act._replace(verb="close"))
-
     def act(self, name: str) -> None:
         if name in RULES:
             self.write(name)
@@ -299,15 +293,15 @@ class Writer:
         """
         layer, thread = self.facts["layer"], self.at["thread"]
         if act.operator == "aten::addmm":
-            number = self.numbers[thread]
+            number, of_forward = self.numbers[thread], 0
             self.numbers[thread] += 1
             if self.at["phase"] == Part.FORWARD:
                 self.nodes[layer] = number
-            return act._replace(args={"Sequence number": number, "Fwd thread id": 0})
-        if act.name.startswith("autograd::"):
-            number = self.nodes.get(layer, -1)
-            return act._replace(args={"Sequence number": number, "Fwd thread id": MAIN})
-        return act
+        elif act.name.startswith("autograd::"):
+            number, of_forward = self.nodes.get(layer, -1), MAIN
+        else:
+            return act
+        return act._replace(args={"Sequence number": number, "Fwd thread id": of_forward})
 
     def move(self) -> None:
         """Copy what was computed to the device of the layer, or to the first one outside of all
