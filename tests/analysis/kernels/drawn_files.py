@@ -101,8 +101,8 @@ def _device_events(
     args |= {"grid": [132, 1, 1]} if job.kind == "kernel" else {"bytes": 4096}
     if job.act.is_in_graph:
         args |= {"graph id": 2, "graph node id": number}
-    for key in {"Collective name", "In msg nelems"} & job.act.args.keys():
-        args[key] = job.act.args[key]
+    said = job.act.args if "Collective name" in job.act.args else {}
+    args |= {key: said[key] for key in ("Collective name", "In msg nelems") if said}
     yield _event(job, device, stream, args)
     arrow = {"ph": "f", "cat": "ac2g", "name": "ac2g", "bp": "e", "id": correlation}
     yield arrow | {"pid": device, "tid": stream, "ts": microseconds(BASE_NS + job.start_ns)}
