@@ -143,7 +143,7 @@ class Plan:
 def draw(seed: int) -> Plan:
     """The plan of this seed, without what its other parts forbid."""
     random_ = random.Random(seed)
-    kind = random_.choices(list(STYLES_OF), [6, 1, 2, 1])[0]
+    kind = random_.choices(list(STYLES_OF), [6, 2, 2, 1])[0]
     drawn: dict[str, Any] = {"style": random_.choice(STYLES_OF[kind])}
     for option in fields(Plan):
         if option.metadata and (kind == "training" or not option.metadata["training"]):
