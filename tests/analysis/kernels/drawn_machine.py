@@ -115,8 +115,10 @@ class Machine:
         name = "cudaLaunchKernel" if act.kind == "kernel" else "cudaMemcpyAsync"
         if act.name.startswith("triton_"):
             name = "cuLaunchKernelEx"  # Triton launches by the driver itself
-        what = Pause.WAITING if blocked else ""
-        return self.spend("call", name, blocked + int(pace * share), act, what)
+        call = self.spend("call", name, blocked + int(pace * share), act)
+        if blocked:  # in no phase, as it is no call that waits
+            self.doing.append(replace(call, name=Pause.WAITING, act=act._replace(phase="")))
+        return call
 
 
 def simulate(plan: Plan, kind: Callable[[Plan, int], Machine] = Machine) -> list[Machine]:

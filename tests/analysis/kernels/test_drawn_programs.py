@@ -62,13 +62,18 @@ some collectives run outside of the steps: seed=6270, kind="training", style="no
   limit="ranks", layers=3, loader="_SingleProcess", zero_grad="last", optimizer="plain", ranks=4,
   is_sharded=True, slow_rank=1, modules=True, hides=Pause.NOTHING, decoy="backward compatibility",
   reads_in_forward=True, fills=True
-the device waits outside of the steps, which are pieces of a cut file: seed=7230, kind="training",
+the device waits outside of the steps, which are pieces of a cut file: seed=7231, kind="training",
   style="deepspeed", is_nsys=True, steps=3, micro_batches=4, loader="_MultiProcessing",
   zero_grad="first", optimizer="", evaluates=True, reads_loss=False, queue=24, is_sharded=True,
   hides=Pause.NOTHING, reads_in_forward=True, cut=(0.3, 0.7), fills=True
+a copy whose call is lost does not put the wait for it in a phase: seed=4, kind="training",
+  style="lightning", limit="copies", steps=5, zero_grad="first", dropped="call", cut=(0.0, 0.8),
+  is_pageable=True
+a kernel without its launch is in no phase: seed=0, kind="training", style="lightning",
+  is_nsys=True, steps=2, loader="get_batch", zero_grad="first", devices=2, dropped="call"
 """
 ONCE_FALSE = dict(re.findall(r"^(\w[^:]*): ((?:.|\n )*)", _PLANS, re.M))
-"""What was not understood once, and the plan of a program of which something false was said."""
+"""What was not understood once or is seldom drawn, and the plan of a program that shows it."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))
