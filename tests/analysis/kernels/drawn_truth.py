@@ -347,8 +347,13 @@ class Truth:
     def _reasons(self, start: int, end: int, launched: int) -> dict[str, int]:
         launched = min(max(launched, start), end)
         reasons = Counter({QUEUED: end - launched})
+        # a short wait for data in no range is a time in which something was prepared
+        is_short = not self.plan.loader and self.plan.limit != "data"
         for doing in self.recorded.doing:
-            reasons[doing.name] += overlap((doing.start_ns, doing.end_ns), (start, launched))
+            is_unseen = is_short and doing.name == Pause.DATA
+            reasons[Pause.PREPARING if is_unseen else doing.name] += overlap(
+                (doing.start_ns, doing.end_ns), (start, launched)
+            )
         reasons[LAUNCHING] = max(end - start - reasons.total(), 0)
         return dict(+reasons)
 
