@@ -169,10 +169,13 @@ def rank_peak_bytes(config: RunConfig) -> int | None:
 
 
 def _shared_out(config: RunConfig) -> tuple[dict[Category, float], int]:
-    """The share of each category that a rank keeps, and what it keeps in addition: buckets, or
-    gathered blocks.
+    """What a rank of several keeps of the memory of one process, and what in addition.
 
-    The gathered embedding, which is there before the first block and after the last, is left out.
+    The first is the share (0 to 1) of the bytes of each category that a rank keeps; categories that
+    are missing it keeps whole. The second is in bytes: with PyTorch's DDP the buckets, in which all
+    gradients lie; with a sharded model the parameters that are gathered at once, which are the
+    largest block and those that are gathered ahead of it, and what belongs to no block. The
+    gathered embedding, which is there before the first block and after the last, is left out.
     """
     parameters = count_parameters(config.model)
     if not config.is_shared:
