@@ -87,7 +87,8 @@ def test_nothing_false_is_said_of_drawn_programs(part: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("cause", ONCE_FALSE)
 def test_nothing_false_is_said_where_it_once_was(cause: str, tmp_path: Path) -> None:
-    plan = eval(f"Plan({ONCE_FALSE[cause]})", {"Plan": Plan, "Pause": Pause})
+    text = " ".join(ONCE_FALSE[cause].split())
+    plan = eval(f"Plan({text})", {"Plan": Plan, "Pause": Pause})
     made = scores(plan, tmp_path)
     assert made
     assert not [score for score in made if score.verdict == FALSE]
