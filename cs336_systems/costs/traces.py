@@ -93,7 +93,9 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
     is_odd = model.attention is Attention.SDPA and (
         model.d_head % 8 > 0 or model.d_head > MAX_FLASH_WIDTH
     )
-    # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
+    # kernels of the fast model are chosen by sizes, ranks pad the parts of parameters, and no axis
+    # names heads of keys and values
+    is_odd = is_odd or model.num_kv_heads > 0
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
     sizes = axes(config)

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336.config import Arch, ModelConfig, Parallel, Phase, Precision, Profiler, RunConfig
+from cs336.config import (
+    Arch,
+    ModelConfig,
+    OptimizerKind,
+    Parallel,
+    Phase,
+    Precision,
+    Profiler,
+    RunConfig,
+)
 from cs336.record import Status, WarningCode, read_record
 from cs336.sweep.keep import Listener
 from cs336.sweep.run import run_sweep
@@ -22,8 +31,25 @@ pytestmark = pytest.mark.timeout(280)
 SHAPE = ModelConfig(vocab_size=37, context_length=8, d_model=24, d_ff=40, num_layers=2, num_heads=2)
 ALONE = RunConfig(size="custom", model=SHAPE, batch_size=4, warmup_steps=2, measured_steps=3)
 SHARED = replace(ALONE, parallel=Parallel.DDP_NAIVE, ranks=2, batch_size=2)
+IN_PARTS = replace(SHARED, batch_size=1, accumulate_steps=2)
 RUNS = {
     "alone": ALONE,
+    "micro-batches alone": replace(ALONE, batch_size=1, accumulate_steps=4),
+    "micro-batches alone, fast in bf16": replace(
+        ALONE,
+        batch_size=1,
+        accumulate_steps=4,
+        precision=Precision.BF16,
+        optimizer=OptimizerKind.FUSED,
+        cast_once=True,
+        fused_blocks=True,
+        fused_loss=True,
+    ),
+    **{
+        f"micro-batches {way}": replace(IN_PARTS, parallel=way)
+        for way in Parallel
+        if way is not Parallel.NONE and way.adds_micro_batches
+    },
     **{
         str(way): replace(SHARED, parallel=way)
         for way in (Parallel.DDP_FLAT, Parallel.FSDP, Parallel.FSDP2)
@@ -76,7 +102,7 @@ def test_losses_are_those_of_one_process_with_the_whole_batch(swept, name):
         assert records[name].losses == pytest.approx(expected, abs=of_losses(ALONE, dtype))
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "alone"])
+@pytest.mark.parametrize("name", [name for name in RUNS if "alone" not in name])
 def test_each_step_is_the_slowest_ranks(swept, name):
     record = swept[0][name]
     assert [rank.rank for rank in record.ranks] == [*range(record.config.ranks)]
