@@ -210,8 +210,8 @@ class Names:
 TensorKey = tuple[Category, str, str, int, str]
 """Category, label, shape, bytes per element and stream of a kind of tensor."""
 OperationKey = tuple[Any, ...]
-"""Views before the operation, the name of the method of _Maker that makes it, and that method's
-arguments.
+"""Views before the operation, the name of the method of OperationMaker that makes it, and that
+method's arguments.
 """
 
 
@@ -278,7 +278,7 @@ class Tape(msgspec.Struct, eq=False, dict=True):
     @cached_property
     def operations(self) -> list[Operation]:
         """Each operation by its number."""
-        maker, operations = _Maker(self.names), []
+        maker, operations = OperationMaker(self.names), []
         for views, make, *arguments in self.makes:
             operations.append(replace(getattr(maker, make)(*arguments), views=views))
         return operations
@@ -344,7 +344,7 @@ class Tape(msgspec.Struct, eq=False, dict=True):
 
 
 @dataclass(frozen=True)
-class _Maker:
+class OperationMaker:
     """Makes operations for the sizes of axes, from the names of methods and their arguments,
     which are kept as JSON.
     """

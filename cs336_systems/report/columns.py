@@ -258,6 +258,20 @@ COLUMNS = (
         "peak_gib": Column(
             "memory", "GiB", "Peak of the rank that keeps most.", write=three_digits
         ),
+        "layout": text_column(
+            "layout",
+            "How GPUs share a step: DP replicas, FSDP or ZeRO shards, TP tensor, PP pipeline, CP "
+            "context and EP expert ranks.",
+        ),
+        "micro_batch": count_column("batch", "Sequences of one forward pass of a rank."),
+        "accumulate": count_column("times", "Micro-batches of a step, one after the other."),
+        "checkpoint": Column(
+            "checkpoints", "", "1: each block keeps its input only.", 3, write=str
+        ),
+        "bubble_ms": rounded_ms("bubble", "Time in which stages of a pipeline wait.", 5),
+        "run_by": text_column(
+            "run by", "The command that runs it here, or what of it is not run here.", 6
+        ),
         "most_ranks": Column(
             "ranks, at most",
             "",
