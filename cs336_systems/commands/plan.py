@@ -7,18 +7,23 @@ from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Any
 
-from ..config import Attention, Device, OptimizerKind, Precision, RunConfig
-from ..costs.hardware import DeviceSpec
+from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
+from ..costs.curves import MATMUL_EFFICIENCY
+from ..costs.depth import of_depth
+from ..costs.derivation import Paper, Sizes, feed
+from ..costs.hardware import DeviceSpec, devices_called
 from ..costs.layout_cost import why_unknown
 from ..costs.networks import links_of
 from ..costs.ranks_time import Links
+from ..costs.shards import FP32_BYTES, factor_bytes
+from ..costs.traces import require_tape
 from ..costs.training import Training, plan_training
 from ..report.words import GIB, GIGA
 from ..studies.ceilings_files import Ceilings
 from . import flags
 from .account import ForecastArguments, curves_meant
 from .configure import make_config
-from .outcome import OK, checked, show
+from .outcome import OK, UsageError, checked, show
 
 MAX_GB_PER_S = 1e6
 USUAL_CONTEXT = 4096
@@ -29,8 +34,8 @@ USUAL_BATCH_TOKENS = 2**22
 """Tokens of a step of a whole training: models of some billions take about 4 million."""
 USUAL_SEQUENCES = 4
 """Sequences of each GPU in a single step, as elsewhere."""
-GPUS = re.compile(r"(?:(\d+)x)??(\d+)(?:x(\D.*))?", re.IGNORECASE)
-"""`64`, `64xH100`, or `2x8xH100` for two nodes of eight."""
+GPUS = re.compile(r"(\d+)(?:x(.+))?", re.IGNORECASE)
+"""A number, and after it the name of a GPU or how many a node has: `64`, `64xH100`, `2x8xH100`."""
 
 
 @flags.with_flags(
@@ -79,6 +84,10 @@ class PlanArguments(flags.Flags, ForecastArguments):
     ] = None
     """Rate at which each GPU sends to others of its node (GB/s)."""
     model: flags.Flat[flags.ModelArguments] = field(default_factory=flags.ModelArguments)
+    derive: flags.Switch = False
+    """Instead, say what ranks compute and send on paper: expressions beside their numbers, for a
+    block and its feed-forward network, and the most ranks before communication limits.
+    """
     json: flags.Switch = False
     """Print JSON instead of tables."""
 
@@ -88,12 +97,19 @@ class PlanArguments(flags.Flags, ForecastArguments):
         ValueError for a text that says none.
         """
         match = GPUS.fullmatch(self.gpus.strip())
-        count = int(match[2]) * int(match[1] or 1) if match else 0
-        if match is None or not 1 <= count <= 2**20:
+        count, in_node, name = 0, None, None
+        if match is not None:
+            count, name = int(match[1]), match[2]
+        # such as 4090, which is a name
+        is_name = name is None or bool(devices_called(name))
+        if not is_name and (of_node := GPUS.fullmatch(name or "")) is not None:
+            in_node, name = int(of_node[1]), of_node[2]
+            count *= in_node
+        if not 1 <= count <= MAX_RANKS:
             raise ValueError(
                 f"--gpus must be a number, such as 8, 64xH100 or 2x8xH200, got {self.gpus[:40]!r}"
             )
-        return count, int(match[2]) if match[1] else None, match[3]
+        return count, in_node, name
 
     def check(self) -> None:
         """Raise ValueError for values out of range and for flags that do not go together."""
@@ -205,20 +221,70 @@ def run(arguments: PlanArguments) -> int:
     """Print the plan, and write it if --output is given."""
     checked(arguments.check)
     config = checked(arguments.config)
+    for blocks in (1, 2):
+        require_tape(of_depth(config, blocks))
     ceilings = checked(arguments.known_ceilings)
     training = checked(_training, arguments, config, ceilings)
+    if arguments.derive:
+        return _derive(arguments, training, ceilings)
     plan = plan_training(training)
     from ..files import encode_json
-    from ..report.formats import texts_of, write_files
+    from ..report.formats import pngs_of, texts_of, write_files
     from ..report.sections.plan import plan_answer, plan_json, plan_section
 
     section = plan_section(plan)
     if arguments.output is not None:
-        write_files(texts_of(section), arguments.output, arguments.formats)
+        files = texts_of(section) | pngs_of(section)
+        write_files(files, arguments.output, arguments.formats)
     show(
         section.tables,
         arguments.output,
         plan_answer(plan),
         json=encode_json(plan_json(plan)) if arguments.json else None,
     )
+    return OK
+
+
+def _derive(arguments: PlanArguments, training: Training, ceilings: Ceilings) -> int:
+    """Print what ranks compute and send on paper, and write it if --output is given."""
+    from ..files import encode_json
+    from ..report.formats import texts_of, write_files
+    from ..report.sections.derivation import Derivation, derivation_section
+
+    config, links = training.config, training.links
+    flops_per_s = None
+    if training.curves.is_measured:
+        flops_per_s = ceilings.flops_per_s(training.device_name, config.precision)
+    if flops_per_s is None and training.peak_flops_per_s is not None:
+        flops_per_s = MATMUL_EFFICIENCY * training.peak_flops_per_s
+    if flops_per_s is None:
+        raise UsageError(f"the rate of {training.device_name} in matmuls is not known")
+    within = min(training.gpus, links.gpus_per_node)
+    rate = links.node_bytes_per_s
+    if training.gpus > within and links.network_bytes_per_s is not None:
+        rate = min(rate, links.network_bytes_per_s)
+    element_bytes = factor_bytes(config.precision)
+    sizes = Sizes(
+        B=training.step_tokens,
+        D=config.model.d_model,
+        D_FF=config.model.d_ff,
+        C=flops_per_s,
+        W=rate,
+        X=training.gpus // within,
+        Y=within,
+        e=element_bytes,
+        g=FP32_BYTES,
+    )
+    paper = Paper(
+        tokens=training.step_tokens,
+        feed=feed(config.model),
+        flops_per_s=flops_per_s,
+        links=links,
+        element_bytes=element_bytes,
+    )
+    section = derivation_section(Derivation(model=config.model, sizes=sizes, paper=paper))
+    if arguments.output is not None:
+        write_files(texts_of(section), arguments.output, arguments.formats)
+    json = encode_json(list(section.rows)) if arguments.json else None
+    show(section.tables, arguments.output, json=json)
     return OK

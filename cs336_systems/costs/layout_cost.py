@@ -4,7 +4,7 @@ foretold.
 
 from dataclasses import dataclass, replace
 
-from ..config import Attention, Mode, OptimizerKind, RunConfig
+from ..config import Attention, Mode, OptimizerKind, Precision, RunConfig
 from .accounting import step_flops
 from .curves import Curves
 from .depth import DepthError, has_step_by_depth, of_depth
@@ -72,6 +72,8 @@ def why_unknown(config: RunConfig) -> str:
         return "layouts of a model of your own are not foretold"
     if config.optimizer is not OptimizerKind.FUSED or config.model.attention is not Attention.SDPA:
         return "layouts are foretold for the fused optimizer and fused attention"
+    if config.precision is Precision.FP16:
+        return "precision fp16 has a gradient scaler that waits for the device; use bf16"
     if config != config.without_shortcuts or not is_predictable(of_depth(config.alone, 1)):
         return "the step has settings whose memory is not foretold"
     return ""

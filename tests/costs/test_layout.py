@@ -3,21 +3,19 @@ published and simulated forms, and what has to hold between neighbours.
 """
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 
-from cs336.config import SIZES, Attention, Device, OptimizerKind, Phase, Precision, RunConfig
+from cs336.config import SIZES, Attention, Device, OptimizerKind, Precision, RunConfig
 from cs336.costs.curves import data_sheet_curves
 from cs336.costs.depth import step_by_depth
 from cs336.costs.hardware import find_device
-from cs336.costs.layout import Layout, layouts
+from cs336.costs.layout import Layout
 from cs336.costs.layout_cost import LayoutCost, layout_cost
-from cs336.costs.layout_memory import Rank, fullest_rank_bytes
-from cs336.costs.memory import allocated_levels, predict_memory, rounded_bytes
-from cs336.costs.ranks_time import Links, ranks_step_time
+from cs336.costs.layout_memory import fullest_rank_bytes
+from cs336.costs.memory import allocated_levels, rounded_bytes
+from cs336.costs.ranks_time import Links
 from cs336.costs.tape import phases_of
-from cs336.costs.time import step_time
 from cs336.costs.traces import tape_of
 
 H100 = find_device("H100 80GB HBM3")

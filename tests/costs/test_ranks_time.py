@@ -26,6 +26,7 @@ from cs336.config import (
 from cs336.costs.accounting import count_parameters
 from cs336.costs.communication import Collective, CollectiveCall, calls, stages
 from cs336.costs.curves import Curves, Matmul
+from cs336.costs.derivation import Paper, Scheme, feed, largest_ranks
 from cs336.costs.ranks_time import (
     Links,
     RanksTime,
@@ -33,7 +34,6 @@ from cs336.costs.ranks_time import (
     predicted_time,
     ranks_step_time,
 )
-from cs336.costs.scale import PARALLEL, Paper, Scheme, feed, largest_ranks
 from cs336.costs.shards import LOOKUP, REST, units
 from cs336.costs.time import step_time
 from cs336.record import load_records
@@ -283,6 +283,9 @@ def test_collectives_among_as_many_ranks_are_needed() -> None:
 
 
 # the inequalities against the forecast
+
+PARALLEL = {Scheme.DATA: Parallel.DDP, Scheme.SHARDED: Parallel.FSDP}
+"""The ways of the inequalities whose steps are forecast."""
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, own_parameters, why_untraced
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
-from ..words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, amount, ratio, rounded, significant
+from ..words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, ratio, rounded, significant
 
 ALL = "all"
-QUANTITY_KEYS = ("quantity", "amount", "unit", "how")
 FLOPS = ("forward", "backward", "step")
 CSV_COLUMNS = (
     "component",
@@ -470,48 +469,3 @@ def _fit_table(config: RunConfig, memory_bytes: int) -> Table:
             notes.append(f"A context of {longest + 1:,} cannot be traced: {reason}")
     title = f"What fits {significant(memory_bytes / GIB)} GiB"
     return quantity_table(title, rows, notes, ("question", "answer"))
-
-
-UNITS = (("days", 86_400), ("hours", 3600), ("minutes", 60))
-"""Units of the time of a training, the largest first."""
-
-
-def days_table(
-    *,
-    parameters: float,
-    tokens: float,
-    peak_flops_per_s: float,
-    peak_source: str,
-    count: int,
-    mfu: float,
-) -> Table:
-    """How many days training takes, or hours, minutes, seconds; `peak_source` says where the
-    peak comes from.
-    """
-    flops = accounting.rule_of_thumb_flops(parameters, tokens)
-    flops_per_s = count * peak_flops_per_s * mfu
-    training_s = flops / flops_per_s
-    # the largest unit of which the time is one or more, seconds for less than all
-    unit, unit_s = next((unit for unit in UNITS if training_s >= unit[1]), ("s", 1))
-    time = training_s / unit_s
-    rows = [
-        ("parameters N", parameters, "", "given"),
-        ("tokens T", tokens, "", "given"),
-        ("FLOPs of the training", flops, "FLOP", f"{accounting.TRAINING_FLOPS} N T"),
-        ("peak of one device", peak_flops_per_s, "FLOP/s", peak_source),
-        ("devices", count, "", "given"),
-        ("MFU", mfu, "", "given"),
-        ("FLOPs per second", flops_per_s, "FLOP/s", "devices x peak x MFU"),
-        ("time", training_s, "s", "FLOPs / FLOPs per second"),
-    ]
-    if unit_s > 1:
-        rows.append(("time", time, unit, f"seconds / {unit_s:,}"))
-    backward = accounting.TRAINING_FLOPS - accounting.FORWARD_FLOPS
-    note = (
-        f"Each parameter takes {accounting.TRAINING_FLOPS} FLOPs per token: "
-        f"{accounting.FORWARD_FLOPS} in forward, a multiply-add, and {backward} in backward, one "
-        "product for the gradient of the input and one for that of the weight. MFU is the share "
-        "of the promised dense peak that is put to these FLOPs. Attention's scores and values "
-        "come on top, and so do restarts."
-    )
-    return quantity_table(f"Training takes {amount(time)} {unit}", rows, [note], QUANTITY_KEYS)
