@@ -37,7 +37,7 @@ def status(command, argv):
 
 
 assert status(cli.main, ["account"]) == 0
-assert status(cli.main, ["plan", "--size", "8B", "--tokens", "1T", "--gpus", "8xH100"]) == 0
+assert status(cli.main, ["plan", "--size", "8B", "--tokens", "1T", "--gpus", "8xB200"]) == 0
 assert status(cli.main, ["--help"]) == 0  # which imports the flags of every command
 for command in (cli.benchmark, cli.sweep, cli.precision):
     assert status(command, ["--help"]) == 0

@@ -110,7 +110,8 @@ class Layout:
     def neighbours(self, axis: str, gpus_per_node: int) -> int:
         """How many ranks of a group of this axis a node has."""
         stride = prod(getattr(self, nearer) for nearer in AXES[: AXES.index(axis)])
-        return max(1, min(getattr(self, axis), gpus_per_node // stride))
+        ranks: int = getattr(self, axis)
+        return max(1, min(ranks, gpus_per_node // stride))
 
     @property
     def label(self) -> str:

@@ -128,13 +128,13 @@ def fullest_rank_bytes(config: RunConfig, layout: Layout) -> int:
     """
     rank = Rank(config=config, layout=layout)
     if layout.pipeline == 1:
-        return _StageMemory(rank, is_first=True, is_last=True).peak_bytes()
-    first = _StageMemory(rank, is_first=True, is_last=False)
-    last = _StageMemory(rank, is_first=False, is_last=True)
+        return StageMemory(rank, is_first=True, is_last=True).peak_bytes()
+    first = StageMemory(rank, is_first=True, is_last=False)
+    last = StageMemory(rank, is_first=False, is_last=True)
     return max(first.peak_bytes(), last.peak_bytes())
 
 
-class _StageMemory:
+class StageMemory:
     """The memory of a stage of a pipeline, or of all blocks."""
 
     def __init__(self, rank: Rank, *, is_first: bool, is_last: bool) -> None:
@@ -176,20 +176,22 @@ class _StageMemory:
                 peak = level
         return level, peak
 
+    def kept_bytes(self, blocks: int) -> int:
+        """Activations that a micro-batch keeps in so many blocks until its backward pass."""
+        live = self._rank.step.live(Phase.BACKWARD, blocks)
+        return sum(
+            count * self._size(kind)
+            for kind, count in live.items()
+            if kind[0] is Category.ACTIVATIONS
+        )
+
     def _in_flight_bytes(self) -> int:
         """Activations of micro-batches that wait for their backward pass while another one is at
         the peak; the last stage runs it at once.
         """
         if not self._is_first:
             return 0
-        step, blocks = self._rank.step, self._rank.blocks
-        kept = step.live(Phase.BACKWARD, blocks)
-        kept_bytes = sum(
-            count * self._size(kind)
-            for kind, count in kept.items()
-            if kind[0] is Category.ACTIVATIONS
-        )
-        return round((self._layout.in_flight - 1) * kept_bytes)
+        return round((self._layout.in_flight - 1) * self.kept_bytes(self._rank.blocks))
 
     def _size(self, kind: TensorKey) -> int:
         """Bytes that a rank of this stage has of a tensor of this kind."""
