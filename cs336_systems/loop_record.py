@@ -84,6 +84,67 @@ class LoopFlops:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Memory of the device that one category of tensors held in one part of a model."""
+
+    category: str
+    module: str = ""
+    """Path of the part, with a star for the number in a list; empty where it is of no part."""
+    held_bytes: int
+    count: int
+    """Number of storages; 0 where only their sum is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The largest batch whose steps fit, by a trace of the model."""
+
+    batch_size: int
+    """0 if not even one sample fits."""
+    is_checkpointed: bool
+    """Whether every block of the model is put into torch.utils.checkpoint."""
+    peak_bytes: int
+    """Largest sum of tensors in these steps."""
+    reserved_bytes: int
+    """What PyTorch's allocator would take from the driver for them, if it had more room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutOfMemory:
+    """Why memory did not suffice for a step, which ended with torch.OutOfMemoryError. None and
+    empty are what was not seen.
+    """
+
+    step: int
+    """The step, from 0 for the first measured one; negative in the warm-up."""
+    doing: str
+    """Forward, backward, optimizer or other."""
+    requested_bytes: int | None = None
+    line: str = ""
+    """The innermost line that is not PyTorch's."""
+    called_at: str = ""
+    """The line of the loop."""
+    module: str = ""
+    """Path of the innermost module that ran; in backward, of the one whose gradient was next."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    total_bytes: int | None = None
+    room_bytes: int | None = None
+    """What PyTorch's allocator may have on this device in all, beside what others hold."""
+    others_bytes: int | None = None
+    """What other programs and the CUDA context hold."""
+    holders: tuple[Holder, ...] = ()
+    """The largest first; their sum is `reserved_bytes` where that is known."""
+    batch_size: int | None = None
+    fits: tuple[Fit, ...] = ()
+    traced_batches: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    """What the trace takes for granted, because it was not seen."""
+    not_foretold: str = ""
+    """Why there is nothing in `fits`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoopRecord:
     """What was seen of a watched loop, kept in its record; None or empty is what was not seen.
 
@@ -114,3 +175,5 @@ class LoopRecord:
     """The rank of this record; None for one process."""
     other_ranks: tuple[LoopRank, ...] = ()
     """What the other ranks have written; readers add it."""
+    out_of_memory: OutOfMemory | None = None
+    """The last step for which memory did not suffice."""

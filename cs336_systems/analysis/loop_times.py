@@ -9,6 +9,7 @@ from ..loop_record import LoopRecord
 from ..record import RunRecord
 from .loop_advice import between_verdict, memory_sentence, rank_sentence
 from .loop_causes import slow_sentence
+from .shortage import shortage_sentences
 
 UNITS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
 LIMITING_DATA = 0.1
@@ -89,11 +90,13 @@ class LoopTimes:
 
 
 def loop_sentences(record: RunRecord) -> list[str]:
-    """Why steps of a watched loop were slow, what differs between its steps, what lies between
-    them, whether data limits it, and what its model computes in a step.
+    """Why memory did not suffice, why steps of a watched loop were slow, what differs between its
+    steps, what lies between them, whether data limits it, and what its model computes in a step.
     """
     seen = record.seen or LoopRecord()
+    shortage = seen.out_of_memory
     return [
+        *([] if shortage is None else shortage_sentences(shortage)),
         *_cause_sentences(record),
         *_token_sentences(seen),
         *_between_sentences(record),

@@ -172,16 +172,18 @@ class FusionArguments(StudyArguments):
 
 USUAL_CEILINGS: Mapping[Device, dict[str, tuple[Any, ...]]] = {
     Device.CUDA: {
-        "sizes": (256, 512, 1024, 2048, 4096, 8192, 16384),
-        "presets": ("small", "medium", "large", "xl", "2.7B", "gpt2"),
+        "sizes": (256, 1024, 4096, 8192, 16384),
+        "presets": ("gpt2",),
         "memory_mib": (1, 4, 16, 64, 256, 1024, 4096),
         "step_presets": (),
+        "attention_contexts": (256, 1024, 4096, 16384, 65536),
     },
     Device.CPU: {
         "sizes": (64, 128, 256, 512, 1024),
         "presets": ("tiny",),
         "memory_mib": (1, 16, 64, 128),
         "step_presets": ("tiny",),
+        "attention_contexts": (),
     },
 }
 """What `cs336 ceilings` measures unless flags say otherwise, by their names."""
@@ -205,8 +207,7 @@ class CeilingsArguments(StudyArguments):
     ] = None
     """Sides of square matrices."""
     presets: Annotated[
-        tuple[str, ...] | None,
-        flags.unset("[SIZE ...]", "small medium large xl 2.7B gpt2 on a GPU, tiny on a CPU"),
+        tuple[str, ...] | None, flags.unset("[SIZE ...]", "gpt2 on a GPU, tiny on a CPU")
     ] = None
     """Model sizes whose layer shapes are measured: the first feed-forward matrix product (at batch
     4 and the size's context) and, if the vocabulary is no multiple of 8, the LM head with and
@@ -224,6 +225,11 @@ class CeilingsArguments(StudyArguments):
     """Model sizes of whose training steps the matrices of every kernel are measured too, with
     passes over memory as steps make them: what makes the forecast of times exact for these steps.
     """
+    attention_contexts: Annotated[
+        tuple[int, ...] | None,
+        flags.unset("[INT ...]", "256 to 65536, by fours, on a GPU, none on a CPU"),
+    ] = None
+    """Context lengths at which fused attention is measured with few and many heads."""
     name: Annotated[str | None, flags.unset("NAME", "the device's")] = None
     """Name of the directory."""
 
@@ -246,6 +252,7 @@ class CeilingsArguments(StudyArguments):
             stream_bytes=tuple(size * MIB for size in asked["memory_mib"]),
             world_size=world_size,
             step_presets=asked["step_presets"] or None,
+            attention_contexts=asked["attention_contexts"] or None,
         )
         return grid
 

@@ -136,11 +136,11 @@ def _largest(config_of: Callable[[int], RunConfig], asked: int, memory_bytes: in
         return None
     room_bytes = memory_bytes - outside_bytes(config_of(asked))
     if tape_of(config_of(asked)).axes:
-        return _last_that_fits(lambda number: tape_of(config_of(number)), room_bytes)
+        return last_that_fits(lambda number: tape_of(config_of(number)), room_bytes)
     return _last_traced(config_of, asked, room_bytes)
 
 
-def _last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
+def last_that_fits(tape_at: Callable[[int], Tape], room_bytes: int) -> int:
     """The last number whose tape fits, found by doubling and bisection, or 0; `tape_at` raises
     ValueError for numbers that are too large.
     """
@@ -208,6 +208,6 @@ def _next_to_trace(tapes: Mapping[int, Tape], below: int, above: int, room_bytes
             raise ValueError("too far from the traced ones")
         return interpolated(recent, number)
 
-    estimate = _last_that_fits(tape_at, room_bytes)
+    estimate = last_that_fits(tape_at, room_bytes)
     # if `below` itself is the estimate, the next number is traced to confirm that it does not fit
     return max(estimate, below + 1) if below <= estimate < above else round_number

@@ -24,6 +24,7 @@ from ..text import inert_line, print_line, shortened
 from .column import Column
 from .configurations import step_results
 from .section import FINDING, Table
+from .sections.shortage import shortage_table
 from .sections.steps import results_table, step_answer
 from .words import own_place, own_traceback
 
@@ -103,6 +104,8 @@ def print_run(
             console.print(plain(line), soft_wrap=True)
     for sentence in loop_sentences(record):
         print_line(sentence)
+    if record.seen is not None and record.seen.out_of_memory is not None:
+        print_table(shortage_table(record.seen.out_of_memory))
     for warning in record.warnings:
         console.print(f"[yellow]{warning.code}[/]: {plain(warning.message)}")
     print_line(f"record: {path}")

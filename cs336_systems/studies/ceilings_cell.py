@@ -7,7 +7,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from ..config import FP8_MULTIPLE, Device, ModelConfig, Phase, Precision, RunConfig
+from ..config import (
+    FP8_MULTIPLE,
+    Attention,
+    Device,
+    Mode,
+    ModelConfig,
+    OptimizerKind,
+    Phase,
+    Precision,
+    RunConfig,
+)
 from ..costs.tape import MATMULS_OF, Form, Pass
 from ..costs.time import host_calls
 from ..measure.precision import apply_math_mode
@@ -45,7 +55,7 @@ PRODUCT_DTYPES = DTYPES | {ProductPrecision.FP8: torch.float8_e4m3fn}
 FP8_CAPABILITY = (8, 9)
 """Compute capability from which NVIDIA GPUs multiply fp8 in hardware."""
 LAUNCHES_IN_GRAPH = 1000
-LOOPS, LOOP_S = 3, 0.01
+LOOPS, LOOP_S = 3, 0.005
 """Number and least time of the loops of each kernel of a step: few and short, because there are
 hundreds of them.
 """
@@ -61,6 +71,16 @@ NARROW = RunConfig(
 """A training step with the operations of `small`, each of which a GPU ends long before the host
 launches the next.
 """
+NARROW_STEPS = {
+    LaunchKind.STEP: NARROW,
+    LaunchKind.MIXED_STEP: replace(
+        NARROW,
+        model=replace(NARROW.model, attention=Attention.SDPA),
+        precision=Precision.BF16,
+        optimizer=OptimizerKind.FUSED,
+    ),
+    LaunchKind.INFERENCE: replace(NARROW, mode=Mode.INFERENCE),
+}
 
 
 def measure_rows(grid: CeilingsGrid, rows: Sequence[StudyRow]) -> list[StudyRow]:
@@ -170,8 +190,8 @@ def measure_launch(grid: CeilingsGrid, launch: LaunchKind) -> Loops:
     """Time launches of a kernel on one element, one by one or in a CUDA graph; of copies; or
     calls of a narrow step.
     """
-    if launch is LaunchKind.STEP:
-        return time_calls(replace(NARROW, device=grid.device, seed=grid.seed))
+    if launch in NARROW_STEPS:
+        return time_calls(replace(NARROW_STEPS[launch], device=grid.device, seed=grid.seed))
     if launch is LaunchKind.QUEUED:
         elements = QUEUED_BYTES // STREAM_BYTES[Stream.COPY]
         return timed_loops(make_stream(grid, Stream.COPY, elements), device_timer, grid)
@@ -241,14 +261,20 @@ def _random(
 
 def make_fused_attention(grid: CeilingsGrid, row: KernelCell, *, with_backward: bool) -> Run:
     """Causal attention of all heads by the kernel that PyTorch chooses."""
-    shape = (1, row.batch, row.rows, row.inner)
-    q, k, v, upstream = normal(make_generator(grid), [shape] * 4, DTYPES[row.precision])
+    queries = (1, row.batch, row.rows, row.inner)
+    keys = (1, row.batch // row.queries_per_key, row.rows, row.inner)
+    shapes = [queries, keys, keys, queries]
+    q, k, v, upstream = normal(make_generator(grid), shapes, DTYPES[row.precision])
+    is_grouped = row.queries_per_key > 1
+
+    def attend() -> Tensor:
+        """The values that each query attends to."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+
     if not with_backward:
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return attend
     inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-    return lambda: torch.autograd.grad(
-        F.scaled_dot_product_attention(q, k, v, is_causal=True), inputs, upstream
-    )
+    return lambda: torch.autograd.grad(attend(), inputs, upstream)
 
 
 def make_pass(grid: CeilingsGrid, row: PassCell) -> Run:

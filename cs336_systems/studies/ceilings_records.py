@@ -6,7 +6,7 @@ reported as shares.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain, product
 from statistics import fmean, median, stdev
@@ -26,6 +26,7 @@ from ..files import CEILINGS
 from ..model.fast.choose import fastest
 from ..record import MAX_TIME_S, Count, Environment, Failure, RunWarning, Status
 from ..settings import ByDevice, Setting, check
+from .ceilings_design import attention_shapes, drawn_matmuls
 from .records import AT_LEAST_ONE, ELEMENT_BYTES, FORMAT_VERSION, Cell, Grid, StudyRow
 
 MIN_TIME_S = 1e-9
@@ -189,6 +190,10 @@ class LaunchKind(StrEnum):
     """A kernel on one element, many times, each launched by the host."""
     STEP = "step"
     """The calls of a training step so narrow that the device always waits for the next one."""
+    MIXED_STEP = "mixed step"
+    """The calls of such a step in bf16, with PyTorch's attention and its fused optimizer."""
+    INFERENCE = "inference"
+    """The calls of a forward pass so narrow, without gradients."""
     GRAPH = "graph"
     """The kernel of EAGER, many times in one CUDA graph."""
     QUEUED = "queued"
@@ -291,13 +296,17 @@ class KernelCell(TimedRow):
     rows: Count
     inner: Count
     columns: Count
+    queries_per_key: Count = 1
+    """Heads of queries that share a head of keys and values."""
     timing: Timing
 
     @property
     def label(self) -> str:
         """The kind of kernel and its sides."""
         batch = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{self.precision} {self.form} {batch}{self.rows} x {self.inner} x {self.columns}"
+        sides = f"{batch}{self.rows} x {self.inner} x {self.columns}"
+        shared = f", {self.queries_per_key} queries a key" if self.queries_per_key > 1 else ""
+        return f"{self.precision} {self.form} {sides}{shared}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,6 +417,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
     """What to run."""
 
     MEASURE: ClassVar[str] = "cs336.studies.ceilings_cell:measure_rows"
+    SELECTING: ClassVar[frozenset[str]] = Grid.SELECTING | {"drawn_matmuls"}
 
     device: Device
     shapes: tuple[Shape, ...]
@@ -458,6 +468,17 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
     step_batch_size: Annotated[
         int, Setting("Sequences in a batch of these steps.", least=1, most=MAX_SIDE)
     ] = 4
+    drawn_matmuls: Annotated[
+        int,
+        Setting(
+            "Matmuls of each form and precision that are spread evenly over common sides.",
+            least=0,
+            most=1000,
+            by_device=ByDevice(gpu=28, cpu=0),
+        ),
+    ] = 0
+    attention_contexts: tuple[int, ...] | None = None
+    """Context lengths at which fused attention is measured; None for none."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings out of range and for unknown presets."""
@@ -520,16 +541,38 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
             yield Cell(label=f"{collective} of {ranks} processes", rows=tuple(rows))
 
     def _step_cells(self) -> Iterator[Cell[StudyRow]]:
-        """The kernels of steps of `step_presets`, and the passes over memory that are no copies."""
-        if not self.step_presets:
-            return
-        precisions = [name for name in STEP_PRECISIONS if ProductPrecision(name) in self.precisions]
-        for kernel in kernel_cells(
-            self.step_presets, self.step_contexts, precisions, self.step_batch_size
-        ):
+        """The kernels of steps of `step_presets` and those of the design, and the passes over
+        memory that are no copies.
+        """
+        kernels = dict.fromkeys(chain(self._preset_kernels(), self._designed_kernels()))
+        for kernel in kernels:
             yield Cell(label=kernel.label, rows=(kernel,))
-        for cell in pass_cells(self.device, sorted(set(self.stream_bytes))):
-            yield Cell(label=f"{cell.how} pass of {cell.moved_bytes / 2**20:g} MiB", rows=(cell,))
+        if kernels:
+            for cell in pass_cells(self.device, sorted(set(self.stream_bytes))):
+                mib = cell.moved_bytes / 2**20
+                yield Cell(label=f"{cell.how} pass of {mib:g} MiB", rows=(cell,))
+
+    @property
+    def _step_precisions(self) -> list[Precision]:
+        """The precisions of the grid in which steps run."""
+        return [name for name in STEP_PRECISIONS if ProductPrecision(name) in self.precisions]
+
+    def _preset_kernels(self) -> Iterator[KernelCell]:
+        """The kernels of steps of `step_presets`."""
+        if self.step_presets:
+            yield from kernel_cells(
+                self.step_presets, self.step_contexts, self._step_precisions, self.step_batch_size
+            )
+
+    def _designed_kernels(self) -> Iterator[KernelCell]:
+        """Matmuls and attention that are spread over what people train."""
+        for precision in self._step_precisions:
+            shapes = chain(
+                drawn_matmuls(precision, self.drawn_matmuls),
+                attention_shapes(precision, self.attention_contexts or ()),
+            )
+            for shape in shapes:
+                yield KernelCell(precision=precision, **asdict(shape), timing=UNTIMED)
 
     def study(self, rows: tuple[StudyRow, ...], environment: Environment) -> "CeilingsStudy":
         """The study with these rows, each kind in a field of its own."""

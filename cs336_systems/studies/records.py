@@ -77,6 +77,10 @@ class Grid(Generic[RowT, StudyT]):
     """Function that measures a cell in a worker, as `module:function`.
 
     It gets the grid and the rows of a cell, and returns the rows with what it measured."""
+    SELECTING: ClassVar[frozenset[str]] = frozenset({"timeout_s", "world_size"})
+    """Fields with one value that only say which cells the grid has, and do not influence what is
+    measured.
+    """
     device: Device
     timeout_s: float | None = None
     """Longest time for one cell; None for no limit."""

@@ -159,7 +159,7 @@ def _keyed(grid: Grid[RowT, StudyT]) -> Iterator[dict[str, Cell[RowT]]]:
     conditions: dict[str, object] = asdict(grid)  # type: ignore[call-overload]
     # fields with several values, which may be None instead, only say which cells the grid has
     selecting = {name for name, value in conditions.items() if isinstance(value, tuple | None)}
-    for name in (*selecting, "timeout_s", "world_size"):
+    for name in selecting | grid.SELECTING:
         conditions.pop(name, None)
     numbers: Counter[bytes] = Counter()  # a grid may have the same cell several times
     for group in grid.groups():

@@ -67,10 +67,13 @@ class Calls:
     def __init__(self) -> None:
         self.seen: list[Call] = []
         self._numbers: dict[Call, int] = {}
+        self.last: Call | None = None
+        """The last call, also beyond MAX_CALLS."""
 
     def number(self, model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
         """The index of this call in `seen`; -1 for one that is beyond MAX_CALLS."""
         call = Call(weakref.ref(model), described(list(inputs)), described(dict(named)))
+        self.last = call
         number = self._numbers.get(call)
         if number is None:
             if len(self.seen) == MAX_CALLS:

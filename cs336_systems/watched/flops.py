@@ -2,15 +2,10 @@
 tensors have no data, and the matmuls, convolutions and attentions in it are counted.
 """
 
-import copy
-import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +18,7 @@ from ..loop_record import LoopFlops
 from ..text import inert_line
 from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
+from .dataless import NotTracedError, tracing_copy, without_data
 from .marks import WatchedStep
 from .tokens import tensors_in
 
@@ -30,19 +26,6 @@ LIMIT_S = 5.0
 """Longest time that tracing a loop may take."""
 RECOMPUTED_IN_BACKWARD = 1 / MATMULS_OF[Form.ATTENTION_BACKWARD]
 """Share of the backward of fused attention that computes the scores again, one of its matmuls."""
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
-HOOKS_OF_WEIGHTS = "torch.nn.utils."
-TRAINERS = ("lightning", "pytorch_lightning", "accelerate")
-"""Libraries whose objects a model refers to without computing with them."""
-WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 COUNTED_ELSEWHERE = (
     "aten",
     "prim",
@@ -54,10 +37,6 @@ COUNTED_ELSEWHERE = (
     "cs336_trace",
 )
 """Namespaces of operators that are known: they multiply no matrices unless there is a formula."""
-
-
-class NotTracedError(Exception):
-    """The FLOPs are not known; the message is the reason."""
 
 
 class LoopTracer:
@@ -183,8 +162,6 @@ def _of_grouped_matmul(a: Sequence[int], b: Sequence[int]) -> float:
 
 def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     """The FLOPs of one forward pass, and of its backward; raise NotTracedError with the reason."""
-    from ..costs.tracing import tracing
-
     model = call.model()
     if model is None:
         raise NotTracedError("the model is gone")
@@ -192,16 +169,9 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     try:
         inputs, named = call.arguments()
         traced_model = without_data(model)
-        with (
-            _kept_randomness(),
-            _kept_classes(model),
-            torch.enable_grad(),
-            _default_device(model),
-            tracing({}, limit_s=limit_s) as trace,
-            counter,
-        ):
+        with tracing_copy(model, limit_s) as trace, counter:
             trace.begin(Phase.FORWARD)
-            loss = _loss(traced_model(*inputs, **named))
+            loss = loss_of(traced_model(*inputs, **named))
             if has_backward and loss is not None:
                 trace.begin(Phase.BACKWARD)
                 counter.phase = Phase.BACKWARD
@@ -217,78 +187,7 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     return counter
 
 
-def without_data(model: nn.Module) -> nn.Module:
-    """A copy of the model, in training mode, whose parameters and buffers have no data; ties are
-    kept, and of the hooks those that compute weights.
-
-    Raise NotTracedError where parameters are not plain tensors, as those that are sharded.
-    """
-    while type(model).__name__ in WRAPPERS:
-        model = getattr(model, "module", None) or model._orig_mod  # type: ignore[assignment]
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
-            raise NotTracedError(f"the model has tensors of the class {type(tensor).__name__}")
-        memo[id(tensor)] = _empty(tensor)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if name in HOOKS:
-                memo[id(value)] = _kept_hooks(value)
-            elif isinstance(value, Tensor):
-                memo[id(value)] = _empty(value)
-            elif _is_shared(value):
-                memo[id(value)] = value
-    copied: nn.Module = copy.deepcopy(model, memo)
-    # modules that are evaluated within a model that is trained stay so
-    return copied if copied.training else copied.train()
-
-
-def _kept_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
-    """Those of a module's hooks with which PyTorch computes its weights, as for a weight norm."""
-    kept = OrderedDict()
-    for key, hook in hooks.items():
-        owner = hook if isinstance(hook, FunctionType) else type(hook)
-        if isinstance(hook, bool) or owner.__module__.startswith(HOOKS_OF_WEIGHTS):
-            kept[key] = hook
-    return kept
-
-
-@contextmanager
-def _kept_classes(model: nn.Module) -> Iterator[None]:
-    """Put back what the model's code changes in its own classes, where it may leave tensors."""
-    kinds = {type(module) for module in model.modules()}
-    before = {kind: dict(vars(kind)) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, attributes in before.items():
-            for name, value in dict(vars(kind)).items():
-                if name not in attributes:
-                    delattr(kind, name)
-                elif attributes[name] is not value:
-                    setattr(kind, name, attributes[name])
-
-
-def _default_device(model: nn.Module) -> AbstractContextManager[object]:
-    """Makes tensors without data where the code names no device and the model is on a CPU."""
-    devices = {parameter.device.type for parameter in model.parameters()}
-    return nullcontext() if "cuda" in devices else torch.device("meta")
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and class without data."""
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
-
-
-def _is_shared(value: object) -> bool:
-    """Whether the copy of the model has the very object: a trainer, which knows all of the loop."""
-    return type(value).__module__.partition(".")[0] in TRAINERS
-
-
-def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
+def loss_of(result: Any) -> Tensor | None:  # noqa: ANN401
     """A number from which backward runs: the model's own loss, which is its only result with a
     single value, else the sum of its results; None where nothing has a gradient.
     """
@@ -300,15 +199,3 @@ def _loss(result: Any) -> Tensor | None:  # noqa: ANN401
     for tensor in tensors:
         total = tensor.sum() if total is None else total + tensor.sum()
     return total
-
-
-@contextmanager
-def _kept_randomness() -> Iterator[None]:
-    """Put the states of random numbers back at the end: PyTorch's, Python's and NumPy's."""
-    state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)

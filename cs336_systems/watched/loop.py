@@ -32,12 +32,13 @@ from ..analysis.warnings import launch_bound_phases
 from ..config import Device, Phase, Profiler
 from ..costs.accounting import mfu as share_of_peak
 from ..files import in_one_line
-from ..loop_record import LoopFlops, SlowStep
+from ..loop_record import LoopFlops, LoopRecord, SlowStep
 from ..measure.run import Progress
 from ..record import (
     Measurement,
     RunRecord,
     RunWarning,
+    Status,
     Telemetry,
     WarningCode,
     read_record,
@@ -56,6 +57,7 @@ from .hooks import Hooks, hookable
 from .live import Live, Sums
 from .marks import LoopStep, Timeline, WatchedStep, resolved
 from .observer import TROUBLES, Observer, overriding, say
+from .out_of_memory import OutOfMemoryExplainer
 from .pauses import Pauses
 from .profiled import PROFILED_STEPS, Profiled
 from .ranks import Ranks
@@ -187,8 +189,9 @@ class Watched:
         observers += [self._growth, self._ranks]
         if self._syncs.sees_model:  # else its calls at each phase would only cost time
             observers.append(self._syncs)
-        self._observe(observers)
         self._reader = PassReader(models, device)
+        self._memory_explainer = OutOfMemoryExplainer(models, several, self._reader, device)
+        self._observe([*observers, self._memory_explainer])
         self._tracer = LoopTracer(self._reader.calls.seen)
         self._hooks = Hooks(self._timeline, models, several, self._reader, self._pauses)
         self._hooks.attach()
@@ -222,6 +225,8 @@ class Watched:
         except BaseException as error:
             self._timeline.drop_step()
             say(self._tell_failed, number, error)
+            if self._memory_explainer.last is not None:
+                UNREPORTED.add(self)
             raise
         step = self._timeline.end_step()
         if step is not None:
@@ -291,6 +296,8 @@ class Watched:
             observer.finish()
         self._settle()
         steps = list(self.measured)
+        if not steps and self._memory_explainer.last is not None:
+            return self._failed_record()
         if not steps:
             raise RuntimeError(
                 f"watch: no step to report: {len(self.warmup)} of {self.warmup_steps} warm-up "
@@ -325,10 +332,26 @@ class Watched:
                 growth=self._growth.growth(self._num_read - self.warmup_steps - len(steps)),
                 syncs_per_update=self._syncs.per_update,
                 rank=self._ranks.rank(steps),
+                out_of_memory=self._memory_explainer.last,
             ),
             memory=self._gpu.memory() if self._gpu else None,
             telemetry=telemetry,
             activity=self._gpu.activity() if self._gpu else None,
+        )
+
+    def _failed_record(self) -> RunRecord:
+        """The record of a loop whose memory did not suffice before the first step that counts."""
+        progress = replace(
+            self._progress,
+            num_parameters=self._num_parameters,
+            warmup=[step.times for step in self.warmup],
+            measured=[],
+            warnings=[],
+        )
+        return replace(
+            progress.record(Status.OOM),
+            failure=self._memory_explainer.failure,
+            seen=LoopRecord(out_of_memory=self._memory_explainer.last),
         )
 
     def _slow(self, steps: list[WatchedStep]) -> tuple[SlowStep, ...]:

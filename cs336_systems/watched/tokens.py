@@ -114,7 +114,7 @@ class PassReader:
         self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._given: tuple[Any, ...] = ()
         self._mappings: list[Mapping[Any, Any]] = []
-        self._outer_dtype: torch.dtype | None = None
+        self.outer_dtype: torch.dtype | None = None
         self._mark = 0
         self._embedded: dict[int, tuple[int, tuple[int, ...]]] = {}
         """By embedding, the tokens that reached it in this pass, and the shape of the last."""
@@ -133,7 +133,7 @@ class PassReader:
         self._given, self._mark = (*inputs, named) if named else inputs, mark
         if named or not isinstance(inputs[0] if inputs else None, Tensor):
             self._mappings = [value for value in self._given if isinstance(value, Mapping)]
-        self._outer_dtype = autocast_dtype(self._device)
+        self.outer_dtype = autocast_dtype(self._device)
         self._embedded.clear()
         self._is_inside = False
 
@@ -159,7 +159,7 @@ class PassReader:
         for value in (*inputs, *named.values()):
             if isinstance(value, Tensor):
                 if value.is_floating_point():
-                    self._inner = self._outer_dtype, computed_in(value, self._device)
+                    self._inner = self.outer_dtype, computed_in(value, self._device)
                     self.num_seen += 1
                 return
 
@@ -187,11 +187,11 @@ class PassReader:
 
     def _dtype(self, model: nn.Module) -> torch.dtype | None:
         """The type of the matmuls; None if it was not seen."""
-        if self._inner is not None and self._inner[0] is self._outer_dtype:
+        if self._inner is not None and self._inner[0] is self.outer_dtype:
             return self._inner[1]
         if self._low_dtype is None and self.order.num_passes == 0:
             self._low_dtype = only_low_dtype(model)
-        return self._outer_dtype or self._low_dtype
+        return self.outer_dtype or self._low_dtype
 
     def _count(self, seen: Pass) -> tuple[int, ...] | None:
         """Note the number of tokens, and return their shape; None if none were seen."""
@@ -284,6 +284,11 @@ class AxisOrder:
             telling.add(1 - shape.index(loader_batch))
         if len(telling) == 1:
             self._axis = telling.pop()
+
+    @property
+    def batch_axis(self) -> int:
+        """The axis of the sequences of a batch, which is the first unless it was seen otherwise."""
+        return 1 if self._axis == 0 and not self.is_named else 0
 
     def length(self, shape: tuple[int, ...] | None) -> int | None:
         """The length of the sequences of tokens of this shape; None if it is not known."""

@@ -95,8 +95,8 @@ in each run.
 
 @pytest.mark.alone
 def test_nsys_kineto_and_events_see_the_same(tmp_path):
-    """In fresh processes: Kineto slows launches in a process for good. xl, so that it does not
-    matter to the GPU.
+    """In fresh processes: Kineto slows launches in a process for good. xl, so that it matters
+    little to the GPU.
     """
     assert shutil.which("nsys"), "this machine should have nsys"
     config = config_of("xl")
@@ -122,9 +122,10 @@ def test_nsys_kineto_and_events_see_the_same(tmp_path):
             assert mean_s(times.wall_s) == pytest.approx(
                 record.measurement(timed).mean_s, rel=0.02
             ), "the same steps"
-            assert mean_s(times.wall_s) == pytest.approx(
-                plain.measurement(timed).mean_s, rel=ACROSS_RUNS
-            )
+            plain_s = plain.measurement(timed).mean_s
+            assert mean_s(times.wall_s) >= (1 - ACROSS_RUNS) * plain_s
+            # a profiler slows a slow host's launches: what it adds is idle time of the device
+            assert mean_s(times.busy_s) <= (1 + ACROSS_RUNS) * plain_s
 
 
 def said_of(profile):

@@ -16,6 +16,7 @@ from ..results import Results
 from ..section import known, make_table
 from ..sections.kernels.sums import about
 from ..sections.memory.words import about as about_memory
+from ..sections.shortage import shortage_table
 from ..words import significant, status_text
 from .blocks import Block, Closed, TableBlock
 from .directory import Directory
@@ -67,6 +68,9 @@ def run_blocks(records: Sequence[RunRecord], directory: Path) -> Iterator[Block]
     table = make_table("Runs", known(RUN, rows), rows, failed=lambda row: row["status"] != "ok")
     yield TableBlock(id="runs-table", table=table)
     for record in ordered:
+        if record.seen is not None and record.seen.out_of_memory is not None:
+            shortage = shortage_table(record.seen.out_of_memory)
+            yield TableBlock(id=f"memory-{record.key}", table=shortage)
         failure = record.failure
         if failure is None:
             continue

@@ -241,6 +241,8 @@ def launch_words(study: CeilingsStudy, launch: LaunchKind) -> str:
     return {
         LaunchKind.EAGER: "a kernel on one element, launched one by one",
         LaunchKind.STEP: "a call of a training step: an operation or a view",
+        LaunchKind.MIXED_STEP: "the same in bf16, with PyTorch's attention and fused AdamW",
+        LaunchKind.INFERENCE: "the same of a forward pass without gradients",
         LaunchKind.GRAPH: "a kernel on one element, in a CUDA graph",
         LaunchKind.QUEUED: f"a copy of {QUEUED_BYTES // MIB} MiB, launched one by one",
     }[launch]

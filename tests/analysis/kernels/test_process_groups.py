@@ -251,3 +251,19 @@ def is_nccl(event: dict) -> bool:
 
 def times_us(event: dict) -> tuple[float, float]:
     return event["ts"], event["ts"] + event["dur"]
+
+
+def test_bus_bandwidth_of_two_h200_is_that_which_their_program_timed() -> None:
+    """two_gpus_sizes/ has four steps of DistributedDataParallel on two H200. After them the
+    program timed twenty all-reduces of as many bytes by CUDA events: 311.4 and 311.8 GB/s.
+
+    In the step the last rank to join waits for nobody: its kernel lasts as long as sending.
+    """
+    profile = explain(Path(__file__).with_name("two_gpus_sizes"))
+    (group,) = profile.groups
+    num_bytes = 4 * 8 * (4096 * 4096 + 4096)
+    assert (group.size, group.here, group.is_met) == (2, 2, True)
+    assert group.bytes == group.count * num_bytes
+    last_ns = [1_712_881, 1_727_761, 1_705_393, 1_706_065]
+    assert group.bus_bytes_per_s == pytest.approx(4 * num_bytes / (sum(last_ns) / 1e9), rel=1e-3)
+    assert group.bus_bytes_per_s == pytest.approx(311.6e9, rel=0.01), "timed by its program"
