@@ -123,6 +123,10 @@ class AccountArguments(flags.Flags, ForecastArguments):
     """Memory that the GPU leaves to programs, for --fit (GiB); of several GPUs here, that of the
     smallest; of a GPU that is not here, that of its data sheet.
     """
+    details: flags.Switch = False
+    """Show all tables: FLOPs and bytes by part, collectives, time by phase, checkpoints, and what
+    the peak consists of.
+    """
     top: int = 12
     """Rows to show of what the peak consists of."""
     json: flags.Switch = False
@@ -232,7 +236,13 @@ def run(arguments: AccountArguments) -> int:
             raise UsageError(name + why_untraced(config).removeprefix(name))
     from ..files import encode_json
     from ..report.formats import texts_of, write_files
-    from ..report.sections.account import Account, account_json, account_section
+    from ..report.sections.account import (
+        Account,
+        account_answer,
+        account_json,
+        account_section,
+        summary_tables,
+    )
 
     account = Account(
         config=config,
@@ -246,8 +256,9 @@ def run(arguments: AccountArguments) -> int:
     if arguments.output is not None:
         write_files(texts_of(section), arguments.output, arguments.formats)
     show(
-        section.tables,
+        section.tables if arguments.details else summary_tables(account, section),
         arguments.output,
+        account_answer(account),
         json=encode_json(account_json(account)) if arguments.json else None,
     )
     if name is None and ceilings.device_names:

@@ -109,7 +109,7 @@ class Layout:
 
     def neighbours(self, axis: str, gpus_per_node: int) -> int:
         """How many ranks of a group of this axis a node has."""
-        stride = prod(getattr(self, nearer) for nearer in AXES[: AXES.index(axis)])
+        stride: int = prod(getattr(self, nearer) for nearer in AXES[: AXES.index(axis)])
         ranks: int = getattr(self, axis)
         return max(1, min(ranks, gpus_per_node // stride))
 

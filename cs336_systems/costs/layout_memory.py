@@ -177,13 +177,15 @@ class StageMemory:
         return level, peak
 
     def kept_bytes(self, blocks: int) -> int:
-        """Activations that a micro-batch keeps in so many blocks until its backward pass."""
-        live = self._rank.step.live(Phase.BACKWARD, blocks)
-        return sum(
-            count * self._size(kind)
-            for kind, count in live.items()
-            if kind[0] is Category.ACTIVATIONS
-        )
+        """Activations that a micro-batch keeps in so many blocks until its backward pass, without
+        logits. A tape has inputs of checkpoints, which a block returns, among its results.
+        """
+        kept_bytes = 0
+        for kind, count in self._rank.step.live(Phase.BACKWARD, blocks).items():
+            is_kept = kind[0] in (Category.ACTIVATIONS, Category.LOSS)
+            if is_kept and VOCABULARY not in kind[2].split():
+                kept_bytes += count * self._size(kind)
+        return kept_bytes
 
     def _in_flight_bytes(self) -> int:
         """Activations of micro-batches that wait for their backward pass while another one is at

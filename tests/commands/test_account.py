@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("here")
 
 
 def account(*words: str | Path) -> int:
-    return main(["account", *map(str, words)])
+    return main(["account", "--details", *map(str, words)])
 
 
 def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,8 @@ def test_what_fits_depends_on_the_memory(capsys: pytest.CaptureFixture[str]) -> 
             account("--size", "small", "--context-length", "256", "--fit", "--memory-gib", gib) == 0
         )
         said = capsys.readouterr().out
-        assert said.startswith("What fits"), "what was asked comes first"
+        verdict = {"3": "Does not fit", "80": "Fits"}[gib]
+        assert said.startswith(verdict), "what was asked comes first"
         answers.append(
             (
                 re.search(r"this configuration\s+(\S.*?)\s*\n", said)[1],

@@ -20,6 +20,7 @@ from cs336.config import (
     Precision,
     RunConfig,
 )
+from cs336.costs.checkpoints import Schedule, checkpoint_schedules, schedules
 from cs336.costs.curves import data_sheet_curves
 from cs336.costs.depth import step_by_depth
 from cs336.costs.hardware import find_device
@@ -240,3 +241,45 @@ def test_what_holds_between_neighbours_of_drawn_layouts() -> None:
             assert isinstance(kept, LayoutCost)
             assert kept.time.compute_s > forecast.time.compute_s
             assert kept.peak_bytes <= forecast.peak_bytes
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 12, 32, 33])
+def test_checkpoints_keep_and_run_again_what_a_simulated_backward_does(blocks: int) -> None:
+    """Nested ones by recursion, others by trying; and nested ones keep log2 N inputs."""
+    input_bytes, block_bytes = 3, 50
+    most = runs = 0
+
+    def backward(number: int, kept_inputs: int) -> None:
+        """Run backward of so many blocks, whose first input and others are kept."""
+        nonlocal most, runs
+        if number == 1:
+            runs += 1
+            most = max(most, kept_inputs * input_bytes + block_bytes)
+            return
+        first = number // 2
+        runs += first
+        backward(number - first, kept_inputs + 1)
+        backward(first, kept_inputs)
+
+    backward(blocks, 1)
+    every = {schedule.name.split()[0]: schedule for schedule in ordered(blocks)}
+    assert every["nested"].kept_bytes == most
+    assert every["nested"].again == runs
+    one_level = ordered(blocks)[2]
+    for size in range(1, blocks + 1):
+        groups = [min(size, blocks - begin) for begin in range(0, blocks, size)]
+        kept = len(groups) * input_bytes + max(groups) * block_bytes
+        assert one_level.kept_bytes <= kept
+
+
+def ordered(blocks: int) -> list[Schedule]:
+    return list(schedules(blocks, 3, 50))
+
+
+def test_the_input_of_a_block_is_one_tensor_of_the_residual_stream() -> None:
+    """In fp32, whatever the matmuls are in."""
+    config = run("2.7B")
+    none, each, *_ = checkpoint_schedules(config)
+    stream = 4 * config.batch_size * config.model.context_length * config.model.d_model
+    blocks = config.model.num_layers
+    assert each.kept_bytes == blocks * stream + none.kept_bytes / blocks

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
+from ...costs.checkpoints import checkpoint_schedules
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
 from ...costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
 from ...costs.curves import Curves as DeviceCurves
@@ -18,7 +19,17 @@ from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, own_parameters, why_untraced
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
-from ..words import DOUBTED_FORECAST, GIB, MIB, SHIPPED, TERA, ratio, rounded, significant
+from ..words import (
+    DOUBTED_FORECAST,
+    GIB,
+    MIB,
+    SHIPPED,
+    TERA,
+    milliseconds,
+    ratio,
+    rounded,
+    significant,
+)
 
 ALL = "all"
 FLOPS = ("forward", "backward", "step")
@@ -83,10 +94,35 @@ def account_section(account: Account, top: int) -> Section:
     else:
         tables.append(_modules_table(parts))
     tables += _time_tables(account)
+    tables += _checkpoints_tables(config)
     if prediction is not None:
         tables += [_categories_table(prediction), _peak_table(prediction, top)]
     rows = list(parts.values())
     return Section(name="account", tables=tuple(tables), rows=rows, keys=CSV_COLUMNS)
+
+
+def account_answer(account: Account) -> Iterator[str]:
+    """Whether the step fits the GPU, with its peak, and then how long it takes; nothing of what is
+    not foretold.
+    """
+    config, prediction = account.config, memory.predict_memory(account.config)
+    has_bytes = account.memory_bytes
+    if has_bytes is None and account.device is not None:
+        has_bytes = account.device.memory_bytes
+    does_fit = None if has_bytes is None else fit.fits(config, has_bytes)
+    if prediction is not None:
+        peak = f"{significant(prediction.peak.allocated_bytes / GIB)} GiB"
+        verdict = {True: "Fits: the peak", False: "Does not fit: the peak", None: "The peak"}
+        whole = "" if has_bytes is None else f" of {significant(has_bytes / GIB)} GiB"
+        yield f"{verdict[does_fit]} is {peak}{whole}, in {prediction.peak.phase}."
+    if account.time is not None:
+        would = "would take" if does_fit is False else "takes"
+        yield f"A step {would} {milliseconds(1e3 * account.time.step_s)} on {account.device_name}."
+
+
+def summary_tables(account: Account, section: Section) -> list[Table]:
+    """The first tables: what fits, if that is asked for, and the amounts of the step."""
+    return list(section.tables[: 1 if account.memory_bytes is None else 2])
 
 
 def account_json(account: Account) -> dict[str, object]:
@@ -404,6 +440,32 @@ def by_data_sheet(device_name: str) -> str:
         f"with stated efficiencies of {100 * MATMUL_EFFICIENCY:.0f} % in matmuls and "
         f"{100 * MEMORY_EFFICIENCY:.0f} % of the memory bandwidth."
     )
+
+
+def _checkpoints_tables(config: RunConfig) -> Iterator[Table]:
+    """The table of what the blocks keep for backward with checkpoints, nested ones too."""
+    rows = [
+        {
+            "what": schedule.name,
+            "expression": schedule.expression,
+            "size_bytes": schedule.kept_bytes,
+            "count": schedule.again,
+        }
+        for schedule in checkpoint_schedules(config)
+    ]
+    if not rows:
+        return
+    columns = columns_of(
+        column("what", name="checkpoints"),
+        column("expression", name="kept"),
+        "size_bytes",
+        column("count", name="blocks run again", about="Forward passes of blocks."),
+    )
+    note = (
+        f"N is {config.model.num_layers} blocks, s the input of a block, A all that it keeps. "
+        "--checkpoint-blocks runs the first three; nested checkpoints are not run here."
+    )
+    yield make_table("Activations of the blocks with checkpoints", columns, rows, [note])
 
 
 def _categories_table(prediction: memory.MemoryPrediction) -> Table:
