@@ -143,7 +143,7 @@ def test_a_damaged_file_of_ceilings_is_said_and_costs_nothing_else(
         == 0
     )
     out, err = capsys.readouterr()
-    assert out.startswith("One step of")
+    assert "One step of" in out
     assert str(path) in err
 
 
@@ -307,7 +307,7 @@ def test_ceilings_of_one_device_that_are_asked_for_mean_that_device(
     assert account("--size", "tiny", "--mixed-precision", "--fit", "--ceilings", directory) == 0
     said = capsys.readouterr().out
     assert step_of(said)[0] == pytest.approx(flops_of("--size", "tiny") / 1e9, rel=0.01)
-    assert said.startswith(f"What fits {23 if here == 'NVIDIA H100 80GB HBM3' else 80}.00 GiB")
+    assert f"What fits {23 if here == 'NVIDIA H100 80GB HBM3' else 80}.00 GiB" in said
     assert "the ceilings of H100 80GB HBM3 alone" in " ".join(said.split())
     unknown = ceilings_of(tmp_path / "own", "Own GPU")
     assert account("--size", "tiny", "--fit", "--ceilings", unknown) == 2
