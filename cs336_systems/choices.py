@@ -124,6 +124,11 @@ class Parallel(StrEnum):
         return self not in (Parallel.DDP, Parallel.FSDP2, Parallel.OWN)
 
     @property
+    def adds_micro_batches(self) -> bool:
+        """Whether gradients of several backward passes can be added up before the optimizer."""
+        return self not in (Parallel.FSDP_PUSH, Parallel.OWN)
+
+    @property
     def writes_to_others(self) -> bool:
         """Whether a rank writes to the other ranks' memory itself, and so must see their GPUs."""
         return self.exchange.copies

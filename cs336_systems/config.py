@@ -24,6 +24,7 @@ from .choices import (
     Profiler,
     SdpaBackend,
 )
+from .model_file import is_model_file
 from .rules import (
     BF16,
     CAST_ONCE,
@@ -163,6 +164,45 @@ class RunConfig:
             is_common=True,
         ),
     ] = 4
+    accumulate_steps: Annotated[
+        int,
+        Setting(
+            "Micro-batches of a step, each of --batch-size sequences: forward and backward run for "
+            "each, their gradients are added up, and the optimizer runs once.",
+            plural="accumulate_steps",
+            least=1,
+            most=2**16,
+            heading="micro-batches",
+            label=4,
+            note="{} micro-batches a step",
+            rules=(
+                needs(
+                    "gradients, so --mode forward-backward or train",
+                    lambda run: run.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN),
+                    "--mode {config.mode}",
+                ),
+                Rule(
+                    lambda run: run.parallel.adds_micro_batches,
+                    "{flag} cannot be combined with --parallel {config.parallel}, which "
+                    "exchanges gradients in every backward pass",
+                ),
+                Rule(
+                    lambda run: run.compile is not CompileMode.REDUCE_OVERHEAD,
+                    "{flag} cannot be combined with --compile reduce-overhead, whose graphs "
+                    "overwrite the gradients of the micro-batch before",
+                ),
+                Rule(
+                    lambda run: not run.fp8,
+                    "{flag} cannot be combined with --fp8, whose scales are those of one batch",
+                ),
+                Rule(
+                    lambda run: not (run.cast_once and run.parallel.shards_parameters),
+                    "{flag} cannot be combined with --cast-once and --parallel "
+                    "{config.parallel} together yet: leave out one of them",
+                ),
+            ),
+        ),
+    ] = 1
     mode: Annotated[
         Mode,
         Setting(
@@ -299,7 +339,9 @@ class RunConfig:
     model_factory: Annotated[
         str | None,
         Setting(
-            "Your own model as package.module:factory. The factory is called with those of "
+            "Your own model as package.module:factory, or hf:PATH of a configuration file "
+            "(config.json) from which transformers makes it, with random weights. A factory is "
+            "called with those of "
             f"{', '.join(size.name for size in fields(ModelConfig))} that its signature names; "
             "the model it returns maps int64 (batch, sequence) to logits (batch, sequence, "
             "vocabulary).",
@@ -310,8 +352,10 @@ class RunConfig:
             column="",
             rules=(
                 Rule(
-                    lambda run: is_import_name(run.model_factory),
-                    "model must be package.module:factory, got {config.model_factory!r}",
+                    lambda run: (
+                        is_model_file(run.model_factory) or is_import_name(run.model_factory)
+                    ),
+                    "model must be package.module:factory or hf:PATH, got {config.model_factory!r}",
                 ),
             ),
             is_common=True,
@@ -472,6 +516,11 @@ class RunConfig:
                     "are one matmul",
                     lambda run: run.model.d_model % PACKED_MULTIPLE == 0,
                     "{config.model.d_model}",
+                ),
+                Rule(
+                    lambda run: not run.model.num_kv_heads,
+                    "{flag} cannot be combined with --num-kv-heads, as its q, k and v are equally "
+                    "wide",
                 ),
             ),
             csv_place=22,
@@ -938,8 +987,9 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, those of all ranks together."""
-        return self.ranks * self.batch_size * self.model.context_length
+        """Tokens of a step, those of all micro-batches and ranks together."""
+        sequences = self.ranks * self.accumulate_steps * self.batch_size
+        return sequences * self.model.context_length
 
     @property
     def key(self) -> str:
@@ -1023,6 +1073,17 @@ class RunConfig:
             after = phases.index(Phase.BACKWARD) + 1
             phases = (*phases[:after], Phase.COMMUNICATION, *phases[after:])
         return phases if self.tokens is None else (Phase.DATA, *phases)
+
+    @property
+    def launched_phases(self) -> tuple[Phase, ...]:
+        """The phases that are launched in a step, in order: those of each micro-batch, and what
+        follows the last. Ranks that shard parameters exchange gradients in every micro-batch.
+        """
+        micro_batch = [Phase.FORWARD, Phase.BACKWARD]
+        if self.parallel.shards_parameters:
+            micro_batch.append(Phase.COMMUNICATION)
+        phases = [phase for phase in self.phases if phase is not Phase.DATA]
+        return (*micro_batch * (self.accumulate_steps - 1), *phases)
 
     @property
     def label(self) -> str:

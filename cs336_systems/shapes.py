@@ -80,6 +80,30 @@ class ModelConfig:
     d_ff: Annotated[int, _inner_size("Width of the feed-forward layer (elements).", "d_ff", 4)]
     num_layers: Annotated[int, _inner_size("Blocks, one after the other.", "num_layers", 5)]
     num_heads: Annotated[int, _inner_size("Attention heads; must divide d_model.", "num_heads", 6)]
+    num_kv_heads: Annotated[
+        int,
+        Setting(
+            "Heads of keys and values, each shared by as many heads of queries (grouped queries); "
+            "must divide --num-heads. Architecture cs336 only.",
+            default="as many as --num-heads",
+            least=0,
+            label=4,
+            heading="kv heads",
+            note="{} heads of keys and values",
+            rules=(
+                Rule(
+                    lambda model: model.arch is Arch.CS336,
+                    "{flag} needs a size of architecture cs336, got {config.arch}",
+                ),
+                Rule(
+                    lambda model: model.num_heads % model.num_kv_heads == 0,
+                    "{flag} must divide the number of heads, got {config.num_kv_heads} and "
+                    "{config.num_heads}",
+                ),
+            ),
+        ),
+    ] = 0
+    """0 where every head of queries has keys and values of its own."""
     rope_theta: Annotated[
         float,
         Setting(
@@ -131,6 +155,8 @@ class ModelConfig:
         model.
         """
         make_choices(self)
+        if self.num_kv_heads == self.num_heads:  # the same model has the same key
+            object.__setattr__(self, "num_kv_heads", 0)
         check(self)
         if self.d_model % self.num_heads:
             raise ValueError(
@@ -154,6 +180,11 @@ class ModelConfig:
     def d_head(self) -> int:
         """Width of one attention head."""
         return self.d_model // self.num_heads
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values, of all heads."""
+        return (self.num_kv_heads or self.num_heads) * self.d_head
 
 
 def _preset(

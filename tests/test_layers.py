@@ -41,6 +41,7 @@ BASE = (
     "ranges",
     "settings",
     "choices",
+    "model_file",
     "shapes",
     "rules",
     "config",

@@ -26,6 +26,7 @@ from ..measure.inputs import check_factory, parameters_of
 from ..measure.nvml import alike, visible_gpus
 from ..model.fast.choose import describe_fast, fastest, missing_packages
 from ..model.fast.packages import check_packages
+from ..model_file import is_model_file, longest_context
 from ..settings import flag_of
 from ..text import print_aside
 from .flags import OF_MODEL, SETTING_FIELDS, value_or
@@ -64,12 +65,17 @@ def make_config(
             f"--parallel {parallel} needs --ranks, the number of processes that share a step, got "
             "none"
         )
+    of_model = {attribute.name for attribute in fields(ModelConfig)} & settings.keys()
+    changes = {name: settings.pop(name) for name in of_model}
+    file = str(settings.get("model_factory", ""))
+    if is_model_file(file):
+        changes.setdefault("attention", Attention.SDPA)  # as transformers chooses it
     if context_length is None:
         context_length = preset.context_length
         if preset.arch is Arch.CS336:
             context_length = default_on(device, "context_length")
-    of_model = {attribute.name for attribute in fields(ModelConfig)} & settings.keys()
-    changes = {name: settings.pop(name) for name in of_model}
+        if is_model_file(file):
+            context_length = min(context_length, longest_context(file) or context_length)
     model = replace(preset, context_length=context_length, **changes)
     blocks = settings.get("checkpoint_blocks", 0)
     if blocks > model.num_layers and settings.get("model_factory") is None:
@@ -151,7 +157,9 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     taken = None if config.model_factory is None else parameters_of(config.model_factory)
     if taken is None:
         return config
+    is_file = is_model_file(config.model_factory)
     shape = [name for name in OF_MODEL if name not in ("model_factory", "vocab_size")]
+    sizes = taken.intersection(shape) - ({"attention"} if is_file else set())
     ignored: dict[str, object] = {}
     for name in shape:
         value = getattr(config.model, name)
@@ -160,7 +168,7 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
     preset = SIZES.get(config.size)
     is_usual_vocabulary = preset and preset.vocab_size == SETTING_FIELDS["vocab_size"][0].default
     is_asked = config.size != default_on(config.device, "size")
-    if is_usual_vocabulary and is_asked and taken.isdisjoint(shape):
+    if is_usual_vocabulary and is_asked and not sizes:
         ignored["size"] = config.size
     for name in ignored:
         if name in given:
@@ -169,11 +177,12 @@ def checked_factory(config: RunConfig, given: Collection[str]) -> RunConfig:
                 f"{_typed(name)} {ignored[name]} would do nothing: the factory "
                 f"{config.model_factory} does not take {what}; leave it out"
             )
-    if taken & {*shape} - {"context_length"}:
+    if sizes:
         return config
     # the rest is nothing to the model: one configuration, whatever sizes a sweep goes through
-    tokens = {name: getattr(config.model, name) for name in ("vocab_size", "context_length")}
-    return replace(config, size=UNSIZED, model=replace(SIZES["small"], **tokens))
+    kept = ["vocab_size", "context_length", *(["attention"] if is_file else [])]
+    settings = {name: getattr(config.model, name) for name in kept}
+    return replace(config, size=UNSIZED, model=replace(SIZES["small"], **settings))
 
 
 def _typed(name: str) -> str:

@@ -42,7 +42,7 @@ def parameters_by_component(model: ModelConfig) -> dict[Component, int]:
     return {
         Component.EMBEDDING: (model.context_length if gpt2 else model.vocab_size) * d_model,
         Component.NORMS: (2 * num_layers + 1) * d_model * (2 if gpt2 else 1),
-        Component.QKV: weights[Component.QKV] + biases * 3 * d_model,
+        Component.QKV: weights[Component.QKV] + biases * (d_model + 2 * model.kv_width),
         Component.OUTPUT: weights[Component.OUTPUT] + biases * d_model,
         Component.FFN: weights[Component.FFN] + biases * (d_ff + d_model),
         Component.HEAD: weights[Component.HEAD],
@@ -58,7 +58,7 @@ def _weights(model: ModelConfig) -> dict[Component, int]:
     """Weights of the linear layers, without biases."""
     d_model, num_layers = model.d_model, model.num_layers
     return {
-        Component.QKV: num_layers * 3 * d_model**2,
+        Component.QKV: num_layers * d_model * (d_model + 2 * model.kv_width),
         Component.OUTPUT: num_layers * d_model**2,
         Component.FFN: num_layers * ffn_matrices(model) * d_model * model.d_ff,
         Component.HEAD: model.vocab_size * d_model,
@@ -120,7 +120,8 @@ def component_flops(config: RunConfig, *, causal: bool = False) -> tuple[Compone
             "FLOPs are known only of this project's model, got model_factory "
             f"{config.model_factory!r}"
         )
-    forward = forward_flops(config.model, config.batch_size, causal=causal)
+    sequences = config.accumulate_steps * config.batch_size
+    forward = forward_flops(config.model, sequences, causal=causal)
     passes = 2 if config.mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN) else 0
     return tuple(
         ComponentFlops(component=part, forward=forward[part], backward=passes * forward[part])
@@ -204,7 +205,7 @@ def is_fused(model: ModelConfig) -> bool:
 
 
 def forward_work(config: RunConfig) -> tuple[PartWork, ...]:
-    """The matmuls of one forward pass and the lookup of the embedding.
+    """The matmuls of one forward pass of a micro-batch and the lookup of the embedding.
 
     Attention's FLOPs are those of causal pairs where a fused kernel computes it, which skips the
     others, else in full.
@@ -235,14 +236,15 @@ def _matmul_elements(config: RunConfig) -> dict[Component, int]:
     model, layers = config.model, config.model.num_layers
     tokens = config.batch_size * model.context_length
     stream, hidden = layers * tokens * model.d_model, layers * tokens * model.d_ff
+    keys = layers * tokens * model.kv_width
     scores = layers * tokens * model.num_heads * model.context_length
     if is_fused(model):
         scores = 0
     # besides weights and biases; the feed-forward layer reads the hidden activations once, in w2
     activations = {
-        Component.QKV: 4 * stream,
-        Component.SCORES: 2 * stream + scores,
-        Component.VALUES: 2 * stream + scores,
+        Component.QKV: 2 * stream + 2 * keys,
+        Component.SCORES: stream + keys + scores,
+        Component.VALUES: stream + keys + scores,
         Component.OUTPUT: 2 * stream,
         Component.FFN: 2 * stream + ffn_matrices(model) * hidden,
         Component.HEAD: tokens * (model.d_model + model.vocab_size),

@@ -97,10 +97,12 @@ NOTHING: tuple[tuple[CollectiveCall, ...], tuple[CollectiveCall, ...]] = (), ()
 def calls(config: RunConfig) -> Counter[CollectiveCall] | None:
     """The collectives of a step in the steady state, with the number of each.
 
-    None for a run in one process, a user's own model or way, models of more than MAX_LAYERS, steps
-    that cannot be traced, and ranks that exchange copies of weights (`cast_once`).
+    None for a run in one process, micro-batches of sharded parameters, a user's own model or way,
+    models of more than MAX_LAYERS, steps that cannot be traced, and ranks that exchange copies of
+    weights (`cast_once`).
     """
     is_known = config.parallel in EXCHANGES and config.model_factory is None
+    is_known &= config.accumulate_steps == 1 or not config.parallel.shards_parameters
     if not is_known or config.cast_once or config.model.num_layers > MAX_LAYERS:
         return None
     if not has_tape(plain(config)):

@@ -151,11 +151,13 @@ def predicted_time(config: RunConfig, curves: Curves) -> TimePrediction | None:
     """Predict the time of a step on the machine that has these curves, on one rank or on several of
     one node.
 
-    None where `step_time` predicts none, and for several ranks if no collectives among at most so
-    many were measured.
+    None where `step_time` predicts none, for several ranks if no collectives among at most so many
+    were measured, and for several ranks with several micro-batches.
     """
     if not config.is_shared:
         return step_time(config, curves)
+    if config.accumulate_steps > 1:
+        return None
     links = measured_links(curves.collectives, max(2, config.ranks))
     times = None if links is None else ranks_step_time(config, curves, links)
     return None if times is None else times.time

@@ -287,7 +287,8 @@ def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
     for phase, _, (first, stop) in phases_of(tape, -1):
         if phase is not Phase.STEP and first < stop:
             launched = tape.launches[first:stop]
-            phases[phase] = [tape.operations[number] for number in launched]
+            # micro-batches repeat forward and backward
+            phases.setdefault(phase, []).extend(tape.operations[number] for number in launched)
     if config.is_shared and Phase.OPTIMIZER in phases:
         share = updated_parameters(config) / count_parameters(config.model)
         phases[Phase.OPTIMIZER] = [

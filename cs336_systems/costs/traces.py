@@ -39,6 +39,8 @@ TRACER = "cs336.measure.traced"
 PRIMES = {
     "batch": 1009,
     "heads": 17,
+    "kv_heads": 17,
+    "group": 7,
     "T": 1013,
     "T+1": 1014,
     "vocabulary": 29,
@@ -61,9 +63,12 @@ def axes(config: RunConfig) -> dict[str, int]:
     from T+1 tokens.
     """
     model = config.model
+    heads = {"heads": model.num_heads}
+    if model.num_kv_heads:
+        heads = {"kv_heads": model.num_kv_heads, "group": model.num_heads // model.num_kv_heads}
     return {
         "batch": config.batch_size,
-        "heads": model.num_heads,
+        **heads,
         "T": model.context_length,
         "T+1": model.context_length + 1,
         "vocabulary": model.vocab_size,
@@ -94,17 +99,21 @@ def traced_as(config: RunConfig) -> tuple[RunConfig, dict[str, int]]:
         model.d_head % 8 > 0 or model.d_head > MAX_FLASH_WIDTH
     )
     # kernels of the fast model are chosen by sizes, and ranks pad the parts of parameters
+    # of a single group of queries the width of keys is that of a head
+    is_odd |= model.num_kv_heads == 1
     if config != config.without_shortcuts or config.is_shared or is_odd:
         return replace(config, model=model), {}
     sizes = axes(config)
     sizes = sizes | {name: PRIMES[name] for name, size in sizes.items() if size > 1}
+    num_heads = sizes["heads"] if not model.num_kv_heads else sizes["kv_heads"] * sizes["group"]
     model = replace(
         model,
-        num_heads=sizes["heads"],
+        num_heads=num_heads,
+        num_kv_heads=sizes["kv_heads"] if model.num_kv_heads else 0,
         context_length=sizes["T"],
         vocab_size=sizes["vocabulary"],
         d_ff=sizes["d_ff"],
-        d_model=sizes["heads"] * sizes["d_head"],
+        d_model=num_heads * sizes["d_head"],
     )
     return replace(config, batch_size=sizes["batch"], model=model), sizes
 

@@ -25,7 +25,14 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .internals import FakeTensor, TensorBase, determinism_checks, tensor_module, without_modes
+from .internals import (
+    FakeTensor,
+    TensorBase,
+    address_of,
+    determinism_checks,
+    tensor_module,
+    without_modes,
+)
 from .on_cuda import as_on_cuda, clear_copies, without_autocast
 from .operators import LAUNCHERS, one_pass
 from .tape import Category, TraceError
@@ -111,6 +118,10 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, trace: StepTrace, limit_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace, self._limit_s, self._end_s = trace, limit_s, monotonic() + limit_s
+        self._results: dict[Any, tuple[Any, Any, torch.dtype]] = {}
+        """Shape, strides and type of results, as PyTorch works them out slowly, and layers
+        repeat.
+        """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -141,8 +152,15 @@ class _Recorder(TorchDispatchMode):
         """What the operation makes of meta tensors; raise TraceError if that depends on values."""
         if _is_in_place(function) and next(tensors_in(args), None) is not None:
             return args[0] if function._schema.returns else None
+        key = _key_of(function, args, kwargs)
+        if key in self._results:
+            shape, strides, dtype = self._results[key]
+            return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         try:
-            return _META.get(function, function)(*args, **kwargs)
+            out = _META.get(function, function)(*args, **kwargs)
+            if key is not None and _is_new(out, args):
+                self._results[key] = out.shape, out.stride(), out.dtype
+            return out
         except RuntimeError as error:
             if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
                 raise  # it fails with values too
@@ -150,6 +168,55 @@ class _Recorder(TorchDispatchMode):
                 f"{self._trace.place}{function.name()} needs the values of a tensor, so the step "
                 "cannot be traced; its parameters and optimizer state can be counted nevertheless"
             ) from error
+
+
+@cache
+def _makes_one_tensor(function: Any) -> bool:
+    """Whether the operation is PyTorch's own and returns one tensor, which is no view by its
+    schema.
+    """
+    returns = function._schema.returns
+    return (
+        function.namespace == "aten"
+        and len(returns) == 1
+        and str(returns[0].type) == "Tensor"
+        and all(argument.alias_info is None for argument in (*function._schema.arguments, *returns))
+    )
+
+
+def _key_of(function: Any, args: Any, kwargs: Any) -> Any:
+    """What the result's shape follows from, of an operation that makes one tensor; else None.
+
+    Values of tensors on the host, such as indices, may decide it too: they have no key.
+    """
+    if not _makes_one_tensor(function):
+        return None
+    try:
+        return (function, *map(_told, args), *((name, _told(kwargs[name])) for name in kwargs))
+    except (TypeError, ValueError):
+        return None
+
+
+def _told(value: Any) -> Any:
+    """What an argument says of a result, to be compared; raise ValueError for a tensor that has
+    data.
+    """
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            raise ValueError("its values may matter")
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_told, value))
+    return type(value), value
+
+
+def _is_new(out: Any, args: Any) -> bool:
+    """Whether the result is a tensor without data that fills memory of its own."""
+    if not (isinstance(out, Tensor) and out.is_meta):
+        return False
+    storage = out.untyped_storage()
+    given = {address_of(tensor.untyped_storage()) for tensor in tensors_in(args)}
+    return out.nbytes == storage.nbytes() and address_of(storage) not in given
 
 
 def _nothing(*_: Any) -> None: ...

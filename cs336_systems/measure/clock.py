@@ -1,6 +1,6 @@
 """Clocks for one training step: the whole step and each of its phases, without slowing the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter_ns
@@ -74,7 +74,7 @@ class HostClock:
         return StepTimes(
             step_s=(end - start) / 1e9,
             host_s=(launched - start) / 1e9,
-            phases_s=dict(zip(self._phases, times_s, strict=True)),
+            phases_s=_by_phase(self._phases, times_s),
         )
 
 
@@ -120,8 +120,8 @@ class EventClock:
         return StepTimes(
             step_s=(end - start) / 1e9,
             host_s=(launched - start) / 1e9,
-            phases_s=dict(zip(self._phases, on_device, strict=True)),
-            host_phases_s=dict(zip(self._phases, on_host, strict=True)),
+            phases_s=_by_phase(self._phases, on_device),
+            host_phases_s=_by_phase(self._phases, on_host),
         )
 
     def _record(self) -> None:
@@ -155,6 +155,14 @@ class ObservedClock:
     def stop(self) -> StepTimes:
         """The times that the wrapped clock has measured."""
         return self._clock.stop()
+
+
+def _by_phase(phases: Iterable[Phase], times_s: Iterable[float]) -> dict[Phase, float]:
+    """The time of each phase; micro-batches repeat forward and backward, whose times add up."""
+    sums: dict[Phase, float] = {}
+    for phase, time_s in zip(phases, times_s, strict=True):
+        sums[phase] = sums.get(phase, 0.0) + time_s
+    return sums
 
 
 def make_clock(config: RunConfig) -> Clock:

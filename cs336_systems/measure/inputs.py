@@ -18,6 +18,7 @@ from pathlib import Path
 
 from .. import places_of
 from ..config import RunConfig
+from ..model_file import PARAMETERS, is_model_file, path_of_model, read_model_file
 from ..record import Input
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -59,7 +60,9 @@ def all_inputs(configs: Iterable[RunConfig]) -> tuple[Input, ...]:
 
 
 def source_of(name: str) -> Input:
-    """Current state of the source of `package.module:name`."""
+    """Current state of the source of `package.module:name`, or of a model's configuration file."""
+    if is_model_file(name):
+        return Input(name=f"source of {name}", state=_digest_of_file(path_of_model(name)))
     return Input(name=f"source of {name}", state=source_digest(name.partition(":")[0]))
 
 
@@ -94,6 +97,9 @@ def check_factory(name: str, flag: str = "--model") -> None:
     Nothing is imported. Where the source does not show all names, any name is accepted. The message
     names `flag`.
     """
+    if is_model_file(name):
+        read_model_file(name)
+        return
     module, _, attribute = name.partition(":")
     first, wanted = module.partition(".")[0], attribute.partition(".")[0]
     if _find(first) is None:
@@ -119,6 +125,8 @@ def parameters_of(name: str) -> set[str] | None:
     It tells for a function or a class with `__init__` that the module defines once, without a
     decorator.
     """
+    if is_model_file(name):
+        return {*PARAMETERS}
     module, _, attribute = name.partition(":")
     file = _file_of(module)
     try:
@@ -208,6 +216,14 @@ def _imported(source: bytes) -> set[str]:
     for package, modules in _IMPORT.findall(source):
         names.update([package] if package else _FIRST_NAMES.findall(modules))
     return {name.decode() for name in names}
+
+
+def _digest_of_file(path: Path) -> str | None:
+    """Digest of a file's content; None if it cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
 
 
 def _file_state(path: Path) -> str | None:

@@ -6,9 +6,10 @@ steps.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -93,11 +94,11 @@ class TrainingStep:
         from ..model.fast.master_adamw import MasterAdamW
         from ..model.fast.step_graph import StepGraph
 
-        recorded = tuple(phase for phase in self.config.phases if phase is not Phase.DATA)
         captured = (
             self.optimizer.captured if isinstance(self.optimizer, MasterAdamW) else lambda: None
         )
-        return StepGraph(self._phases, recorded, captured, joined={Phase.COMMUNICATION})
+        order = self.config.launched_phases
+        return StepGraph(self._phases, order, captured, joined={Phase.COMMUNICATION})
 
     def __call__(self, clock: Clock) -> tuple[StepTimes, Float[Tensor, ""]]:
         """Run one step, timed by `clock`; return its times and its loss, which is still on the
@@ -109,7 +110,8 @@ class TrainingStep:
             self.phase = Phase.DATA
             clock.start()
             with annotate(Range.DATA):
-                batch = self.batches()
+                batches = [self.batches() for _ in range(self.config.accumulate_steps)]
+                batch = tuple(chain.from_iterable(batches))
             if self.config.tokens is not None:
                 clock.lap(Phase.DATA)
             self.phase = Phase.FORWARD
@@ -125,31 +127,46 @@ class TrainingStep:
             self.model.zero_grad(set_to_none=True)
         return times, self.loss
 
-    def _phases(self, batch: Batch) -> Iterator[Phase]:
-        """Launch the phases that the mode asks for, one after the other."""
+    def _phases(self, batch: Sequence[Tensor]) -> Iterator[Phase]:
+        """Launch the phases that the mode asks for, one after the other; `batch` has tokens and
+        targets of each micro-batch in turn.
+        """
         mode = self.config.mode
-        loss = self.forward(batch)
-        self.loss = loss.detach()
-        # that of the logits, or autocast's float32
-        check_dtypes(self.config.precision, [("the loss", loss.dtype)])
-        yield Phase.FORWARD
-        if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
-            self.phase = Phase.BACKWARD
-            with annotate(Range.BACKWARD):
-                self.backward(loss)
-                # frees the rest of autograd's graph; those milliseconds of the host belong to
-                # backward
-                del loss
-            yield Phase.BACKWARD
-            if self.way is not None:
-                self.phase = Phase.COMMUNICATION
-                with annotate(Range.COMMUNICATION):
-                    self.way.finish_gradient_synchronization()
-                yield Phase.COMMUNICATION
+        micro_batches = [*zip(batch[::2], batch[1::2], strict=True)]
+        for number, micro_batch in enumerate(micro_batches):
+            is_last = number == len(micro_batches) - 1
+            if self.way is not None and len(micro_batches) > 1:
+                self.way.is_accumulating = not is_last
+            self.phase = Phase.FORWARD
+            loss = self.forward(micro_batch)
+            if len(micro_batches) > 1:
+                loss = loss / len(micro_batches)
+            self.loss = loss.detach() if number == 0 else self.loss + loss.detach()
+            # that of the logits, or autocast's float32
+            check_dtypes(self.config.precision, [("the loss", loss.dtype)])
+            yield Phase.FORWARD
+            if mode in (Mode.FORWARD_BACKWARD, Mode.TRAIN):
+                self.phase = Phase.BACKWARD
+                with annotate(Range.BACKWARD):
+                    self.backward(loss)
+                    # frees the rest of autograd's graph; those milliseconds of the host belong to
+                    # backward
+                    del loss
+                yield Phase.BACKWARD
+                if is_last or self.config.parallel.shards_parameters:
+                    yield from self._exchange()
         if mode is Mode.TRAIN:
             self.phase = Phase.OPTIMIZER
             self.update()
             yield Phase.OPTIMIZER
+
+    def _exchange(self) -> Iterator[Phase]:
+        """Finish the exchange of gradients, if several ranks share the step."""
+        if self.way is not None:
+            self.phase = Phase.COMMUNICATION
+            with annotate(Range.COMMUNICATION):
+                self.way.finish_gradient_synchronization()
+            yield Phase.COMMUNICATION
 
     def forward(self, batch: Batch) -> Float[Tensor, ""]:
         """Mean cross-entropy of the next tokens; autocast spans the model and the loss, and

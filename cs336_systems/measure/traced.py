@@ -78,9 +78,9 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
     trace.routing.tokens = config.batch_size * config.model.context_length
     step = TrainingStep(config, model, rank=rank)
     step.scaler = None  # it would read a value; its scalars are left out
-    order: list[int] = []  # in which backward makes the parameters' gradients
+    order: dict[int, None] = {}  # in which backward makes the parameters' gradients
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.append(place))
+        parameter.register_post_accumulate_grad_hook(lambda _, place=place: order.setdefault(place))
         for place, parameter in enumerate(model.parameters())
         if parameter.requires_grad and not config.is_shared
     ]
@@ -93,7 +93,7 @@ def _steps(config: RunConfig, model: nn.Module, trace: StepTrace, rank: int) -> 
         for hook in hooks:
             hook.remove()
     tape = trace.tape()
-    tape.gradient_order = order
+    tape.gradient_order = [*order]
     del loss
     if (traced_bytes := tape.bytes_of(Category.PARAMETERS)) != parameter_bytes:
         raise TraceError(
@@ -243,8 +243,7 @@ class _Clock:
         belong.
         """
         self._trace, self._step = trace, step
-        phases = [phase for phase in step.config.phases if phase is not Phase.DATA]
-        self._next = iter([*phases, Phase.STEP])
+        self._next = iter([*step.config.launched_phases, Phase.STEP])
 
     def start(self) -> None:
         """Begin the first phase in the trace."""

@@ -1,6 +1,8 @@
 """Batches for a training step: random tokens, or slices of a memory-mapped token file."""
 
 from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +18,20 @@ Batch = tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]
 
 
 def random_batches(config: RunConfig, rank: int = 0) -> Callable[[], Batch]:
-    """The same batch of uniformly random tokens at every step, on the device from the start.
+    """The same uniformly random tokens in every step, on the device from the start; each call
+    returns the next micro-batch of the step.
 
     All ranks draw the same tokens, and each takes its part.
     """
     generator = torch.Generator().manual_seed(config.seed)
-    size = (config.ranks * config.batch_size, config.model.context_length + 1)
+    sequences = config.accumulate_steps * config.batch_size
+    size = (config.ranks * sequences, config.model.context_length + 1)
     drawn = torch.randint(config.model.vocab_size, size, generator=generator)
-    tokens = drawn[_part(config, rank)].to(config.device.value)
-    batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    return lambda: batch
+    tokens = drawn[rank * sequences : (rank + 1) * sequences].to(config.device.value)
+    batches = []
+    for part in tokens.split(config.batch_size):
+        batches.append((part[:, :-1].contiguous(), part[:, 1:].contiguous()))
+    return partial(next, cycle(batches))
 
 
 class FileBatches:

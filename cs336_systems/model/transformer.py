@@ -131,11 +131,13 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads, self.d_head = config.num_heads, config.d_head
+        self.is_grouped = config.num_kv_heads > 0
+        self.backend = config.sdpa_backend
         bias = config.arch is Arch.GPT2
         self.q_proj = Linear(config.d_model, config.d_model, bias=bias)
-        self.k_proj = Linear(config.d_model, config.d_model, bias=bias)
-        self.v_proj = Linear(config.d_model, config.d_model, bias=bias)
+        self.k_proj = Linear(config.d_model, config.kv_width, bias=bias)
+        self.v_proj = Linear(config.d_model, config.kv_width, bias=bias)
         self.output_proj = Linear(config.d_model, config.d_model, bias=bias)
 
     def forward(
@@ -151,8 +153,14 @@ class SelfAttention(nn.Module):
             q, k, v = self.heads(x, rotations)
             # heads before positions
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            takes_groups = mask is None and self.is_grouped and _takes_groups(q, self.backend)
+            if self.is_grouped and not takes_groups:
+                group = self.num_heads // k.shape[1]
+                k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
             if mask is None:
-                values = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+                values = F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=takes_groups
+                )
             else:
                 values = naive_attention(q, k, v, mask)
             output: Tensor = self.output_proj(
@@ -163,19 +171,31 @@ class SelfAttention(nn.Module):
     def heads(
         self, x: Float[Tensor, "batch seq d_model"], rotations: Rotations | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head, as (batch, seq, heads, d_head)."""
+        """Queries, keys and values of each head, as (batch, seq, heads, d_head); grouped queries
+        have fewer heads of keys and values.
+        """
         q, k, v = (
             rearrange(
                 projection(x),
                 "batch seq (heads d_head) -> batch seq heads d_head",
-                heads=self.num_heads,
+                d_head=self.d_head,
             )
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if rotations is not None:
-            # rotated together: half as many kernels
+        # rotated together: half as many kernels
+        if rotations is not None and self.is_grouped:
+            rotated = rotate_pairs(torch.cat((q, k), dim=2), rotations)
+            q, k = rotated.split((q.shape[2], k.shape[2]), dim=2)
+        elif rotations is not None:
             q, k = rotate_pairs(torch.cat((q, k)), rotations).chunk(2)
         return q, k, v
+
+
+def _takes_groups(q: Tensor, backend: SdpaBackend) -> bool:
+    """Whether PyTorch's fused attention takes fewer heads of keys and values than of queries: its
+    memory-efficient kernel, which it has for fp32, does not.
+    """
+    return q.dtype in (torch.bfloat16, torch.float16) and backend is not SdpaBackend.EFFICIENT
 
 
 def naive_attention(

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .. import find_modules_of_the_user
 from ..config import ModelConfig
 from ..costs.tape import TraceError
+from ..model_file import is_model_file
 
 BUCKET_SIZE = "bucket_size_mb"
 """Parameter of the course's data parallelism with buckets."""
@@ -34,6 +35,10 @@ transformers.
 
 def load_factory(name: str) -> Callable[..., nn.Module]:
     """The factory that --model names; raise ValueError where it is not there."""
+    if is_model_file(name):
+        from .from_file import factory_of_file
+
+        return factory_of_file(name)
     return load_callable(name, "--model", "a callable that makes a model")
 
 
@@ -59,6 +64,8 @@ def load_callable(name: str, flag: str, needed: str) -> Callable[..., Any]:
 def call_factory(factory: Callable[..., nn.Module], model: ModelConfig) -> nn.Module:
     """Call the factory with the fields of `model` that its signature names."""
     known = {field.name: getattr(model, field.name) for field in fields(model)}
+    if not model.num_kv_heads:  # the factory has its own default, or none
+        del known["num_kv_heads"]
     parameters = inspect.signature(factory).parameters.values()
     missing = []
     for parameter in parameters:

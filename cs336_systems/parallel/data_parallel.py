@@ -41,6 +41,9 @@ class NaiveDDP(nn.Module):
     computes with others.
     """
 
+    is_accumulating = False
+    """Whether another backward pass follows before `finish_gradient_synchronization()`."""
+
     def __init__(self, module: nn.Module, leaves: Sequence[Leaf] | None = None) -> None:
         """Give all ranks the parameters of rank 0; without `leaves`, gradients of all trained
         parameters are averaged.
@@ -137,11 +140,13 @@ class OverlapDDP(NaiveDDP):
         """Note that the gradient of leaf `number` is ready, and start to average every bucket whose
         gradients are complete and whose predecessors have started.
         """
+        if self.is_accumulating:
+            return
         if number in self._ready:
             raise RuntimeError(
                 "backward came twice before finish_gradient_synchronization(), and gradients of "
-                "the first may be averaged already; use ddp-naive or ddp-flat to add up the "
-                "gradients of several batches"
+                "the first may be averaged already; set is_accumulating before all backward passes "
+                "but the last to add up the gradients of several batches"
             )
         self._ready[number] = None
         if not self._buckets:
@@ -239,6 +244,8 @@ class PushDDP(NaiveDDP):
 
     def _push(self, number: int) -> None:
         """Start to copy a leaf's gradient, or its parts, to the other ranks."""
+        if self.is_accumulating:
+            return
         leaf = self._leaves[number]
         gradient = _gradient(leaf.tensor).view(-1)
         if leaf.shared_elements:

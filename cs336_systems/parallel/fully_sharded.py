@@ -39,8 +39,11 @@ class FSDP(nn.Module):
     With `copies`, ranks copy parts and gradients from and to each other's memory instead of calling
     collectives. On GPUs that occupies no multiprocessor (see parallel/exchange.py), but takes
     memory for the gradients that other ranks send. Without `adds` the optimizer adds these up,
-    because it reads them anyway.
+    because it reads them anyway. Gradients are exchanged after every backward pass, and those of a
+    shard add up.
     """
+
+    is_accumulating = False
 
     def __init__(
         self,

@@ -1,5 +1,6 @@
 """The ways to share a step among ranks, by name: this project's and PyTorch's."""
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -26,6 +27,8 @@ class _TorchWay(nn.Module):
     """A wrapper of PyTorch's."""
 
     module: nn.Module
+    is_accumulating = False
+    """Whether another backward pass follows before the optimizer."""
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
         """Call the wrapped module."""
@@ -38,20 +41,30 @@ class _TorchWay(nn.Module):
 class TorchDDP(_TorchWay):
     """PyTorch's DistributedDataParallel in buckets."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, micro_batches: int) -> None:
         """Wrap `module` in PyTorch's DistributedDataParallel, after all ranks got the parameters of
         rank 0.
         """
         super().__init__()
         # without broadcast_buffers, the wrapper does not send buffers at all
         take_from_rank_0(module)
-        # static_graph: the same parameters have gradients in every step
+        # static_graph: the same parameters have gradients in every step; it averages them in each
+        # backward pass
         with warnings.catch_warnings():
             # PyTorch 2.13 has another name for broadcast_buffers
             warnings.simplefilter("ignore", FutureWarning)
             self.module = nn.parallel.DistributedDataParallel(
-                module, broadcast_buffers=False, gradient_as_bucket_view=True, static_graph=True
+                module,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                static_graph=micro_batches == 1,
             )
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:  # noqa: ANN401
+        """Call the wrapped module; gradients are averaged in the last backward pass of a step."""
+        assert isinstance(self.module, nn.parallel.DistributedDataParallel)
+        with self.module.no_sync() if self.is_accumulating else contextlib.nullcontext():
+            return self.module(*inputs, **named_inputs)
 
 
 class TorchFSDP(_TorchWay):
@@ -117,7 +130,7 @@ def make_way(trainable: Trainable, config: RunConfig) -> Way:
             else:
                 way = CopyFSDP(module, model, copies=copies, adds=adds)
         case Parallel.DDP:
-            way = TorchDDP(module)
+            way = TorchDDP(module, config.accumulate_steps)
         case Parallel.FSDP2:
             way = TorchFSDP(module, compute_dtype)
         case _:

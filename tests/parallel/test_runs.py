@@ -22,8 +22,15 @@ pytestmark = pytest.mark.timeout(280)
 SHAPE = ModelConfig(vocab_size=37, context_length=8, d_model=24, d_ff=40, num_layers=2, num_heads=2)
 ALONE = RunConfig(size="custom", model=SHAPE, batch_size=4, warmup_steps=2, measured_steps=3)
 SHARED = replace(ALONE, parallel=Parallel.DDP_NAIVE, ranks=2, batch_size=2)
+IN_PARTS = replace(SHARED, batch_size=1, accumulate_steps=2)
 RUNS = {
     "alone": ALONE,
+    "micro-batches alone": replace(ALONE, batch_size=1, accumulate_steps=4),
+    **{
+        f"micro-batches {way}": replace(IN_PARTS, parallel=way)
+        for way in Parallel
+        if way is not Parallel.NONE and way.adds_micro_batches
+    },
     **{
         str(way): replace(SHARED, parallel=way)
         for way in (Parallel.DDP_FLAT, Parallel.FSDP, Parallel.FSDP2)

@@ -59,7 +59,8 @@ def fastest(
     padded where its size is no multiple of `MATMUL_MULTIPLE`. A GPU known to have no bf16 keeps its
     precision. A user's own model gets what works for any model: bf16, compilation, fused AdamW. If
     PyTorch's DDP or FSDP shares the step, weights are not cast once, blocks are not fused and there
-    are no graphs. A user's own model with sharded parameters is not compiled. On a CPU compilation
+    are no graphs; grouped queries exclude the former two. A user's own model with sharded
+    parameters is not compiled. On a CPU compilation
     costs more than it saves and bf16 is seldom faster, so both stay as configured. The memory
     profiler cannot see inside a graph, so it excludes graphs.
     """
@@ -105,6 +106,7 @@ def _of_fast_model(
         precision is Precision.BF16
         and config.parallel.takes_any_tensor
         and config.model.d_model % PACKED_MULTIPLE == 0
+        and not config.model.num_kv_heads  # its q, k and v are one matmul, of three equal parts
     )
     fuses_activations = (
         has_copies

@@ -1,15 +1,17 @@
 """A step as CUDA graphs, one for each phase; the host launches a graph by one call."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from ...config import EAGER_STEPS_BEFORE_GRAPH, Phase
 from ..annotate import annotate
-from ..batches import Batch
 
-LaunchPhases = Callable[[Batch], Iterator[Phase]]
-"""Launches the phases of a step, and yields each after it was launched."""
+LaunchPhases = Callable[[Sequence[Tensor]], Iterator[Phase]]
+"""Launches the phases of a step, from its tokens and targets, and yields each after it was
+launched.
+"""
 Lap = Callable[[Phase, torch.cuda.Event | None], None]
 """Notes that a phase ends here, or at the event."""
 
@@ -49,7 +51,7 @@ class StepGraph:
         # kernels of the step have priority over those of other streams
         self._stream = torch.cuda.Stream(priority=-1)
         self._num_steps = 0
-        self._batch: Batch | None = None
+        self._batch: Sequence[Tensor] | None = None
         self._graphs: list[tuple[torch.cuda.CUDAGraph, list[Phase], list[torch.cuda.Event]]] = []
         """Each with its phases, and an event at the end of each of them but the last."""
         self.peak_bytes: int | None = None
@@ -57,7 +59,7 @@ class StepGraph:
         None before it.
         """
 
-    def __call__(self, batch: Batch, lap: Lap) -> None:
+    def __call__(self, batch: Sequence[Tensor], lap: Lap) -> None:
         """One step; `lap` is called after each phase. The next step overwrites its results."""
         self._num_steps += 1
         if self._num_steps <= EAGER_STEPS_BEFORE_GRAPH:
@@ -83,7 +85,7 @@ class StepGraph:
             graph.reset()
         self._graphs.clear()
 
-    def _eagerly(self, batch: Batch, lap: Lap) -> None:
+    def _eagerly(self, batch: Sequence[Tensor], lap: Lap) -> None:
         """Run on the capture's stream, so that autograd and the libraries initialise there
         before the capture.
         """
@@ -94,7 +96,7 @@ class StepGraph:
                 lap(phase, None)
         here.wait_stream(self._stream)
 
-    def _capture(self, batch: Batch) -> None:
+    def _capture(self, batch: Sequence[Tensor]) -> None:
         """Capture one graph for each group of phases, all from one run of them."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,73 @@
+"""Makes the causal language model that a configuration file describes, by transformers.
+
+Weights are random. Nothing is downloaded, and no code that lies beside the file is run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Attention
+from ..model_file import path_of_model, read_model_file
+
+IMPLEMENTATIONS = {Attention.NAIVE: "eager", Attention.SDPA: "sdpa"}
+"""transformers' names of the ways to compute attention."""
+
+
+def factory_of_file(name: str) -> Callable[..., nn.Module]:
+    """The factory of the model that `hf:PATH` names; raise ValueError for a file that describes
+    no causal language model of transformers.
+
+    Imports the model's code, which takes seconds.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    config = _configuration(name)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"--model {name}: transformers has no causal language model of model_type "
+            f"{config.model_type!r}"
+        )
+    config.use_cache = False  # of keys and values, for generating
+    # now, as imports within a trace are slow
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+    def make(context_length: int, attention: Attention) -> nn.Module:
+        """Make the model with random weights in fp32, whatever type the file names for them;
+        raise ValueError for a context that it has no positions for.
+        """
+        text = config.get_text_config()
+        longest = getattr(text, "max_position_embeddings", None) or context_length
+        if context_length > longest:
+            raise ValueError(
+                f"--model {name}: the context of {context_length} is longer than the {longest} "
+                "positions of the model (max_position_embeddings): ask for a shorter one, or "
+                "change the file"
+            )
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch.float32,
+            attn_implementation=IMPLEMENTATIONS[attention],
+            trust_remote_code=False,
+        )
+        return model
+
+    return make
+
+
+def _configuration(name: str) -> Any:  # noqa: ANN401 (a class of transformers)
+    """The file as transformers reads it; raise ValueError for a kind of model that it has not."""
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    model_type = read_model_file(name)["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"--model {name}: transformers {__version__} has no model_type {model_type!r}, and "
+            "code beside a configuration file is never run: use a newer transformers, or your "
+            "own --model package.module:factory"
+        )
+    return AutoConfig.from_pretrained(
+        path_of_model(name), trust_remote_code=False, local_files_only=True
+    )

@@ -1,0 +1,243 @@
+"""Models by their configuration files, against what transformers makes of them, PyTorch's counter,
+and parameters that others have published.
+"""
+
+import json
+import random
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336.commands.configure import config_of, make_config
+from cs336.config import SIZES, Attention, Device, Mode, RunConfig
+from cs336.costs import traces
+from cs336.costs.time import costs_by_module
+from cs336.measure.inputs import source_of
+from cs336.model.trainable import make_model
+
+transformers = pytest.importorskip("transformers")
+DENSE = ("Llama", "Qwen2", "Qwen3", "Gemma2", "Mistral", "Phi", "Olmo2", "GPT2")
+EXPERTS = ("Mixtral", "Qwen3Moe", "DeepseekV3")
+LENGTH = 48
+
+
+def drawn(kind: str, seed: int) -> Any:
+    """A small configuration of this kind, with sizes that differ."""
+    draw = random.Random(f"{kind} {seed}")
+    kv_heads = draw.choice([1, 2, 4])
+    values: dict[str, Any] = {
+        "hidden_size": draw.choice([64, 96, 160]),
+        "num_hidden_layers": draw.choice([2, 3]),
+        "num_attention_heads": 4,
+        "intermediate_size": draw.choice([72, 104, 200]),
+        "vocab_size": draw.choice([101, 256, 311]),
+        "max_position_embeddings": draw.choice([64, 128]),
+        "pad_token_id": None,
+    }
+    if kind not in ("GPT2", "Phi"):
+        values["num_key_value_heads"] = kv_heads
+    if kind in ("Llama", "Qwen3", "Gemma2"):
+        values["head_dim"] = draw.choice([16, 32])
+    if kind in ("Gemma2", "Mistral"):
+        values["sliding_window"] = draw.choice([16, 32])
+    if kind in ("Llama", "Qwen2", "Qwen3"):
+        values["tie_word_embeddings"] = draw.choice([True, False])
+    if kind == "GPT2":
+        values["n_inner"] = values.pop("intermediate_size")
+    if kind == "Mixtral":
+        values |= {"num_local_experts": draw.choice([3, 8]), "num_experts_per_tok": 2}
+    if kind == "Qwen3Moe":
+        experts = draw.choice([4, 6])
+        values |= {"num_experts": experts, "num_experts_per_tok": draw.choice([1, 3])}
+        values |= {"moe_intermediate_size": 40}
+    if kind == "DeepseekV3":
+        values |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+        values |= {"q_lora_rank": 24, "kv_lora_rank": 16, "moe_intermediate_size": 40}
+        values |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        values |= {"first_k_dense_replace": 1, "num_key_value_heads": 4}
+    return getattr(transformers, f"{kind}Config")(**values)
+
+
+def made_by_transformers(config: Any) -> nn.Module:
+    """The model that transformers makes itself, whose matmuls PyTorch's counter sees one by one."""
+    return transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+
+
+def written(config: Any, folder: Path) -> str:
+    config.save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+def run_of(name: str, **settings: object) -> RunConfig:
+    given = {"model_factory": name, "size": "small", "batch_size": 2} | settings
+    return config_of(Device.CUDA, given, {}, fast=False)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", [*DENSE, *EXPERTS])
+def test_a_file_has_the_parameters_and_flops_of_the_model_that_transformers_makes(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
+    """Each token chooses as many experts as another, so that their FLOPs do not depend on data."""
+    config = drawn(kind, seed)
+    run = run_of(
+        written(config, tmp_path), context_length=LENGTH, attention="naive", mode=Mode.FORWARD
+    )
+    traces.prepare([run])
+    assert not traces.why_untraced(run)
+    model = made_by_transformers(config)
+    costs = costs_by_module(run)
+    assert sum(module.parameters for module in costs.values()) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, LENGTH, dtype=torch.int64), use_cache=False)
+    flops = sum(module.forward_flops or 0 for module in costs.values())
+    assert flops == counter.get_total_flops()
+    if kind in EXPERTS:
+        experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
+        weights = sum(parameter.numel() for parameter in experts)
+        idle = 1 - config.num_experts_per_tok / len(experts[0])
+        assert traces.idle_parameters(run) == round(weights * idle)
+
+
+PUBLISHED = {
+    "Mixtral 8x7B": (
+        {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336}
+        | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
+        46_702_792_704,
+    ),
+    "Llama 3 70B": (
+        {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672}
+        | {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+        | {"vocab_size": 128256},
+        70_553_706_496,
+    ),
+    "DeepSeek-V3": (
+        {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432}
+        | {"moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128}
+        | {"num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256}
+        | {"n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+        | {"first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512}
+        | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+        | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        # without the biases by which the router balances: 256 in 58 layers, which no optimizer has
+        671_026_419_200 - 58 * 256,
+    ),
+}
+"""Facts of published models, and the parameters that their model cards count."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_parameters(name: str, tmp_path: Path) -> None:
+    values, parameters = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    run = make_config(Device.CUDA, size="small", model_factory=f"hf:{tmp_path / 'config.json'}")
+    with torch.device("meta"):
+        from cs336.model.user_code import call_factory, load_factory
+
+        model = call_factory(load_factory(run.model_factory), run.model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_no_code_beside_the_file_runs_and_nothing_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    marker = tmp_path / "was run"
+    code = f"open({str(marker)!r}, 'w')\nclass Evil: ...\n"
+    (tmp_path / "evil.py").write_text(code)
+    config = drawn("Llama", 0)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": names}))
+    model = make_model(replace(run_of(f"hf:{file}", context_length=8), device=Device.CPU))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not marker.exists()
+
+
+REFUSED = {
+    "none": (None, "config.json"),
+    "text": ("not JSON", "JSON"),
+    "a list": ("[]", "model_type"),
+    "no type": ("{}", "model_type"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_describes_no_model_is_refused_before_anything_is_imported(
+    name: str, tmp_path: Path
+) -> None:
+    text, word = REFUSED[name]
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=word):
+        run_of(f"hf:{file}")
+
+
+def why(values: dict[str, object], folder: Path, **settings: object) -> str:
+    (folder / "config.json").write_text(json.dumps(values))
+    run = run_of(f"hf:{folder}", **settings)
+    traces.prepare([run])
+    return traces.why_untraced(run)
+
+
+def test_a_model_that_transformers_does_not_have_is_named(tmp_path: Path) -> None:
+    reason = why({"model_type": "none_such", "auto_map": {"AutoConfig": "a.B"}}, tmp_path)
+    assert "'none_such'" in reason
+
+
+def test_a_model_that_is_no_language_model_is_named(tmp_path: Path) -> None:
+    assert "'vit'" in why({"model_type": "vit"}, tmp_path)
+
+
+def test_a_context_beyond_the_model_s_positions_is_refused(tmp_path: Path) -> None:
+    config = drawn("Llama", 0)
+    name = written(config, tmp_path)
+    assert run_of(name).model.context_length == config.max_position_embeddings
+    longer = run_of(name, context_length=config.max_position_embeddings + 1)
+    traces.prepare([longer])
+    assert str(config.max_position_embeddings) in traces.why_untraced(longer)
+
+
+def test_without_transformers_the_error_names_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = written(drawn("Llama", 0), tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(ValueError, match="pip install transformers"):
+        run_of(name)
+
+
+def test_a_flag_that_the_file_decides_is_refused_and_attention_is_not(tmp_path: Path) -> None:
+    name = written(drawn("Llama", 0), tmp_path)
+    assert run_of(name).model.attention is Attention.SDPA
+    assert run_of(name, attention="naive").model.attention is Attention.NAIVE
+    for flag, value in (("num_layers", 7), ("d_ff", 128), ("size", "xl")):
+        with pytest.raises(ValueError, match="would do nothing"):
+            run_of(name, **{flag: value})
+    assert run_of(name).model == replace(
+        SIZES["small"], context_length=run_of(name).model.context_length, attention=Attention.SDPA
+    )
+
+
+def test_what_a_run_depended_on_changes_with_the_file(tmp_path: Path) -> None:
+    name = written(drawn("Llama", 0), tmp_path)
+    before = source_of(name)
+    written(drawn("Llama", 1), tmp_path)
+    assert source_of(name) != before
