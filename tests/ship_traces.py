@@ -102,6 +102,9 @@ def shallow() -> Iterator[RunConfig]:
             batch_size=batch_size,
         )
         yield of_depth(config, blocks)
+        if size == "small":  # with grouped queries
+            model = replace(config.model, num_kv_heads=4)
+            yield of_depth(replace(config, model=model), blocks)
 
 
 def precisions() -> tuple[Precision, ...]:

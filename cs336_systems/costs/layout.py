@@ -144,6 +144,8 @@ def misfit(config: RunConfig, layout: Layout) -> str:
     for axis, (whole, of_what) in divided.items():
         if whole % (ranks := getattr(layout, axis)):
             return f"{axis} {ranks} does not divide {whole:,} {of_what}"
+    if model.num_kv_heads % layout.tensor:
+        return f"tensor {layout.tensor} does not divide {model.num_kv_heads} heads of keys"
     if model.d_ff % layout.tensor:
         return f"tensor {layout.tensor} does not divide d_ff {model.d_ff:,}"
     if model.num_layers % (layout.pipeline * layout.chunks):

@@ -235,7 +235,9 @@ class _LayoutTimer:
         ranks = self._layout.context
         if ranks == 1:
             return 0.0
-        sent_s = self._send_s(2 * self._stream_bytes / self._layout.tensor, "context")
+        model = self._rank.config.model
+        keys_bytes = self._stream_bytes * model.kv_width / model.d_model / self._layout.tensor
+        sent_s = self._send_s(2 * keys_bytes, "context")
         exposed_s = 0.0
         for phase, times in ((Phase.FORWARD, 1), (Phase.BACKWARD, 2)):
             computed_s = self._kernels.block[phase].attention_s / ranks

@@ -40,7 +40,8 @@ PRIMES = {
     "batch": 1009,
     "heads": 17,
     "kv_heads": 17,
-    "group": 7,
+    "group": 61,
+    "group+1": 62,
     "T": 1013,
     "T+1": 1014,
     "vocabulary": 29,
@@ -65,7 +66,9 @@ def axes(config: RunConfig) -> dict[str, int]:
     model = config.model
     heads = {"heads": model.num_heads}
     if model.num_kv_heads:
-        heads = {"kv_heads": model.num_kv_heads, "group": model.num_heads // model.num_kv_heads}
+        group = model.num_heads // model.num_kv_heads
+        # positions rotate the heads of queries together with their keys
+        heads = {"kv_heads": model.num_kv_heads, "group": group, "group+1": group + 1}
     return {
         "batch": config.batch_size,
         **heads,

@@ -7,7 +7,6 @@ import csv
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -55,7 +54,8 @@ def why_not_asked(row: Row) -> str:
 def model_of(row: Row) -> ModelConfig:
     """The model of a row: gated ones are of architecture cs336, others of gpt2."""
     is_gated = row["gated"] == "1"
-    shape = ModelConfig(
+    kv_heads = int(row["kv_heads"])
+    return ModelConfig(
         arch=Arch.CS336 if is_gated else Arch.GPT2,
         vocab_size=int(row["vocab"]),
         context_length=int(row["context"]),
@@ -63,11 +63,9 @@ def model_of(row: Row) -> ModelConfig:
         d_ff=int(row["d_ff"]),
         num_layers=int(row["layers"]),
         num_heads=int(row["heads"]),
+        num_kv_heads=kv_heads if kv_heads < int(row["heads"]) else 0,
         attention=Attention.SDPA,
     )
-    if row["kv_heads"] != row["heads"] and hasattr(shape, "num_kv_heads"):
-        return replace(shape, num_kv_heads=int(row["kv_heads"]))
-    return shape
 
 
 def layout_of(row: Row) -> Layout:
@@ -91,7 +89,7 @@ def layout_of(row: Row) -> Layout:
     return Layout(**numbers, shard=shards, data=replicas // shards)
 
 
-def assumed(row: Row, config: RunConfig) -> str:
+def assumed(row: Row) -> str:
     """What the forecast takes otherwise than the row."""
     words = []
     if row["hardware"] in HARDWARE:
@@ -100,8 +98,6 @@ def assumed(row: Row, config: RunConfig) -> str:
         words.append("no checkpoints")
     if row["compile"] != "no":
         words.append("eager")
-    if row["kv_heads"] != row["heads"] and not getattr(config.model, "num_kv_heads", 0):
-        words.append("as many key heads as heads")
     return ", ".join(words)
 
 
@@ -145,7 +141,7 @@ def foretold(row: Row) -> dict[str, object]:
         "error_percent": 100 * (rate / published - 1),
         "foretold_gib": cost.peak_bytes / GIB,
         "stands_on": stands_on,
-        "assumed": assumed(row, config),
+        "assumed": assumed(row),
     }
 
 
@@ -158,7 +154,8 @@ def summary(answers: list[dict[str, object]]) -> Iterator[str]:
             source = re.split(r"[ @]", str(answer["source"]))[0]
             groups.setdefault(f"{source}, {answer['hardware']}", []).append(abs(error))
     for name, errors in groups.items():
-        yield f"{name}: {len(errors)} rows, median {median(errors):.1f} %, at most {max(errors):.1f}"
+        middle, most = median(errors), max(errors)
+        yield f"{name}: {len(errors)} rows, median {middle:.1f} %, at most {most:.1f}"
     asked = sum("error_percent" in answer for answer in answers)
     yield f"{asked} of {len(answers)} asked"
 

@@ -2,8 +2,9 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ...config import MAX_MEASURED_RANKS, RunConfig
+from ...config import MAX_MEASURED_RANKS, SIZES, Parallel, RunConfig
 from ...costs.curves import MATMUL_EFFICIENCY
 from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
@@ -169,43 +170,51 @@ def _row(plan: TrainingPlan, cost: LayoutCost) -> Row:
         "optimizer_ms": 1e3 * time.optimizer_s,
         "peak_gib": training.used_bytes(cost) / GIB,
         "mfu": ratio(cost.gpu_flops_per_s, training.peak_flops_per_s),
-        "run_by": run_by(training.config, layout),
+        "run_by": run_by(training.config, layout, training.links.gpus_per_node),
         "prediction_is_doubted": training.curves.is_in_doubt,
     }
 
 
-def run_by(config: RunConfig, layout: Layout) -> str:
+def run_by(config: RunConfig, layout: Layout, gpus_per_node: int) -> str:
     """The command that runs a step of the layout here, or what of it is not run here."""
-    others = {
-        "tensor": "TP",
-        "pipeline": "PP",
-        "context": "CP",
-        "expert": "EP",
-        "accumulate": "accumulation",
-    }
+    others = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP"}
     lacking = [word for axis, word in others.items() if getattr(layout, axis) > 1]
     if layout.shard > 1 and layout.data > 1:
         lacking.append("HSDP")
     if layout.shard > 1 and layout.stage < 3:
         lacking.append(f"ZeRO-{layout.stage}")
-    if layout.gpus > MAX_MEASURED_RANKS:
-        lacking.append(f"more than {MAX_MEASURED_RANKS} GPUs")
+    if layout.gpus > min(gpus_per_node, MAX_MEASURED_RANKS):
+        lacking.append("several nodes")
     if lacking:
         return f"not run here: {', '.join(lacking)}"
-    words = ["benchmark.py", "--size", config.size]
-    if config.size == "custom":
-        words = ["benchmark.py"]
-    settings = non_defaults(config.model) | non_defaults(config)
-    settings |= {
-        "context_length": config.model.context_length,
-        "batch_size": layout.micro_batch,
-        "checkpoint_blocks": layout.checkpoint or None,
-    }
+    way = Parallel.NONE
     if layout.gpus > 1:
-        settings |= {"parallel": "fsdp" if layout.shard > 1 else "ddp", "ranks": layout.gpus}
-    for name, value in settings.items():
-        if name not in ("size", "model", "device") and value is not None:
+        way = Parallel.FSDP if layout.shard > 1 else Parallel.DDP
+    try:
+        step = replace(
+            config,
+            batch_size=layout.micro_batch,
+            accumulate_steps=layout.accumulate,
+            checkpoint_blocks=layout.checkpoint,
+            parallel=way,
+            ranks=layout.gpus,
+        )
+    except ValueError as error:
+        return f"not run here: {error}"
+    return _command(step)
+
+
+def _command(config: RunConfig) -> str:
+    """The command line that measures a step: its size, and what differs from it."""
+    words = ["benchmark.py"]
+    preset = SIZES.get(config.size)
+    if preset is not None:
+        words += ["--size", config.size]
+    for name, value in (non_defaults(config.model) | non_defaults(config)).items():
+        is_named = preset is not None and getattr(preset, name, None) == value
+        if name not in ("size", "model", "device", "context_length") and not is_named:
             words += [flag_of(name), str(value)]
+    words += ["--context-length", str(config.model.context_length)]
     return shlex.join(words)
 
 
