@@ -82,9 +82,9 @@ class Layout:
     @property
     def shards(self) -> int:
         """Number of ranks among which the sharded state is divided: those that share a context have
-        the same parameters too.
+        the same parameters, and so divide them too.
         """
-        return self.shard * self.context if self.shard > 1 else 1
+        return self.shard * self.context
 
     @property
     def shards_parameters(self) -> bool:

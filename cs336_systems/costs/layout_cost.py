@@ -53,12 +53,12 @@ def layout_cost(
     if not has_step_by_depth(rank.alone):
         return "the step of one block cannot be traced"
     try:
-        whole = replace(config, batch_size=layout.global_batch)
+        of_sequence = step_flops(replace(config, batch_size=1))
         return LayoutCost(
             layout=layout,
             time=layout_time(rank, curves, links),
             peak_bytes=fullest_rank_bytes(config, layout),
-            flops=step_flops(whole),
+            flops=None if of_sequence is None else layout.global_batch * of_sequence,
         )
     except DepthError as error:
         return str(error)

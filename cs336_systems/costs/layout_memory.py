@@ -231,6 +231,11 @@ def _shared_out(rank: Rank) -> tuple[Mapping[Category, float], int]:
     share = kept / every
     if layout.shards > 1:
         shares[Category.OPTIMIZER_STATE] = shares[Category.OPTIMIZER_WORKSPACE] = share
+        element_bytes = factor_bytes(rank.config.precision)
+        if not layout.shards_parameters and element_bytes != FP32_BYTES:
+            # masters belong to the optimizer's state, and ranks keep copies for matmuls
+            shares |= {Category.PARAMETERS: share, Category.WEIGHT_COPIES: 0.0}
+            more_bytes += element_bytes * every
     if layout.shards_parameters:
         shares |= {Category.PARAMETERS: share, Category.GRADIENTS: share}
         shares[Category.WEIGHT_COPIES] = 0.0

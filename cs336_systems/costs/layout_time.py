@@ -266,7 +266,7 @@ class _LayoutTimer:
     def _data_s(self) -> tuple[float, float]:
         """What gathers and reductions of the state add to each micro-batch, and to a step."""
         layout = self._layout
-        if layout.data * layout.shard * layout.context == 1:
+        if layout.data * layout.shards == 1:
             return 0.0, 0.0
         if not layout.shards_parameters:
             return 0.0, self._beside_s(gathers=layout.shards > 1, reduces=True)
@@ -285,12 +285,10 @@ class _LayoutTimer:
         """Seconds of an all-reduce among replicas, or of another collective among shards."""
         layout = self._layout
         is_reduce = call.collective is Collective.ALL_REDUCE
-        ranks = layout.data if layout.shards > 1 else layout.data * layout.context
-        in_node = layout.neighbours("data", self._links.gpus_per_node)
+        ranks, in_node = layout.data, layout.neighbours("data", self._links.gpus_per_node)
         if not is_reduce:
             ranks = layout.shards
             in_node = layout.neighbours("shard", self._links.gpus_per_node)
-        if layout.context > 1 and (not is_reduce or layout.shards == 1):
             in_node *= layout.neighbours("context", self._links.gpus_per_node)
         return self._links.call_s(call, ranks, min(in_node, ranks))
 

@@ -6,12 +6,24 @@ from collections.abc import Mapping
 from functools import partial
 
 from .communication import Collective
-from .curves import LINK_EFFICIENCY
 from .hardware import DeviceSpec
 from .ranks_time import Links, measured_links
 
 NETWORK_EFFICIENCY = 0.8
 """Share of a network adapter's rate that a collective reaches."""
+REFERENCE_BYTES_PER_S = 450e9
+REFERENCE_S = {
+    2**20: 38.09e-6,
+    2**22: 40.48e-6,
+    2**24: 77.53e-6,
+    2**26: 270.5e-6,
+    2**28: 912.8e-6,
+    2**30: 3309e-6,
+    2**32: 12_463e-6,
+}
+"""Times of all-reduces by bytes among two H200, whose NVLink sends so fast one way
+(data/published/ceilings/NVIDIA-H200-x2-collectives).
+"""
 USUAL_NODE = 8
 """GPUs of a node where no data sheet says."""
 
@@ -62,9 +74,13 @@ def links_of(
             f"needed --node-gb-per-s: no collectives among several {name} were measured, and how "
             "they are joined is not in its data sheet"
         )
-    rate = LINK_EFFICIENCY * device.link_bytes_per_s
+    ratio = device.link_bytes_per_s / REFERENCE_BYTES_PER_S
+    times = {round(ratio * num_bytes): time_s for num_bytes, time_s in REFERENCE_S.items()}
     sources.insert(
         0,
-        f"node: {LINK_EFFICIENCY:g} of {device.link_bytes_per_s / 1e9:g} GB/s one way (data sheet)",
+        f"node: {device.link_bytes_per_s / 1e9:g} GB/s one way by the data sheet, used as far as "
+        "two H200 use theirs, by message size",
     )
-    return links(node_bytes_per_s=rate), "; ".join(sources)
+    largest = max(times)
+    joined = links(node_bytes_per_s=largest / times[largest], times={Collective.ALL_REDUCE: times})
+    return joined, "; ".join(sources)

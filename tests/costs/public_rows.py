@@ -26,7 +26,8 @@ HARDWARE = {"H100 96GB HBM2e 500 W": "H100 80GB HBM3"}
 """Boards without a data sheet here, and the one that is asked in their place."""
 COLUMNS = (
     *("name", "context", "micro_batch", "accumulate", "hardware", "gpus", "precision", "layout"),
-    *("published", "foretold", "error_percent", "published_gib", "foretold_gib", "stands_on"),
+    *("published", "foretold", "error_percent", "published_gib", "foretold_gib"),
+    *("simumax_error_percent", "simumax_gib", "stands_on"),
     *("not_asked", "assumed", "source"),
 )
 Row = Mapping[str, str]
@@ -81,7 +82,7 @@ def layout_of(row: Row) -> Layout:
     }
     ways = numbers["tensor"] * numbers["pipeline"] * numbers["context"]
     replicas = int(row["gpus"]) // ways
-    if row["shard"] == "optimizer only":
+    if row["shard"] == "optimizer only" or numbers["context"] > 1:
         return Layout(**numbers, shard=replicas, stage=1)
     if not row["shard"].isdigit():
         return Layout(**numbers, data=replicas)
@@ -134,8 +135,17 @@ def foretold(row: Row) -> dict[str, object]:
     if isinstance(cost, str):
         return answer | {"not_asked": cost}
     tokens = layout.global_batch * config.model.context_length
-    rate = tokens / cost.step_s / layout.gpus
+    seconds = cost.step_s
+    if "forward and backward" in row["name"]:
+        seconds = cost.time.compute_s
+    rate = tokens / seconds / layout.gpus
     published = float(row["tokens_per_s_per_gpu"])
+    if row["simumax_gib"]:
+        other = float(row["simumax_tokens_per_s_per_gpu"])
+        answer |= {
+            "simumax_error_percent": 100 * (other / published - 1),
+            "simumax_gib": float(row["simumax_gib"]),
+        }
     return answer | {
         "foretold": rate,
         "error_percent": 100 * (rate / published - 1),
