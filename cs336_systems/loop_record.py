@@ -18,6 +18,7 @@ class Cause(StrEnum):
     ALLOCATOR = "allocation on the GPU"
     CLOCK = "lower clock"
     TOKENS = "more tokens"
+    RANK = "a later rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,8 @@ class SlowStep:
     """How much longer than usual it took."""
     where: str
     """The phase that took more than usual by most, or "between steps"."""
+    backward_s: float = 0.0
+    """How much longer than usual its backward took, in which ranks wait for each other."""
     pauses: tuple[Pause, ...] = ()
 
 
@@ -71,6 +74,10 @@ class LoopRank:
     the rank waits for no other one. None where that is not seen, as with FSDP, which waits in
     forward too.
     """
+    first_step: int = 0
+    """How many measured steps of the loop came before those that are described here."""
+    late_steps: tuple[SlowStep, ...] = ()
+    """The steps whose time, counted as for `own_s`, lies beyond the spread of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

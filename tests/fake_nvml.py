@@ -63,6 +63,7 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetPowerUsage=lambda handle: 698_250,
         nvmlDeviceGetTemperature=lambda handle, kind: 61,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0,
+        nvmlDeviceGetFieldValues=unsupported,
         nvmlDeviceGetComputeRunningProcesses=lambda handle: ["this one"],
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: 1_234_567,
     )

@@ -154,12 +154,13 @@ def _between_sentences(record: RunRecord) -> list[str]:
     verdict = between_verdict(
         times.steps_s / count, (times.between_s - times.between_data_s) / count
     )
-    if verdict is not None:
-        sentences.append(verdict)
-    if times.data_share >= LIMITING_DATA:
-        sentences.append(
+    # what takes the most of the loop limits it; the other is in the sentence before
+    if times.data_share >= LIMITING_DATA and times.data_s >= times.between_s - times.between_data_s:
+        verdict = (
             f"data limits the loop: {100 * times.data_share:.3g} % of its time waits for a batch"
         )
+    if verdict is not None:
+        sentences.append(verdict)
     return sentences
 
 

@@ -96,8 +96,14 @@ def _is_in_place(function: Any) -> bool:
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """CUDA takes fp32 too, and aligns rows to 16 bytes (create_grouped_gemm_output_tensor in
-    GroupedMMUtils.h).
+    """The result, without data, that CUDA's kernel makes of a product of matrices in groups, each
+    with a factor of its own; PyTorch's kernel for meta tensors refuses fp32, which CUDA takes.
+
+    `a` is (groups, rows, inner) or, with all groups one after the other, (all rows, inner) or
+    (rows, all inner); `b` likewise. `offsets` (groups,) says where groups end in the axis that they
+    share. The result is (groups, rows, columns) if both or none of the factors have the axis of
+    groups, else (rows, columns). Its rows begin at multiples of 16 bytes, so that its storage is
+    larger than its elements (create_grouped_gemm_output_tensor in GroupedMMUtils.h).
     """
     groups = [len(offsets if offsets is not None else a)] if a.dim() == b.dim() else []
     rows, columns, multiple = a.shape[-2], b.shape[-1], 16 // a.element_size()

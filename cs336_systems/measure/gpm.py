@@ -94,6 +94,14 @@ class ActivityMonitor:
         return None
 
     def _look(self, now_s: float, is_end: bool) -> None:
+        """Take the reading that is due between two steps at `now_s`, in seconds; `is_end` if no
+        step follows.
+
+        The first call takes none: what the driver gives then may be of REFRESH_S earlier, so of
+        before the steps. Next comes the first reading, which stays, and then the last one, which is
+        taken again whenever the span between both has grown by GROWTH. At the end the last one is
+        due at once, and a first one would be of no use.
+        """
         if self._due_s is None:
             self._due_s = now_s + REFRESH_S
         elif self._first_s is None:

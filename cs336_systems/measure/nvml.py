@@ -21,6 +21,13 @@ THROTTLE_REASONS = {
     0x80: "power brake",
 }
 """Bits of nvmlDeviceGetCurrentClocksEventReasons that mean a reduced clock (nvml.h)."""
+THROTTLE_COUNTERS = {
+    pynvml.NVML_FI_DEV_PERF_POLICY_POWER: "power cap",
+    pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL: "thermal",
+    pynvml.NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT: "board limit",
+    pynvml.NVML_FI_DEV_PERF_POLICY_RELIABILITY: "reliability",
+}
+"""Counters of the nanoseconds in which the clock was reduced, since the driver was loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +227,19 @@ class GpuMonitor:
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS.items() if reasons & bit),
             other_processes=max(0, self.processes() - 1),
         )
+
+    def throttled_s(self) -> dict[str, float]:
+        """For how long each reason has reduced the clock since the driver was loaded, in seconds;
+        without those that the card does not count.
+        """
+        with contextlib.suppress(pynvml.NVMLError):
+            values = pynvml.nvmlDeviceGetFieldValues(self._handle, list(THROTTLE_COUNTERS))
+            return {
+                THROTTLE_COUNTERS[value.fieldId]: value.value.ullVal / 1e9
+                for value in values
+                if value.nvmlReturn == pynvml.NVML_SUCCESS
+            }
+        return {}
 
     def energy_j(self) -> float | None:
         """Energy since the driver was loaded; None if the card does not count it (before Volta)."""

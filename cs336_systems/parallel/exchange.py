@@ -150,15 +150,19 @@ class Pushes:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Copies that have been started, with their sources, which must not be freed before they are
+    """Copies that have been started on a stream of their own."""
+
+    event: torch.cuda.Event | None
+    """Passed when the copies are made; None on a CPU, where they are made at once."""
+    sources: Sequence[Tensor]
+    """What is copied, kept alive: its memory could be given out again before the copies are
     made.
     """
 
-    event: torch.cuda.Event | None
-    sources: Sequence[Tensor]
-
     def wait(self) -> None:
-        """Have the current stream wait for them."""
+        """Let what is launched later on the current stream begin after the copies are made. The
+        host does not wait, and on a CPU there is nothing to wait for.
+        """
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 

@@ -1,26 +1,31 @@
 """The calls of a watched model, kept as shapes, from which they can be made again without data."""
 
 import weakref
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 MAX_CALLS = 32
 """Most different calls that are kept, so that a loop whose calls never repeat costs little."""
+new: Any = tuple.__new__
+"""Makes a named tuple faster than its class, whose constructor is written in Python."""
 PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 """Classes whose values are kept as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What stands for a tensor."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it may hold tokens."""
+        return bool(self.sizes) and self.dtype in (torch.int64, torch.int32)
 
     def tensor(self) -> Tensor:
         """A tensor of this shape, without data."""
@@ -29,8 +34,7 @@ class Shape:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Several:
+class Several(NamedTuple):
     """What stands for a list, a tuple or a mapping."""
 
     kind: type
@@ -38,21 +42,23 @@ class Several:
     """The keys of a mapping; None for a list and a tuple."""
     values: tuple[Any, ...]
 
+    def get(self, key: Hashable) -> Any:  # noqa: ANN401
+        """The value of a mapping's key; None without it."""
+        return self.values[self.keys.index(key)] if self.keys and key in self.keys else None
 
-@dataclass(frozen=True, slots=True)
-class Opaque:
+
+class Opaque(NamedTuple):
     """What stands for a value of a class that is not known, which is not kept."""
 
     kind: type
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A call of a model: its arguments by position and by name."""
 
     model: "weakref.ref[nn.Module]"
-    inputs: Any
-    named: Any
+    inputs: Several
+    named: Several
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with tensors that have no data; raise TypeError for one of a class that is
@@ -61,18 +67,23 @@ class Call:
         return restored(self.inputs), restored(self.named)
 
 
+NOTHING = Several(dict, (), ())
+"""No arguments by name."""
+
+
 class Calls:
     """The different calls that were seen, at most MAX_CALLS."""
 
     def __init__(self) -> None:
         self.seen: list[Call] = []
+        """In the order in which they came first, none twice; a step keeps their indices."""
         self._numbers: dict[Call, int] = {}
+        """The index in `seen` of each, so that a call that comes again is soon recognised."""
         self.last: Call | None = None
         """The last call, also beyond MAX_CALLS."""
 
-    def number(self, model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> int:
+    def number(self, call: Call) -> int:
         """The index of this call in `seen`; -1 for one that is beyond MAX_CALLS."""
-        call = Call(weakref.ref(model), described(list(inputs)), described(dict(named)))
         self.last = call
         number = self._numbers.get(call)
         if number is None:
@@ -83,10 +94,20 @@ class Calls:
         return number
 
 
+def call_of(
+    model: "weakref.ref[nn.Module]", inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> Call:
+    """The call of a model that is given these."""
+    values = new(Several, (list, None, tuple(map(described, inputs))))
+    call: Call = new(Call, (model, values, described(named) if named else NOTHING))
+    return call
+
+
 def described(value: Any) -> Hashable:  # noqa: ANN401 (an argument of the model)
     """What stands for an argument: it holds no tensor, and equal shapes are equal."""
     if isinstance(value, Tensor):
-        return Shape(tuple(value.shape), value.dtype, value.requires_grad)
+        shape: Shape = new(Shape, (value.shape, value.dtype, value.requires_grad))
+        return shape
     if isinstance(value, Mapping):
         values = tuple(map(described, value.values()))
         return Several(dict, tuple(value), values)
@@ -94,6 +115,15 @@ def described(value: Any) -> Hashable:  # noqa: ANN401 (an argument of the model
         kind = list if isinstance(value, list) else tuple
         return Several(kind, None, tuple(map(described, value)))
     return value if isinstance(value, PLAIN) else Opaque(type(value))
+
+
+def shapes_in(values: Iterable[Any]) -> Iterator[Shape]:
+    """What stands for the tensors among these arguments."""
+    for value in values:
+        if isinstance(value, Several):
+            yield from shapes_in(value.values)
+        elif isinstance(value, Shape):
+            yield value
 
 
 def restored(value: Any) -> Any:  # noqa: ANN401

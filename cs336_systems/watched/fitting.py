@@ -7,7 +7,7 @@ import functools
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ..text import inert_line
 from .calls import Call, Several, Shape
 from .dataless import NotTracedError, empty, tracing_copy, without_data
 from .flops import loss_of
+from .kept_state import kept_state
 from .tokens import tensors_in
 
 if TYPE_CHECKING:
@@ -89,12 +90,14 @@ def fitting(loop: Loop, room_bytes: int) -> Fitting:
     try:
         size = loop.batch_size
         batches = max(2, size // 2), max(3, size)
-        for is_checkpointed in (False, True):
-            tapes = {}
-            for batch in batches:
-                limit_s = max(end_s - monotonic(), 0.0)
-                tapes[batch] = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
-            fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
+        model = loop.call.model()
+        with kept_state([] if model is None else [model]):
+            for is_checkpointed in (False, True):
+                tapes = {}
+                for batch in batches:
+                    limit_s = max(end_s - monotonic(), 0.0)
+                    tapes[batch] = _traced(loop, batch, limit_s, is_checkpointed=is_checkpointed)
+                fits.append(_largest(tapes, room_bytes, is_checkpointed=is_checkpointed))
     except NotTracedError as error:
         if not fits and not isinstance(error, NoBlocksError):
             return Fitting(batch_size=size, reason=str(error))
@@ -306,10 +309,10 @@ def _resized(loop: Loop, batch: int) -> Call:
 
     def resized(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, Several):
-            return replace(value, values=tuple(map(resized, value.values)))
+            return value._replace(values=tuple(map(resized, value.values)))
         if isinstance(value, Shape) and value.sizes[axis : axis + 1] == (size,):
             sizes = (*value.sizes[:axis], batch, *value.sizes[axis + 1 :])
-            return replace(value, sizes=sizes)
+            return value._replace(sizes=sizes)
         return value
 
-    return replace(loop.call, inputs=resized(loop.call.inputs), named=resized(loop.call.named))
+    return loop.call._replace(inputs=resized(loop.call.inputs), named=resized(loop.call.named))

@@ -19,6 +19,7 @@ from ..text import inert_line
 from ..torch_needed import lacking_torch
 from .calls import MAX_CALLS, Call
 from .dataless import NotTracedError, tracing_copy, without_data
+from .kept_state import kept_state
 from .marks import WatchedStep
 from .tokens import tensors_in
 
@@ -66,25 +67,30 @@ class LoopTracer:
         has_backward = any(Phase.BACKWARD in step.times.phases_s for step in steps)
         executed = recomputed = 0.0
         try:
-            for number, count in counts.items():
-                counter = self._trace(number, has_backward, LIMIT_S / len(counts))
-                executed += count * counter.executed
-                recomputed += count * counter.recomputed
+            self._trace(counts, has_backward)
         except NotTracedError as error:
             self._reason = str(error)
             return None, self._reason
+        for number, count in counts.items():
+            counter = self._traced[number, has_backward]
+            executed += count * counter.executed
+            recomputed += count * counter.recomputed
         per_step = (executed - recomputed) / len(steps)
         self.last = LoopFlops(per_step=per_step, recomputed_per_step=recomputed / len(steps))
         return self.last, ""
 
-    def _trace(self, number: int, has_backward: bool, limit_s: float) -> "FlopCounter":
-        """The FLOPs of a call, which is traced if it was not yet."""
-        key = number, has_backward
-        if key not in self._traced:
-            self.num_traced += 1
-            call = self._calls[number]
-            self._traced[key] = _traced(call, has_backward=has_backward, limit_s=limit_s)
-        return self._traced[key]
+    def _trace(self, numbers: Collection[int], has_backward: bool) -> None:
+        """Trace those of the calls that were not yet."""
+        new = [number for number in numbers if (number, has_backward) not in self._traced]
+        if not new:
+            return
+        models = [self._calls[number].model() for number in new]
+        with kept_state([model for model in models if model is not None]):
+            for number in new:
+                self.num_traced += 1
+                self._traced[number, has_backward] = _traced(
+                    self._calls[number], has_backward=has_backward, limit_s=LIMIT_S / len(numbers)
+                )
 
 
 class FlopCounter(TorchDispatchMode):
@@ -164,7 +170,9 @@ def _traced(call: Call, *, has_backward: bool, limit_s: float) -> FlopCounter:
     """The FLOPs of one forward pass, and of its backward; raise NotTracedError with the reason."""
     model = call.model()
     if model is None:
-        raise NotTracedError("the model is gone")
+        raise NotTracedError(
+            "the watched model exists no more: its name was given to another one before the report"
+        )
     counter = FlopCounter(model.parameters())
     try:
         inputs, named = call.arguments()

@@ -50,6 +50,12 @@ class LoopGpu(Observer):
             return self._monitor.state() if self._monitor is not None else None
         return None
 
+    def throttled_s(self) -> dict[str, float]:
+        """For how long each reason has lowered the clock, by the driver's counters; empty without
+        its library.
+        """
+        return self._monitor.throttled_s() if self._monitor is not None else {}
+
     def activity(self) -> Activity | None:
         """How busy the units were up to the last reading."""
         return self._activity.activity()

@@ -1,10 +1,12 @@
 """Memory that rises from step to step of a watched loop, and what holds it."""
 
 import gc
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
+from time import monotonic
 
 import torch
 from torch import Tensor
@@ -13,9 +15,9 @@ from ..loop_record import MemoryGrowth
 from .observer import Observer
 
 MOST_KEPT = 128
-"""Most readings that are kept; beyond, every other one goes, and half as many are made: a reading
-takes some 50 us.
-"""
+"""Most readings that are kept; beyond, every other one goes, and half as many are made."""
+SPACING_S = 0.05
+"""Least time between two readings, of which each takes some 50 us: a thousandth of it."""
 PARTS, FEWEST = 8, 32
 """Equal parts of the readings whose minima are compared, and the fewest readings to do so."""
 RISING_PARTS = 4
@@ -37,9 +39,10 @@ def allocated_on_gpu() -> int:
 class Growth(Observer):
     """Reads the allocated bytes at the end of measured steps, ever more rarely."""
 
-    def __init__(self, read: Callable[[], int] | None) -> None:
-        self._read = read
-        """None where no allocator tells its bytes, as on a CPU."""
+    def __init__(self, read: Callable[[], int] | None, spacing_s: float = SPACING_S) -> None:
+        self._read, self._spacing_s = read, spacing_s
+        """`read` is None where no allocator tells its bytes, as on a CPU."""
+        self._due_s = -math.inf
         self._every = 1
         self._readings: list[tuple[int, int]] = []
         """Numbers of steps, and the bytes at their ends."""
@@ -48,6 +51,10 @@ class Growth(Observer):
         """Read the bytes of some steps."""
         if self._read is None or number < 0 or number % self._every:
             return
+        now_s = monotonic()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + self._spacing_s
         self._readings.append((number, self._read()))
         if len(self._readings) == MOST_KEPT:
             self._every *= 2

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from time import perf_counter_ns
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..config import Phase
 from ..loop_record import Cause
-from .marks import Timeline
+from .marks import FORWARD, OPTIMIZER, Timeline
 from .observer import note_trouble
 from .pauses import Pauses
 from .tokens import PassReader
@@ -159,9 +160,12 @@ class ModelHooks:
             model._compiled_call_impl = compiled.call
         self._compiled = None
 
+    def forget_open(self) -> None:
+        """Forget the calls that an exception has left."""
+        self._opened.clear()
+
     def step_begins(self) -> None:
         """See the calls of a model that was compiled in place, in which no hooks run."""
-        self._opened.clear()
         model = self._model()
         call = None if model is None else model._compiled_call_impl
         if model is not None and call is not None and call is not self._compiled:
@@ -170,29 +174,30 @@ class ModelHooks:
 
     def begins(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Begin forward if the module is the model itself, on the thread of the step."""
+        timeline = self._timeline
         # a replica of nn.DataParallel has the same hooks
-        if not self._timeline.is_own_thread() or module is not self._model():
+        if get_ident() != timeline.thread or module is not self._model():
             return
         has_grad = torch.is_grad_enabled()
-        if not (has_grad and self._timeline.in_step):
+        if not (has_grad and timeline.in_step):
             self._evaluated_ns = perf_counter_ns()
-        if not self._timeline.in_step:
+        if not timeline.in_step:
             return
-        is_forward = has_grad and self._timeline.enter(Phase.FORWARD)
+        is_forward = has_grad and timeline.enter(FORWARD)
         self._opened.append(is_forward)
         if is_forward:
-            self._reader.begins(inputs, named, self._timeline.num_marks - 1)
+            self._reader.begins(self._model, inputs, named, timeline.num_marks() - 1)
 
     def ends(self, module: nn.Module, _inputs: Any, result: Any) -> None:  # noqa: ANN401
         """End forward where `begins` began it."""
-        if not self._timeline.is_own_thread() or module is not self._model():
+        timeline = self._timeline
+        if get_ident() != timeline.thread or module is not self._model():
             return
         if self._evaluated_ns is not None:
-            self._pauses.evaluates(self._evaluated_ns, in_step=self._timeline.in_step)
+            self._pauses.evaluates(self._evaluated_ns, in_step=timeline.in_step)
             self._evaluated_ns = None
-        if self._timeline.in_step and self._opened and self._opened.pop():
-            self._timeline.note(self._reader.ends(module, result))
-            self._timeline.leave()
+        if timeline.in_step and self._opened and self._opened.pop():
+            timeline.leave_forward(self._reader.ends(module, result))
 
     def is_model(self, module: nn.Module) -> bool:
         """Whether the module is the model that is hooked."""
@@ -224,7 +229,7 @@ def _called(
     inputs: tuple[Any, ...],
     named: dict[str, Any],
 ) -> Any:  # noqa: ANN401
-    """Call what calls the model, and let its hooks see it. `inputs` may begin with a wrapper."""
+    """Call what calls the model, and let its hooks see it."""
     result = None
     for hooks in hooked:
         hooks.begins(model, inputs, named)
@@ -252,13 +257,13 @@ class OptimizerHooks:
         before = optimizer.register_step_pre_hook(Hook(self.begins))
         return [before, optimizer.register_step_post_hook(Hook(self.ends))]
 
-    def step_begins(self) -> None:
+    def forget_open(self) -> None:
         """Forget a call that an exception has left."""
         self._opened.clear()
 
     def begins(self, *_: Any) -> None:  # noqa: ANN401
         """Begin the phase."""
-        self._opened.append(self._timeline.enter(Phase.OPTIMIZER))
+        self._opened.append(self._timeline.enter(OPTIMIZER))
 
     def ends(self, *_: Any) -> None:  # noqa: ANN401
         """End the phase where `begins` began it."""
@@ -324,14 +329,22 @@ class Hooks:
 
     def step_begins(self) -> None:
         """Prepare the hooks for a step."""
-        self.attach()
-        for hooked in self._hooked:
-            hooked.step_begins()
+        if not self._handles:
+            self.attach()
+        for model in self.models:
+            model.step_begins()
+        self.pauses.step_begins()
         if not PATCHES.has_compiler and "torch._dynamo" in sys.modules:
             PATCHES.see_compiler()
         # the compiler would compile again where a hook has gone
         if self._of_matmuls and self.reader.num_seen >= ENOUGH_MATMULS and not _has_compiled():
             self._of_matmuls.pop().remove()
+
+    def forget_open(self) -> None:
+        """Forget the calls that an exception has left open, and the pauses."""
+        for hooked in self._hooked:
+            hooked.forget_open()
+        self.pauses.forget_open()
 
 
 def _has_compiled() -> bool:
@@ -413,7 +426,11 @@ class Patches:
         """
         prior = eval_frame.set_eval_frame(None)
         try:
-            return [loop for loop in tuple(self._loops) if loop.timeline.enter(phase)]
+            seeing = []
+            for loop in tuple(self._loops):
+                if loop.timeline.enter(phase):
+                    seeing.append(loop)
+            return seeing
         finally:
             eval_frame.set_eval_frame(prior)
 
@@ -449,7 +466,7 @@ class Patches:
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def save(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
-            loops = [loop for loop in self._loops if loop.timeline.is_own_thread()]
+            loops = [loop for loop in self._loops if loop.timeline.thread == get_ident()]
             for loop in loops:
                 loop.pauses.begins(Cause.SAVING)
             try:
@@ -467,7 +484,8 @@ class Patches:
             model = wrapper._orig_mod
             models = [hooks for loop in tuple(self._loops) for hooks in loop.models]
             calls = [hooks for hooks in models if hooks.is_model(model)]
-            return _called(calls, model, original, (wrapper, *inputs), named)
+            call_wrapper = functools.partial(original, wrapper)
+            return _called(calls, model, call_wrapper, inputs, named)
 
         return call
 

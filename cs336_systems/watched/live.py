@@ -6,11 +6,11 @@ import contextlib
 import os
 import shutil
 import stat
-import statistics
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from time import monotonic
 from typing import TextIO
 
@@ -18,17 +18,14 @@ from ..config import Phase
 from ..text import inert_line
 from .marks import WatchedStep
 from .observer import Observer
+from .slow_steps import FEWEST, Usual, is_slow, usual_of
 
 LOG_EVERY = 100
 """Steps from one line of a log to the next."""
 REDRAWN_S = 0.2
 """Least time between two drawings of a terminal's line."""
-SLOW, LATELY = 1.5, 31
-"""A step that takes so many times the median of so many steps before it is slow; fewer steps are
-too few to tell.
-"""
-MOST_SUMMED = 10_000
-"""Most steps that are summed up at once: the last ones."""
+MORE_STEPS = 1.25
+"""Factor of the steps that are known from which what is usual of them is computed again."""
 BETWEEN = "between steps"
 ERASE = "\r\x1b[2K"
 
@@ -81,36 +78,42 @@ class Live(Observer):
 
     On a terminal it is a line that is drawn again; in a file, a line every LOG_EVERY steps; nothing
     in a pipe or a notebook, and beside a progress bar of tqdm's, whose line it is. With `every`
-    there is a line every so many steps, wherever standard error goes, and with 0 none. `mfu` gives
-    the share of the peak at a number of tokens per second, `is_first` whether this rank shows it.
+    there is a line every so many steps, wherever standard error goes, and with 0 none. `steps` are
+    the measured steps, the last ones of a long loop. `mfu` gives the share of the peak at a number
+    of tokens per second, `is_first` whether this rank shows it.
     """
 
     def __init__(
         self,
         name: str,
+        steps: deque[WatchedStep],
         every: int | None,
         mfu: Callable[[Sums], float | None],
         is_first: Callable[[], bool],
     ) -> None:
         if every is not None and every < 0:
             raise ValueError(f"watch: every must be at least 0 (no lines), got {every}")
-        self._name, self._every, self._mfu, self._is_first = name, every, mfu, is_first
-        self._lately: deque[float] = deque(maxlen=LATELY)
-        self._shown: deque[WatchedStep] = deque(maxlen=MOST_SUMMED)
-        self._taken: deque[WatchedStep] = deque(maxlen=MOST_SUMMED)
-        """Measured steps since the last line, and since the last `take`; they are summed up there,
-        because a step is to cost little.
+        self._name, self._measured = name, steps
+        self._every, self._mfu, self._is_first = every, mfu, is_first
+        self._steps = self._shown = self._taken = self._judged = 0
+        """All measured steps, and of these those before the last line, before the last `take`, and
+        those of which it is known whether they are slow.
         """
-        self._steps = self._slow_steps = self._slow_taken = 0
-        """All measured steps, and of these slow ones, in all and before the last `take`."""
+        self._slow_steps = self._slow_taken = 0
+        """Slow steps in all, and before the last `take`."""
+        self._usual: dict[bool, Usual] = {}
+        self._usual_of = 0
+        """What is usual of the first so many steps."""
         self._drawn_s = -REDRAWN_S
         self._is_drawn = False
 
     def take(self) -> dict[str, float]:
         """The numbers of the measured steps that were read since the last call; empty if none."""
-        sums = _summed(self._taken)
+        sums = self._sums(self._taken, self._steps)
+        self._taken = self._steps
         numbers = sums.numbers()
         if numbers:
+            self._judge()
             numbers["slow_steps"] = self._slow_steps - self._slow_taken
             self._slow_taken = self._slow_steps
             mfu = self._mfu(sums)
@@ -118,22 +121,14 @@ class Live(Observer):
                 numbers["mfu"] = mfu
         return {name: float(value) for name, value in numbers.items()}
 
-    def step_read(self, number: int, step: WatchedStep) -> None:
-        """Count a measured step, and show it if it is time."""
-        if number < 0:
-            return
-        interval_s = step.times.step_s + (step.between_s or 0.0)
-        is_slow = len(self._lately) == LATELY and interval_s > SLOW * statistics.median(
-            self._lately
-        )
-        self._lately.append(interval_s)
-        self._steps += 1
-        self._slow_steps += is_slow
-        self._shown.append(step)
-        self._taken.append(step)
+    def steps_read(self, first: int, steps: Sequence[WatchedStep]) -> None:
+        """Count the measured ones of these steps, and show them if it is time."""
+        before = self._steps
+        self._steps += len(steps) - min(max(0, -first), len(steps))
         # a stream that is closed or full is no reason to end a training loop
-        with contextlib.suppress(OSError, ValueError):
-            self._show()
+        if self._steps > before:
+            with contextlib.suppress(OSError, ValueError):
+                self._show(before)
 
     def step_failed(self, *_: object) -> None:
         """Erase the line, before the exception is printed."""
@@ -147,11 +142,13 @@ class Live(Observer):
                 sys.stderr.write(ERASE)
                 sys.stderr.flush()
 
-    def line(self) -> str:
-        """The steps since the last line in a few words."""
-        sums = _summed(self._shown)
+    def line(self, to: int) -> str:
+        """The steps since the last line, up to so many in all, in a few words."""
+        sums = self._sums(self._shown, to)
+        self._shown = to
+        self._judge()
         numbers = sums.numbers()
-        words = [f"{self._name}: step {self._steps:,}", f"{numbers['step_ms']:.4g} ms"]
+        words = [f"{self._name}: step {to:,}", f"{numbers['step_ms']:.4g} ms"]
         if "tokens_per_s" in numbers:
             words.append(f"{numbers['tokens_per_s']:,.0f} tokens/s")
         mfu = self._mfu(sums)
@@ -162,7 +159,8 @@ class Live(Observer):
             words.append(f"{self._slow_steps:,} slow")
         return "  ".join(filter(None, words))
 
-    def _show(self) -> None:
+    def _show(self, before: int) -> None:
+        """Write the lines that are due after the step `before`."""
         stream = sys.stderr
         if stream is None:  # a program without a console
             return
@@ -172,21 +170,34 @@ class Live(Observer):
                 return
             self._drawn_s, self._is_drawn = now_s, True
             width = shutil.get_terminal_size().columns - 1
-            stream.write(f"{ERASE}{inert_line(self.line())[:width]} ")
+            stream.write(f"{ERASE}{inert_line(self.line(self._steps))[:width]} ")
         else:
             every = _lines_in(stream) if self._every is None else self._every
-            if not every or self._steps % every or not self._is_first():
+            if not every or not self._is_first():
                 return
-            stream.write(f"{inert_line(self.line())}\n")
+            for to in range(before + every - before % every, self._steps + 1, every):
+                stream.write(f"{inert_line(self.line(to))}\n")
         stream.flush()
 
+    def _between(self, begin: int, end: int) -> list[WatchedStep]:
+        """The measured steps from one number to another that are kept still."""
+        latest = islice(reversed(self._measured), self._steps - end, self._steps - begin)
+        return list(latest)[::-1]
 
-def _summed(steps: deque[WatchedStep]) -> Sums:
-    """The sums over the steps, which are forgotten."""
-    sums = Sums()
-    while steps:
-        sums.add(steps.popleft())
-    return sums
+    def _sums(self, begin: int, end: int) -> Sums:
+        sums = Sums()
+        for step in self._between(begin, end):
+            sums.add(step)
+        return sums
+
+    def _judge(self) -> None:
+        """Count the slow steps, by what is usual of all steps up to some time ago."""
+        if self._steps >= max(FEWEST, MORE_STEPS * self._usual_of):
+            self._usual_of, self._usual = self._steps, usual_of(self._measured)
+        if self._usual:
+            for step in self._between(self._judged, self._steps):
+                self._slow_steps += is_slow(step, self._usual)
+            self._judged = self._steps
 
 
 def _is_terminal(stream: TextIO) -> bool:

@@ -17,7 +17,7 @@ import contextlib
 import io
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -56,7 +56,7 @@ from .growth import Growth, allocated_on_gpu
 from .hooks import Hooks, hookable
 from .live import Live, Sums
 from .marks import LoopStep, Timeline, WatchedStep, resolved
-from .observer import TROUBLES, Observer, overriding, say
+from .observer import TROUBLES, Observer, note_trouble, overriding, say
 from .out_of_memory import OutOfMemoryExplainer
 from .pauses import Pauses
 from .profiled import PROFILED_STEPS, Profiled
@@ -64,12 +64,16 @@ from .ranks import Ranks
 from .slow_steps import SlowSteps
 from .summary import all_measurements, described, measurements, seen_of
 from .syncs import Syncs
-from .tokens import PassReader
+from .tokens import NO_TOKENS, Pass, PassReader, Tokens
 
 Batch = TypeVar("Batch")
 
 MAX_KEPT_STEPS = 10_000
 """Most measured steps whose times are kept; of a longer loop, the last ones."""
+MOST_PENDING, READ_EVERY_NS = 64, 250_000_000
+"""Most steps that are marked before their times are computed, and the time from one computation to
+the next: in a row, it costs less than after each step.
+"""
 
 FOREIGN_OPTIMIZER = (
     "the optimizer {} is no torch.optim.Optimizer, so its time is in other: its step has no hooks"
@@ -78,6 +82,19 @@ NO_FORWARD = (
     "no training forward pass of the model was seen, so the phases are empty: give watch the model "
     "that the loop calls (model(...), not model.forward(...), and the outermost wrapper)"
 )
+
+
+class Step(contextlib.ContextDecorator):
+    """One step of a watched loop, as a context."""
+
+    def __init__(self, watched: "Watched") -> None:
+        self._watched = watched
+
+    def __enter__(self) -> None:
+        self._number = self._watched._begin_step()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._watched._end_step(self._number, error)
 
 
 class Watched:
@@ -149,6 +166,10 @@ class Watched:
         """Steps that have ended, and of these, steps that were read."""
         self._num_read = 0
         self._pending: deque[LoopStep] = deque()
+        self._due_ns = 0
+        """When the times of the pending steps are to be computed."""
+        self._recorded: list[WatchedStep] = []
+        """The measured steps that a profiler recorded."""
         self._num_parameters = _num_parameters(models)
         self._written: Path | None = None
         self._page: Path | None = None
@@ -169,24 +190,22 @@ class Watched:
         self._progress = Progress(subject=self._loop, gpu=self._gpu.gpu if self._gpu else None)
         self._profiled = Profiled(models[0], several, self._loop, self.directory)
         self._timeline = Timeline(device)
-        self._live = Live(name, every, self._mfu, lambda: not self._rank)
+        self._live = Live(name, self.measured, every, self._mfu, lambda: not self._rank)
         observers: list[Observer] = [self._live]
         if self._profiled.has_profiler:
             observers.insert(0, self._profiled)
         if self._gpu is not None:
             observers.insert(0, self._gpu)
         self._pauses = Pauses()
-        self._slow_steps = SlowSteps(
-            self._pauses,
-            on_gpu=self._gpu is not None,
-            clock=self._gpu.clock if self._gpu is not None else None,
-        )
+        self._slow_steps = SlowSteps(self._pauses, self._gpu)
         # the first, so that what other parts do lies in no pause
         observers.insert(0, self._slow_steps)
         self._syncs = Syncs(models)
         self._growth = Growth(allocated_on_gpu if self._gpu is not None else None)
-        self._ranks = Ranks(name, models)
-        observers += [self._growth, self._ranks]
+        self._ranks = Ranks(name, models, self._slow_steps)
+        observers.append(self._ranks)
+        if self._gpu is not None:
+            observers.append(self._growth)
         if self._syncs.sees_model:  # else its calls at each phase would only cost time
             observers.append(self._syncs)
         self._reader = PassReader(models, device)
@@ -204,9 +223,12 @@ class Watched:
         """Report what was seen, however the loop ended, and take the hooks away."""
         conclude(self)
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> "Step":
         """Around one step of the loop. A step that ends by an exception is not counted."""
+        return Step(self)
+
+    def _begin_step(self) -> int:
+        """Begin a step, and return its number."""
         if self._timeline.in_step:
             raise RuntimeError(
                 "watched.step() is open already: one `with` block is one step, and steps do not "
@@ -215,26 +237,35 @@ class Watched:
         number = self._begun - self.warmup_steps
         say(self._tell_begun, number)
         # of a GPU, counting launches kernels, so it becomes rarer: steps 0, 1, 2, 4, 8, ...
-        self._reader.counts_padding = self.device is Device.CPU or not number & (number - 1)
+        self._reader.counts_padding = self._gpu is None or not number & (number - 1)
         self._hooks.step_begins()
-        if self._rank is None and dist.is_available() and dist.is_initialized():
-            self._rank = dist.get_rank()
         self._timeline.begin_step()
-        try:
-            yield
-        except BaseException as error:
-            self._timeline.drop_step()
+        return number
+
+    def _end_step(self, number: int, error: BaseException | None) -> None:
+        """End the step, and read the times of steps if it is time to."""
+        if error is not None:
+            # what was called is known to whoever explains the error
+            self._tokens(self._timeline.drop_step().passes)
+            self._hooks.forget_open()
             say(self._tell_failed, number, error)
             if self._memory_explainer.last is not None:
                 UNREPORTED.add(self)
-            raise
+            return
         step = self._timeline.end_step()
-        if step is not None:
-            self._pending.append(step)
-            self._begun += 1
-            UNREPORTED.add(self)
-            say(self._tell_ended, number)
+        if step is None:
+            self._hooks.forget_open()
+            return
+        self._pending.append(step)
+        self._begun += 1
+        UNREPORTED.add(self)
+        say(self._tell_ended, number)
+        now_ns = step.host_ns[-1]
+        if len(self._pending) >= MOST_PENDING or now_ns >= self._due_ns:
+            self._due_ns = now_ns + READ_EVERY_NS
             self._read()
+            self._pauses.take()  # what Python collected while this program read
+            self._timeline.resume()
 
     def data(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """The same batches; waiting for each is data. A DataLoader is seen without it."""
@@ -263,22 +294,35 @@ class Watched:
         self._timeline.told = overriding(observers, "phase_begins")
         self._tell_begun = overriding(observers, "step_begins")
         self._tell_ended = overriding(observers, "step_ended")
-        self._tell_read = overriding(observers, "step_read")
+        self._tell_read = overriding(observers, "steps_read")
         self._tell_failed = overriding(observers, "step_failed")
 
     def _read(self) -> None:
-        """Move the steps that the device has done, in order, from the pending ones to the
-        others.
-        """
-        while self._pending and self._pending[0].marks[-1].is_passed():
+        """Compute the times of the steps that the device has done, in order."""
+        first, steps = self._num_read - self.warmup_steps, []
+        while self._pending and self._pending[0].mark(-1).is_passed():
             pending = self._pending.popleft()
-            step = resolved(pending)
+            steps.append(resolved(pending, self._tokens))
             self._timeline.recycle(pending)
-            is_warm = len(self.warmup) >= self.warmup_steps + self._profiled.has_profiler
-            if not self._profiled.has_profiler or len(self.measured) < PROFILED_STEPS:
-                (self.measured if is_warm else self.warmup).append(step)
-            say(self._tell_read, self._num_read - self.warmup_steps, step)
-            self._num_read += 1
+        num_warm = self.warmup_steps + self._profiled.has_profiler - len(self.warmup)
+        self.warmup += steps[:num_warm]
+        measured = steps[num_warm:]
+        self.measured += measured
+        if self._profiled.has_profiler:
+            self._recorded += measured[: PROFILED_STEPS - len(self._recorded)]
+        self._num_read += len(steps)
+        if self._rank is None and dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
+        if steps:
+            say(self._tell_read, first, steps)
+
+    def _tokens(self, passes: list[Pass]) -> Tokens:
+        """What went through the model in these passes; nothing where reading it fails."""
+        try:
+            return self._reader.tokens(passes)
+        except Exception as error:
+            note_trouble(self._reader.tokens, error)
+            return NO_TOKENS
 
     def _settle(self) -> None:
         """Wait until the device has done the steps so far, and read them."""
@@ -295,7 +339,7 @@ class Watched:
         for observer in self._observers:
             observer.finish()
         self._settle()
-        steps = list(self.measured)
+        steps = self._recorded if self._profiled.has_profiler else list(self.measured)
         if not steps and self._memory_explainer.last is not None:
             return self._failed_record()
         if not steps:
@@ -318,7 +362,7 @@ class Watched:
         measured = all_measurements(steps)
         host_phases = measurements([step.times.host_phases_s for step in steps])
         self._judge(progress, telemetry, measured, host_phases)
-        flops, reason = self._flops()
+        flops, reason = self._flops(steps)
         return replace(
             progress.finished(),
             measurements=measured,
@@ -358,15 +402,14 @@ class Watched:
         """The slow steps; a profiler slows steps by itself, so that nothing is said of its."""
         if self._profiled.has_profiler:
             return ()
-        first = self._num_read - self.warmup_steps - len(steps)
-        return self._slow_steps.slow_steps(self.warmup, steps, first)
+        return self._slow_steps.slow_steps(self.warmup, steps)
 
-    def _flops(self) -> tuple[LoopFlops | None, str]:
-        """The FLOPs of the mean step, and why they are not known. The first call traces the model,
-        which takes time that is not the loop's.
+    def _flops(self, steps: Collection[WatchedStep]) -> tuple[LoopFlops | None, str]:
+        """The FLOPs of the mean of these steps, and why they are not known. The first call traces
+        the model, which takes time that is not the loop's.
         """
         num_traced = self._tracer.num_traced
-        flops, reason = self._tracer.flops(self.measured)
+        flops, reason = self._tracer.flops(steps)
         if self._tracer.num_traced != num_traced:
             self._timeline.forget()
         return flops, reason
@@ -390,8 +433,9 @@ class Watched:
         memory, MFU. Empty in the warm-up, and if there was none. Nothing waits for the device; the
         first call traces the model for its FLOPs.
         """
+        self._read()
         if self.measured and self._tracer.num_traced == 0:
-            self._flops()
+            self._flops(self.measured)
         numbers = self._live.take()
         if numbers and self._gpu is not None:
             numbers["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

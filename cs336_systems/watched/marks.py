@@ -11,9 +11,12 @@ import torch
 
 from ..config import Phase
 from ..measure.clock import StepTimes
-from .tokens import Pass, Tokens, tokens_of
+from .tokens import Pass, Tokens
 
-OPAQUE = frozenset({Phase.BACKWARD, Phase.DATA})
+# in Python 3.11, reading a member of an enum is a call
+DATA, FORWARD, BACKWARD = Phase.DATA, Phase.FORWARD, Phase.BACKWARD
+OPTIMIZER, OTHER = Phase.OPTIMIZER, Phase.OTHER
+OPAQUE = frozenset({BACKWARD, DATA})
 """Phases in which nothing else is seen: backward recomputes what a checkpoint dropped, and a data
 set may call a model.
 """
@@ -23,12 +26,9 @@ up.
 """
 
 
-@dataclass(slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A moment at which the phase changes; `event` is None on a CPU."""
 
-    phase: Phase
-    """The phase that begins here; at the end of a step, OTHER."""
     host_ns: int
     event: torch.cuda.Event | None
 
@@ -49,18 +49,28 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class LoopStep:
-    """One step of the loop and what lies between it and the step before."""
+    """One step of the loop and what lies between it and the step before, as it was marked: its
+    times are computed later, because a mark is to cost little.
+    """
 
     before: Mark | None = None
-    """The end of the step before; None for the first step."""
+    """The end of the step before, or of what this program did after it; None for the first step."""
+    phases: list[Phase] = field(default_factory=list)
+    """The phases that began, from the beginning of the step; at its end, OTHER."""
+    host_ns: list[int] = field(default_factory=list)
+    """When they began."""
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    """These moments on the device; empty on a CPU."""
+    passes: list[Pass] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     """Waits for data between the steps, without those that `waited_s` has."""
     waited_s: float = 0.0
-    marks: list[Mark] = field(default_factory=list)
-    """From the beginning of the step to its end."""
-    passes: list[Pass] = field(default_factory=list)
     has_closure: bool = False
     """Whether a phase began within the optimizer's."""
+
+    def mark(self, index: int) -> Mark:
+        """The moment at which a phase began."""
+        return Mark(self.host_ns[index], self.events[index] if self.events else None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,16 +106,9 @@ class Timeline:
         self._waits_from: Mark | None = None
         """The beginning of an open wait for data between steps."""
         self.in_step = False
-        self._thread = 0
+        self.thread = 0
+        """The thread of the last step."""
         self._events: list[torch.cuda.Event] = []
-
-    def is_here(self) -> bool:
-        """Whether the calling thread is that of the open step."""
-        return self.in_step and self.is_own_thread()
-
-    def is_own_thread(self) -> bool:
-        """Whether the calling thread is that of the last step."""
-        return get_ident() == self._thread
 
     def begin_step(self) -> None:
         """Begin a step on the calling thread."""
@@ -113,8 +116,8 @@ class Timeline:
             self._step = LoopStep()
         self._phases.clear()
         self._waits_from = None
-        self._thread, self.in_step = get_ident(), True
-        self._change(Phase.OTHER)
+        self.thread, self.in_step = get_ident(), True
+        self._begin(self._step, OTHER)
 
     def end_step(self) -> LoopStep | None:
         """End the step and return it; None if a phase that began did not end, as after an exception
@@ -123,28 +126,29 @@ class Timeline:
         if self._phases:
             self.drop_step()
             return None
-        ended = self._open
-        ended.marks.append(self._mark(Phase.OTHER))
-        self.in_step = False
-        for tell in self.told:
-            tell(None)
-        self._step = LoopStep(before=ended.marks[-1])
+        ended = self._close()
+        self._step = LoopStep(ended.mark(-1))
         return ended
 
-    def drop_step(self) -> None:
-        """Forget the step: its time lies between other steps, also what waited for data."""
-        self._open.marks.append(self._mark(Phase.OTHER))
-        self.in_step = False
-        for tell in self.told:
-            tell(None)
-        dropped = self._open
+    def drop_step(self) -> LoopStep:
+        """Forget the step, and return it: its time lies between other steps, also what waited for
+        data.
+        """
+        dropped = self._close()
+        self._step = LoopStep(dropped.before, waits=dropped.waits, waited_s=dropped.waited_s)
         if dropped.before is not None:
-            for mark, following in pairwise(dropped.marks):
-                if mark.phase is Phase.DATA:
-                    self._add_wait(Wait(mark, following))
-        dropped.marks.clear()
-        dropped.passes.clear()
+            for index, phase in enumerate(dropped.phases):
+                if phase is DATA:
+                    self._add_wait(Wait(dropped.mark(index), dropped.mark(index + 1)))
         self._phases.clear()
+        return dropped
+
+    def resume(self) -> None:
+        """Begin here what lies between two steps: what this program did since the end of the step
+        is no time of the loop.
+        """
+        if self._step is not None:
+            self._step.before = self._mark()
 
     def forget(self) -> None:
         """See nothing until the next step begins, so that nothing is known to lie before it."""
@@ -153,53 +157,51 @@ class Timeline:
 
     def enter(self, phase: Phase) -> bool:
         """Begin a phase, and return whether it is seen, so that `leave` must end it."""
-        inside = self._phases[-1] if self._phases else Phase.OTHER
-        is_update = phase is Phase.OPTIMIZER and inside is Phase.BACKWARD
-        # of a GPU, autograd runs on a thread of its own, and there an optimizer within backward
-        if get_ident() != self._thread and not is_update:
+        step = self._step
+        is_inside = bool(self._phases) or not self.in_step
+        if (is_inside or get_ident() != self.thread) and not self._sees_inside(phase):
             return False
-        if not self.in_step:
-            return phase is Phase.DATA and self._begin_wait()
-        if phase is inside or (inside in OPAQUE and not is_update):
-            return False
+        if step is None or not self.in_step:
+            return self._begin_wait()
         # in a CUDA graph, an event would be a node, and not tell a time
         if self._is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        if inside is Phase.OPTIMIZER:
-            self._open.has_closure = True
         self._phases.append(phase)
-        self._change(phase)
+        self._begin(step, phase)
         return True
 
     def leave(self) -> None:
         """End the innermost phase."""
         if self._waits_from is not None:
-            wait = Wait(self._waits_from, self._mark(Phase.OTHER))
+            wait = Wait(self._waits_from, self._mark())
             self._waits_from = None
             self._add_wait(wait)
         elif self._phases and self.in_step:
             self._phases.pop()
-            self._change(self._phases[-1] if self._phases else Phase.OTHER)
+            assert self._step is not None
+            self._begin(self._step, self._phases[-1] if self._phases else OTHER)
 
-    def note(self, seen: Pass) -> None:
-        """Add a forward pass, which ends now, to the open step."""
-        seen.end = len(self._open.marks)
-        self._open.passes.append(seen)
+    def leave_forward(self, seen: Pass) -> None:
+        """End a forward pass."""
+        step = self._step
+        assert step is not None
+        seen.end = len(step.phases)
+        step.passes.append(seen)
+        self.leave()
 
-    @property
     def num_marks(self) -> int:
         """Marks of the open step so far."""
-        return len(self._open.marks)
+        return 0 if self._step is None else len(self._step.phases)
 
     def recycle(self, step: LoopStep) -> None:
         """Take the events of a step that has been read; its last one begins the next step."""
         if not self._is_cuda:
             return
-        used = [mark for wait in step.waits for mark in wait]
-        used += step.marks[:-1]
+        used = [mark.event for wait in step.waits for mark in wait]
+        used += step.events[:-1]
         if step.before is not None:
-            used.append(step.before)
-        self._events += [mark.event for mark in used if mark.event is not None]
+            used.append(step.before.event)
+        self._events += [event for event in used if event is not None]
 
     @property
     def _open(self) -> LoopStep:
@@ -210,7 +212,7 @@ class Timeline:
         """Begin a wait for data between two steps, unless it is within another."""
         is_seen = self._step is not None and self._waits_from is None
         if is_seen:
-            self._waits_from = self._mark(Phase.DATA)
+            self._waits_from = self._mark()
         return is_seen
 
     def _add_wait(self, wait: Wait) -> None:
@@ -223,36 +225,71 @@ class Timeline:
             step.waits = step.waits[len(over) :]
             self.recycle(LoopStep(waits=over))
 
-    def _change(self, phase: Phase) -> None:
+    def _sees_inside(self, phase: Phase) -> bool:
+        """Whether a phase is seen that begins between steps, within another or on another thread;
+        what begins within the optimizer's is its closure's.
+        """
+        inside = self._phases[-1] if self._phases else OTHER
+        is_update = phase is OPTIMIZER and inside is BACKWARD
+        # of a GPU, autograd runs on a thread of its own, and there an optimizer within backward
+        if get_ident() != self.thread and not is_update:
+            return False
+        if not self.in_step:
+            return phase is DATA
+        if phase is inside or (inside in OPAQUE and not is_update):
+            return False
+        if inside is OPTIMIZER:
+            self._open.has_closure = True
+        return True
+
+    def _begin(self, step: LoopStep, phase: Phase) -> None:
         """Let a phase of the step begin."""
-        assert self._step is not None
-        self._step.marks.append(self._mark(phase))
+        step.phases.append(phase)
+        if self._is_cuda:
+            step.events.append(self._event())
+        step.host_ns.append(perf_counter_ns())
         for tell in self.told:
             tell(phase)
 
-    def _mark(self, phase: Phase) -> Mark:
-        event = None
+    def _close(self) -> LoopStep:
+        """Mark the end of the open step, and return it."""
+        step = self._step
+        assert step is not None
+        step.phases.append(OTHER)
         if self._is_cuda:
-            event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-        return Mark(phase, perf_counter_ns(), event)
+            step.events.append(self._event())
+        step.host_ns.append(perf_counter_ns())
+        self.in_step = False
+        for tell in self.told:
+            tell(None)
+        return step
+
+    def _mark(self) -> Mark:
+        return Mark(perf_counter_ns(), self._event() if self._is_cuda else None)
+
+    def _event(self) -> torch.cuda.Event:
+        """An event that the device passes once it has done what was launched so far."""
+        event = self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
-def resolved(step: LoopStep) -> WatchedStep:
-    """The times of a step whose marks have all passed."""
-    _settle(step)
-    first, last = step.marks[0], step.marks[-1]
-    host_phases = _by_phase(step.marks, on_host=True)
-    is_cuda = first.event is not None
-    times = StepTimes(
-        step_s=_seconds(first, last),
-        host_s=(last.host_ns - first.host_ns) / 1e9,
-        phases_s=_by_phase(step.marks, on_host=False) if is_cuda else host_phases,
-        host_phases_s=host_phases if is_cuda else {},
-    )
+def resolved(step: LoopStep, tokens_of: Callable[[list[Pass]], Tokens]) -> WatchedStep:
+    """The times of a step whose marks have all passed; `tokens_of` reads its forward passes."""
+    if step.passes:
+        _settle(step)
+    first, last = step.mark(0), step.mark(-1)
+    host_phases_s = _by_phase(step.phases, step.host_ns)
+    is_cuda = bool(step.events)
     waited_s = step.waited_s
     for wait in step.waits:
         waited_s += _seconds(*wait)
+    times = StepTimes(
+        step_s=_seconds(first, last),
+        host_s=(last.host_ns - first.host_ns) / 1e9,
+        phases_s=_by_phase(step.phases, _device_ns(step.events)) if is_cuda else host_phases_s,
+        host_phases_s=host_phases_s if is_cuda else {},
+    )
     return WatchedStep(
         times=times,
         between_s=None if step.before is None else _seconds(step.before, first),
@@ -267,29 +304,34 @@ def _settle(step: LoopStep) -> None:
     A forward pass in evaluation mode whose outputs no backward pass reaches is OTHER. Within an
     optimizer, what lies between a forward pass and backward is the closure's loss: OTHER.
     """
+    phases = step.phases
     for seen in [seen for seen in step.passes if not seen.is_training]:
         step.passes.remove(seen)
-        for mark in step.marks[seen.begin : seen.end]:
-            if mark.phase is Phase.FORWARD:
-                mark.phase = Phase.OTHER
+        for index in range(seen.begin, seen.end):
+            if phases[index] is FORWARD:
+                phases[index] = OTHER
     if not step.has_closure:
         return
-    for earlier, mark, later in zip(step.marks, step.marks[1:], step.marks[2:], strict=False):
-        is_between = earlier.phase is Phase.FORWARD and later.phase is Phase.BACKWARD
-        if mark.phase is Phase.OPTIMIZER and is_between:
-            mark.phase = Phase.OTHER
+    for index in range(1, len(phases) - 1):
+        is_between = phases[index - 1] is FORWARD and phases[index + 1] is BACKWARD
+        if phases[index] is OPTIMIZER and is_between:
+            phases[index] = OTHER
 
 
-def _by_phase(marks: list[Mark], *, on_host: bool) -> dict[Phase, float]:
+def _by_phase(phases: list[Phase], moments_ns: list[int]) -> dict[Phase, float]:
     """The time of each phase, in whole nanoseconds, which sums of floats are not."""
     times_ns: dict[Phase, int] = {}
-    for mark, following in pairwise(marks):
-        if on_host:
-            time_ns = following.host_ns - mark.host_ns
-        else:
-            time_ns = round(1e9 * _seconds(mark, following))
-        times_ns[mark.phase] = times_ns.get(mark.phase, 0) + time_ns
+    for phase, (begin_ns, end_ns) in zip(phases, pairwise(moments_ns), strict=False):
+        times_ns[phase] = times_ns.get(phase, 0) + end_ns - begin_ns
     return {phase: time_ns / 1e9 for phase, time_ns in times_ns.items()}
+
+
+def _device_ns(events: list[torch.cuda.Event]) -> list[int]:
+    """When the device passed the events, from the first one on."""
+    moments_ns = [0]
+    for event, following in pairwise(events):
+        moments_ns.append(moments_ns[-1] + round(1e6 * event.elapsed_time(following)))
+    return moments_ns
 
 
 def _seconds(begin: Mark, end: Mark) -> float:

@@ -1,6 +1,6 @@
 """What a part that looks at the steps of a watched loop is told."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..config import Phase
@@ -31,8 +31,10 @@ class Observer:
     def step_failed(self, number: int, error: BaseException) -> None:
         """Called when an exception leaves step `number`, which is not counted; it goes on."""
 
-    def step_read(self, number: int, step: WatchedStep) -> None:
-        """Called once the times of step `number` are known, which on a GPU is some steps later."""
+    def steps_read(self, first: int, steps: Sequence[WatchedStep]) -> None:
+        """Called once the times of some steps in a row are known, the first of which is number
+        `first`: several at once, and some time after they have ended.
+        """
 
     def finish(self) -> None:
         """Called before a record is made and when the watching ends, so possibly several times."""

@@ -27,7 +27,8 @@ class Pauses:
     """Times the pauses of a loop; `take` returns those since the last step."""
 
     def __init__(self) -> None:
-        self._seen: dict[Cause, Seen] = {}
+        self.seen: dict[Cause, Seen] = {}
+        """What was seen since the last `take`."""
         self._begun_ns: dict[Cause, int] = {}
         self._evaluated: tuple[int, int] | None = None
         """When the first call of an evaluation began, and when the last one ended."""
@@ -103,16 +104,16 @@ class Pauses:
 
     def take(self) -> dict[Cause, Seen]:
         """What was seen since the last call."""
-        seen = self._seen
+        seen = self.seen
         if seen:
-            self._seen = {}
+            self.seen = {}
             if Cause.COMPILATION in seen:
                 seen[Cause.COMPILATION].details += _reasons(self._compiled_at)
                 self._compiled_at = time()
         return seen
 
     def _add(self, cause: Cause, ns: int) -> None:
-        seen = self._seen.setdefault(cause, Seen())
+        seen = self.seen.setdefault(cause, Seen())
         seen.ns = (seen.ns or 0) + ns
         seen.count += 1
 

@@ -5,22 +5,23 @@ from torch import Tensor, nn
 
 from ..config import Precision
 
+FP32, TF32 = Precision.FP32, Precision.TF32
 PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.FP16}
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The type that autocast computes in here; None without autocast."""
-    if not torch.is_autocast_enabled(device.type):
+    if not torch.is_autocast_enabled(device_type):
         return None
-    return torch.get_autocast_dtype(device.type)
+    return torch.get_autocast_dtype(device_type)
 
 
-def precision_of(dtype: torch.dtype | None, device: torch.device) -> Precision | None:
+def precision_of(dtype: torch.dtype | None, device_type: str) -> Precision | None:
     """The precision of matmuls of this type; None of a type that no setting has, or unknown."""
     if dtype is not torch.float32:
         return None if dtype is None else PRECISIONS.get(dtype)
-    is_tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return Precision.TF32 if is_tf32 else Precision.FP32
+    is_tf32 = device_type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return TF32 if is_tf32 else FP32
 
 
 def only_low_dtype(model: nn.Module) -> torch.dtype | None:
@@ -31,6 +32,6 @@ def only_low_dtype(model: nn.Module) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 and dtypes < set(PRECISIONS) else None
 
 
-def computed_in(value: Tensor, device: torch.device) -> torch.dtype:
+def computed_in(value: Tensor, device_type: str) -> torch.dtype:
     """The type of a matmul that is given this value, where the hook stands."""
-    return autocast_dtype(device) or value.dtype
+    return autocast_dtype(device_type) or value.dtype

@@ -9,6 +9,7 @@ import statistics
 import uuid
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from ..config import Phase
 from ..loop_record import LoopRank
 from .marks import WatchedStep
 from .observer import Observer
+from .slow_steps import SlowSteps
 
 WAITING = frozenset({Phase.BACKWARD, Phase.OPTIMIZER})
 """Phases in which a rank may wait for the others: DistributedDataParallel averages in backward."""
@@ -27,7 +29,8 @@ LOOPS = itertools.count()
 class Ranks(Observer):
     """Learns the rank, and a name that all ranks of the loop share, from the group's store."""
 
-    def __init__(self, name: str, models: Sequence[nn.Module]) -> None:
+    def __init__(self, name: str, models: Sequence[nn.Module], slow_steps: SlowSteps) -> None:
+        self._slow_steps = slow_steps
         self._models = tuple(map(weakref.ref, models))
         self._key = f"watched/{name}/{next(LOOPS)}"
         self._has_own = False
@@ -53,22 +56,37 @@ class Ranks(Observer):
         """This rank of the loop with these measured steps; None for one process."""
         if self._world_size < 2:
             return None
-        own_s = statistics.median(map(_own_s, steps)) if self._has_own else None
-        return LoopRank(rank=self._rank, world_size=self._world_size, run=self._run, own_s=own_s)
+        rank = LoopRank(rank=self._rank, world_size=self._world_size, run=self._run)
+        if not self._has_own:
+            return rank
+        without_waits = list(map(_without_waits, steps))
+        return replace(
+            rank,
+            own_s=statistics.median(
+                [step.times.step_s + (step.between_s or 0.0) for step in without_waits]
+            ),
+            first_step=self._slow_steps.num_read - len(steps),
+            late_steps=self._slow_steps.slow_steps((), without_waits),
+        )
 
 
-def _own_s(step: WatchedStep) -> float:
-    """The time of a step, and before it, in which it waits for no other rank."""
-    phases_s = step.times.phases_s
-    inside_s = sum(seconds for phase, seconds in phases_s.items() if phase not in WAITING)
-    return inside_s + (step.between_s or 0.0)
+def _without_waits(step: WatchedStep) -> WatchedStep:
+    """The step with 0 seconds in the phases in which it may wait for another rank."""
+    phases_s = dict(step.times.phases_s)
+    for phase in WAITING & phases_s.keys():
+        phases_s[phase] = 0.0
+    times = replace(step.times, step_s=sum(phases_s.values()), phases_s=phases_s)
+    return replace(step, times=times)
 
 
 def _waits_in_backward(model: nn.Module | None) -> bool:
     """Whether the model's first collective in a step is in backward: it is wrapped in
-    DistributedDataParallel, and has no buffers that are broadcast before forward.
+    DistributedDataParallel, has no buffers that are broadcast before forward, and no norm that
+    averages over the ranks in forward.
     """
     if model is None or not hasattr(model, "require_backward_grad_sync"):
+        return False
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return False
     broadcasts = getattr(model, "broadcast_buffers", True)
     return not (broadcasts and any(True for _ in model.buffers()))

@@ -7,12 +7,14 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from time import monotonic
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter_ns
+from typing import NamedTuple, Protocol
 
 import torch
 
+from ..analysis.loop_causes import MIN_SHARE, explained
 from ..analysis.warnings import MIN_OUTLIER, throttled
 from ..config import Phase
 from ..loop_record import Cause, Pause, SlowStep
@@ -21,6 +23,7 @@ from ..text import shortened
 from .marks import WatchedStep
 from .observer import Observer
 from .pauses import Pauses, Seen
+from .throttling import Throttling
 
 BEYOND = 6
 """Standard deviations, by the median distance from the median, beyond which a step is slow: by
@@ -37,9 +40,11 @@ RHYTHM = 32
 step shows what happened lately.
 """
 CLOCK_EVERY_S = 10.0
-"""Least time between two readings of the GPU's clock, which take milliseconds."""
-MIN_SHARE = 0.1
-"""Least share of a slow step's excess that a cause with a time must have to be named."""
+"""Least time between two readings of the GPU's clock, which take milliseconds, and longest time
+between two of its counters of throttled time.
+"""
+COUNTERS_EVERY_S = 1.0
+"""Least time between two readings of the counters of throttled time, which take a millisecond."""
 MORE_TOKENS = 1.1
 """Times the usual tokens from which a slow step has more of them."""
 MOST_KEPT = 10_000
@@ -51,59 +56,71 @@ SIZES = re.compile(r"size mismatch at index (\d+)\. expected (\d+), actual (\d+)
 """How torch.compile says that a tensor has another shape than the one it compiled for."""
 
 
+class GpuCounters(Protocol):
+    """What is read of a GPU at slow steps."""
+
+    def clock(self) -> GpuState | None:
+        """The state of the GPU now; None if the driver does not tell."""
+
+    def throttled_s(self) -> Mapping[str, float]:
+        """For how long each reason has lowered the clock since the driver was loaded."""
+
+
 class SlowSteps(Observer):
     """Keeps what was seen in each interval: from the end of a step to that of the next.
 
-    `clock` reads the state of the GPU; None without one.
+    `gpu` reads the counters of the GPU; None without one.
     """
 
-    def __init__(
-        self, pauses: Pauses, *, on_gpu: bool, clock: Callable[[], GpuState | None] | None = None
-    ) -> None:
-        self._pauses, self._on_gpu, self._clock = pauses, on_gpu, clock
+    def __init__(self, pauses: Pauses, gpu: GpuCounters | None) -> None:
+        self._pauses, self._gpu = pauses, gpu
+        self._throttling = None if gpu is None else Throttling(gpu.throttled_s)
         self._kept: dict[int, dict[Cause, Seen]] = {}
         """By the number of the step that ended the interval."""
-        self._usual_s = 0.0
+        self._host, self._device = Usually(), Usually()
+        self._ended_ns = 0
+        """When the last step ended on the host."""
+        self.num_read = 0
+        """Measured steps that were read."""
         self._allocated = (0, 0)
         self._allocated_at = 0
         self._clock_s = -math.inf
 
-    def step_begins(self, _: int) -> None:
-        """End what lies between the steps."""
-        self._pauses.step_begins()
-
     def step_ended(self, number: int) -> None:
         """Keep what was seen in this interval."""
-        seen = self._pauses.take()
-        if seen and number >= 0:
-            self._kept[number] = seen
+        if self._pauses.seen:
+            seen = self._pauses.take()
+            if number >= 0:
+                self._kept[number] = seen
             if len(self._kept) > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
-        if self._on_gpu and number % RHYTHM == 0:
-            self._look_at_allocator(number)
+        if self._gpu is not None:
+            # the allocator works on the host, so that the host's time tells
+            ended_ns, self._ended_ns = self._ended_ns, perf_counter_ns()
+            is_long = self._host.is_long((self._ended_ns - ended_ns) / 1e9)
+            if is_long or number % RHYTHM == 0:
+                self._look_at_allocator(number, is_long=is_long and number >= 0)
 
-    def step_failed(self, *_: object) -> None:
-        """Forget what the exception has left open."""
-        self._pauses.forget_open()
-
-    def step_read(self, number: int, step: WatchedStep) -> None:
-        """Look at what counters tell if the step was long."""
-        interval_s = _interval_s(step)
-        is_long = interval_s > LONG * self._usual_s
-        # follows the median slowly, whatever single steps take
-        self._usual_s *= 1.02 if interval_s > self._usual_s else 0.98
-        self._usual_s = self._usual_s or interval_s
-        if number < 0:
+    def steps_read(self, first: int, steps: Sequence[WatchedStep]) -> None:
+        """Look at what counters of the GPU tell if a step was long."""
+        self.num_read = max(0, first + len(steps))
+        if self._gpu is None:
             return
-        if is_long and self._on_gpu:
-            self._look_at_allocator(number, is_long=True)
-            self._look_at_clock(number)
+        for number, step in enumerate(steps, first):
+            interval_s = _interval_s(step)
+            usual_s = self._device.usual_s
+            is_long = self._device.is_long(interval_s)
+            if number >= 0:
+                if is_long:
+                    self._look_at_clock(number, self._gpu)
+                self._look_at_throttling(number, interval_s - usual_s, is_long=is_long)
 
     def slow_steps(
-        self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep], first: int
+        self, warmup: Sequence[WatchedStep], steps: Sequence[WatchedStep]
     ) -> tuple[SlowStep, ...]:
-        """The slow ones of the measured steps, the first of which has the number `first`."""
-        numbers = range(first, first + len(steps))
+        """The slow ones of `steps`, the last measured steps that were read."""
+        first = self.num_read - len(steps)
+        numbers = range(first, self.num_read)
         usual_ns = {cause: self._usual_ns(cause, numbers) for cause in Cause}
         shapes = {shape for step in warmup for shape in step.tokens.shapes}
         slow_ones = slow_positions(steps)
@@ -142,20 +159,93 @@ class SlowSteps(Observer):
             kept = self._kept.setdefault(number, {})
             kept[Cause.ALLOCATOR] = Seen(None, segments + retries, details)
 
-    def _look_at_clock(self, number: int) -> None:
+    def _look_at_clock(self, number: int, gpu: GpuCounters) -> None:
         """Read the GPU's clock, seldom."""
         now_s = monotonic()
-        if self._clock is None or now_s - self._clock_s < CLOCK_EVERY_S:
+        if now_s - self._clock_s < CLOCK_EVERY_S:
             return
         self._clock_s = now_s
-        state = self._clock()
+        state = gpu.clock()
         lowered = None if state is None else throttled(Telemetry(before=state, after=state))
         if lowered is not None:
-            self._kept.setdefault(number, {})[Cause.CLOCK] = Seen(None, 1, [lowered])
+            self._keep_clock(number, lowered)
+
+    def _look_at_throttling(self, number: int, excess_s: float, *, is_long: bool) -> None:
+        """Read the counters of throttled time seldom, and at a long step sooner: this tells for how
+        long at most the clock was lower in it.
+        """
+        assert self._throttling is not None
+        now_s = monotonic()
+        age_s = self._throttling.age_s(now_s)
+        if age_s is not None and age_s < (COUNTERS_EVERY_S if is_long else CLOCK_EVERY_S):
+            return
+        more_s = self._throttling.look(now_s)
+        if not is_long or age_s is None:
+            return
+        for reason, seconds in sorted(more_s.items()):
+            if seconds >= MIN_SHARE * excess_s:
+                lowered = f"{reason} for up to {seconds:.3g} s of the last {age_s:.3g} s"
+                self._keep_clock(number, lowered)
+
+    def _keep_clock(self, number: int, detail: str) -> None:
+        """Keep that the clock was lower at this step."""
+        seen = self._kept.setdefault(number, {}).setdefault(Cause.CLOCK, Seen(None, 1))
+        seen.details.append(detail)
+
+
+class Usually:
+    """Tells long intervals, at which counters are looked at, from usual ones."""
+
+    def __init__(self) -> None:
+        self.usual_s = 0.0
+        """Follows the median slowly."""
+
+    def is_long(self, interval_s: float) -> bool:
+        """Whether this interval is long; it counts for the later ones."""
+        is_long = interval_s > LONG * self.usual_s
+        # follows the median slowly, whatever single steps take
+        self.usual_s *= 1.02 if interval_s > self.usual_s else 0.98
+        self.usual_s = self.usual_s or interval_s
+        return is_long
+
+
+class Usual(NamedTuple):
+    """What is usual of the intervals of steps that are alike, in seconds."""
+
+    median_s: float
+    limit_s: float
+    """Beyond it, a step is slow."""
+    positions: Sequence[int]
+
+
+def usual_of(steps: Sequence[WatchedStep]) -> dict[bool, Usual]:
+    """What is usual of the steps with the optimizer (True) and of those without it; a kind of which
+    there are fewer than FEWEST is left out.
+    """
+    alike = defaultdict[bool, list[int]](list)
+    intervals_s = []
+    for position, step in enumerate(steps):
+        alike[Phase.OPTIMIZER in step.times.phases_s].append(position)
+        intervals_s.append(_interval_s(step))
+    usual = {}
+    for kind, positions in alike.items():
+        if len(positions) >= FEWEST:
+            times_s = [intervals_s[position] for position in positions]
+            median_s = statistics.median(times_s)
+            spread_s = statistics.median([abs(time_s - median_s) for time_s in times_s])
+            beyond_s = max(BEYOND * NORMAL_MAD * spread_s, MIN_OUTLIER * median_s)
+            usual[kind] = Usual(median_s, median_s + beyond_s, positions)
+    return usual
+
+
+def is_slow(step: WatchedStep, usual: Mapping[bool, Usual]) -> bool:
+    """Whether a step with the time before it takes longer than is usual of its kind."""
+    kind = usual.get(Phase.OPTIMIZER in step.times.phases_s)
+    return kind is not None and _interval_s(step) > kind.limit_s
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
+class Medians:
     """Medians of steps that are alike."""
 
     interval_s: float
@@ -163,30 +253,19 @@ class Usual:
     tokens: float
 
 
-def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Usual]:
-    """The positions of the slow steps, in order, with what is usual of steps with the optimizer, or
-    without it, as they are.
-    """
-    alike = defaultdict[bool, list[int]](list)
+def slow_positions(steps: Sequence[WatchedStep]) -> dict[int, Medians]:
+    """The positions of the slow steps, in order, with the medians of the steps that are alike."""
+    usual = usual_of(steps)
+    medians: dict[bool, Medians] = {}
+    slow = {}
     for position, step in enumerate(steps):
-        alike[Phase.OPTIMIZER in step.times.phases_s].append(position)
-    slow: dict[int, Usual] = {}
-    for positions in alike.values():
-        if len(positions) < FEWEST:
-            continue
-        intervals_s = [_interval_s(steps[position]) for position in positions]
-        median_s = statistics.median(intervals_s)
-        spread_s = statistics.median([abs(interval_s - median_s) for interval_s in intervals_s])
-        limit_s = median_s + max(BEYOND * NORMAL_MAD * spread_s, MIN_OUTLIER * median_s)
-        beyond = [
-            position
-            for position, interval_s in zip(positions, intervals_s, strict=True)
-            if interval_s > limit_s
-        ]
-        if beyond:
-            usual = _usual([steps[position] for position in positions], median_s)
-            slow.update(dict.fromkeys(beyond, usual))
-    return dict(sorted(slow.items()))
+        if is_slow(step, usual):
+            kind = Phase.OPTIMIZER in step.times.phases_s
+            if kind not in medians:
+                alike = [steps[index] for index in usual[kind].positions]
+                medians[kind] = _medians(alike, usual[kind].median_s)
+            slow[position] = medians[kind]
+    return slow
 
 
 def _pause(
@@ -202,7 +281,9 @@ def _pause(
     )
 
 
-def _slow_step(position: int, step: WatchedStep, usual: Usual, pauses: Sequence[Pause]) -> SlowStep:
+def _slow_step(
+    position: int, step: WatchedStep, usual: Medians, pauses: Sequence[Pause]
+) -> SlowStep:
     """A slow step with the pauses that explain it; data and tokens are known from its times."""
     excess_s = _interval_s(step) - usual.interval_s
     more_s = {part: seconds - usual.parts_s.get(part, 0.0) for part, seconds in _parts(step)}
@@ -214,28 +295,12 @@ def _slow_step(position: int, step: WatchedStep, usual: Usual, pauses: Sequence[
         number=position,
         excess_s=round(excess_s, 9),
         where=max(more_s, key=more_s.__getitem__),
+        backward_s=round(max(0.0, more_s.get(Phase.BACKWARD, 0.0)), 9),
         pauses=explained(pauses, excess_s),
     )
 
 
-def explained(pauses: Iterable[Pause], excess_s: float) -> tuple[Pause, ...]:
-    """The pauses that explain an excess, each up to what is left of it; those within others come
-    first, and those that hardly matter are left out.
-    """
-    left_s, kept = excess_s, []
-    order = tuple(Cause)
-    for pause in sorted(pauses, key=lambda pause: order.index(pause.cause)):
-        if pause.seconds is None:
-            kept.append(pause)
-            continue
-        seconds = min(pause.seconds, left_s)
-        if seconds >= MIN_SHARE * excess_s:
-            kept.append(replace(pause, seconds=round(seconds, 9)))
-            left_s -= seconds
-    return tuple(kept)
-
-
-def _usual(steps: Sequence[WatchedStep], interval_s: float) -> Usual:
+def _medians(steps: Sequence[WatchedStep], interval_s: float) -> Medians:
     parts_s = defaultdict[str, list[float]](list)
     for step in steps:
         for part, seconds in _parts(step):
@@ -244,7 +309,7 @@ def _usual(steps: Sequence[WatchedStep], interval_s: float) -> Usual:
     for part, times_s in parts_s.items():
         missing = [0.0] * (len(steps) - len(times_s))
         medians_s[part] = statistics.median(missing + times_s)
-    return Usual(
+    return Medians(
         interval_s, medians_s, statistics.median([step.tokens.count or 0 for step in steps])
     )
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
 from ..config import Precision
-from .calls import Calls
+from .calls import Call, Calls, Several, Shape, call_of, new, shapes_in
 from .precision import autocast_dtype, computed_in, only_low_dtype, precision_of
 
 TELL_ORDER = (nn.MultiheadAttention, nn.RNNBase)
@@ -26,25 +26,44 @@ MAX_HOOKED = 8
 """Most modules that are hooked because of their names, so that hooks cost little."""
 
 
+class Embedded(NamedTuple):
+    """What an embedding was given."""
+
+    module: int
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Counted(NamedTuple):
+    """The tokens of a forward pass; None is what was not seen."""
+
+    tokens: int | None = None
+    shape: tuple[int, ...] | None = None
+    is_named: bool = False
+    """Whether the model was given them as `input_ids`."""
+
+
 @dataclass(slots=True)
 class Pass:
-    """What one forward pass of the model was given; None is what was not seen."""
+    """What one forward pass of the model was given, as its hooks saw it: what follows from that is
+    computed later.
+    """
 
-    is_training: bool
-    """Whether the model was in training mode, or backward has reached what it returned."""
+    call: Call
     begin: int
     end: int = -1
     """Indices of the marks of the step at which the pass began and ended."""
-    tokens: int | None = None
-    shape: tuple[int, ...] | None = None
-    """Shape of the tokens."""
+    is_training: bool = True
+    """Whether the model was in training mode, or backward has reached what it returned."""
+    embedded: list[Embedded] | None = None
+    """What the embeddings were given; None where no hook within the model ran."""
+    loader_batch: int | None = None
+    """Batch size of the DataLoader that made the batch; None if unknown."""
     padding: int | Tensor | None = None
     """Tokens that a mask leaves out; of a GPU, a tensor that holds their number once the pass is
     over.
     """
     precision: Precision | None = None
-    call: int = -1
-    """Index of the call in `Calls.seen`; -1 if that is full."""
 
 
 @dataclass(slots=True)
@@ -65,25 +84,46 @@ NO_TOKENS = Tokens()
 
 
 @lru_cache(maxsize=64)
-def _kept_once(calls: tuple[int, ...]) -> tuple[int, ...]:
-    """The same object for equal calls, because thousands of steps are kept."""
-    return calls
+def counted(
+    inputs: Several, named: Several, embedded: tuple[Embedded, ...] | None, *, may_embed: bool
+) -> Counted:
+    """The tokens of a forward pass that was given these; `may_embed` says whether the model has
+    modules that may be embeddings.
+    """
+    values = (*inputs.values, named)
+    for mapping in values:
+        if isinstance(mapping, Several):
+            ids = mapping.get("input_ids")
+            if isinstance(ids, Shape):
+                return Counted(math.prod(ids.sizes), ids.sizes, is_named=True)
+    by_module: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for module, sizes, dtype in embedded or ():
+        if not dtype.is_floating_point:
+            count, _ = by_module.get(module, (0, ()))
+            by_module[module] = count + math.prod(sizes), sizes
+    if by_module:
+        looked_up = [pair for pair in by_module.values() if not _describes(pair[1], values)]
+        return Counted(*max(looked_up, default=(None, None)))
+    # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
+    shapes = {shape.sizes for shape in shapes_in(values) if shape.is_integer}
+    if embedded is not None or not may_embed or len(shapes) != 1:
+        return Counted()
+    (sizes,) = shapes
+    return Counted() if _describes(sizes, values) else Counted(math.prod(sizes), sizes)
 
 
-def tokens_of(passes: Sequence[Pass]) -> Tokens:
-    """The sums over the forward passes of a step."""
-    if not passes:
-        return NO_TOKENS
-    sums = Tokens(precision=passes[-1].precision, shapes=tuple([seen.shape for seen in passes]))
-    sums.calls = _kept_once(tuple([seen.call for seen in passes]))
-    for seen in passes:
-        if seen.tokens is not None:
-            sums.count = (sums.count or 0) + seen.tokens
-    if passes[0].padding is not None:
-        paddings = [seen.padding for seen in passes if seen.padding is not None]
-        if len(paddings) == len(passes):
-            sums.padding = sum(map(int, paddings))
-    return sums
+def _describes(sizes: tuple[int, ...], values: Iterable[Any]) -> bool:
+    """Whether a row of numbers describes floats that the model is given, as the classes of a batch
+    of images do, or the positions that a model makes for a series.
+    """
+    if not sizes or math.prod(sizes) != sizes[-1]:
+        return False
+    given = list(shapes_in(values))
+    batches = [
+        shape.sizes[0] for shape in given if shape.dtype.is_floating_point and len(shape.sizes) > 1
+    ]
+    lengths = [math.prod(shape.sizes) for shape in given if shape.is_integer]
+    return bool(batches) and (sizes[-1] not in lengths or sizes in {(size,) for size in batches})
 
 
 class PassReader:
@@ -98,7 +138,7 @@ class PassReader:
 
     def __init__(self, models: Iterable[nn.Module], device: torch.device) -> None:
         named = [pair for model in models for pair in model.named_modules()]
-        self._device = device
+        self._device_type = device.type
         self.counts_padding = True
         """Whether to count the padding of this step's passes."""
         self.loader_batch: int | None = None
@@ -109,81 +149,104 @@ class PassReader:
         self.matmuls = WeakSet(_usual_matmul([module for _, module in named]))
         """The modules before whose calls `multiplies` is to be called."""
         self.order = AxisOrder([module for _, module in named])
-        self._is_open = False
         self.calls = Calls()
-        self._arguments: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
-        self._given: tuple[Any, ...] = ()
-        self._mappings: list[Mapping[Any, Any]] = []
+        self._open: Pass | None = None
+        """The pass that is open."""
+        self._masks: list[Tensor] = []
+        """The masks that it is given."""
         self.outer_dtype: torch.dtype | None = None
-        self._mark = 0
-        self._embedded: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """By embedding, the tokens that reached it in this pass, and the shape of the last."""
         self._inner: tuple[torch.dtype | None, torch.dtype] | None = None
         """The type of the matmul that was seen last, and that of autocast around the model then."""
         self.num_seen = 0
         """How often the type of a matmul was seen."""
         self._low_dtype: torch.dtype | None = None
-        self._is_inside = False
-        """Whether hooks within the model ran in this pass."""
+        self._last = NO_TOKENS
+        """The tokens of the last step, which are kept once for equal steps: thousands are kept."""
 
-    def begins(self, inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int) -> None:
+    def begins(
+        self, model: "ref[nn.Module]", inputs: tuple[Any, ...], named: Mapping[str, Any], mark: int
+    ) -> None:
         """Begin to read a forward pass, which is given these."""
-        self._is_open = True
-        self._arguments = inputs, named
-        self._given, self._mark = (*inputs, named) if named else inputs, mark
-        if named or not isinstance(inputs[0] if inputs else None, Tensor):
-            self._mappings = [value for value in self._given if isinstance(value, Mapping)]
-        self.outer_dtype = autocast_dtype(self._device)
-        self._embedded.clear()
-        self._is_inside = False
+        call = call_of(model, inputs, named)
+        self._open = Pass(call, mark)
+        self.outer_dtype = autocast_dtype(self._device_type)
+        if self._masks:
+            self._masks = []
+        for value, seen in zip((*inputs, named), (*call.inputs.values, call.named), strict=True):
+            if isinstance(seen, Several) and isinstance(seen.get("attention_mask"), Shape):
+                self._masks.append(value["attention_mask"])
 
     def embeds(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        """Count the tokens that a module is given, if it looks them up."""
-        if not self._is_open:
+        """Note what a module is given, if it looks tokens up."""
+        seen = self._open
+        if seen is None:
             return
-        self._is_inside = True
+        if seen.embedded is None:
+            seen.embedded = []
         if self.order.num_passes < FIRST_PASSES:
             self.order.see_positions(tensors_in((*inputs, named)))
         ids = inputs[0] if inputs else next(iter(named.values()), None)
-        if id(module) in self._tables and isinstance(ids, Tensor) and not ids.is_floating_point():
-            count, _ = self._embedded.get(id(module), (0, ()))
-            self._embedded[id(module)] = count + ids.numel(), tuple(ids.shape)
+        if id(module) in self._tables and isinstance(ids, Tensor):
+            seen.embedded.append(new(Embedded, (id(module), ids.shape, ids.dtype)))
 
     def multiplies(
         self, _module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]
     ) -> None:
         """Note the type that a module is given and, under autocast, computes in."""
-        if not self._is_open:
+        if self._open is None:
             return
-        self._is_inside = True
+        if self._open.embedded is None:
+            self._open.embedded = []
         for value in (*inputs, *named.values()):
             if isinstance(value, Tensor):
                 if value.is_floating_point():
-                    self._inner = self.outer_dtype, computed_in(value, self._device)
+                    self._inner = self.outer_dtype, computed_in(value, self._device_type)
                     self.num_seen += 1
                 return
 
     def ends(self, model: nn.Module, result: Any) -> Pass:  # noqa: ANN401
         """What the pass was given, which ends now with this result."""
-        self._is_open = False
+        seen, self._open = self._open, None
+        assert seen is not None
         # a wrapper, as of data parallelism, stays in training mode where its module is evaluated
         first = next(iter(model._modules.values()), None)
-        is_training = model.training and (first is None or first.training)
-        seen = Pass(is_training=is_training, begin=self._mark)
-        seen.call = self.calls.number(model, *self._arguments)
-        seen.precision = precision_of(self._dtype(model), self._device)
-        seen.shape = self._count(seen)
-        if seen.shape is not None:
-            self.order.see_batch(seen.shape, self.loader_batch)
-            if self.counts_padding:
-                seen.padding = _padding(self._mappings, seen.shape)
-        self._given, self._mappings, self._arguments = (), [], ((), {})
+        seen.is_training = model.training and (first is None or first.training)
+        seen.precision = precision_of(self._dtype(model), self._device_type)
+        seen.loader_batch = self.loader_batch
+        if self._masks and self.counts_padding:
+            seen.padding = _padding(self._masks, self._counted(seen).shape)
         self.order.num_passes += 1
         if not seen.is_training:
             reached = [value for value in tensors_in((result,)) if value.grad_fn is not None]
             if reached and reached[0].grad_fn is not None:
                 reached[0].grad_fn.register_prehook(Reached(seen))
         return seen
+
+    def tokens(self, passes: Sequence[Pass]) -> Tokens:
+        """The sums over the forward passes of a step, which are over."""
+        sums, shapes, calls, paddings = Tokens(), [], [], []
+        for seen in passes:
+            tokens, shape, is_named = self._counted(seen)
+            self.order.is_named |= is_named
+            if shape is not None:
+                self.order.see_batch(shape, seen.loader_batch)
+            if tokens is not None:
+                sums.count = (sums.count or 0) + tokens
+            if seen.padding is not None:
+                paddings.append(int(seen.padding))
+            sums.precision = seen.precision
+            shapes.append(shape)
+            calls.append(self.calls.number(seen.call))
+        if passes and len(paddings) == len(passes):
+            sums.padding = sum(paddings)
+        sums.shapes, sums.calls = tuple(shapes), tuple(calls)
+        if sums != self._last:
+            self._last = sums
+        return self._last
+
+    def _counted(self, seen: Pass) -> Counted:
+        embedded = None if seen.embedded is None else tuple(seen.embedded)
+        return counted(seen.call.inputs, seen.call.named, embedded, may_embed=bool(self.embeddings))
 
     def _dtype(self, model: nn.Module) -> torch.dtype | None:
         """The type of the matmuls; None if it was not seen."""
@@ -192,43 +255,6 @@ class PassReader:
         if self._low_dtype is None and self.order.num_passes == 0:
             self._low_dtype = only_low_dtype(model)
         return self.outer_dtype or self._low_dtype
-
-    def _count(self, seen: Pass) -> tuple[int, ...] | None:
-        """Note the number of tokens, and return their shape; None if none were seen."""
-        for values in self._mappings:
-            ids = values.get("input_ids")
-            if isinstance(ids, Tensor):
-                self.order.is_named = True
-                seen.tokens = ids.numel()
-                return tuple(ids.shape)
-        if self._embedded:
-            embedded = [pair for pair in self._embedded.values() if not self._describes(pair[1])]
-            seen.tokens, shape = max(embedded, default=(None, None))
-            return shape
-        # no hook runs in a compiled model; where all that may be tokens has one shape, it is theirs
-        shapes = {tuple(value.shape) for value in tensors_in(self._given) if _is_integer(value)}
-        if self._is_inside or not self.embeddings or len(shapes) != 1:
-            return None
-        (shape,) = shapes
-        if self._describes(shape):
-            return None
-        seen.tokens = math.prod(shape)
-        return shape
-
-    def _describes(self, shape: tuple[int, ...]) -> bool:
-        """Whether a row of numbers describes floats that the model is given, as the classes of a
-        batch of images do, or the positions that a model makes for a series.
-        """
-        if not shape or math.prod(shape) != shape[-1]:
-            return False
-        given = list(tensors_in(self._given))
-        batches = [
-            value.shape[0] for value in given if value.is_floating_point() and value.ndim > 1
-        ]
-        lengths = [value.numel() for value in given if _is_integer(value)]
-        return bool(batches) and (
-            shape[-1] not in lengths or shape in {(size,) for size in batches}
-        )
 
 
 @dataclass(slots=True)
@@ -344,15 +370,10 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
 
 
-def _is_integer(value: Tensor) -> bool:
-    return value.ndim > 0 and value.dtype in (torch.int64, torch.int32)
-
-
-def _padding(given: Iterable[Mapping[Any, Any]], shape: tuple[int, ...]) -> int | Tensor | None:
+def _padding(masks: Iterable[Tensor], shape: tuple[int, ...] | None) -> int | Tensor | None:
     """How many tokens of this shape the mask leaves out; None without one."""
-    for values in given:
-        mask = values.get("attention_mask")
-        if isinstance(mask, Tensor) and tuple(mask.shape) == shape:
+    for mask in masks:
+        if mask.shape == shape:
             attended = torch.count_nonzero(mask)
             if not attended.is_cuda:
                 return mask.numel() - int(attended)

@@ -89,6 +89,8 @@ def drawn(seed: int) -> Draw:
     if loop == "gan" or model == "bare":
         wrapper, precision = "none", "fp32"
     compiled = wrapper in COMPILED
+    # a function within another one has no pickle
+    extras = [extra for extra in EXTRAS if (model, extra) != ("closing", "save")]
     milliseconds = [chance.randint(1, 40) for _ in range(6)]
     return Draw(
         seed=seed,
@@ -99,7 +101,7 @@ def drawn(seed: int) -> Draw:
         loader=chance.choice(LOADERS),
         micro_batches=chance.choice([1, 1, 2, 3]),
         checkpoint=None if compiled else chance.choice([None, None, False, True]),
-        extras=frozenset(extra for extra in EXTRAS if chance.random() < 0.12),
+        extras=frozenset(extra for extra in extras if chance.random() < 0.12),
         fault=chance.choice(FAULTS) if chance.random() < 0.4 and not compiled else None,
         fault_step=chance.randrange(STEPS),
         forward_ms=milliseconds[0],

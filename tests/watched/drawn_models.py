@@ -147,6 +147,18 @@ class Tokens(Base):
         return self.last(self.head, self.slowed(self.mixer(hidden)))
 
 
+class Closing(Tokens):
+    """Calls its layers in a function that refers to them, which no copy of the model has."""
+
+    def __init__(self, clock, draw):
+        super().__init__(clock, draw)
+        mixer, slowed = self.mixer, self.slowed
+        self.mixed = lambda hidden: slowed(mixer(hidden))
+
+    def forward(self, ids):
+        return self.last(self.head, self.mixed(self.embedding(ids)))
+
+
 class Functional(Base):
     """The table is the model's own parameter: no module looks tokens up."""
 
@@ -233,6 +245,7 @@ MODELS = {
     "embedding": Tokens,
     "own embedding": Tokens,
     "positions": Tokens,
+    "closing": Closing,
     "functional": Functional,
     "attention batch first": Attentive,
     "attention": Attentive,

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -117,6 +118,102 @@ class WithLoss(nn.Module):
         return self.unused(x), self.layer(x).sum()
 
 
+def map_once(function, x):
+    return function(x)
+
+
+class Closures(nn.Module):
+    """Computes with functions that refer to its layers, as minGPT does, in all ways that a function
+    can.
+    """
+
+    def __init__(self, way):
+        super().__init__()
+        self.layers = nn.ModuleDict({"up": nn.Linear(WIDTH, 64), "down": nn.Linear(64, WIDTH)})
+        self.calls = 0
+        layers = self.layers
+        with_default = lambda x, layers=layers: layers.down(layers.up(x))  # noqa: E731
+        scale = torch.ones(WIDTH)
+        kept_layers = lru_cache(maxsize=None)(lambda: layers)
+
+        def counted(x):
+            nonlocal scale
+            scale = scale * 1.0
+            self.calls += 1
+            return layers.down(layers.up(x)) * scale
+
+        self.function = {
+            "variable": lambda x: layers.down(layers.up(x)),
+            "default": with_default,
+            "keyword": partial(lambda x, *, up: layers.down(up(x)), up=layers.up),
+            "within": partial(map_once, with_default),
+            "method": self._computed,
+            "cached": lambda x: kept_layers().down(kept_layers().up(x)),
+            "assigned": counted,
+            "itself": self.twice(2),
+        }[way]
+        self.functions = [self.function]
+        self.by_name = {"a": {"b": (self.function,)}}
+
+    def _computed(self, x):
+        return self.layers.down(self.layers.up(x))
+
+    def twice(self, depth):
+        layers = self.layers
+
+        def inner(x, depth=depth):
+            x = layers.down(layers.up(x))
+            return x if depth == 1 else inner(x, depth - 1)
+
+        return inner
+
+    def forward(self, x):
+        x = self.function(x)
+        (function,) = self.functions
+        return function(x) + self.by_name["a"]["b"][0](x)
+
+
+CLOSURES = ("variable", "default", "keyword", "within", "method", "cached", "assigned", "itself")
+GLOBAL = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+GLOBAL.function = lambda x: GLOBAL[0](x)
+
+
+class Tables(nn.Module):
+    """Keeps tensors of positions in a dictionary, which is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.tables = {"a": [torch.ones(WIDTH)]}
+
+    def forward(self, x):
+        return self.layer(x * self.tables["a"][0])
+
+
+class Wrapping(nn.Module):
+    """Has a part with the name that wrappers give to what they wrap."""
+
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.module(x))
+
+
+class Caller:
+    """Refers to a module, which nobody can know."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __call__(self, x):
+        return self.module.forward(x)
+
+
 def old_weight_norm(layer):
     """A layer whose weight a hook computes from its length and direction."""
     with warnings.catch_warnings():
@@ -154,6 +251,8 @@ MODELS = {
         IMAGES,
     ),
     "depthwise": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), nn.Flatten()), IMAGES),
+    "tables": (lambda: Language(Tables()), TOKENS),
+    **{way: (lambda way=way: Language(Closures(way)), TOKENS) for way in CLOSURES},
     "one dimension": (lambda: nn.Conv1d(3, 5, 3), IMAGES[:, :, 0]),
 }
 
@@ -257,15 +356,86 @@ def test_calls_of_several_shapes_are_summed(tmp_path):
     watched.remove()
 
 
-def test_a_function_that_knows_the_model_is_not_called_with_its_parameters(tmp_path):
-    """As a closure in the place of forward does, which a copy of the model has too."""
+def replaced_forward(layer):
+    """A layer whose forward is a function that calls the usual one."""
+    usual = layer.forward
+    layer.forward = lambda x: usual(x)
+    return layer
+
+
+@pytest.mark.parametrize("way", ["forward", *CLOSURES])
+def test_functions_that_refer_to_the_model_compute_with_its_copy(way, tmp_path):
+    """The gradients are those of the loop alone, as are variables that the functions assign."""
+    results = []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = replaced_forward(nn.Linear(WIDTH, WIDTH)) if way == "forward" else Closures(way)
+        inputs = torch.ones(3, WIDTH)
+        if is_watched:
+            record, _ = watched_steps(model, inputs, tmp_path)
+            assert record.seen.flops is not None
+        else:
+            for _ in range(2):
+                model(inputs).sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append((gradients, getattr(model, "calls", 0)))
+    (alone, calls_alone), (watched, calls_watched) = results
+    assert all(map(torch.equal, alone, watched))
+    assert calls_alone == calls_watched
+
+
+def test_a_function_that_refers_to_the_model_by_a_global_name_is_traced(tmp_path):
+    model = nn.Sequential(GLOBAL)
+    GLOBAL.forward = GLOBAL.function
+    record, _ = watched_steps(model, torch.ones(3, WIDTH), tmp_path)
+    assert record.seen.flops.per_step == 2 * 2 * 3 * WIDTH * WIDTH
+    assert GLOBAL.function.__globals__["GLOBAL"] is GLOBAL
+
+
+def test_what_is_not_copied_is_not_called_with_the_parameters(tmp_path):
     model = nn.Sequential(nn.Linear(WIDTH, 1))
-    usual = model[0].forward
-    model[0].forward = lambda x: usual(x)
+    model.forward = Caller(model[0])
     record, _ = watched_steps(model, torch.ones(3, WIDTH), tmp_path)
     assert record.seen.flops is None
     assert "themselves" in record.seen.not_traced
     assert torch.equal(model[0].weight.grad, torch.full((1, WIDTH), 6.0))  # of two steps
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("compile_it", [compiled, compiled_in_place])
+@pytest.mark.parametrize("part", ["before", "after", "a layer", "a function"])
+def test_compiled_models_have_the_flops_that_they_have_as_they_are_written(
+    part, compile_it, tmp_path
+):
+    torch._dynamo.reset()
+    model = Wrapping()
+    if part == "a layer":
+        model.module = compile_it(model.module)
+    elif part == "a function":
+        model.forward = torch.compile(model.forward, backend="eager")
+    called = model = compile_it(model) if part == "before" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = watch(model, optimizer, warmup_steps=0, output=tmp_path, every=0)
+    if part == "after":
+        called = compile_it(model)
+    inputs = torch.ones(5, WIDTH)
+    for _ in range(2):
+        with watched.step():
+            called(inputs).sum().backward()
+    frames = torch._dynamo.utils.counters["frames"].copy()
+    seen = watched.record().seen
+    watched.remove()
+    assert torch._dynamo.utils.counters["frames"] == frames
+    # the input has no gradient
+    assert seen.flops.per_step == 2 * 5 * (2 * WIDTH * WIDTH + 3 * WIDTH * 3)
 
 
 def test_backward_begins_at_the_loss_that_the_model_returns(tmp_path):

@@ -16,7 +16,7 @@ def watched_memory(leak_of, *, steps=STEPS, noise=0, period=1):
     """A growth that has seen these steps of a made-up allocator."""
     generator = random.Random(steps)
     allocated = [0]
-    growth = Growth(lambda: allocated[0])
+    growth = Growth(lambda: allocated[0], spacing_s=0)
     kept = 10**9
     for number in range(-5, steps):
         kept += leak_of(number)

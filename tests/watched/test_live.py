@@ -4,6 +4,7 @@ import io
 import random
 import statistics
 import sys
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from cs336.config import Phase
 from cs336.measure.clock import StepTimes
 from cs336.watched import live
-from cs336.watched.live import LATELY, LOG_EVERY, Live
+from cs336.watched.live import LOG_EVERY, Live
 from cs336.watched.marks import WatchedStep
+from cs336.watched.slow_steps import FEWEST, slow_positions
 
 PHASES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
 
@@ -34,8 +36,20 @@ def step_of(phases_s, between_s=0.0, between_data_s=0.0, tokens=100):
     )
 
 
-def make_live(every=None, is_first=True, mfu=None):
-    return Live("mine", every, lambda _: mfu, lambda: is_first)
+class Shown:
+    """A live line and the steps that it shows."""
+
+    def __init__(self, every=None, is_first=True, mfu=None):
+        self.steps = deque(maxlen=10_000)
+        self.live = Live("mine", self.steps, every, lambda _: mfu, lambda: is_first)
+        self.take, self.finish = self.live.take, self.live.finish
+
+    def read(self, number, *steps):
+        self.steps += steps[max(0, -number) :]
+        self.live.steps_read(number, steps)
+
+
+make_live = Shown
 
 
 def drawn_steps(seed, count):
@@ -57,7 +71,7 @@ def test_numbers_are_means_since_they_were_taken(monkeypatch):
     assert shown.take() == {}
     for part in (steps[:7], steps[7:]):
         for number, step in enumerate(part):
-            shown.step_read(number, step)
+            shown.read(number, step)
         numbers = shown.take()
         step_ms = [1e3 * step.times.step_s for step in part]
         assert numbers["step_ms"] == pytest.approx(statistics.fmean(step_ms))
@@ -77,20 +91,39 @@ def test_numbers_are_means_since_they_were_taken(monkeypatch):
 def test_warmup_steps_do_not_count(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     shown = make_live()
-    shown.step_read(-1, step_of({Phase.FORWARD: 1.0}))
+    shown.read(-1, step_of({Phase.FORWARD: 1.0}))
     assert shown.take() == {}
     assert sys.stderr.getvalue() == ""
 
 
-def test_slow_steps_are_far_beyond_the_steps_before(monkeypatch):
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_slow_steps_are_those_of_the_report(monkeypatch, batch):
+    """The report judges all steps at once, of which there are enough to know what is usual."""
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    shown = make_live()
-    for number in range(100):
-        is_slow = number in (3, 50, 70)
-        shown.step_read(number, step_of({Phase.FORWARD: 0.02 if is_slow else 0.01}))
-    # before LATELY steps nothing is known to be usual
-    assert LATELY > 3
-    assert shown.take()["slow_steps"] == 2
+    shown, generator = make_live(), random.Random(batch)
+    steps = []
+    for number in range(2 * 64 * FEWEST):
+        seconds = 0.02 if number in (3, 50, 70) else generator.uniform(0.0098, 0.0102)
+        steps.append(step_of({Phase.FORWARD: seconds}))
+    counted = 0.0
+    for number in range(0, len(steps), batch):
+        shown.read(number, *steps[number : number + batch])
+        counted += shown.take()["slow_steps"]
+    assert counted == len(slow_positions(steps)) == 3
+
+
+def test_steps_that_are_read_together_are_shown_as_one_by_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(live, "_is_terminal", lambda _: False)
+    texts = []
+    for batch in (1, 23):
+        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+        shown, steps = make_live(10), drawn_steps(3, 95)
+        for number in range(0, len(steps), batch):
+            shown.read(number, *steps[number : number + batch])
+        texts.append([line.partition(" slow")[0] for line in stream.getvalue().splitlines()])
+    steps_of = [[line.split("  ")[:4] for line in text] for text in texts]
+    assert steps_of[0] == steps_of[1]
+    assert len(texts[0]) == 9
 
 
 def test_a_terminal_has_one_line_that_is_drawn_again(monkeypatch):
@@ -102,7 +135,7 @@ def test_a_terminal_has_one_line_that_is_drawn_again(monkeypatch):
     shown = make_live(mfu=0.412)
     for number in range(100):
         now[0] += 0.05
-        shown.step_read(number, step_of({Phase.FORWARD: 0.01, Phase.BACKWARD: 0.03}))
+        shown.read(number, step_of({Phase.FORWARD: 0.01, Phase.BACKWARD: 0.03}))
     text = stream.getvalue()
     assert "\n" not in text
     drawings = text.split(live.ERASE)[1:]
@@ -121,15 +154,15 @@ def test_a_progress_bar_keeps_its_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     shown = make_live()
     with tqdm.tqdm(total=3, file=io.StringIO()):
-        shown.step_read(0, step_of({Phase.FORWARD: 0.01}))
+        shown.read(0, step_of({Phase.FORWARD: 0.01}))
     assert stream.getvalue() == ""
-    shown.step_read(1, step_of({Phase.FORWARD: 0.01}))
+    shown.read(1, step_of({Phase.FORWARD: 0.01}))
     assert "step 2" in stream.getvalue()
 
 
 def run(shown, steps=2 * LOG_EVERY + 1):
     for number in range(steps):
-        shown.step_read(number, step_of({Phase.FORWARD: 0.01}))
+        shown.read(number, step_of({Phase.FORWARD: 0.01}))
 
 
 def test_a_file_has_a_line_every_so_many_steps(monkeypatch, tmp_path):

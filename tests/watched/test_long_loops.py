@@ -54,7 +54,6 @@ def kept_bytes():
 
 def test_what_is_kept_does_not_grow(tmp_path, monkeypatch):
     monkeypatch.setattr("cs336.watched.loop.MAX_KEPT_STEPS", 100)
-    monkeypatch.setattr("cs336.watched.live.MOST_SUMMED", 100)
     loop = Loop(tmp_path)
     loop.run(150)
     tracemalloc.start()

@@ -7,21 +7,25 @@ import io
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 import torch
 from torch import nn
 
 from cs336 import watch
-from cs336.analysis.loop_causes import slow_sentence
+from cs336.analysis.loop_causes import explained, slow_sentence
 from cs336.config import Phase
 from cs336.loop_record import Cause, Pause
 from cs336.measure.clock import StepTimes
+from cs336.measure.nvml import THROTTLE_COUNTERS, GpuMonitor
 from cs336.record import GpuState
 from cs336.watched.marks import WatchedStep
 from cs336.watched.pauses import Pauses
-from cs336.watched.slow_steps import SlowSteps, explained
+from cs336.watched.slow_steps import SlowSteps
 from cs336.watched.tokens import NO_TOKENS
+from tests.fake_nvml import fake_driver, unsupported
 
 STEPS, INJECTED = 120, 10
 STEP_S, PAUSE_S = 0.02, 0.3
@@ -182,6 +186,7 @@ def test_what_counters_of_a_gpu_tell_is_seen_without_a_time(cause, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: counters)
     now_s = [0.0]
     monkeypatch.setattr("cs336.watched.slow_steps.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("cs336.watched.slow_steps.perf_counter_ns", lambda: int(1e9 * now_s[0]))
     high = GpuState(
         sm_clock_hz=1_980_000_000,
         memory_clock_hz=2_619_000_000,
@@ -192,13 +197,12 @@ def test_what_counters_of_a_gpu_tell_is_seen_without_a_time(cause, monkeypatch):
         power_w=600.0,
     )
     states = [high]
-    part = SlowSteps(Pauses(), on_gpu=True, clock=lambda: states[0])
+    part = SlowSteps(Pauses(), SimpleNamespace(clock=lambda: states[0], throttled_s=dict))
     slow = random.Random(1).sample(range(20, STEPS), INJECTED)
     steps = []
     for number in range(-1, STEPS):
         is_slow = number in slow
-        now_s[0] += 11.0
-        part.step_begins(number)
+        now_s[0] += 30.0 if is_slow else 11.0
         if is_slow and cause is Cause.ALLOCATOR:
             counters["num_alloc_retries"] += 2
         states[0] = high
@@ -207,14 +211,77 @@ def test_what_counters_of_a_gpu_tell_is_seen_without_a_time(cause, monkeypatch):
             low = {"sm_clock_hz": 990_000_000, "throttle_reasons": ("SwThermalSlowdown",)}
             states[0] = replace(high, **low)
         step = made_step(PAUSE_S if is_slow else STEP_S)
-        part.step_read(number, step)
+        part.steps_read(number, [step])
         if number >= 0:
             steps.append(step)
-    seen = part.slow_steps([], steps, 0)
+    seen = part.slow_steps([], steps)
     assert [step.number for step in seen] == sorted(slow)
     for step in seen:
         (pause,) = step.pauses
         assert (pause.cause, pause.seconds) == (cause, None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_throttling_between_two_readings_of_the_clock_is_seen_by_its_counters(seed, monkeypatch):
+    """The made GPU is at its power limit most of the time, and throttled by heat in some steps: the
+    counters are those of the driver's fake library.
+    """
+    chance = random.Random(seed)
+    answers = fake_driver(monkeypatch)
+    lowered_ns = dict.fromkeys(THROTTLE_COUNTERS, 0)
+
+    def values(_, fields):
+        return [
+            SimpleNamespace(
+                fieldId=field,
+                nvmlReturn=pynvml.NVML_SUCCESS,
+                value=SimpleNamespace(ullVal=lowered_ns[field]),
+            )
+            for field in fields
+        ]
+
+    answers.nvmlDeviceGetFieldValues = values
+    gpu = SimpleNamespace(clock=lambda: None, throttled_s=GpuMonitor("GPU-0").throttled_s)
+    now_s = [0.0]
+    monkeypatch.setattr("cs336.watched.slow_steps.monotonic", lambda: now_s[0])
+    part = SlowSteps(Pauses(), gpu)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", dict)
+    slow = sorted(chance.sample(range(20, STEPS), INJECTED))
+    hot = set(slow[::2])
+    power, heat = (pynvml.NVML_FI_DEV_PERF_POLICY_POWER, pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL)
+    share = chance.uniform(0.5, 1.0)
+    steps = []
+    for number in range(-1, STEPS):
+        part.step_begins(number)
+        step_s = 3.0 if number in slow else 1.0
+        now_s[0] += step_s
+        lowered_ns[power] += round(1e9 * share * step_s)
+        if number in hot:
+            lowered_ns[heat] += 2_000_000_000
+        part.step_ended(number)
+        step = made_step(step_s)
+        part.step_read(number, step)
+        if number >= 0:
+            steps.append(step)
+    seen = {step.number: step.pauses for step in part.slow_steps([], steps)}
+    assert sorted(seen) == slow
+    for number, pauses in seen.items():
+        details = [detail for pause in pauses for detail in pause.details]
+        assert not any("power" in detail for detail in details)
+        assert any("thermal for up to" in detail for detail in details) is (number in hot)
+    for pauses in seen.values():
+        assert all((pause.cause, pause.seconds) == (Cause.CLOCK, None) for pause in pauses)
+
+
+def test_a_card_without_counters_of_throttled_time_tells_nothing(monkeypatch):
+    answers = fake_driver(monkeypatch)
+    answers.nvmlDeviceGetFieldValues = unsupported
+    assert GpuMonitor("GPU-0").throttled_s() == {}
+    answers.nvmlDeviceGetFieldValues = lambda _, fields: [
+        SimpleNamespace(fieldId=field, nvmlReturn=pynvml.NVML_ERROR_NOT_SUPPORTED)
+        for field in fields
+    ]
+    assert GpuMonitor("GPU-0").throttled_s() == {}
 
 
 def test_causes_of_2000_quiet_steps_are_those_of_another_log(tmp_path):

@@ -81,10 +81,19 @@ class Busy:
 def times_on_device(
     jobs: Jobs, selection: Selection, host: Host, *, is_of_host: bool
 ) -> tuple[DeviceSteps, DeviceWindows]:
-    """Times of steps and phases on the device; if the jobs are operators of the host, times on
-    the host.
+    """When each step and each phase began and ended on the device, in ns of the trace's clock.
+
+    `jobs` is what the device ran, `selection` has the chosen steps and their phases as the host ran
+    them, which launches ahead of the device. On the device a phase ends when the last job that was
+    launched before its end on the host is done, at the earliest when the host's phase ends; the
+    next begins there. The first phase of a step begins when the device is done with what was
+    launched before. Phases before one that waits for collectives end without these.
+
+    If `is_of_host`, the jobs are operators of a CPU: nothing is launched, and the times are those
+    of the host.
     """
     steps = selection.steps
+    # time of a step in no phase is a window too, so that the windows follow each other
     windows = _with_rest(selection.windows, steps)
     is_first = np.diff(windows.step, prepend=-1) > 0
     is_rest = np.diff(windows.step, append=len(steps)) > 0
@@ -100,6 +109,7 @@ def times_on_device(
         if not is_of_host:
             begin = np.maximum(begin, _seen_from(jobs, host, int(steps.end_ns[0])))
     end = np.maximum(host_end, finished)
+    # a later phase ends no earlier: its jobs may be done before those of the phase before it
     end = np.maximum(pd.Series(end).groupby(windows.step).cummax().to_numpy(), begin[windows.step])
     start = np.where(is_first, begin[windows.step], np.append(0, end[:-1]))
     on_device = DeviceWindows(

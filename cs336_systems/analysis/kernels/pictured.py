@@ -32,8 +32,12 @@ MOST_KINDS = 6
 
 
 def with_copies(kernels: pd.DataFrame, work: pd.DataFrame) -> pd.DataFrame:
-    """All that runs on the device in the steps: these kernels, and the copies and fills among the
-    work, of the class that kernels of their purpose have.
+    """The rows of a picture of steps: `kernels`, which lie in steps already, and after them the
+    copies and fills of memory that `work` has in steps.
+
+    `work` has a row for each job of the device: `is_copy` tells copies and fills from kernels, and
+    `step` is -1 outside of all steps. `kernels` has in addition `kind`, the index of each kernel's
+    class in CLASSES. Copies and fills are given the class of kernels that only copy or fill.
     """
     copies = work[work["is_copy"] & (work["step"] >= 0)]
     kind = CLASSES.index(KernelClass.COPY_AND_FILL)

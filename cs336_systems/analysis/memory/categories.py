@@ -130,14 +130,18 @@ def _is_optimizer_state(replay: Replay, callers: Callers) -> Mask:
 
 
 def is_by_autograd(replay: Replay, callers: Callers) -> Mask:
-    """For each stack, whether it is one of autograd.
+    """For each stack of the snapshot, whether autograd's engine was the caller: the stack has no
+    Python code, or the engine is the outermost function in it.
 
-    None is if no stack of the events has Python code: then it was not recorded.
+    All are False where no event of the snapshot has a stack with Python code: Python's part of the
+    stacks was not recorded then, so that its absence says nothing.
     """
-    stacks = replay.memory.events.stack
-    has_python = ~callers.is_autograd[stacks] & (stacks != NOT_RECORDED)
-    is_by_autograd: Mask = callers.is_autograd & has_python.any()
-    return is_by_autograd
+    stacks_of_events = replay.memory.events.stack
+    is_recorded = stacks_of_events != NOT_RECORDED
+    has_python = ~callers.is_autograd[stacks_of_events] & is_recorded
+    if has_python.any():
+        return callers.is_autograd
+    return np.zeros_like(callers.is_autograd)
 
 
 def was_there_in_backward(replay: Replay, callers: Callers) -> Mask:

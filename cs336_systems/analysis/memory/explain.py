@@ -188,7 +188,12 @@ class _Explanation:
         )
 
     def _backward_bytes(self, is_live: Mask) -> int:
-        """Bytes of the chosen allocations that exist when backward allocates memory."""
+        """Bytes of the activations among the allocations that `is_live` chooses (a mask over all).
+
+        An activation is what later work allocated memory beside (the category LATER), if autograd
+        was among that work: backward ran while it was there. 0 if the snapshot has no stacks, which
+        alone tell what autograd allocated.
+        """
         if self._callers is None:
             return 0
         is_later = self._labelled.category == CATEGORY_CODES[Category.LATER]

@@ -65,7 +65,14 @@ class _CutHeads(torch.autograd.Function):
     def backward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-        """Gradients of `packed`, the bias and the tag (its fp8 scale), from those of q, k and v."""
+        """The gradients of the arguments of `forward`, from those of its results.
+
+        `q`, `k` and `v` are gradients of shape (batch, seq, heads, d_head). That of `packed` is
+        theirs side by side, (batch, seq, 3 d_model); that of the bias, of its own type, is the sum
+        of this over batch and sequence; `num_heads` has none. A tag carries no number forward: its
+        gradient is the scale with which the gradient of `packed` is rounded to fp8 (fp8.py), None
+        without a tag.
+        """
         of_packed, of_bias, scale = _cut_heads_backward(q, k, v, ctx.bias_type, ctx.is_tagged)
         return of_packed, of_bias, None, scale if ctx.is_tagged else None
 
