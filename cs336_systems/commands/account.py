@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ..config import Device, RunConfig
-from ..costs.curves import Curves, data_sheet_curves
+from ..costs.curves import Curves
 from ..costs.hardware import (
     DEVICES,
     DeviceSpec,
@@ -23,6 +23,7 @@ from ..studies.ceilings_files import (
     FILE_NAME,
     Ceilings,
     ceilings_files,
+    data_sheet_curves,
     load_ceilings,
     load_ceilings_or_warn,
 )

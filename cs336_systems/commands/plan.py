@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Annotated, Any
 
 from ..config import MAX_RANKS, Attention, Device, OptimizerKind, Precision, RunConfig
-from ..costs.curves import MATMUL_EFFICIENCY
 from ..costs.depth import of_depth
 from ..costs.derivation import Paper, Sizes, feed
 from ..costs.hardware import DeviceSpec, devices_called
@@ -255,8 +254,9 @@ def _derive(arguments: PlanArguments, training: Training, ceilings: Ceilings) ->
     flops_per_s = None
     if training.curves.is_measured:
         flops_per_s = ceilings.flops_per_s(training.device_name, config.precision)
-    if flops_per_s is None and training.peak_flops_per_s is not None:
-        flops_per_s = MATMUL_EFFICIENCY * training.peak_flops_per_s
+    rates = training.curves.rates(config.precision)
+    if flops_per_s is None and rates is not None:
+        flops_per_s = rates.flops_per_s
     if flops_per_s is None:
         raise UsageError(f"the rate of {training.device_name} in matmuls is not known")
     within = min(training.gpus, links.gpus_per_node)

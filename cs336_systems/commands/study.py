@@ -172,7 +172,7 @@ class FusionArguments(StudyArguments):
 
 USUAL_CEILINGS: Mapping[Device, dict[str, tuple[Any, ...]]] = {
     Device.CUDA: {
-        "sizes": (256, 1024, 4096, 8192, 16384),
+        "sizes": (256, 1024, 4096, 8192),
         "presets": ("gpt2",),
         "memory_mib": (1, 4, 16, 64, 256, 1024, 4096),
         "step_presets": (),
@@ -203,7 +203,7 @@ class CeilingsArguments(StudyArguments):
     GRID, FOLDER = CeilingsGrid, "ceilings"
     sizes: Annotated[
         tuple[int, ...] | None,
-        flags.unset("INT [INT ...]", "256 to 16384 on a GPU, 64 to 1024 on a CPU"),
+        flags.unset("INT [INT ...]", "256 to 8192 on a GPU, 64 to 1024 on a CPU"),
     ] = None
     """Sides of square matrices."""
     presets: Annotated[

@@ -6,56 +6,21 @@ from bisect import bisect_left
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import dist, exp, log
+from math import exp, log
 
 from ..config import Precision
 from .communication import Collective, CollectiveCall
 from .hardware import DeviceSpec
+from .kernels import KernelModel, KernelTime, Matmul, Rates, transferred
 from .tape import MATMULS_OF, Form, Pass
 
-ALIGNMENT = 8
-"""Sides that are not multiples of this keep cuBLAS from its fast kernels: 16 bytes in half
-precision (NVIDIA's guide to matmul performance, "tensor core requirements").
+ELEMENT_BYTES = {Precision.FP32: 4, Precision.TF32: 4, Precision.BF16: 2, Precision.FP16: 2}
+LAUNCH_SPREAD = 1.35
+"""Hosts of equal GPUs, and processes on one of them, launch at rates that differ by this. From 52
+steps on H100s that launches limit.
 """
-SHEPARD_EXPONENT = 4
-"""Exponent of the inverse distances that weight measured points (Shepard 1968). It is above 3, the
-number of sides of a matmul, so that many far points do not outweigh a near one.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matmul:
-    """A measured matmul of (rows, inner) by (inner, columns) matrices."""
-
-    rows: int
-    inner: int
-    columns: int
-    batch: int = 1
-    """Number of matmuls in a batched one; for attention, heads of all sequences."""
-    form: Form | None = None
-    """None for a linear layer's matmul, which stands for all forms. Fused attention has the
-    sides of its scores.
-    """
-    time_s: float
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiply-adds of the whole batch."""
-        return self.batch * self.rows * self.inner * self.columns
-
-    @property
-    def flops_per_s(self) -> float:
-        """Measured FLOPs per second, where a multiply-add counts as two."""
-        return 2 * self.multiplications / self.time_s
-
-    @property
-    def sides(self) -> tuple[int, int, int]:
-        """Rows of all matmuls of a batch, inner side, columns."""
-        return self.batch * self.rows, self.inner, self.columns
-
-    def is_like(self, form: Form | None, is_batched: bool) -> bool:
-        """Whether the matmul has this form, and is batched if and only if `is_batched`."""
-        return self.form is form and (self.batch > 1) is is_batched
+PASS_SPREAD = 1.1
+"""Nine of ten passes over memory take between the measured time divided and multiplied by this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,9 +35,19 @@ class Curves:
     adamw: Mapping[int, float]
     """Times of fused AdamW by the bytes that it moves."""
     launch_s: float
-    """Time that the host needs to launch a kernel that does next to nothing."""
+    """Time of a call of the host in a training step."""
+    mixed_launch_s: float | None = None
+    """The same in mixed precision; None if it was not measured."""
+    inference_launch_s: float | None = None
+    """The same in inference; None if it was not measured."""
+    launch_spread: float = LAUNCH_SPREAD
+    """Calls of nine of ten steps take between these times divided and multiplied by this."""
     kernel_s: float
-    """Time of such a kernel in a CUDA graph, where the device does not wait for the host."""
+    """Time of a kernel that does next to nothing in a CUDA graph, where the device does not wait
+    for the host.
+    """
+    multiprocessors: int = 1
+    """1 if their number is not known."""
     passes: Mapping[Pass, Mapping[int, float]] = field(default_factory=dict)
     """Times of other passes than copies by the bytes that they read and write."""
     collectives: Mapping[int, Mapping[Collective, Mapping[int, float]]] = field(
@@ -103,7 +78,7 @@ class Curves:
         """
         return self.kernel_s if self.queued_gap_s is None else self.queued_gap_s
 
-    def matmul_s(
+    def matmul_time(
         self,
         precision: Precision,
         rows: int,
@@ -112,40 +87,34 @@ class Curves:
         *,
         batch: int = 1,
         form: Form = Form.FORWARD,
-        moved_bytes: int = 0,
-    ) -> float | None:
-        """Time in seconds of `batch` matmuls of (rows, inner) by (inner, columns) matrices, or of
-        fused attention, whose sides are those of its scores; None if no matmul was measured at
-        this precision.
-
-        The rate in FLOP/s is the geometric mean of measured rates, weighted by a power of the
-        inverse distance between the logarithms of the sides, so a measured matmul has its measured
-        time. A batch counts as one matmul with the rows of all.
-
-        If no matmul of this form, batched alike, was measured, the rates of linear layers' matmuls
-        are used, also with rows and columns exchanged. The time is then at least that of a copy
-        that reads and writes `moved_bytes` (0: no such bound). Fused attention then takes half the
-        time of all its matmuls, because it is causal.
+    ) -> KernelTime | None:
+        """Time of `batch` matmuls of (rows, inner) by (inner, columns) matrices, or of fused
+        attention, whose sides are those of its scores; None if no matmul was measured at this
+        precision.
         """
-        if (rate := _rate(self, precision, (rows, inner, columns), batch, form)) is None:
-            return None
-        seconds = 2 * batch * rows * inner * columns / rate
-        if any(matmul.is_like(form, batch > 1) for matmul in self.matmuls[precision]):
-            # a measured rate of fused attention has the FLOPs of one matmul, but the time of all
-            return seconds
-        # a causal matmul computes half of its products
-        num_matmuls = MATMULS_OF[form] / 2 if form in MATMULS_OF else 1
-        least_s = self.pass_s(moved_bytes) if moved_bytes else 0.0
-        return max(seconds * num_matmuls, least_s)
+        model = kernel_model(self, precision)
+        return None if model is None else model.time(form, (batch, rows, inner, columns))
 
-    def has_product(
+    def has_matmul(
         self, precision: Precision, rows: int, inner: int, columns: int, form: Form, batch: int
     ) -> bool:
-        """Whether this very matmul was measured, so that its time is looked up rather than
-        interpolated.
-        """
-        points = _surface(self, precision, _is_aligned(rows, inner, columns), form, batch > 1)
-        return (log(batch * rows), log(inner), log(columns)) in dict(points)
+        """Whether this very matmul was measured."""
+        model = kernel_model(self, precision)
+        return model is not None and model.has(form, (batch, rows, inner, columns))
+
+    def rates(self, precision: Precision) -> Rates | None:
+        """What the model of kernels knows of the device; None without matmuls at this precision."""
+        matmuls = self.matmuls.get(precision, ())
+        rates = [matmul.flops_per_s for matmul in matmuls if matmul.form not in MATMULS_OF]
+        if not rates:
+            return None
+        return Rates(
+            multiprocessors=self.multiprocessors,
+            flops_per_s=max(rates),
+            bytes_per_s=max(num_bytes / time_s for num_bytes, time_s in self.copies.items()),
+            kernel_s=self.kernel_s,
+            element_bytes=ELEMENT_BYTES[precision],
+        )
 
     def without(self, precision: Precision, products: Set[tuple[int, int, int]]) -> "Curves":
         """The curves as if no matmul of these sides, (rows of all of a batch, inner, columns), had
@@ -167,81 +136,30 @@ class Curves:
         return interpolated(self.passes.get(how) or self.copies, num_bytes)
 
 
-def _is_aligned(*sides: int) -> bool:
-    """Whether every side of the matrices is a multiple of ALIGNMENT, as fast kernels need it."""
-    return all(side % ALIGNMENT == 0 for side in sides)
-
-
-Point = tuple[tuple[float, float, float], float]
-"""Logarithms of the three sides, and the rate there."""
-
-
-@lru_cache(maxsize=1024)
-def _surface(
-    curves: Curves, precision: Precision, is_aligned: bool, form: Form, is_batched: bool
-) -> tuple[Point, ...]:
-    """The measured matmuls between which the rate of another is interpolated, each as the
-    logarithms of its sides and of its rate.
-
-    They are those of the same form and batching; where none was measured, those of linear layers.
-    Of these, the ones that are aligned alike are taken, if there are any.
-    """
-    measured = curves.matmuls.get(precision, ())
-    alike = [matmul for matmul in measured if matmul.is_like(form, is_batched)]
-    if not alike:
-        alike = [matmul for matmul in measured if matmul.form is None]
-    kept = [
-        matmul
-        for matmul in alike
-        if _is_aligned(matmul.rows, matmul.inner, matmul.columns) is is_aligned
-    ]
-    points: list[Point] = []
-    for matmul in kept or alike:
-        rows, inner, columns = map(log, matmul.sides)
-        points.append(((rows, inner, columns), matmul.flops_per_s))
-        # a linear layer's matmul is as fast with rows and columns exchanged
-        if matmul.form is None and rows != columns:
-            points.append(((columns, inner, rows), matmul.flops_per_s))
-    return tuple(points)
-
-
-@lru_cache(maxsize=4096)
-def _rate(
-    curves: Curves, precision: Precision, sides: tuple[int, int, int], batch: int, form: Form
-) -> float | None:
-    """FLOPs per second of a matmul with these `sides` (rows, inner, columns), interpolated from
-    measured ones: their rates, weighted by distance in the logarithms of the sides (Shepard 1968).
-
-    None if no such matmul was measured.
-    """
-    here = (log(batch * sides[0]), log(sides[1]), log(sides[2]))
-    points = _surface(curves, precision, _is_aligned(*sides), form, batch > 1)
-    distances = [dist(here, there) for there, _ in points]
-    if not points:
-        return None
-    nearest = min(distances)
-    if nearest == 0:
-        return points[distances.index(0)][1]
-    weights = [(nearest / distance) ** SHEPARD_EXPONENT for distance in distances]
-    total = sum(weight * log(rate) for weight, (_, rate) in zip(weights, points, strict=True))
-    return exp(total / sum(weights))
+@lru_cache(maxsize=256)
+def kernel_model(curves: Curves, precision: Precision) -> KernelModel | None:
+    """The model of the device's matmuls and attention; None without matmuls at this precision."""
+    rates = curves.rates(precision)
+    return None if rates is None else KernelModel(rates, curves.matmuls[precision])
 
 
 def interpolated(curve: Mapping[int, float], num_bytes: int) -> float:
     """Time at so many bytes, from measured times.
 
-    Between two sizes that were measured, the logarithm of the time is linear in that of the size.
-    Beyond them, the time is that of the smallest, or grows as the size.
+    Between two sizes that were measured, the logarithm of the time is linear in that of the size,
+    and no size takes less than a smaller one. Beyond them, the time is that of the smallest, or
+    grows as the size.
     """
     sizes = sorted(curve)
-    if num_bytes <= sizes[0]:
-        return curve[sizes[0]]
-    if num_bytes >= sizes[-1]:
-        return curve[sizes[-1]] * num_bytes / sizes[-1]
     above = bisect_left(sizes, num_bytes)
+    low_s = max((curve[size] for size in sizes[:above]), default=curve[sizes[0]])
+    if above == 0:
+        return low_s
+    if above == len(sizes):
+        return low_s * num_bytes / sizes[-1]
     low, high = sizes[above - 1], sizes[above]
     share = log(num_bytes / low) / log(high / low)
-    return exp((1 - share) * log(curve[low]) + share * log(curve[high]))
+    return exp((1 - share) * log(low_s) + share * log(max(low_s, curve[high])))
 
 
 def time_s(
@@ -258,39 +176,39 @@ def time_s(
     )
 
 
-# ---- without measured ceilings: a data sheet, and efficiencies that H100 and H200 reach at large
-# sizes, rounded down
-
-MATMUL_EFFICIENCY = 0.7
-"""Share of the peak that a matmul reaches, whatever its size."""
-MEMORY_EFFICIENCY = 0.85
-"""Share of the memory bandwidth that every kernel except matmuls reaches."""
 LINK_EFFICIENCY = 0.75
-"""Share of NVLink's rate in one direction that a collective reaches."""
-LAUNCH_S = 7e-6
-"""Time that a host needs to launch a kernel."""
-KERNEL_S = 1.5e-6
-"""Least time of a kernel."""
-_SIDE = 2**20
-"""Of the one matmul of the curves: more than any step has, because the efficiency is that of all
-matmuls.
-"""
+"""Share of NVLink's rate in one direction that a collective reaches by a data sheet."""
 
 
-def data_sheet_curves(device: DeviceSpec) -> Curves:
-    """Times of a device that reaches the stated share of each rate that its data sheet promises."""
-    bandwidth = MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_per_s
-    smallest = round(KERNEL_S * bandwidth)
-    passes = {smallest: KERNEL_S, 1000 * smallest: 1000 * KERNEL_S}
+def transferred_curves(curves: Curves, source: DeviceSpec, target: DeviceSpec) -> Curves:
+    """Times of a device that reaches as much of its data sheet as the one that was measured.
+
+    Matmuls are absent at precisions whose peak either data sheet lacks.
+    """
+    by_memory = source.memory_bandwidth_bytes_per_s / target.memory_bandwidth_bytes_per_s
+    copies = {num_bytes: by_memory * time_s for num_bytes, time_s in curves.copies.items()}
+    passes = {
+        how: {num_bytes: by_memory * time_s for num_bytes, time_s in times_s.items()}
+        for how, times_s in curves.passes.items()
+    }
     matmuls = {}
-    for precision, peak in device.peak_flops_per_s.items():
-        time_s = 2 * _SIDE**3 / (MATMUL_EFFICIENCY * peak)
-        matmuls[precision] = (Matmul(rows=_SIDE, inner=_SIDE, columns=_SIDE, time_s=time_s),)
-    return Curves(
+    for precision, peak in target.peak_flops_per_s.items():
+        rates, reference = curves.rates(precision), source.peak_flops_per_s.get(precision)
+        if rates is not None and reference is not None:
+            like = replace(
+                rates,
+                flops_per_s=rates.flops_per_s * peak / reference,
+                bytes_per_s=rates.bytes_per_s / by_memory,
+                multiprocessors=target.multiprocessors,
+            )
+            matmuls[precision] = transferred(curves.matmuls[precision], rates, like)
+    return replace(
+        curves,
         matmuls=matmuls,
-        copies=passes,
-        adamw=passes,
-        launch_s=LAUNCH_S,
-        kernel_s=KERNEL_S,
+        copies=copies,
+        adamw={num_bytes: by_memory * time_s for num_bytes, time_s in curves.adamw.items()},
+        passes=passes,
+        collectives={},
+        multiprocessors=target.multiprocessors,
         is_measured=False,
     )

@@ -24,6 +24,8 @@ class DeviceSpec:
     unsupported or uncertain.
     """
     memory_bandwidth_bytes_per_s: float
+    multiprocessors: int
+    """1 if their number is not known."""
     source: str
     fp8_peak_flops_per_s: float | None = None
     """Peak with both factors in fp8, counted like the peaks above; None: unsupported or
@@ -66,6 +68,7 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         names=tuple(row["names"].split(" or ")),
         peak_flops_per_s={precision: peak for precision, peak in peaks.items() if peak},
         memory_bandwidth_bytes_per_s=float(row["gb_per_s"]) * 1e9,
+        multiprocessors=int(row["multiprocessors"] or 1),
         source=row["source"],
         fp8_peak_flops_per_s=figure("fp8", 1e12),
         link_bytes_per_s=figure("link_gb_per_s", 1e9 / 2),

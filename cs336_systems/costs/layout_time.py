@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ..config import Parallel, Phase, Precision, RunConfig
+from ..config import Parallel, Phase, RunConfig
 from .accounting import ADAMW_BYTES
 from .communication import Collective, CollectiveCall, Stage
 from .curves import Curves, interpolated
@@ -20,7 +20,7 @@ from .layout_memory import VOCABULARY, Rank
 from .ranks_time import Links, Timeline
 from .shards import FP32_BYTES, LOOKUP, factor_bytes
 from .tape import Form, Names, Operation, OperationKey, OperationKind, OperationMaker
-from .time import kernel_time_s
+from .time import call_time_s, kernel_spread, kernel_time
 from .traces import axes
 
 D_FF, D_MODEL = "d_ff", "d_model"
@@ -41,6 +41,10 @@ class LayoutTime:
     """Communication for which kernels wait, or that slows them, by the kind of group."""
     bubble_s: float
     optimizer_s: float
+    spread: float
+    """Nine of ten such steps take between the time divided and multiplied by this, as far as it
+    depends on kernels.
+    """
 
     @property
     def step_s(self) -> float:
@@ -71,6 +75,8 @@ class _Kernels:
     """Work of one block."""
     outside_s: Mapping[Phase, float]
     """Seconds of the embedding, the head and the loss."""
+    spread: float
+    """Nine of ten steps take between the time divided and multiplied by this."""
 
 
 @lru_cache(maxsize=4096)
@@ -80,25 +86,29 @@ def _kernels(alone: RunConfig, tensor: int, context: int, curves: Curves) -> _Ke
     """
     step, names = step_by_depth(alone), Names(axes(alone))
     block, outside_s = {}, {}
+    every: list[Operation] = []
     for phase in _PHASES:
         launched = step.launches[phase]
-        works = [
-            _work(rank_operations(keys, names, tensor, context), alone.precision, curves)
+        lists = [
+            rank_operations(keys, names, tensor, context)
             for keys in (launched.block, launched.of_one)
         ]
+        works = [_work(operations, alone, curves) for operations in lists]
+        every += lists[0]
         # what a second block adds to a model of one block, and what that one has besides
         block[phase] = works[0]
         outside_s[phase] = max(0.0, works[1].step_s - works[0].step_s)
-    return _Kernels(block, outside_s)
+    return _Kernels(block, outside_s, kernel_spread(every, alone.precision, curves).factor)
 
 
-def _work(operations: Iterable[Operation], precision: Precision, curves: Curves) -> _Work:
+def _work(operations: Iterable[Operation], config: RunConfig, curves: Curves) -> _Work:
     """The time of operations that the host launches and the device runs."""
+    call_s = call_time_s(config, curves)
     device_s = host_s = attention_s = 0.0
     for operation in operations:
-        kernel_s = kernel_time_s(operation, precision, curves)
+        kernel_s = kernel_time(operation, config.precision, curves).time_s
         device_s += operation.launches * (kernel_s + curves.gap_s)
-        host_s += operation.launches * operation.host_calls * curves.launch_s
+        host_s += operation.launches * operation.host_calls * call_s
         if operation.kind is OperationKind.ATTENTION:
             attention_s += operation.launches * kernel_s
     return _Work(max(device_s, host_s), attention_s)
@@ -189,6 +199,7 @@ class _LayoutTimer:
             exposed_s={kind: time_s for kind, time_s in exposed_s.items() if time_s},
             bubble_s=layout.bubble * layout.accumulate * micro_s,
             optimizer_s=self._optimizer_s(),
+            spread=self._kernels.spread,
         )
 
     def _phases_s(self) -> dict[Phase, float]:

@@ -192,7 +192,12 @@ def ranks_step_time(config: RunConfig, curves: Curves, links: Links) -> RanksTim
             phases_s[phase] = compute.phases_s.get(phase, 0.0) + more_s.get(phase, 0.0)
             kernels_s[phase] = compute.kernels_s.get(phase, 0.0) + more_s.get(phase, 0.0)
     step_s = compute.step_s + sum(more_s.values())
-    time = replace(compute, phases_s=phases_s, kernels_s=kernels_s, step_s=step_s)
+    more = step_s / compute.step_s
+    low_s = None if compute.low_s is None else more * compute.low_s
+    high_s = None if compute.high_s is None else more * compute.high_s
+    time = replace(
+        compute, phases_s=phases_s, kernels_s=kernels_s, step_s=step_s, low_s=low_s, high_s=high_s
+    )
     communication_s = 0.0
     for stage in steps:
         communication_s += sum(map(call_s, (*stage.gathers, *stage.sends)))

@@ -12,8 +12,10 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 from itertools import chain
+from math import exp, hypot, log
 from statistics import fmean, median
 from sys import maxsize
+from typing import NamedTuple
 
 from ..choices import EXCHANGES
 from ..config import (
@@ -29,10 +31,11 @@ from ..config import (
     SdpaBackend,
 )
 from .accounting import count_parameters, step_flops, updated_parameters
-from .curves import Curves, interpolated
+from .curves import PASS_SPREAD, Curves, interpolated
+from .kernels import KernelTime
 from .memory import is_predictable
 from .shards import plain
-from .tape import MATMULS_OF, REPEATED, Operation, OperationKind, phases_of
+from .tape import MATMULS_OF, REPEATED, Form, Operation, OperationKind, Pass, phases_of
 from .traces import as_costed, has_tape, own_parameters, prepare, require_tape, tape_of
 
 QUEUE_DEPTH = 1024
@@ -48,7 +51,14 @@ thousand kernels are left to run.
 """
 MIN_LAUNCHED_SHARE = 0.5
 """Launching limits a step if the phases that it limits take more than this share of it."""
-MAX_EXTRAPOLATION = 32
+STEP_SPREAD = 1.06
+"""A step whose matmuls were all measured takes between its predicted time divided and multiplied by
+this in nine of ten cases: kernels run with other caches and clocks than in loops. From 60 steps on
+an H100.
+"""
+DEVICE_SPREAD = 1.2
+"""The same of devices that were not measured, whose efficiencies are those of another."""
+MAX_EXTRAPOLATION = 256
 """A step is predicted if its feed-forward matmul has at most this many times the multiplications of
 the largest matmul that was measured. Small matmuls do not tell the rate of large ones: in fp32 an
 H100 reaches 5 TFLOP/s with matrices of side 256, and 38 to 51 from side 1024 on.
@@ -90,6 +100,11 @@ class TimePrediction:
     """
     launch_s: float
     """Time that the host needs to launch everything, if it never waits for room in the queue."""
+    low_s: float | None = None
+    high_s: float | None = None
+    """Nine of ten such steps take between these; None if it is not known."""
+    extrapolated_share: float = 0.0
+    """Share of the time of kernels in those that are unlike all measured ones."""
 
     @property
     def busy_share(self) -> float:
@@ -251,7 +266,28 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
     """The same, of a step that is known to be predicted: its operations are launched one by one,
     or as one graph per phase.
     """
+    phases = operations(config)
+    likely = _replayed(phases, config, curves)
+    spread = kernel_spread(chain.from_iterable(phases.values()), config.precision, curves)
+    calls = curves.launch_spread
+    return replace(
+        likely,
+        low_s=_replayed(phases, config, curves, 1 / spread.factor, 1 / calls).step_s,
+        high_s=_replayed(phases, config, curves, spread.factor, calls).step_s,
+        extrapolated_share=spread.extrapolated_share,
+    )
+
+
+def _replayed(
+    phases: Mapping[Phase, Sequence[Operation]],
+    config: RunConfig,
+    curves: Curves,
+    kernel_factor: float = 1.0,
+    host_factor: float = 1.0,
+) -> TimePrediction:
+    """The step if all kernels, and all calls of the host, take these times as long as is likely."""
     is_replayed = config.cuda_graph and not curves.on_host
+    call_s = host_factor * call_time_s(config, curves)
 
     @cache
     def launch_of(operation: Operation) -> KernelLaunch:
@@ -259,22 +295,29 @@ def _step_time(config: RunConfig, curves: Curves) -> TimePrediction:
         kernel to run; both in seconds.
         """
         return KernelLaunch(
-            host_s=0.0 if is_replayed else operation.host_calls * curves.launch_s,
-            kernel_s=kernel_time_s(operation, config.precision, curves),
+            host_s=0.0 if is_replayed else operation.host_calls * call_s,
+            kernel_s=kernel_factor * kernel_time(operation, config.precision, curves).time_s,
             count=operation.launches,
         )
 
-    launches = {
-        phase: [*map(launch_of, launched)] for phase, launched in operations(config).items()
-    }
+    launches = {phase: [*map(launch_of, launched)] for phase, launched in phases.items()}
     if curves.on_host:
         return replace(replay(launches, waits=True), host_phases_s={})
     # one launch, without gaps: short kernels were timed in a graph, including the gap
     if is_replayed:
-        first = KernelLaunch(host_s=curves.launch_s, kernel_s=0.0)
+        first = KernelLaunch(host_s=call_s, kernel_s=0.0)
         graphs = {phase: [first, *kernels] for phase, kernels in launches.items()}
         return replay(graphs, depth=maxsize)
     return replay(launches, curves.gap_s)
+
+
+def call_time_s(config: RunConfig, curves: Curves) -> float:
+    """Time of one of the calls by which the host launches such a step."""
+    if config.mode is Mode.INFERENCE:
+        return curves.inference_launch_s or curves.launch_s
+    if config.precision is Precision.BF16:
+        return curves.mixed_launch_s or curves.launch_s
+    return curves.launch_s
 
 
 def operations(config: RunConfig) -> dict[Phase, list[Operation]]:
@@ -306,48 +349,83 @@ def host_calls(config: RunConfig) -> int:
     return sum(operation.launches * operation.host_calls for operation in launched)
 
 
-def kernel_time_s(operation: Operation, precision: Precision, curves: Curves) -> float:
+def kernel_time(operation: Operation, precision: Precision, curves: Curves) -> KernelTime:
     """Time of one kernel of an operation."""
+    if operation.is_matmul:
+        time = curves.matmul_time(
+            precision, *operation.sides, batch=operation.batch, form=operation.form
+        )
+        assert time is not None
+        return time
     if operation.kind is OperationKind.ADAMW:
-        return interpolated(curves.adamw, operation.moved_bytes)
-    if operation.kind is OperationKind.PASS:
-        return curves.pass_s(operation.moved_bytes, operation.how)
-    matmul_s = curves.matmul_s(
-        precision,
-        *operation.sides,
-        batch=operation.batch,
-        form=operation.form,
-        moved_bytes=operation.moved_bytes,
-    )
-    assert matmul_s is not None
-    return matmul_s
+        time_s = interpolated(curves.adamw, operation.moved_bytes)
+    else:
+        time_s = curves.pass_s(operation.moved_bytes, operation.how)
+    return KernelTime(time_s, time_s / PASS_SPREAD, time_s * PASS_SPREAD, is_extrapolated=False)
+
+
+class KernelSpread(NamedTuple):
+    """How sure the time of all kernels of a step is."""
+
+    factor: float
+    """Nine of ten take between the time divided and multiplied by this."""
+    extrapolated_share: float
+
+
+def kernel_spread(
+    launched: Iterable[Operation], precision: Precision, curves: Curves
+) -> KernelSpread:
+    """How sure the time of these operations is.
+
+    Kernels of one form are off together, so that their errors add up; those of different forms are
+    not, so that the squares do.
+    """
+    all_s = extrapolated_s = 0.0
+    errors_s: defaultdict[Form | Pass, float] = defaultdict(float)
+    for operation, count in Counter(launched).items():
+        time = kernel_time(operation, precision, curves)
+        total_s = count * operation.launches * time.time_s
+        all_s += total_s
+        kind = operation.form if operation.is_matmul else operation.how
+        errors_s[kind] += total_s * log(time.high_s / time.low_s) / 2
+        if time.is_extrapolated:
+            extrapolated_s += total_s
+    spread = STEP_SPREAD if curves.is_measured else DEVICE_SPREAD
+    if not all_s:
+        return KernelSpread(spread, 0.0)
+    error = hypot(log(spread), *(error_s / all_s for error_s in errors_s.values()))
+    return KernelSpread(exp(error), extrapolated_s / all_s)
 
 
 def measured_share(config: RunConfig, curves: Curves) -> float:
-    """Share of the time of a step's matmuls, fused attention included, that is looked up because
-    they were measured.
+    """Share of the time of a step's matmuls, fused attention included, that is known because they
+    were measured.
     """
-    looked_up_s = all_s = 0.0
+    measured_s = all_s = 0.0
     for matmul, count in _matmuls(config).items():
-        time_s = count * matmul.launches * kernel_time_s(matmul, config.precision, curves)
-        all_s += time_s
-        if curves.has_product(config.precision, *matmul.sides, matmul.form, matmul.batch):
-            looked_up_s += time_s
-    return looked_up_s / all_s
-
-
-def without_own_products(config: RunConfig, curves: Curves) -> Curves:
-    """The curves without the matmuls of this configuration, which then has to be foretold from
-    those of others.
-    """
-    products = set()
-    for matmul in _matmuls(config):
-        rows, inner, columns = matmul.sides
-        products.add((matmul.batch * rows, inner, columns))
-    return curves.without(config.precision, products)
+        time = kernel_time(matmul, config.precision, curves)
+        total_s = count * matmul.launches * time.time_s
+        all_s += total_s
+        if curves.has_matmul(config.precision, *matmul.sides, matmul.form, matmul.batch):
+            measured_s += total_s
+    return measured_s / all_s
 
 
 @lru_cache(maxsize=256)
+def without_products(
+    curves: Curves, precision: Precision, configs: tuple[RunConfig, ...]
+) -> Curves:
+    """The curves without the matmuls of these configurations, which then have to be foretold from
+    those of others.
+    """
+    products = set()
+    for matmul in chain.from_iterable(map(_matmuls, configs)):
+        rows, inner, columns = matmul.sides
+        products.add((matmul.batch * rows, inner, columns))
+    return curves.without(precision, products)
+
+
+@lru_cache(maxsize=1024)
 def _matmuls(config: RunConfig) -> Counter[Operation]:
     """The matmuls of a step, and how often each occurs."""
     launched = chain.from_iterable(operations(config).values())

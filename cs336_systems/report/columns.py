@@ -93,6 +93,13 @@ COLUMNS = (
             "Median of the errors with their signs: below 0 the forecast is too short.",
             write=signed,
         ),
+        "inside": Column(
+            "inside",
+            "%",
+            "Steps whose measured time lies in the interval in which nine of ten should.",
+            1,
+            write=three_digits,
+        ),
         "named_right": Column(
             "limit right",
             "%",

@@ -66,7 +66,7 @@ NARROW = RunConfig(
     ),
     batch_size=1,
     warmup_steps=5,
-    measured_steps=40,
+    measured_steps=25,
 )
 """A training step with the operations of `small`, each of which a GPU ends long before the host
 launches the next.

@@ -27,7 +27,8 @@ VOCABULARY = 2**17
 """Largest output of a linear layer; every LM_HEAD-th matmul has an output beyond SIDES."""
 LM_HEAD = 7
 UNALIGNED = 9
-"""Every so many matmuls have an output that is not a multiple of 8."""
+UNALIGNED_BATCHED = 3
+"""Every so many matmuls have a side that is not a multiple of 8."""
 BATCHED = (
     (Form.FORWARD, "positions d_head positions"),
     (Form.INPUT, "positions positions d_head"),
@@ -39,9 +40,11 @@ POSITIONS = 64, 2**12
 HEADS_OF_BATCH = 8, 2**9
 D_HEADS = 64, 128, 256
 FEW_POSITIONS, MANY_POSITIONS = 2**13, 2**18
-"""Positions of all heads in two measurements of attention: one leaves many multiprocessors idle."""
-GROUPED_QUERIES = 4, 8
-GROUPED_CONTEXTS = 1024, 8192
+"""Positions of all heads in two measurements of attention: one leaves many multiprocessors idle.
+It is made for one width of heads.
+"""
+GROUPED = 4, 8192
+"""Queries of a key, and the context of attention with grouped queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ def drawn_matmuls(precision: Precision, count: int) -> Iterator[KernelShape]:
         linear = (_linear(form, number, *point) for number, point in enumerate(points))
         yield from islice(_fitting(precision, linear), count)
     for form, names in BATCHED:
-        batched = (_batched(form, names, *point) for point in points)
+        batched = (_batched(form, names, number, *point) for number, point in enumerate(points))
         yield from islice(_fitting(precision, batched), count // 4)
 
 
@@ -116,9 +119,12 @@ def _linear(form: Form, number: int, x: float, y: float, z: float) -> KernelShap
     return KernelShape(form=form, rows=outputs, inner=tokens, columns=inputs)
 
 
-def _batched(form: Form, names: str, x: float, y: float, z: float) -> KernelShape:
+def _batched(form: Form, names: str, number: int, x: float, y: float, z: float) -> KernelShape:
     """A batched matmul of attention that is written out."""
-    lengths = {"positions": _between(POSITIONS, x, 8), "d_head": D_HEADS[int(z * len(D_HEADS))]}
+    lengths = {
+        "positions": _between(POSITIONS, x, 8) - (number % UNALIGNED_BATCHED == 0),
+        "d_head": D_HEADS[int(z * len(D_HEADS))],
+    }
     rows, inner, columns = (lengths[name] for name in names.split())
     batch = _between(HEADS_OF_BATCH, y, 1)
     return KernelShape(form=form, batch=batch, rows=rows, inner=inner, columns=columns)
@@ -128,15 +134,18 @@ def attention_shapes(precision: Precision, contexts: Sequence[int]) -> Iterator[
     """Fused attention at these context lengths with few and with many heads, forward and backward;
     in bf16 also with grouped queries.
     """
-    shapes: dict[KernelShape, None] = {}  # a set that keeps the order
     d_heads = D_HEADS if precision is Precision.BF16 else D_HEADS[:2]
-    for context, d_head, positions in product(contexts, d_heads, (FEW_POSITIONS, MANY_POSITIONS)):
-        most = min(MOST_OF_SCORES[precision] // (context**2 * d_head), positions // context)
-        if context**2 * d_head <= MOST_OF_SCORES[precision]:
-            shapes |= dict.fromkeys(_both_passes(max(1, most), context, d_head))
+    shapes: dict[KernelShape, None] = {}  # a set that keeps the order
+    for context, d_head in product(contexts, d_heads):
+        most = MOST_OF_SCORES[precision] // (context**2 * d_head)
+        counts = [min(most, max(1, MANY_POSITIONS // context))]
+        if d_head == D_HEADS[1]:
+            counts.append(min(most, max(1, FEW_POSITIONS // context)))
+        for heads in filter(None, counts):
+            shapes |= dict.fromkeys(_both_passes(heads, context, d_head))
     if precision is Precision.BF16 and contexts:
-        for context, queries_per_key in product(GROUPED_CONTEXTS, GROUPED_QUERIES):
-            shapes |= dict.fromkeys(_both_passes(32, context, D_HEADS[1], queries_per_key))
+        queries_per_key, context = GROUPED
+        shapes |= dict.fromkeys(_both_passes(32, context, D_HEADS[1], queries_per_key))
     yield from shapes
 
 

@@ -15,8 +15,8 @@ from statistics import median
 from ..analysis.warnings import in_doubt
 from ..config import Precision
 from ..costs.communication import Collective
-from ..costs.curves import Curves
-from ..costs.hardware import bare_name
+from ..costs.curves import Curves, transferred_curves
+from ..costs.hardware import DeviceSpec, bare_name, find_device
 from ..record import RecordError
 from ..text import print_aside
 from .ceilings_records import CeilingsStudy, LaunchKind, ProductPrecision
@@ -93,7 +93,7 @@ class Ceilings:
         The kernels of steps are those of all its studies, so that sizes can be measured one after
         the other. The time of a launch is the median over the studies, since the same devices are
         in machines with faster and slower hosts: over those that have timed the launches of a step,
-        if there are any.
+        if they are at least half of them.
         """
         name = bare_name(device_name)
         if name not in self._curves:
@@ -123,6 +123,9 @@ class Ceilings:
 
 
 NO_CEILINGS = Ceilings()
+NO_CEILINGS_HERE = Ceilings(has_shipped=True)
+REFERENCE = "H200"
+"""The device whose efficiencies stand in for those of devices without ceilings."""
 
 
 def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
@@ -137,7 +140,9 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
             # matmuls with a form are kernels of a step; squares are those of the first study alone
             matmuls[precision] += tuple(matmul for matmul in measured if matmul.form is not None)
     gaps_s = [curves.queued_gap_s for curves in curves_of_studies]
-    hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None] or studies
+    hosts = [study for study in studies if study.launch_s(LaunchKind.STEP) is not None]
+    if 2 * len(hosts) < len(studies):
+        hosts = list(studies)
     calls_s = [study.host_call_s for study in hosts]
     return replace(
         first,
@@ -147,6 +152,14 @@ def _joined_curves(studies: tuple[CeilingsStudy, ...]) -> Curves | None:
         is_in_doubt=_is_doubted(studies),
         launch_s=median(call_s for call_s in calls_s if call_s is not None),
     )
+
+
+def data_sheet_curves(device: DeviceSpec) -> Curves:
+    """Times of a device that reaches as much of its data sheet as the REFERENCE does."""
+    reference, source = NO_CEILINGS_HERE.curves(REFERENCE), find_device(REFERENCE)
+    assert reference is not None
+    assert source is not None
+    return transferred_curves(reference, source, device)
 
 
 def _is_doubted(studies: tuple[CeilingsStudy, ...]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain, product
+from math import ceil
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -17,7 +18,9 @@ import msgspec
 from ..analysis.warnings import LOOPS, timing_warnings
 from ..config import SIZES, Attention, Device, Precision, RunConfig
 from ..costs.communication import TIMED, Collective
-from ..costs.curves import Curves, Matmul
+from ..costs.curves import LAUNCH_SPREAD, Curves
+from ..costs.hardware import find_device
+from ..costs.kernels import Matmul
 from ..costs.shards import FP32_BYTES
 from ..costs.tape import Form, Pass
 from ..costs.time import is_fast_step, operations, prepare_forecasts
@@ -198,6 +201,9 @@ class LaunchKind(StrEnum):
     """The kernel of EAGER, many times in one CUDA graph."""
     QUEUED = "queued"
     """A copy of QUEUED_BYTES, which takes so long that the host launches the next one in time."""
+
+
+CALLS_OF_STEPS = LaunchKind.STEP, LaunchKind.MIXED_STEP, LaunchKind.INFERENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -441,8 +447,8 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
         int, Setting("Timed loops of each cell, whose median counts.", least=1, most=1000)
     ] = 5
     loop_s: Annotated[
-        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.04, cpu=0.005))
-    ] = 0.04
+        float, Setting("Least time of one loop (seconds).", by_device=ByDevice(gpu=0.02, cpu=0.005))
+    ] = 0.02
     """Repetitions are added until a loop takes this long."""
     world_size: Annotated[
         int,
@@ -474,7 +480,7 @@ class CeilingsGrid(Grid[StudyRow, "CeilingsStudy"]):
             "Matmuls of each form and precision that are spread evenly over common sides.",
             least=0,
             most=1000,
-            by_device=ByDevice(gpu=28, cpu=0),
+            by_device=ByDevice(gpu=20, cpu=0),
         ),
     ] = 0
     attention_contexts: tuple[int, ...] | None = None
@@ -647,6 +653,7 @@ class CeilingsStudy:
         launch_s = self.host_call_s
         # a CPU runs a kernel as soon as it is called, so a launch and an empty kernel are the same
         kernel_s = launch_s if on_host else self.launch_s(LaunchKind.GRAPH)
+        device = find_device(self.device_name or "")
         streams = by_bytes((cell.stream, cell.moved_bytes, cell.timing) for cell in self.streams)
         copies, adamw = streams.get(Stream.COPY), streams.get(Stream.ADAMW)
         if launch_s is None or kernel_s is None or copies is None or adamw is None:
@@ -660,7 +667,11 @@ class CeilingsStudy:
             adamw=adamw,
             passes=by_bytes((cell.how, cell.moved_bytes, cell.timing) for cell in self.passes),
             launch_s=launch_s,
+            mixed_launch_s=self.launch_s(LaunchKind.MIXED_STEP),
+            inference_launch_s=self.launch_s(LaunchKind.INFERENCE),
+            launch_spread=self.launch_spread,
             kernel_s=kernel_s,
+            multiprocessors=1 if device is None else device.multiprocessors,
             queued_gap_s=0.0 if on_host else gap_s,
             on_host=on_host,
         )
@@ -691,6 +702,20 @@ class CeilingsStudy:
         neither was.
         """
         return self.launch_s(LaunchKind.STEP) or self.launch_s(LaunchKind.EAGER)
+
+    @property
+    def launch_spread(self) -> float:
+        """Factor within which nine of ten measured steps' calls are from the median, but at least
+        LAUNCH_SPREAD, because processes differ more than the steps of one.
+        """
+        spreads = [LAUNCH_SPREAD]
+        for cell in self.launches:
+            loops = cell.timing.loops
+            if cell.launch in CALLS_OF_STEPS and loops is not None:
+                middle = median(loops.times_s)
+                factors = sorted(max(time_s / middle, middle / time_s) for time_s in loops.times_s)
+                spreads.append(factors[ceil(0.9 * len(factors)) - 1])
+        return max(spreads)
 
     def launch_s(self, launch: LaunchKind) -> float | None:
         """Time of one launch, or None if it was not measured."""

@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import median
 
 from cs336.config import Arch, Attention, Device, ModelConfig, OptimizerKind, Precision, RunConfig
-from cs336.costs.curves import Curves, data_sheet_curves
+from cs336.costs.curves import Curves
 from cs336.costs.hardware import find_device
 from cs336.costs.layout import Layout
 from cs336.costs.layout_cost import layout_cost
 from cs336.costs.networks import links_of
 from cs336.costs.time import has_large_matmuls
 from cs336.report.formats import to_csv
-from cs336.studies.ceilings_files import load_ceilings
+from cs336.studies.ceilings_files import data_sheet_curves, load_ceilings
 
 FORECAST = Path(__file__).parents[2] / "data" / "published" / "forecast"
 GIB = 2**30

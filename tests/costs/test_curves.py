@@ -7,56 +7,36 @@ from dataclasses import replace
 import pytest
 
 from cs336.config import Precision
-from cs336.costs.curves import Curves, Matmul, interpolated
+from cs336.costs.curves import Curves, interpolated
+from cs336.costs.kernels import Matmul
+from cs336.costs.tape import Form
 
 SMALL = Matmul(rows=64, inner=64, columns=64, time_s=1e-6)
 WIDE = Matmul(rows=128, inner=64, columns=1024, time_s=3e-6)
-ODD = Matmul(rows=64, inner=64, columns=65, time_s=9e-6)
 CURVES = Curves(
-    matmuls={Precision.FP32: (SMALL, WIDE, ODD)},
-    copies={8: 1.0},
+    matmuls={Precision.FP32: (SMALL, WIDE)},
+    copies={8: 1e-12},
     adamw={8: 1.0},
     launch_s=1.0,
-    kernel_s=1.0,
+    kernel_s=1e-7,
 )
 
 
-@pytest.mark.parametrize("measured", [SMALL, WIDE, ODD])
-def test_a_matmul_that_was_measured_and_its_transpose_have_its_time(measured: Matmul) -> None:
-    rows, inner, columns = measured.rows, measured.inner, measured.columns
-    for sides in ((rows, inner, columns), (columns, inner, rows)):
-        assert CURVES.matmul_s(Precision.FP32, *sides) == pytest.approx(measured.time_s)
-
-
-def test_a_matmul_halfway_between_two_has_the_geometric_mean_of_their_rates() -> None:
-    far = replace(
-        SMALL,
-        rows=64 * 4,
-        inner=64 * 4,
-        columns=64 * 4,
-        time_s=2 * 256**3 / (4 * SMALL.flops_per_s),
-    )
-    seconds = replace(CURVES, matmuls={Precision.FP32: (SMALL, far)}).matmul_s(
-        Precision.FP32, 128, 128, 128
-    )
-    assert seconds == pytest.approx(2 * 128**3 / (2 * SMALL.flops_per_s))
-
-
-def test_a_rate_lies_between_those_measured_and_aligned_matmuls_know_nothing_of_others() -> None:
-    seconds = CURVES.matmul_s(Precision.FP32, 96, 32, 512)
-    assert seconds is not None
-    assert SMALL.flops_per_s < 2 * 96 * 32 * 512 / seconds < WIDE.flops_per_s
-    assert CURVES.matmul_s(Precision.FP32, 31, 7, 5) == pytest.approx(
-        2 * 31 * 7 * 5 / ODD.flops_per_s
-    )
-
-
-def test_a_batch_counts_as_the_rows_of_all() -> None:
-    assert CURVES.matmul_s(Precision.FP32, 32, 64, 1024, batch=4) == pytest.approx(WIDE.time_s)
+@pytest.mark.parametrize("measured", [SMALL, WIDE])
+def test_a_matmul_that_was_measured_has_its_time_until_it_is_left_out(measured: Matmul) -> None:
+    sides = measured.rows, measured.inner, measured.columns
+    time = CURVES.matmul_time(Precision.FP32, *sides)
+    assert time is not None
+    assert time.time_s == pytest.approx(measured.time_s)
+    assert CURVES.has_matmul(Precision.FP32, *sides, Form.FORWARD, 1)
+    without = CURVES.without(Precision.FP32, {measured.sides})
+    assert not without.has_matmul(Precision.FP32, *sides, Form.FORWARD, 1)
 
 
 def test_a_precision_without_matmuls_has_no_time() -> None:
-    assert CURVES.matmul_s(Precision.BF16, 8, 8, 8) is None
+    assert CURVES.matmul_time(Precision.BF16, 8, 8, 8) is None
+    nothing = replace(CURVES, matmuls={Precision.FP32: ()})
+    assert nothing.matmul_time(Precision.FP32, 8, 8, 8) is None
 
 
 def test_passes_are_interpolated_by_logarithms_and_grow_beyond() -> None:
@@ -64,3 +44,11 @@ def test_passes_are_interpolated_by_logarithms_and_grow_beyond() -> None:
     assert interpolated(curve, 1000) == pytest.approx(10.0)
     assert interpolated(curve, 1) == 1.0
     assert interpolated(curve, 30_000) == pytest.approx(300.0)
+    assert [interpolated(curve, num_bytes) for num_bytes in curve] == pytest.approx([1.0, 100.0])
+
+
+def test_a_pass_takes_no_less_than_a_smaller_one_that_was_measured() -> None:
+    noisy = {10: 2.0, 20: 1.0, 40: 4.0}
+    assert interpolated(noisy, 20) == interpolated(noisy, 15) == 2.0
+    assert interpolated(noisy, 30) > 2.0
+    assert interpolated(noisy, 40) == 4.0

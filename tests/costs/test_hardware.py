@@ -1,7 +1,6 @@
 import pytest
 
 from cs336.config import Precision
-from cs336.costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, data_sheet_curves
 from cs336.costs.hardware import DEVICES, DeviceSpec, find_device
 from cs336.record import load_records
 from tests.committed import committed_runs
@@ -91,29 +90,3 @@ def test_older_drivers_leave_the_maker_out() -> None:
 )
 def test_unknown_devices_have_no_peak(name) -> None:
     assert find_device(name) is None
-
-
-H200 = find_device("H200")
-
-
-def test_a_data_sheet_s_device_reaches_the_stated_shares() -> None:
-    assert H200 is not None
-    curves = data_sheet_curves(H200)
-    for precision, peak in H200.peak_flops_per_s.items():
-        for side in (1024, 8192):
-            time_s = curves.matmul_s(precision, side, side, side)
-            assert time_s is not None
-            assert 2 * side**3 / time_s == pytest.approx(MATMUL_EFFICIENCY * peak)
-    for num_bytes in (2**26, 2**32):
-        rate = MEMORY_EFFICIENCY * H200.memory_bandwidth_bytes_per_s
-        assert num_bytes / curves.pass_s(num_bytes) == pytest.approx(rate, rel=1e-6)
-    assert H200.link_bytes_per_s == 450e9, "NVLink: 900 GB/s in both directions"
-
-
-@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.names[0])
-def test_no_data_sheet_gives_a_time_at_a_precision_that_it_lacks(device) -> None:
-    curves = data_sheet_curves(device)
-    for precision in Precision:
-        assert (curves.matmul_s(precision, 64, 64, 64) is not None) is (
-            precision in device.peak_flops_per_s
-        )

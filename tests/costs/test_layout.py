@@ -21,7 +21,6 @@ from cs336.config import (
     RunConfig,
 )
 from cs336.costs.checkpoints import Schedule, checkpoint_schedules, schedules
-from cs336.costs.curves import data_sheet_curves
 from cs336.costs.depth import step_by_depth
 from cs336.costs.hardware import find_device
 from cs336.costs.layout import Layout, layouts
@@ -33,6 +32,7 @@ from cs336.costs.ranks_time import Links, ranks_step_time
 from cs336.costs.tape import phases_of
 from cs336.costs.time import step_time
 from cs336.costs.traces import tape_of
+from cs336.studies.ceilings_files import data_sheet_curves
 from tests.costs.tensor_parallel import parallelized_block
 
 H100 = find_device("H100 80GB HBM3")

@@ -23,10 +23,12 @@ from cs336.config import (
     Profiler,
     RunConfig,
 )
+from cs336.costs import kernels
 from cs336.costs.accounting import count_parameters
 from cs336.costs.communication import Collective, CollectiveCall, calls, stages
-from cs336.costs.curves import Curves, Matmul
+from cs336.costs.curves import Curves
 from cs336.costs.derivation import Paper, Scheme, feed, largest_ranks
+from cs336.costs.kernels import Matmul
 from cs336.costs.ranks_time import (
     Links,
     RanksTime,
@@ -48,6 +50,13 @@ RUN = RunConfig(
 )
 RATE = 1e12
 HEAD = "lm_head"
+
+
+@pytest.fixture(autouse=True)
+def _one_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All matmuls have one rate, so that a step is its FLOPs over it."""
+    for name, value in {"TILES": ((1, 1),), "TILE_COST": 0.0, "INNER_COST": 0.0}.items():
+        monkeypatch.setattr(kernels, name, value)
 
 
 def curves(bandwidth: float = 1e18) -> Curves:

@@ -30,14 +30,15 @@ from cs336.config import (
     RunConfig,
     SdpaBackend,
 )
-from cs336.costs import traces
+from cs336.costs import kernels, traces
 from cs336.costs.accounting import (
     Component,
     component_flops,
     count_parameters,
     parameters_by_component,
 )
-from cs336.costs.curves import Curves, Matmul
+from cs336.costs.curves import Curves
+from cs336.costs.kernels import Matmul
 from cs336.costs.time import (
     KernelLaunch,
     StepLimit,
@@ -73,6 +74,8 @@ FAST = {
 """What `--fast` chooses on a GPU."""
 RATE = 1e12
 BANDWIDTH = 1e9
+ONE_RATE = {"TILES": ((1, 1),), "TILE_COST": 0.0, "INNER_COST": 0.0}
+"""A model of kernels in which all matmuls have one rate."""
 
 
 def curves(*, rate: float = RATE, launch_s: float = 0.0, kernel_s: float = 0.0) -> Curves:
@@ -98,11 +101,9 @@ def curves(*, rate: float = RATE, launch_s: float = 0.0, kernel_s: float = 0.0) 
 def test_steps_with_far_larger_matmuls_than_were_measured_have_no_time(
     factor: float, is_known: bool
 ) -> None:
-    """The first matmul of a feed-forward network of 32 rows, 48 and 96 columns, 32 times that of
-    the measured one.
-    """
-    measured = Matmul(rows=round(factor * 32 * 100), inner=48, columns=96, time_s=1.0)
-    larger = replace(RUN, batch_size=32 * 200)  # of sequences of 16
+    """The first matmul of a feed-forward network, 256 times that of the measured one."""
+    measured = Matmul(rows=round(factor * 400), inner=48, columns=96, time_s=1.0)
+    larger = replace(RUN, batch_size=256 * 400 // 16)  # of sequences of 16
     forecast = step_time(larger, replace(curves(), matmuls={Precision.FP32: (measured,)}))
     assert (forecast is not None) is is_known
 
@@ -323,7 +324,11 @@ def test_an_update_moves_each_tensor_that_its_kernels_read_and_write(
 # the whole prediction
 
 
-def test_without_memory_traffic_or_launches_a_step_is_its_flops_over_the_rate() -> None:
+def test_without_memory_traffic_or_launches_a_step_is_its_flops_over_the_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in ONE_RATE.items():
+        monkeypatch.setattr(kernels, name, value)
     slow = curves(rate=1e6)  # so slow that no pass matters
     forecast = step_time(RUN, slow)
     assert forecast is not None

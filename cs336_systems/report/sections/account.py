@@ -9,14 +9,15 @@ from ...config import Mode, Phase, RunConfig
 from ...costs import accounting, fit, memory
 from ...costs.checkpoints import checkpoint_schedules
 from ...costs.communication import Collective, CollectiveCall, calls, sent_share
-from ...costs.curves import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, time_s
 from ...costs.curves import Curves as DeviceCurves
+from ...costs.curves import time_s
 from ...costs.hardware import DeviceSpec
 from ...costs.ranks_time import predicted_time
 from ...costs.shards import FP32_BYTES
 from ...costs.tape import Category
 from ...costs.time import StepLimit, TimePrediction, costs_by_module
 from ...costs.traces import idle_parameters, own_parameters, why_untraced
+from ...studies.ceilings_files import REFERENCE
 from ..columns import Column, Row, column, columns_of
 from ..section import Section, Table, make_table, quantity_table
 from ..words import (
@@ -415,6 +416,12 @@ def _time_tables(account: Account) -> Iterator[Table]:
     if time.limit is StepLimit.LAUNCHES:
         limit = f"Launches are the limit, which take the CPU {rounded(1e3 * time.launch_s)} ms"
     notes = [f"{limit}; the GPU is busy for {100 * time.busy_share:.0f} % of the step."]
+    if time.low_s is not None and time.high_s is not None:
+        low, high = rounded(1e3 * time.low_s), rounded(1e3 * time.high_s)
+        notes.append(f"Nine of ten such steps take {low} to {high} ms.")
+    if time.extrapolated_share > 0:
+        share = max(1, round(100 * time.extrapolated_share))
+        notes.append(f"{share} % of the time of kernels is of shapes unlike all measured ones.")
     if curves.is_measured or account.device is None:
         of_device = f"the ceilings of {account.device_name}" if account.device_name else "ceilings"
         notes.append(
@@ -436,9 +443,8 @@ def by_data_sheet(device_name: str) -> str:
     ceilings.
     """
     return (
-        f"There are no ceilings of {device_name} with matmuls of such a size: by its data sheet, "
-        f"with stated efficiencies of {100 * MATMUL_EFFICIENCY:.0f} % in matmuls and "
-        f"{100 * MEMORY_EFFICIENCY:.0f} % of the memory bandwidth."
+        f"There are no ceilings of {device_name} with matmuls of such a size: by its data sheet "
+        f"and the efficiencies of an {REFERENCE}."
     )
 
 

@@ -3,19 +3,24 @@ the steps, by device and by settings.
 
 A forecast whose matmuls were measured for these very shapes is mostly a look-up. So each such step
 is predicted once more, as if none of its matmuls had been measured: that is what a forecast of
-another configuration is worth.
+another configuration is worth. So it is as if no step of its model size, or of its context length,
+had been measured, and from the ceilings of another device.
 """
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 
 from ...config import Phase, RunConfig
-from ...costs.curves import Curves
+from ...costs.curves import Curves, transferred_curves
+from ...costs.hardware import find_device
 from ...costs.ranks_time import predicted_time
-from ...costs.time import StepLimit, TimePrediction, measured_share, without_own_products
+from ...costs.time import StepLimit, TimePrediction, measured_share, without_products
 from ...record import WarningCode
 from ...text import counted
 from ..columns import Row, columns_of
@@ -32,6 +37,7 @@ ERROR_COLUMNS = (
     "error_of_nine",
     "largest_error",
     "median_bias",
+    "inside",
     "named_right",
 )
 SCORED_SETTINGS = (
@@ -63,11 +69,26 @@ class Shapes(StrEnum):
 
     MEASURED = "measured"
     UNMEASURED = "unmeasured"
+    WITHOUT_SIZE = "size left out"
+    """As if no matmul of any step of this model size had been measured."""
+    WITHOUT_CONTEXT = "context left out"
+    """The same of all steps at this context length."""
+    OTHER_DEVICE = "other device"
+    """From the ceilings of another device by the data sheets of both, with this one's host."""
 
 
 ERROR_TITLES = {
     (StepLimit.DEVICE, Shapes.UNMEASURED): (
         "limited by the device, matmuls of shapes that were not measured"
+    ),
+    (StepLimit.DEVICE, Shapes.WITHOUT_SIZE): (
+        "limited by the device, no matmul of this model size measured"
+    ),
+    (StepLimit.DEVICE, Shapes.WITHOUT_CONTEXT): (
+        "limited by the device, no matmul of this context length measured"
+    ),
+    (StepLimit.DEVICE, Shapes.OTHER_DEVICE): (
+        "limited by the device, from the ceilings of another device"
     ),
     (StepLimit.DEVICE, Shapes.MEASURED): "limited by the device, measured matmuls",
     (StepLimit.LAUNCHES, None): "limited by launches",
@@ -76,6 +97,15 @@ AS_IF = (
     "Each step is predicted as if none of its own matmuls had been measured: that is what a "
     "forecast of another configuration is worth."
 )
+NOTES = {
+    Shapes.UNMEASURED: AS_IF,
+    Shapes.WITHOUT_SIZE: "No matmul of any step of the same model size counts as measured.",
+    Shapes.WITHOUT_CONTEXT: "No matmul of any step at the same context length counts as measured.",
+    Shapes.OTHER_DEVICE: (
+        "Times of kernels follow from the ceilings of another device and both data sheets; those "
+        "of launches are this device's own."
+    ),
+}
 RULE = (
     "A step is limited by launches if its record says so. The forecast knows the configuration and "
     "the ceilings."
@@ -86,12 +116,13 @@ def scored(sweeps: Mapping[Path, Sequence[StepResult]]) -> tuple[list[Row], int]
     """A row for each measured configuration of a sweep whose time is predicted, and the number of
     the others.
 
-    A step that the device limits and whose matmuls were measured has a second row, predicted
-    without them; its `shapes` are UNMEASURED. Several processes of one configuration count as one,
-    with the median of their medians. Times are in ms, errors in percent of what was measured.
+    A step that the device limits has more rows, each from curves that know less of it (Shapes).
+    Several processes of one configuration count as one, with the median of their medians. Times are
+    in ms, errors in percent of what was measured.
     """
     rows: list[Row] = []
     others = 0
+    alike = _alike(chain.from_iterable(sweeps.values()))
     for directory, results in sorted(sweeps.items()):
         for result in results:
             curves = result.ceilings.curves(result.device_name or "")
@@ -100,25 +131,67 @@ def scored(sweeps: Mapping[Path, Sequence[StepResult]]) -> tuple[list[Row], int]
             if curves is None or result.forecast is None:
                 others += 1
             else:
-                rows += _rows(directory, result, result.config, curves, result.forecast)
+                rows += _rows(directory, result, result.config, curves, alike)
     return rows, others
 
 
+Alike = Mapping[tuple[str, object], Sequence[RunConfig]]
+"""Configurations whose time is predicted, by a setting and its value."""
+LEFT_OUT = {Shapes.WITHOUT_SIZE: "size", Shapes.WITHOUT_CONTEXT: "context_length"}
+"""Settings of which one value is left out of the ceilings."""
+
+
+def _alike(results: Iterable[StepResult]) -> Alike:
+    """The configurations with each value of the settings of LEFT_OUT."""
+    alike: defaultdict[tuple[str, object], dict[RunConfig, None]] = defaultdict(dict)
+    for result in results:
+        if result.config is not None and result.done and result.forecast is not None:
+            settings = settings_of(result.config)
+            for name in LEFT_OUT.values():
+                alike[name, settings[name]][result.config] = None
+    return {key: tuple(configs) for key, configs in alike.items()}
+
+
 def _rows(
-    directory: Path,
-    result: StepResult,
-    config: RunConfig,
-    curves: Curves,
-    prediction: TimePrediction,
+    directory: Path, result: StepResult, config: RunConfig, curves: Curves, alike: Alike
 ) -> Iterator[Row]:
-    """The row of one configuration, and that without its own matmuls if they were measured."""
+    """The row of one configuration, and, if the device limits it, those of predictions that know
+    less.
+    """
+    assert result.forecast is not None
     is_measured = measured_share(config, curves) > 1 / 2
-    row = _row(directory, result, config, prediction)
+    row = _row(directory, result, config, result.forecast)
     yield row | {"shapes": Shapes.MEASURED if is_measured else Shapes.UNMEASURED}
-    if is_measured and row["limit"] is StepLimit.DEVICE:
-        without = predicted_time(config, without_own_products(config, curves))
-        if without is not None:
-            yield _row(directory, result, config, without) | {"shapes": Shapes.UNMEASURED}
+    if row["limit"] is not StepLimit.DEVICE:
+        return
+    for shapes, less in _less_known(result, config, curves, alike):
+        if shapes is Shapes.UNMEASURED and not is_measured:
+            continue
+        prediction = predicted_time(config, less)
+        if prediction is not None:
+            yield _row(directory, result, config, prediction) | {"shapes": shapes}
+
+
+def _less_known(
+    result: StepResult, config: RunConfig, curves: Curves, alike: Alike
+) -> Iterator[tuple[Shapes, Curves]]:
+    """Curves that know less of a step, and in what way."""
+    yield Shapes.UNMEASURED, without_products(curves, config.precision, (config,))
+    settings = settings_of(config)
+    for shapes, name in LEFT_OUT.items():
+        others = alike[name, settings[name]]
+        same = tuple(other for other in others if other.precision is config.precision)
+        yield shapes, without_products(curves, config.precision, same)
+    device = find_device(result.device_name or "")
+    for name in result.ceilings.device_names:
+        other, measured = find_device(name), result.ceilings.curves(name)
+        if other is None or device is None or measured is None or other is device:
+            continue
+        elsewhere = transferred_curves(measured, other, device)
+        yield (
+            Shapes.OTHER_DEVICE,
+            replace(elsewhere, launch_s=curves.launch_s, collectives=curves.collectives),
+        )
 
 
 def _row(directory: Path, result: StepResult, config: RunConfig, prediction: TimePrediction) -> Row:
@@ -141,6 +214,8 @@ def _row(directory: Path, result: StepResult, config: RunConfig, prediction: Tim
         row[f"{phase}_ms"] = scaled(measured_s, MS)
         row[f"predicted_{phase}_ms"] = scaled(predicted_s.get(phase), MS)
         row[f"{phase}_error"] = None if quotient is None else 100 * (quotient - 1)
+    low_s, high_s = prediction.low_s, prediction.high_s
+    row["low_step_ms"], row["high_step_ms"] = scaled(low_s, MS), scaled(high_s, MS)
     codes = {warning.code for record in result.done for warning in record.warnings}
     has_host_times = any(record.host_phases for record in result.done)
     row["limit"] = StepLimit.LAUNCHES if WarningCode.LAUNCH_BOUND in codes else StepLimit.DEVICE
@@ -156,7 +231,7 @@ def forecast_section(rows: Sequence[Row], others: int) -> Section:
     """
     tables = []
     for (limit, shapes), title in ERROR_TITLES.items():
-        notes = [AS_IF, RULE] if shapes is Shapes.UNMEASURED else [RULE]
+        notes = [RULE] if shapes not in NOTES else [NOTES[shapes], RULE]
         if limit is StepLimit.LAUNCHES and others:
             notes.append(
                 f"Not predicted: {counted(others, 'configuration')}. Missing are compiled models "
@@ -196,6 +271,7 @@ def _summary(name: str, rows: Sequence[Row]) -> Row:
     errors = [row["step_error"] for row in rows]
     sizes = sorted(map(abs, errors))
     num_right = sum(row["limit"] is row["predicted_limit"] for row in rows)
+    num_inside = sum(row["low_step_ms"] <= row["step_ms"] <= row["high_step_ms"] for row in rows)
     return {
         "scored": name,
         "num_scored": len(rows),
@@ -203,5 +279,6 @@ def _summary(name: str, rows: Sequence[Row]) -> Row:
         "error_of_nine": sizes[math.ceil(0.9 * len(sizes)) - 1],
         "largest_error": sizes[-1],
         "median_bias": statistics.median(errors),
+        "inside": 100 * num_inside / len(rows),
         "named_right": 100 * num_right / len(rows),
     }

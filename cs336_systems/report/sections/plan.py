@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config import MAX_MEASURED_RANKS, SIZES, Parallel, RunConfig
-from ...costs.curves import MATMUL_EFFICIENCY
 from ...costs.layout import Layout
 from ...costs.layout_cost import LayoutCost
 from ...costs.training import DAY_S, TrainingPlan
 from ...settings import flag_of, non_defaults
+from ...studies.ceilings_files import REFERENCE
 from ..charts import PHASE_COLOURS, Bar, Chart, Panel, Style, distinct
 from ..columns import Row, columns_of
 from ..section import Section, Table, make_table
@@ -54,12 +54,13 @@ def plan_answer(plan: TrainingPlan) -> Iterator[str]:
     )
     assert plan.training_s is not None
     assert plan.gpu_hours is not None
-    step = f"a step takes {in_time(best.step_s)}"
+    spread = best.time.spread
+    step = f"a step takes {in_time(best.step_s, spread)}"
     if training.tokens is None:
         yield f"How long: {step}."
     else:
         yield (
-            f"How long: {in_time(plan.training_s)} for {training.steps:,.0f} steps; {step}, "
+            f"How long: {in_time(plan.training_s, spread)}; {training.steps:,.0f} steps; {step}; "
             f"{training.step_tokens / best.step_s:,.0f} tokens/s."
         )
     price = ""
@@ -107,18 +108,20 @@ def _evidence(plan: TrainingPlan) -> str:
     elif training.curves.is_measured:
         kernels = f"kernels: measured on {name} here"
     else:
-        kernels = (
-            f"kernels: the data sheet of {name}, {100 * MATMUL_EFFICIENCY:.0f} % of its peak in "
-            "matmuls"
-        )
+        kernels = f"kernels: the data sheet of {name}, and the efficiencies of an {REFERENCE}"
     links = f"; {training.link_source}" if training.gpus > 1 else ""
     return f"{kernels}{links}."
 
 
-def in_time(seconds: float) -> str:
-    """Seconds in the largest unit of which there is one or more."""
+def in_time(seconds: float, spread: float) -> str:
+    """Seconds in the largest unit of which there is one or more, with the interval in which nine
+    of ten lie.
+    """
     unit, unit_s = next((unit for unit in UNITS if seconds >= unit[1]), UNITS[-1])
-    return f"{significant(seconds / unit_s, 3)} {unit}"
+    likely, low, high = (
+        significant(seconds * factor / unit_s, 3) for factor in (1.0, 1 / spread, spread)
+    )
+    return f"{likely} {unit}, {low} to {high}"
 
 
 def plan_section(plan: TrainingPlan) -> Section:
